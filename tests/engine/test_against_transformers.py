@@ -120,9 +120,7 @@ def test_bf16_log_probabilities_stay_within_tolerance(qwen3, seed, runner_name):
     prompts = prompts_of(seed, [5, 60, 33, 90])
     with engine_of(runner_name, qwen3, dtype="bfloat16", max_num_batched_tokens=48) as llm:
         outputs = llm.generate(
-            [{"prompt_token_ids": p} for p in prompts],
-            greedy(1, prompt_logprobs=0),
-            use_tqdm=False,
+            [{"prompt_token_ids": p} for p in prompts], greedy(1, prompt_logprobs=0), use_tqdm=False
         )
     got = torch.tensor(
         [

@@ -4,10 +4,8 @@ import errno
 import gc
 import os
 import re
-import time
 import weakref
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +13,9 @@ import torch
 from tests.helpers.engine import engine, generate, greedy, runner_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
-from tests.helpers.watch import around_forward
-from tests.inspect.test_metrics import scraped
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.observe import recorder
-from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR, share_folder
 
 LENGTHS = [30, 5, 41, 17, 90, 9]
 DAY = 24 * 3600.0
@@ -110,38 +105,3 @@ def test_a_full_disk_under_a_record_ends_the_record_only(qwen3, seed, tmp_path, 
     assert left == {"manifest.json"}, "and nothing half written"
     with engine(qwen3) as llm:
         assert generate(llm, prompts, greedy(8)) == first
-
-
-def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(qwen3, seed, tmp_path, monkeypatch):
-    """The host's clock is set a day ahead and two days back, again and again."""
-    prompts, clock = prompts_of(seed, LENGTHS), time.time
-    monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
-    share_folder()  # a process that has one of its own takes the test's as it is
-    monkeypatch.setenv(FOLDER_ENV_VAR, str(tmp_path))
-    with engine(qwen3, disable_log_stats=False) as llm:
-        expected = generate(llm, prompts, greedy(8))
-    before = scraped(tmp_path)
-    for file in tmp_path.iterdir():
-        file.unlink()
-    jumps = count()
-    monkeypatch.setattr(time, "time", lambda: clock() + (DAY, -DAY)[next(jumps) % 2])
-    began = time.perf_counter()
-    with engine(qwen3, disable_log_stats=False) as llm:
-        core = llm.llm_engine.engine_core.engine_core
-        runner, at = runner_of(llm), SimpleNamespace(steps=0)
-
-        def jump() -> None:
-            at.steps += 1
-
-        around_forward(runner, jump, lambda found: None)
-        assert generate(llm, prompts, greedy(8)) == expected
-        assert not core.scheduler.requests
-    took = time.perf_counter() - began
-    assert next(jumps) > at.steps > 8, "somebody asked for the time in between"
-    after = scraped(tmp_path)
-    times = {name for name in before if "prepare_time_seconds" in name and "count" not in name}
-    for name, value in before.items():
-        if name not in times:
-            assert after[name] == value, name
-    (seconds,) = (after[name] for name in times if "_sum" in name)
-    assert 0 < seconds < took

@@ -8,17 +8,8 @@ from functools import partial
 
 import pytest
 
-from tests.engine.test_full_check import (
-    BLOCK_SIZE,
-    PROMPT_A,
-    PROMPT_B,
-    Steps,
-    in_layers,
-    in_step,
-)
-from tests.engine.test_full_check import (
-    said_of as said,
-)
+from tests.engine.test_full_check import BLOCK_SIZE, PROMPT_A, PROMPT_B, Steps, in_layers, in_step
+from tests.engine.test_full_check import said_of as said
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
 from tests.helpers.stepping import new_request, scheduler_output

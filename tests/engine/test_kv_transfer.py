@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.engine import engine, generate, greedy, runner_of
+from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of
@@ -98,33 +97,6 @@ def test_an_engine_loads_what_another_one_stored(
     assert torch.isfinite(load_file(files[0])["kv_cache"]).all()
 
 
-def test_latent_rows_leave_an_engine_for_the_next(tmp_path, seed):
-    """In upstream's form; tokens are those of transformers until files change."""
-    sizes = {"q_lora_rank": 20, **LATENT, **V3_EXPERTS}
-    latent = make_model(tmp_path / "model", "DeepseekV3", **sizes)
-    prompts, folder = prompts_of(seed, LENGTHS), tmp_path / "kv"
-    expected = reference(latent, prompts, 12)
-    check_varied(expected)
-    with engine(latent, **connected(folder)) as llm:
-        assert generate(llm, prompts, greedy(12)) == expected
-    files = {file: load_file(file)["kv_cache"] for file in folder.glob("*/*.safetensors")}
-    width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
-    assert sorted(rows.shape for rows in files.values()) == sorted(
-        (whole_blocks(length), width) for length in LENGTHS for _ in range(2)
-    )
-    with engine(latent, **connected(folder), **graphs("PIECEWISE", 1, 8)) as llm:
-        computed = count_tokens(llm)
-        assert generate(llm, prompts, greedy(12)) == expected
-        left = sum(length - whole_blocks(length) for length in LENGTHS)
-        assert computed["scheduled"] == left + 11 * len(LENGTHS)
-        for file, rows in files.items():
-            save_file({"kv_cache": -rows}, file)
-        assert llm.reset_prefix_cache()
-        changed = generate(llm, prompts, greedy(12))
-    for length, row, tokens in zip(LENGTHS, changed, expected):
-        assert (row == tokens) == (whole_blocks(length) == 0), length
-
-
 def test_prompts_that_are_salted_or_half_stored_are_computed(qwen3, tmp_path, seed):
     """A salt says that a prompt is not to be shared; a file may be missing for good."""
     plain, salted = prompts_of(seed, [30, 25])
@@ -132,10 +104,7 @@ def test_prompts_that_are_salted_or_half_stored_are_computed(qwen3, tmp_path, se
 
     def run(llm):
         computed = count_tokens(llm)
-        requests = [
-            {"prompt_token_ids": plain},
-            {"prompt_token_ids": salted, "cache_salt": "mine"},
-        ]
+        requests = [{"prompt_token_ids": plain}, {"prompt_token_ids": salted, "cache_salt": "mine"}]
         outputs = llm.generate(requests, greedy(6), use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         return computed["scheduled"]

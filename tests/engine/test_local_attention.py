@@ -4,15 +4,7 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.cache import FreeBlocksPoison
-from tests.helpers.engine import (
-    LLAMA4,
-    REPLAYED,
-    generate,
-    graphs,
-    greedy,
-    make_model,
-    runner_of,
-)
+from tests.helpers.engine import LLAMA4, REPLAYED, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.prompts import prompts_of
@@ -60,8 +52,7 @@ def test_a_context_that_ends_inside_an_attention_chunk(tmp_path, runner_name):
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
-    ("mask", "hybrid", "asynchronous"),
-    [("dense", True, True), ("compressed", False, True)],
+    ("mask", "hybrid", "asynchronous"), [("dense", True, True), ("compressed", False, True)]
 )
 def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous, runner_name):
     prompts = prompts_of(SEED, LENGTHS)
@@ -113,10 +104,7 @@ def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected, runn
 @pytest.mark.parametrize("runner_name", ALSO_V2)
 @pytest.mark.parametrize(
     ("mode", "hybrid", "asynchronous"),
-    [
-        ("PIECEWISE", True, True),
-        ("FULL_DECODE_ONLY", False, False),
-    ],
+    [("PIECEWISE", True, True), ("FULL_DECODE_ONLY", False, False)],
 )
 def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous, runner_name):
     """Full ones too: rows of virtual requests are as many as there can be."""

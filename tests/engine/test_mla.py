@@ -12,14 +12,7 @@ from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.latent import (
-    GLM_FLASH,
-    GROUPED_EXPERTS,
-    KIMI_K2,
-    LATENT,
-    V3_EXPERTS,
-    as_kimi_k2,
-)
+from tests.helpers.latent import GLM_FLASH, GROUPED_EXPERTS, KIMI_K2, LATENT, V3_EXPERTS, as_kimi_k2
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
@@ -184,17 +177,9 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
         max_model_len=96,
         max_num_batched_tokens=48,
         additional_config={"npu_prep": options},
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-        },
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
     ) as llm:
-        states, count, runs = (
-            count_states(llm),
-            count_preemptions(llm),
-            count_halves(llm),
-        )
+        states, count, runs = (count_states(llm), count_preemptions(llm), count_halves(llm))
         got = generate(llm, prompts, greedy(40))
     assert got == reference(folder, prompts, 40)
     assert count["preempted"] > 0

@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import SEED
-from tests.helpers.engine import (
-    REPLAYED,
-    generate,
-    graphs,
-    greedy,
-    runner_of,
-)
+from tests.helpers.engine import REPLAYED, generate, graphs, greedy, runner_of
 from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import with_a_tower

@@ -16,11 +16,7 @@ from vllm.multimodal.cache import (
     ShmObjectStoreReceiverCache,
     ShmObjectStoreSenderCache,
 )
-from vllm.multimodal.inputs import (
-    MultiModalFeatureSpec,
-    MultiModalKwargsItem,
-    PlaceholderRange,
-)
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of

@@ -48,10 +48,7 @@ def pulling(block_size: int, **options: Any) -> dict[str, Any]:
 
 
 def check_calls(
-    llm: Any,
-    prompts: list[list[int]],
-    expected: list[list[int]] | None,
-    block_size: int,
+    llm: Any, prompts: list[list[int]], expected: list[list[int]] | None, block_size: int
 ) -> None:
     """Let an engine compute prompts, which are sent, and pull them; look at every call.
 

@@ -1,9 +1,8 @@
-"""Prefix caching: the same tokens, blocks that nobody writes again, and the states of hits."""
+"""Prefix caching: the same tokens, and the states of hits."""
 
 import pytest
 
 from tests.conftest import SEED
-from tests.helpers.cache import SharedBlocksWatch
 from tests.helpers.engine import generate, greedy
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
@@ -47,8 +46,9 @@ def test_tokens_and_states_of_hits(qwen3, expected, caching, chunked, budget, ru
         enable_prefix_caching=caching,
         enable_chunked_prefill=chunked,
         max_num_batched_tokens=budget,
+        additional_config={"npu_prep": {"check": "full"}},
     ) as llm:
-        states, watch = record_states(llm), SharedBlocksWatch(llm)
+        states = record_states(llm)
         # Alone: a miss, then all but the last token, then the last block, then another tail
         for prompt in (one_more, one_more, whole, two_blocks + whole[:7]):
             generate(llm, [prompt], greedy(1))
@@ -57,9 +57,7 @@ def test_tokens_and_states_of_hits(qwen3, expected, caching, chunked, budget, ru
         assert generate(llm, prompts[::-1], greedy(12)) == expected[::-1]
     hit = "ChunkedPrefill" if chunked else "PrefillCacheHit"
     if caching:
-        assert watch.compared > 100
         miss = ["PrefillNoCache", *["ChunkedPrefill"] * 4, "DecodeOnly"]  # 41 tokens by eights
         assert alone == [*(miss if chunked else miss[:1]), "DecodeOnly", hit, hit]
     else:
-        assert watch.compared == 0
         assert alone.count("PrefillNoCache") == 4

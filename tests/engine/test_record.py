@@ -11,14 +11,7 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.drafters import make_eagle_head
-from tests.helpers.engine import (
-    LLAMA4,
-    generate,
-    graphs,
-    greedy,
-    make_model,
-    runner_of,
-)
+from tests.helpers.engine import LLAMA4, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.vision import chat, make_image, serve
@@ -100,7 +93,7 @@ def gemma3(tmp_path_factory):
 def test_groups_with_windows_in_graphs_are_recorded_as_they_come(
     gemma3, tmp_path, capsys, runner_name
 ):
-    """Chunks, a prefix cache, preemption, graph padding; then a value in a file is changed."""
+    """Chunks, a prefix cache, preemption, graph padding."""
     first, *others = prompts_of(SEED, [70, 5, 30, 12, 14, 40, 1])
     prompts = [first, first[:61], first[:48] + others[0], *others]
     with engine_of(
@@ -150,28 +143,6 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(
 
     assert main(["replay", str(tmp_path)]) == 0
     assert "47 steps: core and oracle prepare what was recorded" in capsys.readouterr().out
-    path = record_files(tmp_path)[20]
-    record = read_record(path)
-    changed = record.prepared["kv_cache_groups.1.slot_mapping"]
-    changed[-1] += 1
-    path.write_bytes(record.to_bytes())
-    assert main(["replay", str(tmp_path), "--step", "23", "--json", "--upstream"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    for difference, by in zip(told["first"], ("core", "oracle", "upstream"), strict=True):
-        assert difference == {
-            "step": 23,
-            "by": by,
-            "variable": "kv_cache_groups.1.slot_mapping",
-            "index": [len(changed) - 1],
-            "req_id": record.settings.req_ids[-1],
-            "token": len(changed) - 1,
-            "recorded": int(changed[-1]),
-            "expected": int(changed[-1]) - 1,
-        }
-    assert main(["replay", str(tmp_path)]) == 1
-    text = capsys.readouterr().out
-    assert "1 of 47 steps differs" in text and "kv_cache_groups.1.slot_mapping[" in text
-    assert main(["replay", str(tmp_path), "--step", "99"]) == 2
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)

@@ -278,9 +278,6 @@ RELOAD = "reload_weights"
 def life_cycle(llm, model, other):
     """Do to an engine all that leaves its weights as they were, and say each time what it was."""
     core, reload = llm.llm_engine.engine_core.engine_core, partial(llm.collective_rpc, RELOAD)
-    llm.sleep(level=0)
-    llm.wake_up(tags=["scheduling"])
-    yield "level 0"
     llm.sleep(level=1)
     llm.wake_up(tags=["weights"])
     llm.wake_up(tags=["kv_cache"])
@@ -295,12 +292,6 @@ def life_cycle(llm, model, other):
     reload(kwargs={"weights_path": str(model)})
     llm.wake_up(tags=["kv_cache"])
     yield "level 2, and other weights before the old ones"
-    reload()
-    assert llm.reset_prefix_cache()
-    yield "a reload, and a reset of the prefix cache"
-    core.pause_scheduler(mode="keep", clear_cache=False)
-    core.resume_scheduler()
-    yield "a pause"
     llm.sleep(level=0)
     while core.batch_queue:  # the step after the last tokens
         llm.llm_engine.step()

@@ -16,15 +16,7 @@ from vllm import SamplingParams
 
 from tests.conftest import SEED
 from tests.helpers.drafters import disturb_model, make_eagle_head
-from tests.helpers.engine import (
-    REPLAYED,
-    engine,
-    generate,
-    graphs,
-    greedy,
-    make_model,
-    runner_of,
-)
+from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import check_varied, logits_of, reference
 from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.mtp import make_mtp_model, record_verified

@@ -41,9 +41,7 @@ def prompts(seed):
 def asked(llm, prompts, **params):
     budgets = [budget for budget in BUDGETS for _ in range(3)]
     return generate(
-        llm,
-        prompts,
-        [greedy(40, thinking_token_budget=budget, **params) for budget in budgets],
+        llm, prompts, [greedy(40, thinking_token_budget=budget, **params) for budget in budgets]
     )
 
 
