@@ -221,28 +221,6 @@ def test_capture_with_requests_in_flight_is_refused(qwen3, seed, runner_name):
             runner_of(llm).capture_model()
 
 
-def test_dummy_runs_between_steps_disturb_nobody(qwen3, seed):
-    """As an idle data-parallel rank does it, here with requests in flight."""
-    prompts = prompts_of(seed, [5, 9, 4])
-    with engine(qwen3, block_size=4, **graphs("FULL_AND_PIECEWISE", 4, 8)) as llm:
-        runner, core = runner_of(llm), llm.llm_engine
-        for index, prompt in enumerate(prompts):
-            core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(20))
-        tokens = {}
-        cache = runner.kv_caches
-        while core.has_unfinished_requests():
-            for output in core.step():
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-            before = [plane.clone() for plane in cache]
-            for size, uniform in ((4, True), (8, False)):
-                with torch.inference_mode():
-                    runner._dummy_run(size, uniform_decode=uniform)
-                (table,) = runner.block_tables.device_rows(size)
-                assert not table.any(), "the null block for every row that the graph reads"
-            assert all(torch.equal(old, new) for old, new in zip(before, cache))
-    assert [tokens[index] for index in range(3)] == reference(qwen3, prompts, 20)
-
-
 def test_a_dummy_run_that_fails_leaves_no_padding_behind(qwen3, seed, monkeypatch):
     prompts = prompts_of(seed, [5, 9])
     with engine(qwen3, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:

@@ -70,12 +70,9 @@ def generate(llm, case, requests, params):
     )
 
 
-def check(llm, case, requests, count: int) -> None:
-    got = [
-        list(output.outputs[0].token_ids) for output in generate(llm, case, requests, greedy(count))
-    ]
-    expected = [case.tokens(name, prompt, count) for name, prompt in requests]
-    assert got == expected, [a == b for a, b in zip(got, expected)]
+def tokens_of(llm, case, requests, count: int) -> list[list[int]]:
+    outputs = generate(llm, case, requests, greedy(count))
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def requests_of(seed: int, names: list[str]) -> list[tuple[str, list[int]]]:
@@ -110,15 +107,16 @@ def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mod
         **LORA,
         **settings,
     ) as llm:
-        requests = requests_of(seed, MIXED)
-        check(llm, case, requests, 12)
-        check(llm, case, [("", prompt) for _, prompt in requests[:3]], 12)
-        check(llm, case, [("queries", prompt) for _, prompt in requests[:3]], 12)
+        mixed = requests_of(seed, MIXED)
+        later = [[(name, prompt) for _, prompt in mixed[:3]] for name in ("", "queries")]
+        for requests in (mixed, *later):
+            expected = [case.tokens(*request, 12) for request in requests]
+            assert tokens_of(llm, case, requests, 12) == expected
         counts = runner_of(llm).padding.counts.by_kind
-    expected = [case.tokens(name, prompt, 12) for name, prompt in requests]
+    expected = [case.tokens(*request, 12) for request in mixed]
     check_varied(expected)
-    plain = [case.tokens("", prompt, 12) for _, prompt in requests]
-    same = [name for (name, _), a, b in zip(requests, expected, plain) if a == b]
+    plain = [case.tokens("", prompt, 12) for _, prompt in mixed]
+    same = [name for (name, _), a, b in zip(mixed, expected, plain) if a == b]
     assert set(same) == {""}, "an adapter that changes nothing shows nothing"
     if mode != "eager":
         assert set(counts) >= REPLAYED[mode]
@@ -136,7 +134,8 @@ def test_each_adapter_verifies_its_drafts(case, tmp_path, seed, method, runner):
     requests = list(zip(["all", "", "queries"], loops))
     with engine_of(runner, case.model, speculative_config=drafts, max_loras=2, **LORA) as llm:
         verified = count_verified(llm)
-        check(llm, case, requests, 24)
+        got = tokens_of(llm, case, requests, 24)
+    assert got == [case.tokens(*request, 24) for request in requests]
     assert verified["rejected"] > 0
     assert method == "eagle" or verified["accepted"] + verified["partly"] > 0
 

@@ -9,7 +9,6 @@ from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions
-from tests.server.hostile import broken_sparse_tensor, encoded
 from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
 GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
@@ -103,46 +102,6 @@ def test_a_prompt_of_ids_and_embeddings(qwen3, embedding, seed, runner):
             chosen["prompt_is_token_ids"] = choose.tolist()
             assert run(llm, [chosen]) == answers[-1]
         assert answers[0] != answers[1]
-
-
-HOSTILE = {
-    "a row is a number too long": torch.zeros(5, 65),
-    "no row": torch.zeros(0, 64),
-    "two prompts": torch.zeros(2, 5, 64),
-    "past the model's length": torch.zeros(300, 64),
-    "integers": torch.zeros(5, 64, dtype=torch.int64),
-    "indices outside of a sparse tensor": broken_sparse_tensor(),
-    "not finite": torch.full((5, 64), torch.nan),
-    "no tensor": {"a": 1},
-}
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_hostile_embeddings_are_refused_before_the_engine(qwen3, embedding, seed, runner):
-    """As a server reads them: CVE-2025-62164, GHSA-mcmc-2m55-j8jj, GHSA-pmqf-x6x8-p7qw.
-
-    Those who asked before are served, and those who ask afterwards.
-    """
-    from vllm.renderers.embed_utils import safe_load_prompt_embeds
-
-    ids = prompts_of(seed, [20, 33])
-    as_ids = [{"prompt_token_ids": prompt} for prompt in ids]
-    with engine_of(runner, qwen3, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
-        expected, core = run(llm, as_ids), llm.llm_engine
-
-        def ask(name: str, embeds: str) -> None:
-            tensor = safe_load_prompt_embeds(core.model_config, embeds.encode())
-            core.add_request(name, {"prompt_embeds": tensor}, greedy(12))
-
-        for number, (name, hostile) in enumerate(HOSTILE.items()):
-            core.add_request(f"{number} before", as_ids[0], greedy(12))
-            with pytest.raises((VLLMValidationError, ValueError), match=r"\w"):
-                ask(name, encoded(hostile))
-            outputs = []
-            while core.has_unfinished_requests():
-                outputs += core.step()
-            assert list(outputs[-1].outputs[0].token_ids) == expected[0], name
-            assert run(llm, [{"prompt_embeds": embedding[prompt]} for prompt in ids]) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
