@@ -8,13 +8,7 @@ from tests.helpers.watch import around_forward
 
 
 class CacheWatch:
-    """Checks after every forward pass that no slots but the step's own were written (one group).
-
-    Attributes
-    ----------
-    padding_seen
-        Numbers of padding tokens of the steps that replayed a full graph.
-    """
+    """Checks after every forward pass that no slots but the step's own were written (one group)."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -43,11 +37,6 @@ class FreeBlocksPoison:
     """Fills blocks that nobody holds with NaN in front of every forward pass: who reads one, shows.
 
     For engines without a prefix cache, whose free blocks are read again.
-
-    Attributes
-    ----------
-    poisoned
-        How often a block that had been written was filled.
     """
 
     def __init__(self, llm: Any) -> None:

@@ -94,16 +94,10 @@ CASES: dict[str, tuple[str, str, Callable[[At], Broken]]] = {}
 
 
 def forces(rule: str, engines: str = "all") -> Callable:
-    """Name a generator that breaks a step, yields the end of the message, and mends the step.
+    """Name a generator that breaks a step, yields the end of what is said, and mends the step.
 
-    Where the step has nothing to break in this way, it yields nothing.
-
-    Parameters
-    ----------
-    rule
-        Whose message it forces.
-    engines
-        Which ones have steps that can be broken so.
+    Where the step has nothing to break in this way, it yields nothing. `engines` says which ones
+    have steps that can be broken so.
     """
 
     def add(case: Callable[[At], Broken]) -> Callable[[At], Broken]:
@@ -114,13 +108,7 @@ def forces(rule: str, engines: str = "all") -> Callable:
 
 
 class Forced:
-    """Breaks steps of an engine from now on, in each way once.
-
-    Attributes
-    ----------
-    names
-        Of `CASES`: what was forced.
-    """
+    """Breaks steps of an engine from now on, in each way once; `names` says in which."""
 
     def __init__(self, llm: Any) -> None:
         runner = runner_of(llm)
@@ -168,30 +156,6 @@ def scheduled_one_more(at):
     count = at.output.num_scheduled_tokens[name]
     with mock.patch.dict(at.output.num_scheduled_tokens, {name: count + 1}):
         yield ending(count, count + 1, name)
-
-
-@forces("lengths")
-def length_one_more(at):
-    row = len(at.told) - 1
-    computed = int(at.step.num_computed_tokens[row])
-    end = computed + at.output.num_scheduled_tokens[at.req_ids[row]]
-    with changed(at.arrays.seq_lens, row, end + 1):
-        allowed = f"{end} of {computed} computed"
-        yield ending(f"{end + 1} of {computed} computed", allowed, at.req_ids[row])
-
-
-@forces("table")
-def slot_in_another_block(at):
-    """The right one is in the block that the scheduler has named."""
-    builders = [each for kind in ("attend", "chunks") for each in at.builders(kind)]
-    group = max(group for group, builder, _ in builders if builder.causal)
-    row, size = len(at.told) - 1, int(at.tables.block_sizes[group])
-    column, offset = divmod(int(at.step.seq_lens[row]) - 1, size)
-    block, token = at.told[row].blocks[group][column], at.ends[row] - 1
-    right = block * size + offset
-    with changed(at.arrays.slot_mapping[group], token, right + size):
-        allowed = f"{right}, in its block {block}"
-        yield ending(right + size, allowed, at.req_ids[row], token, group)
 
 
 @forces("layers")
@@ -329,48 +293,6 @@ def one_sample_more(at):
 
 
 # ----------------------------------------------------------------- states
-
-
-def reading(at: At, array: np.ndarray, row: int, name: str) -> Broken:
-    """Another block of a state is read or written: the right ones are in the request's blocks."""
-    group = at.tables.states.groups[-1]
-    reads, writes = (
-        int(at.arrays.initial_state_indices[-1, row]),
-        int(at.arrays.state_indices[-1, row]),
-    )
-    assert {reads, writes} <= {*at.told[row].blocks[group]}
-    right = f"reads block {reads}, writes block {writes}"
-    given = right.replace(f"{name} block {array[row]}", f"{name} block {array[row] + 1}")
-    with changed(array, row, int(array[row]) + 1):
-        yield ending(given, f"{right}, and neither is the null block", at.req_ids[row], None, group)
-
-
-@forces("states", "states")
-def another_state_written(at):
-    row = at.last(lambda row: at.step.num_computed_tokens[row] > 0)
-    if row is not None:
-        yield from reading(at, at.arrays.state_indices[-1], row, "writes")
-
-
-@forces("states", "states")
-def another_state_read(at):
-    row = at.last(lambda row: at.step.num_computed_tokens[row] > 0)
-    if row is not None:
-        yield from reading(at, at.arrays.initial_state_indices[-1], row, "reads")
-
-
-@forces("states", "states drafts")
-def another_state_of_a_draft(at):
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is None:
-        return
-    group, token = at.tables.states.groups[-1], at.ends[row] - 1
-    array = at.arrays.token_state_indices[-1]
-    right = int(array[token])
-    assert right in at.told[row].blocks[group]
-    with changed(array, token, right + 1):
-        allowed = f"writes block {right}, which is not the null block"
-        yield ending(f"writes block {right + 1}", allowed, at.req_ids[row], token, group)
 
 
 @forces("states num_prefills", "states")

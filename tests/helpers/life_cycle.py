@@ -19,25 +19,10 @@ SURELY = 1e-6
 
 
 class LifeCycle:
-    """Calls of one engine in this process.
+    """Calls of one engine in this process, counted by name.
 
-    Parameters
-    ----------
-    llm
-        The engine.
-    seed
-        What calls are drawn from.
-    step
-        Takes a step of the engine and what comes of it.
-    levels
-        Levels of sleep that are drawn; 0 is a pause by another name.
-    verified
-        What became of drafts, by `tests.helpers.watch.count_verified`; empty without drafts.
-
-    Attributes
-    ----------
-    count
-        Calls by their names.
+    `step` takes a step of the engine and what comes of it. `levels` are those of sleep that are
+    drawn; 0 is a pause by another name. `verified` is what became of drafts, by `count_verified`.
     """
 
     def __init__(
@@ -66,13 +51,7 @@ class LifeCycle:
         self._before = Counter(self._verified)
 
     def hold_acceptance(self) -> None:
-        """Drafts are accepted after a call if they were before.
-
-        Raises
-        ------
-        AssertionError
-            If none was, of so many that this is no chance.
-        """
+        """Drafts are accepted after a call if they were before: none of many is no chance."""
         since = self._verified - self._before
         before, after = (sum(each.values()) for each in (self._before, since))
         if not before or not after:

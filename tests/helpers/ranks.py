@@ -70,19 +70,7 @@ def _with_environment(environment: dict[str, str], function: Callable[..., Any],
 def serve_on_ranks(
     model: Path, settings: dict[str, Any], traffic: Callable[..., Any], seconds: float = SECONDS
 ) -> Any:
-    """Start an engine as a server does, and let an async function talk to it.
-
-    Parameters
-    ----------
-    model
-        Its folder.
-    settings
-        Of the engine.
-    traffic
-        Called with `Ranks`; what it returns is returned.
-    seconds
-        Time limit.
-    """
+    """Start an engine as a server does, and return what an async function of its `Ranks` does."""
     asked = "V2" if v2.is_asked_for() else "V1"
     returned, cell = in_a_fresh_process(_serve, model, settings, traffic, asked, seconds=seconds)
     add([cell])
@@ -126,20 +114,9 @@ class Ranks:
         loras: list[Any] | None = None,
         **params: Any,
     ) -> list[list[int]]:
-        """Greedy tokens of all prompts together.
+        """Greedy tokens of all prompts together: token ids, or what `LLM.generate` takes.
 
-        Parameters
-        ----------
-        prompts
-            Token ids of each, or what `LLM.generate` takes.
-        max_tokens
-            How many tokens each request gets.
-        engine
-            One of data parallelism.
-        loras
-            Adapter of each prompt, or None.
-        params
-            Of the sampling.
+        They go to one engine of data parallelism, or to any.
         """
         loras = loras or [None] * len(prompts)
         return await asyncio.gather(

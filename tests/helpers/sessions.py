@@ -17,15 +17,9 @@ MOST = 12
 
 @dataclass
 class Session:
-    """Parts of one session, and what transformers answers to each.
+    """Parts of one session, and what transformers answers to each: token ids.
 
-    Attributes
-    ----------
-    parts
-        Token ids of each.
-    answers
-        Greedy tokens of each, up to one that it doesn't hold before. That one ends the answer, and
-        is no part of what follows.
+    An answer ends with a token that it doesn't hold before, which is no part of what follows.
     """
 
     parts: list[list[int]]
@@ -33,17 +27,7 @@ class Session:
 
 
 def sessions_of(folder: Path, seed: int, lengths: list[list[int]]) -> list[Session]:
-    """Sessions with parts of these lengths, whose answers end early and late.
-
-    Parameters
-    ----------
-    folder
-        Of the model.
-    seed
-        Of the parts.
-    lengths
-        Of the parts of each session.
-    """
+    """Sessions with parts of these lengths, whose answers end early and late."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,22 +70,10 @@ def send_part(
 
 
 def converse(llm: Any, sessions: list[Session], waits: list[int]) -> list[list[list[int]]]:
-    """Answers of an engine.
+    """An engine's answers to each part of sessions that go on at the same time.
 
-    Parameters
-    ----------
-    llm
-        Whose engine is in this process.
-    sessions
-        That go on at the same time.
-    waits
-        After so many steps from the end of its answer a session's next part comes; -1: all parts
-        come at once, before the first answer.
-
-    Returns
-    -------
-    list
-        Of each session and part, token ids.
+    After so many steps (`waits`) from the end of its answer a session's next part comes; -1: all
+    parts come at once, before the first answer.
     """
     core, answers = llm.llm_engine.engine_core, [[[]] for _ in sessions]
 

@@ -41,26 +41,10 @@ class Poison:
 
     That is more than the null block and the blocks that the scheduler took from windows: every slot
     but those that a request of the step has in its window. What was there comes back afterwards,
-    for the prefix cache and for requests that wait.
+    for the prefix cache and for requests that wait. NaN shows whatever is read, masked or not.
 
     Also checks that nothing is written there, and that groups whose layers overlay each other own
     no block together.
-
-    Parameters
-    ----------
-    llm
-        The engine.
-    value
-        What is put there. NaN shows whatever is read, masked or not.
-
-    Attributes
-    ----------
-    left_behind
-        Rows of windowed groups seen so far that begin with blocks outside of the window.
-    null_blocks
-        Those that begin with the null block: a prefix that was cached, without what came before.
-    changed_hands
-        Blocks that belonged to one group and later to another.
     """
 
     def __init__(self, llm: Any, value: float = float("nan")) -> None:
@@ -68,7 +52,9 @@ class Poison:
         manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
         self._managers = manager.coordinator.single_type_managers
         self.value = value
-        self.left_behind = self.null_blocks = self.changed_hands = 0
+        self.left_behind = 0  # rows of windowed groups that begin with blocks outside of it
+        self.null_blocks = 0  # rows that begin with the null block: a cached prefix
+        self.changed_hands = 0  # blocks that belonged to one group and later to another
         self._owners: dict[int, int] = {}
         around_forward(self.runner, self._spoil, self._give_back)
 
