@@ -1,8 +1,6 @@
-"""What goes wrong while an engine serves: a step that fails, a full disk, a clock that jumps."""
+"""What goes wrong while an engine serves: a step that fails."""
 
-import errno
 import gc
-import os
 import re
 import weakref
 from itertools import count
@@ -10,12 +8,11 @@ from itertools import count
 import pytest
 import torch
 
-from tests.helpers.engine import engine, generate, greedy, runner_of
+from tests.helpers.engine import generate, greedy, runner_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.observe import recorder
+from vllm_npu_prep.inspect.record_file import record_files
 
 LENGTHS = [30, 5, 41, 17, 90, 9]
 DAY = 24 * 3600.0
@@ -75,33 +72,3 @@ def test_a_step_that_fails_ends_the_engine_with_its_reason(
     assert len(record_files(folder)) == 4
     with engine_of(runner_name, qwen3, async_scheduling=asynchronous) as llm:
         assert generate(llm, prompts, greedy(8)) == expected
-
-
-def test_a_full_disk_under_a_record_ends_the_record_only(qwen3, seed, tmp_path, monkeypatch):
-    prompts, fsync, calls = prompts_of(seed, LENGTHS), os.fsync, count(1)
-
-    def full(descriptor: int) -> None:
-        if next(calls) > 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    record = {"record": {"dir": str(tmp_path), "steps": "0:100"}}
-    lines: list[str] = []
-    monkeypatch.setattr(
-        recorder.logger, "log", lambda level, text, *args: lines.append(text % args)
-    )
-    with engine(qwen3, additional_config={"npu_prep": record}) as llm:
-        monkeypatch.setattr(os, "fsync", full)
-        first = generate(llm, prompts, greedy(8))
-        assert generate(llm, prompts, greedy(8)) == first
-        recording = runner_of(llm).recorder
-        assert recording.steps > 10
-    files = record_files(recording.folder)
-    assert [read_record(file).number for file in files] == list(range(len(files)))
-    assert len(files) <= 3
-    (stopped,) = [line for line in lines if "Recording stopped" in line]
-    assert "can't be written: No space left on device" in stopped
-    left = {each.name for each in recording.folder.iterdir()} - {each.name for each in files}
-    assert left == {"manifest.json"}, "and nothing half written"
-    with engine(qwen3) as llm:
-        assert generate(llm, prompts, greedy(8)) == first

@@ -149,10 +149,20 @@ def said_of(rule, who, values, among=FAULTS):
     return add
 
 
-@said_of("write into another's block", "A", "block 3 of request B, allowed 2")
-def another_ones_block(steps, monkeypatch):
-    steps.first().table()[steps.row("A"), 1] = 3
-    steps.decode()
+def in_table(place, block):
+    """Plant a block in A's row of the table."""
+
+    def fault(steps, monkeypatch):
+        steps.first().table()[steps.row("A"), place] = block
+        steps.decode()
+
+    return fault
+
+
+FAULTS[in_table(1, 3)] = "write into another's block", "A", "block 3 of request B, allowed 2"
+FAULTS[in_table(0, 0)] = "null block", "A", "given the null block, allowed 1"
+FAULTS[in_table(1, 33)] = "wrong block", "A", "block 33, which no request was given"
+FAULTS[in_table(0, 2)] = "wrong block", "A", "block 2, another one of its own, allowed 1"
 
 
 def given_adapter(steps, monkeypatch, new, loads):
@@ -202,24 +212,6 @@ def block_from_before_preemption(steps, monkeypatch):
 
     monkeypatch.setattr(steps.runner.block_tables, steps.adds_row, add_old_row)
     steps.run(steps.resumed(output))
-
-
-@said_of("null block", "A", "given the null block, allowed 1")
-def null_block(steps, monkeypatch):
-    steps.first().table()[steps.row("A"), 0] = 0
-    steps.decode()
-
-
-@said_of("wrong block", "A", "block 33, which no request was given")
-def block_of_nobody(steps, monkeypatch):
-    steps.first().table()[steps.row("A"), 1] = 33
-    steps.decode()
-
-
-@said_of("wrong block", "A", "block 2, another one of its own, allowed 1")
-def blocks_in_another_order(steps, monkeypatch):
-    steps.first().table()[steps.row("A"), :2] = [2, 1]
-    steps.decode()
 
 
 @said_of("block table", "A", "given 2 blocks, allowed 3")

@@ -13,7 +13,7 @@ from tests.engine.test_multimodal import MAX_TOKENS as OF_IMAGES
 from tests.engine.test_multimodal import SETTINGS as READS_IMAGES
 from tests.engine.test_multimodal import requests_of
 from tests.engine.test_record import check, records_in
-from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import REPLAYED, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
@@ -21,7 +21,7 @@ from tests.helpers.mtp import add_mtp_layer, make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
-from tests.helpers.watch import count_preemptions, count_states, count_verified, record_cached
+from tests.helpers.watch import count_preemptions, count_states, count_verified
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
@@ -121,34 +121,6 @@ def test_tokens_equal_transformers(
     number = next(r.number for r in records if r.prepared["has_initial_state_padded"].any())
     assert main(["explain", str(tmp_path), "--step", str(number)]) == 0
     assert "states of group" in capsys.readouterr().out
-
-
-def test_longer_prompts_find_states_that_decodes_left(tmp_path):
-    """At the ends of blocks that no prompt filled; vLLM keeps these if it is asked to.
-
-    The token that ends a block may be a draft, one of several in its step.
-    """
-    folder = make_mtp_model(tmp_path, "Qwen3_5")[0]
-    prompts = prompts_of(SEED, [13, 21, 1])
-    expected = reference(folder, prompts, 90)
-    check_varied(expected)
-    with engine(
-        folder,
-        block_size=16,
-        enable_prefix_caching=True,
-        prefix_cache_retention_interval=None,
-        additional_config={"npu_prep": {"check": "full"}},
-        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
-        **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
-    ) as llm:
-        verified, cached = count_verified(llm), record_cached(llm)
-        assert generate(llm, prompts, greedy(90)) == expected
-        assert max(cached) == 0
-        cached.clear()
-        longer = [prompt + tokens[:78] for prompt, tokens in zip(prompts, expected)]
-        assert generate(llm, longer, greedy(12)) == [tokens[78:] for tokens in expected]
-    assert min(cached) > max(map(len, prompts))
-    assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

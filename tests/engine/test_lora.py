@@ -16,7 +16,7 @@ from tests.helpers.huggingface import check_varied, logits_of, reference
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
-from tests.helpers.watch import count_preemptions, count_verified
+from tests.helpers.watch import count_verified
 
 ADAPTERS = {
     "all": {"modules": ATTENTION + MLP + HEAD, "rank": 8},
@@ -157,40 +157,6 @@ def serving(case, request):
         **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8),
     ) as llm:
         yield llm
-
-
-def test_adapters_come_and_go_while_requests_run(serving, case, seed):
-    """More adapters than slots, more than the host keeps; preemption, chunks, async scheduling."""
-    rng, core = np.random.default_rng(seed), serving.llm_engine
-    scheduler = core.engine_core.engine_core.scheduler
-    known = [
-        (name, prompt, count)
-        for (name, prompt), count in zip(requests_of(seed + 1, MIXED), [20, 9, 14, 30, 5] * 2)
-    ]
-    evicted, seen, count_of = set(), set(), count_preemptions(serving)
-    waiting, tokens = [int(each) for each in rng.integers(0, len(known), 40)], {}
-    order = list(waiting)
-    while waiting or core.has_unfinished_requests():
-        if waiting and len(scheduler.requests) < 8 and rng.random() < 0.4:
-            name, prompt, count = known[waiting.pop(0)]
-            core.add_request(
-                str(len(order) - len(waiting) - 1),
-                {"prompt_token_ids": prompt},
-                greedy(count),
-                lora_request=case.request(name),
-            )
-        for output in core.step():
-            if output.finished:
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-        loaded = core.list_loras()
-        evicted |= seen - loaded
-        seen |= loaded
-    for index, which in enumerate(order):
-        assert tokens[index] == case.tokens(*known[which]), (index, known[which][0])
-    assert count_of["preempted"] > 0
-    assert seen == {1, 2, 3} and evicted, "three adapters, and room for two"
-    counts = runner_of(serving).padding.counts.by_kind
-    assert set(counts) >= REPLAYED["FULL_AND_PIECEWISE"]
 
 
 def test_a_prompt_is_cached_for_one_adapter_only(serving, case, seed):

@@ -15,14 +15,13 @@ from vllm.lora.request import LoRARequest
 from tests.conftest import SEED
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
-from tests.helpers.huggingface import check_varied, greedy_tokens, reference
+from tests.helpers.huggingface import greedy_tokens, reference
 from tests.helpers.mtp import PlainDrafter, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
 from tests.helpers.waiting import LIMIT, until
-from tests.helpers.watch import record_cached
 from vllm_npu_prep.runner import new_weights
 
 LENGTHS = [30, 5, 41, 17, 33]
@@ -61,14 +60,10 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(qwen3, expected, tmp_path, r
         memory = worker_of(llm).sleep_mode_backend
         weights, caches = memory._regions["weights"], memory._regions["kv_cache"]
         assert sum(region.data.numel() for region in caches) > 0.99 * CACHE
-        ranges = [(region.data.data_ptr(), region.data.numel()) for region in weights]
-        for parameter in worker_of(llm).get_model().parameters():
-            assert any(0 <= parameter.data_ptr() - begin < size for begin, size in ranges)
         use(caches)
         assert generate(llm, prompts, greedy(20)) == expected
         awake = resident()
         size = sum(region.data.numel() for region in weights + caches)
-        addresses = [region.data.data_ptr() for region in weights + caches]
         llm.sleep(level=1)
         assert awake - resident() > 0.97 * size
         assert llm.llm_engine.is_sleeping()
@@ -76,7 +71,6 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(qwen3, expected, tmp_path, r
         assert llm.llm_engine.is_sleeping()
         llm.wake_up(tags=["kv_cache"])
         assert not any(region.data.any() for region in caches)
-        assert [region.data.data_ptr() for region in weights + caches] == addresses
         assert generate(llm, prompts, greedy(20)) == expected
         use(caches)
         assert abs(resident() - awake) < 0.01 * awake
@@ -343,38 +337,3 @@ def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name,
         llm.collective_rpc(RELOAD, kwargs={"weights_path": str(made.without)})
         assert "New weights: the drafter keeps its old ones" in warned[0]
         assert verified() == new
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_states_are_lost_in_sleep_and_computed_again(tmp_path, runner):
-    """Both levels and new weights, in graphs; states that the prefix cache had are not read.
-
-    The full check would find a state that is read and was not written since.
-    """
-    prompts = prompts_of(SEED, [*LENGTHS[:3], 70])
-    old, new = (make_mtp_model(tmp_path / f"{n}", "Qwen3_5", seed=n)[0] for n in (0, 1))
-    before, after = (reference(each, prompts, 12) for each in (old, new))
-    check_varied(before)
-    check_varied(after)
-    settings = {"block_size": 16, "max_num_batched_tokens": 48, "max_model_len": 128}
-    settings |= {"enable_sleep_mode": True, "enable_prefix_caching": True}
-    settings |= {"additional_config": {"npu_prep": {"check": "full"}}}
-    settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
-    with engine_of(runner, old, **settings, **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 20)) as llm:
-        caches, cached = worker_of(llm).sleep_mode_backend._regions["kv_cache"], record_cached(llm)
-        assert [generate(llm, prompts, greedy(12)) for _ in range(2)] == [before] * 2
-        assert max(cached) > 0
-        cached.clear()
-        llm.sleep(level=1)
-        assert not any(region.is_mapped for region in caches)
-        llm.wake_up()
-        assert generate(llm, prompts, greedy(12)) == before
-        assert max(cached) == 0, "of what slept, nothing is known"
-        llm.sleep(level=2)
-        llm.wake_up(tags=["weights"])
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
-        llm.wake_up(tags=["kv_cache"])
-        assert generate(llm, prompts, greedy(12)) == after
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(old)})
-        assert llm.reset_prefix_cache()
-        assert generate(llm, prompts, greedy(12)) == before
