@@ -95,17 +95,12 @@ def planted_slot_0(step):
     step.arrays.slot_mapping[:, step.total_num_scheduled_tokens :] = 0
 
 
-def planted_short_query_start_loc(step):
-    step.arrays.query_start_loc[step.num_reqs + 1 :] = step.total_num_scheduled_tokens
-
-
 def planted_length(step):
     step.arrays.seq_lens[step.num_reqs :] = 5
 
 
 FAULTS = {
     "slot 0 in padding": (planted_slot_0, r"slot_mapping .* is 0 in padding"),
-    "short query_start_loc": (planted_short_query_start_loc, "query_start_loc ends at"),
     "padding longer than its tokens": (planted_length, r"seq_lens\[\d\] is 5 .* must be 1"),
 }
 

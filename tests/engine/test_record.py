@@ -22,9 +22,7 @@ from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.inspect.upstream import UpstreamReplay
-from vllm_npu_prep.observe.step_snapshot import copy_step, enter_blocks
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep import batch
 from vllm_npu_prep.prep.checks import NOT_CHECKED
 from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.v2 import runner as v2_runner
@@ -106,27 +104,15 @@ def test_groups_with_windows_in_graphs_are_recorded_as_they_come(
         additional_config=recording(tmp_path, "3:50"),
         **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8, 16),
     ) as llm:
-        preempted, prepared = count_preemptions(llm), []
-        compiled = [copy_step.signatures.copy(), enter_blocks.signatures.copy()]
-        assert all(compiled)  # no request waits for that
-        keep = runner_of(llm).recorder.keep
-        runner_of(llm).recorder.keep = lambda step, *more, **times: (
-            prepared.append([step.slot_mapping[g].copy() for g in range(3)]),
-            keep(step, *more, **times),
-        )
+        preempted = count_preemptions(llm)
         generate(llm, prompts[:1], greedy(2))
         generate(llm, prompts, greedy(24))
-        assert [copy_step.signatures, enter_blocks.signatures] == compiled
     records = records_in(tmp_path)
     assert [record.number for record in records] == list(range(3, 50))
     assert sum(preempted.values())
     assert {record.settings.mode for record in records} >= {"FULL", "PIECEWISE"}
     windows = [group.sliding_window for group in records[0].settings.groups]
     assert windows == [WINDOW, WINDOW, None]
-    for record in records:
-        for group, slots in enumerate(prepared[record.number]):
-            got = record.prepared[f"kv_cache_groups.{group}.slot_mapping"]
-            assert np.array_equal(got, slots)
     check(
         records,
         *(
@@ -191,26 +177,15 @@ def test_the_last_steps_are_written_when_asked(
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)
-def test_steps_are_written_when_the_engine_fails(tmp_path_factory, tmp_path, capsys, runner_name):
-    """With chunked local attention: a bug in preparation is found without device and model."""
+def test_steps_are_written_when_the_engine_fails(tmp_path_factory, tmp_path, runner_name):
+    """With chunked local attention."""
     model = make_model(tmp_path_factory.mktemp("llama4"), **LLAMA4)
-    prepare_step = batch.prepare_step
-
-    def wrong(*args):
-        step = prepare_step(*args)
-        if step.num_reqs == 3 and (step.seq_lens > 60).any():
-            token = int(step.query_start_loc[1])
-            step.arrays.slot_mapping[:, token] += 1
-            step.arrays.seq_lens[2] += 1
-        return step
-
     with engine_of(
         runner_name,
         model,
         block_size=16,
         max_num_batched_tokens=48,
-        # Unchecked: the wrong step is launched, and another fault ends the engine
-        additional_config=recording(tmp_path, "last 16", check="off"),
+        additional_config=recording(tmp_path, "last 16"),
     ) as llm:
         generate(llm, prompts_of(SEED, [5, 90, 32, 33]), greedy(8))
         llm.collective_rpc("dump_steps")
@@ -229,22 +204,11 @@ def test_steps_are_written_when_the_engine_fails(tmp_path_factory, tmp_path, cap
 
         setattr(runner, name, fail)
         prompts = prompts_of(SEED + 1, [57, 59, 3])
-        with (
-            mock.patch.object(PREPARED_BY[runner_name], "prepare_step", wrong),
-            pytest.raises(Exception, match="gone wrong"),
-        ):
+        with pytest.raises(Exception, match="gone wrong"):
             generate(llm, prompts, greedy(12))
     records = records_in(tmp_path)
     assert len(records) > 16
-    differing = [record for record in records if replay_core(record)]
-    record = differing[0]
-    assert record.settings.num_reqs == 3
-    found = replay_oracle(record)
-    assert (found.variable, found.index) == ("seq_lens", (2,))
-    assert found.req_id == record.settings.req_ids[2]
-    assert found.recorded == found.expected + 1
-    assert main(["replay", str(tmp_path)]) == 1
-    assert f"{len(differing)} of {len(records)} steps differ" in capsys.readouterr().out
+    check(records)
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)
