@@ -1,6 +1,5 @@
 """Blocks that leave the device's cache come back from the host (``--kv-offloading-size``)."""
 
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +15,6 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.request import RequestStatus
 
 from tests.engine.test_kv_transfer import count_tokens
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
@@ -168,66 +166,6 @@ def loaded_tokens() -> int:
         for sample in metric.samples
         if sample.name == name
     )
-
-
-def counted():
-    """Every counter and gauge of vLLM's in this process, by name and by the label that parts it."""
-    from prometheus_client import REGISTRY
-
-    counts = Counter()
-    for sample in (each for metric in REGISTRY.collect() for each in metric.samples):
-        parts = [v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")]
-        counts[sample.name.removeprefix("vllm:"), *parts] += sample.value
-    return counts
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_parts_of_vllms_counters_sum_up_after_aborts(tmp_path, seed, runner):
-    """Tokens found in caches count when requests are admitted, and again with their first tokens.
-
-    What those found that were aborted in between is all that the two counts differ by.
-    """
-    model, rng = make_model(tmp_path / "model"), np.random.default_rng(seed)
-    shared, settings = prompts_of(seed, [120, 100, 90]), offloading(async_scheduling=True)
-    with engine_of(runner, model, disable_log_stats=False, **settings) as llm:
-        core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
-        before, never, aborted = counted(), 0, Counter()
-        for step in range(400):
-            if step < 200 and len(scheduler.requests) < 6:
-                prompt = shared[rng.integers(3)][: rng.integers(20, 90)]
-                prompt = [*prompt, *rng.integers(4, 500, 5).tolist()]
-                core.add_request(
-                    str(step), {"prompt_token_ids": prompt}, greedy(int(rng.integers(1, 8)))
-                )
-            if scheduler.requests and rng.random() < 0.3:
-                request = rng.choice(list(scheduler.requests.values()))
-                if request.prefill_stats is not None and request.status != RequestStatus.WAITING:
-                    never += request.prefill_stats.num_cached_tokens
-                    aborted[request.status.name] += 1
-                core.abort_request([request.request_id], internal=True)
-            core.step()
-        counts = counted() - before
-    assert never and aborted.keys() >= {"RUNNING", "WAITING_FOR_REMOTE_KVS"}
-
-    def parts(name):
-        return {key[1]: count for key, count in counts.items() if key[0] == name and len(key) > 1}
-
-    of_prompts, found = (
-        parts("prompt_tokens_by_source_total"),
-        "prompt_tokens_cached_by_source_total",
-    )
-    assert counts["prompt_tokens_total",] == sum(of_prompts.values())
-    cached = counts["prompt_tokens_cached_total",]
-    assert cached == of_prompts["local_cache_hit"] + of_prompts["external_kv_transfer"]
-    hits, loaded = counts["prefix_cache_hits_total",], counts["external_prefix_cache_hits_total",]
-    assert parts(found) == {"device": hits, "host": loaded}
-    assert hits + loaded == cached + never
-    tokens = of_prompts["local_compute"] + counts["generation_tokens_total",]
-    assert counts["iteration_tokens_total_sum",] == tokens
-    finished = sum(parts("request_success_total").values())
-    assert counts["e2e_request_latency_seconds_count",] == finished > 0
-    now = {key: count for key, count in counted().items() if key[0].startswith("num_requests")}
-    assert not any(now.values()), now
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])

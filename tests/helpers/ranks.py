@@ -306,14 +306,6 @@ class RankProbe:
             for block in range(1, len(planes[0]))
         ]
 
-    def probe_reshape(self) -> None:
-        """Let the next weights make something of another shape than these."""
-        import torch
-
-        model = self.model_runner.get_model()
-        model.derived = torch.zeros(2)
-        model.refresh = lambda: setattr(model, "derived", torch.zeros(3))
-
     def probe_counts(self) -> dict[str, int]:
         """How steps ran."""
         return dict(self.model_runner.padding.counts.by_kind)
