@@ -368,19 +368,6 @@ def in_tables(steps, monkeypatch, fault):
     monkeypatch.setattr(steps.runner, steps.updates, updated)
 
 
-def in_layers(steps, monkeypatch, **changes):
-    """Plant a fault in what layers of the first group are given: functions of its fields."""
-    _, builder, _ = steps.runner.preparer.builders[0]
-    build_step = builder.build_step
-
-    def built(*args):
-        metadata = build_step(*args)
-        fields = {name: change(getattr(metadata, name)) for name, change in changes.items()}
-        return replace(metadata, **fields)
-
-    monkeypatch.setattr(builder, "build_step", built)
-
-
 def flipped(mask):
     mask = mask.clone()
     mask[4, 2] = True
@@ -388,8 +375,17 @@ def flipped(mask):
 
 
 def by(name, change):
+    """Plant a fault in a field of what layers are given."""
+
     def fault(steps, monkeypatch):
-        in_layers(steps, monkeypatch, **{name: change})
+        _, builder, _ = steps.runner.preparer.builders[0]
+        build_step = builder.build_step
+
+        def built(*args):
+            metadata = build_step(*args)
+            return replace(metadata, **{name: change(getattr(metadata, name))})
+
+        monkeypatch.setattr(builder, "build_step", built)
         steps.first()
 
     return fault

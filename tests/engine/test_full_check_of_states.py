@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.engine.test_full_check import BLOCK_SIZE, PROMPT_A, PROMPT_B, Steps, in_layers, in_step
+from tests.engine.test_full_check import BLOCK_SIZE, PROMPT_A, PROMPT_B, Steps, in_step
 from tests.engine.test_full_check import said_of as said
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
@@ -132,34 +132,6 @@ def empty_where_tokens_are_computed(steps, monkeypatch):
 def a_state_where_a_request_begins(steps, monkeypatch):
     in_step(monkeypatch, lambda step: step.arrays.has_initial_state.__setitem__(1, True))
     steps.first()
-
-
-def by(name, change):
-    """Plant a fault in what layers with states are given."""
-
-    def fault(steps, monkeypatch):
-        steps.first()
-        in_layers(steps, monkeypatch, **{name: change})
-        steps.second()
-
-    return fault
-
-
-FAULTS[by("state_indices", lambda blocks: blocks + 1)] = (
-    "state_indices of layers",
-    None,
-    "[6, 3], allowed [5, 2]",
-)
-FAULTS[by("initial_state_indices", lambda blocks: blocks.roll(1))] = (
-    "initial_state_indices of layers",
-    None,
-    "[1, 5], allowed [5, 1]",
-)
-FAULTS[by("has_initial_state", lambda has: ~has)] = (
-    "has_initial_state of layers",
-    None,
-    "[False, False], allowed [True, True]",
-)
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

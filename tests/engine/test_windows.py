@@ -67,7 +67,6 @@ def test_three_groups_never_read_outside_of_their_windows(
     assert ("DecodeOnly" in states) == (mode != "FULL")
     assert preempted["preempted"] > 0
     assert poison.left_behind > poison.null_blocks > 0
-    assert poison.changed_hands > 0
     assert set(counts) >= REPLAYED.get(mode, set())
 
 
