@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.engine import engine, generate, greedy, runner_of
-from tests.helpers.huggingface import reference
+from tests.helpers.huggingface import greedy_tokens, reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
@@ -144,16 +145,38 @@ async def store_and_load(prompts, change, ranks):
     return stored, changed, await ranks.generate(prompts, 12)
 
 
-def test_ranks_store_and_load_their_own_heads(qwen3, tmp_path, seed):
-    """Each of two; half of the prompts from files that changed. One rank reads neither's."""
+async def with_refusals(talk, ranks):
+    """What `talk` does; then what calls that all ranks refuse say, and who answers the next."""
+    calls = {"sleep": ranks.llm.sleep, "no_method": partial(ranks.ask, "no_method")}
+    said, answered, done = {}, {}, await talk(ranks)
+    for name, call in calls.items():
+        with pytest.raises(Exception) as error:  # noqa: PT011 (vLLM's client makes its own)
+            await call()
+        said[name] = str(error.value)
+        answered[name] = [facts["rank"] for facts in await ranks.ask("probe_facts")]
+    return *done, said, answered
+
+
+def test_ranks_of_an_int8_model_store_load_and_refuse(qwen3, tmp_path, seed):
+    """Each of two stores its own heads; half of the prompts come from files that changed.
+
+    After a call that all refuse, answers belong to their questions: vLLM reads up to the first
+    error, and a later rank's would be the next call's. One rank reads none of the files.
+    """
+    int8, files = tmp_path / "int8", tmp_path / "files"
+    QUANTIZE(qwen3, int8, "modelslim", True)
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(qwen3, prompts, 12)
-    talk = partial(store_and_load, prompts, partial(negate_half, tmp_path, 2 * 2))
-    settings = connected(tmp_path, tensor_parallel_size=2)
-    stored, changed, loaded = serve_on_ranks(qwen3, settings, talk)
+    expected = greedy_tokens(rounded_model(qwen3, int8), prompts, 12)
+    talk = partial(store_and_load, prompts, partial(negate_half, files, 2 * 2))
+    settings = connected(files, tensor_parallel_size=2)
+    got = serve_on_ranks(int8, settings, partial(with_refusals, talk))
+    stored, changed, loaded, said, answered = got
     assert stored == expected
     assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed)
-    with engine(qwen3, **connected(tmp_path)) as llm:
+    assert answered == {"sleep": [0, 1], "no_method": [0, 1]}
+    assert "sleep needs --enable-sleep-mode" in said["sleep"] and "\n" not in said["sleep"]
+    assert "has no attribute 'no_method'" in said["no_method"]
+    with engine(int8, **connected(files)) as llm:
         assert generate(llm, prompts, greedy(12)) == expected
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
 from tests.helpers.drafters import make_eagle_head
@@ -162,43 +161,6 @@ def test_all_ranks_sleep_and_wake(tmp_path, qwen3, layout, runner):
     assert "abort" in slept["abort"]["ends"]
     for row, end, tokens in zip(slept["abort"]["tokens"], slept["abort"]["ends"], expected):
         assert (end, row) == ("abort" if len(row) < TOKENS else "length", tokens[: len(row)])
-
-
-REFUSED_BY_RANKS = {
-    "sleep": "sleep needs --enable-sleep-mode",
-    "no folder": "/no/such/folder",
-    "no adapter": "/no/such/adapter",
-    "no method": "has no attribute 'no_method'",
-}
-"""What every rank refuses, by our code or by vLLM's, and words of what it says."""
-
-
-async def refuse_everything(ranks):
-    """What calls that all ranks refuse say, and which ranks answer the next question."""
-    ask = ranks.llm.collective_rpc
-    calls = {
-        "sleep": ranks.llm.sleep,
-        "no folder": partial(ask, "reload_weights", kwargs={"weights_path": "/no/such/folder"}),
-        "no adapter": partial(ranks.llm.add_lora, LoRARequest("none", 1, "/no/such/adapter")),
-        "no method": partial(ask, "no_method"),
-    }
-    said, answered = {}, {}
-    for name, call in calls.items():
-        with pytest.raises(Exception) as error:  # noqa: PT011 (vLLM's client makes its own)
-            await call()
-        said[name] = str(error.value)
-        answered[name] = [facts["rank"] for facts in await ranks.ask("probe_facts")]
-    return said, answered
-
-
-def test_answers_of_ranks_belong_to_their_questions(qwen3):
-    """After a refusal vLLM reads up to the first error; a later rank's would be the next call's."""
-    settings = {"tensor_parallel_size": 2, "enable_lora": True}
-    said, answered = serve_on_ranks(qwen3, settings, refuse_everything)
-    assert answered == {name: [0, 1] for name in REFUSED_BY_RANKS}
-    assert not any("\n" in each for each in said.values())
-    for name, words in REFUSED_BY_RANKS.items():
-        assert words in said[name]
 
 
 def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog, monkeypatch):

@@ -41,7 +41,7 @@ OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[con
 ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
 SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
 TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_another_decodes",)
-REFUSALS_ON_RANKS = ("tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions",)
+TWO_RANKS = ("tests/engine/test_kv_transfer.py::test_ranks_of_an_int8_model_store_load_and_refuse",)
 DRAFTS_AFTER_SLEEP = "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps"
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
@@ -61,7 +61,6 @@ INT8 = ("tests/engine/test_quantization.py", "tests/quantization")
 INT8_TOKENS = (
     "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
 )
-INT8_RANKS = ("tests/engine/test_quantization.py::test_two_ranks_compute_with_their_slices",)
 INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
@@ -267,7 +266,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("what is held of an adapter changes with its file", "            if not value.is_pinned():", "            if False:", V2_LORA),
     ],
     "compat/answers.py": [
-        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", REFUSALS_ON_RANKS),
+        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", TWO_RANKS),
     ],
     "compat/connectors.py": [
         ("the host gives blocks of an adapter's old weights", "        group.offload_keys.clear()\n", "        pass\n", ("tests/soak/test_engines.py",)),
@@ -650,9 +649,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: decodes absorb weights with one scale for all channels", "layer.channel_scale[:, None]", "layer.channel_scale.mean()", INT8_LATENT),
     ],
     "quantization/modelslim.py": [
-        ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", INT8_RANKS),
+        ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", TWO_RANKS),
         ("int8: scales kept as bits are read as numbers", "scale.to(torch.int32).view(torch.float32)", "scale.float()", ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",)),
-        ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", INT8_RANKS),
+        ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", TWO_RANKS),
     ],
     "quantization/modules.py": [
         ("int8: a model that drafts forgets which of its modules are fused", 'getattr(self, "_fused", FUSED_MODULES)', "FUSED_MODULES", INT8_MTP),
