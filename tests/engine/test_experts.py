@@ -66,7 +66,8 @@ def test_explain_tells_how_many_tokens_each_expert_got(
     monkeypatch.setattr(experts, "apply_experts", counted)
     folder = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
     record = {"dir": str(tmp_path / "records"), "steps": steps, "expert_tokens": True}
-    options = {"additional_config": {"npu_prep": {"record": record}}, **GRAPHS}
+    options = {"additional_config": {"npu_prep": {"record": record}}}
+    options |= graphs("FULL_DECODE_ONLY", 1, 4, 8, 16)
     sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 7}
     with engine_of(runner_name, folder, **sizes, **options) as llm:
         model_runner = runner_of(llm)

@@ -202,7 +202,7 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, capsys, ru
 
 
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-GRAPHS = graphs("FULL_AND_PIECEWISE", 4, 16, 32)
+GRAPHS = graphs("FULL_DECODE_ONLY", 4, 16, 32)
 SEES = {  # family, its config, whether it gets images, other settings
     "images": ("Qwen3_5", {}, True, GRAPHS),
     "images, MTP": ("Qwen3_5", {}, True, GRAPHS | MTP),

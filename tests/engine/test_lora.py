@@ -154,7 +154,7 @@ def serving(case, request):
         max_loras=2,
         max_cpu_loras=2,
         **LORA,
-        **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8),
+        **graphs("FULL_DECODE_ONLY", 1, 2, 4, 8),
     ) as llm:
         yield llm
 

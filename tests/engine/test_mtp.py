@@ -73,12 +73,12 @@ CASES = {  # family, asynchronous, graph mode, other settings
     "DeepseekV3-sync-None": ("DeepseekV3", False, None, SMALL),
     "DeepseekV3-async-FULL_AND_PIECEWISE": ("DeepseekV3", True, PIECES, BLOCKS),
     "Qwen3Next-async-None": ("Qwen3Next", True, None, STATES | {"num_gpu_blocks_override": 30}),
-    "Qwen3_5-sync-FULL_DECODE_ONLY": ("Qwen3_5", False, "FULL_DECODE_ONLY", STATES),
+    "Qwen3_5-sync-FULL_AND_PIECEWISE": ("Qwen3_5", False, PIECES, STATES),
     "Qwen3_5Moe-sync-PIECEWISE": ("Qwen3_5Moe", False, "PIECEWISE", STATES),
     # A state at the end of each block, where the next round finds it
     "Qwen3Next-sync-None-cached": ("Qwen3Next", False, None, CACHED_STATES),
     # The same, and requests that lose theirs come back to what the cache has kept of it
-    "Qwen3_5-async-FULL_AND_PIECEWISE-cached": ("Qwen3_5", True, PIECES, CACHED_AND_FEW),
+    "Qwen3_5-async-FULL_DECODE_ONLY-cached": ("Qwen3_5", True, "FULL_DECODE_ONLY", CACHED_AND_FEW),
 }
 
 

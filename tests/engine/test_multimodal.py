@@ -308,7 +308,7 @@ def test_drafts_behind_images(vision_models, references, seed, tmp_path):
     answers = references["qwen3_vl"].answers(requests, 32)
     head = make_eagle_head(tmp_path / "eagle", save_text_model(tmp_path / "text", model))
     drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
-    settings = SETTINGS | graphs("FULL_AND_PIECEWISE", 4, 16, 32)
+    settings = SETTINGS | graphs("FULL_DECODE_ONLY", 4, 16, 32)
     with engine(model, **settings, speculative_config=drafts) as llm:
         watched, verified, passes = watch(llm), count_verified(llm), watch_draft_passes(llm)
         outputs = serve(llm, requests, greedy(32))

@@ -48,7 +48,7 @@ CASES = {
     "states": (
         "Qwen3_5",
         GATED_DELTA,
-        graphs("FULL_AND_PIECEWISE", 1, 8, 16, async_scheduling=True)
+        graphs("FULL_DECODE_ONLY", 1, 8, 16, async_scheduling=True)
         | {"block_size": 16, "enable_prefix_caching": True, "num_gpu_blocks_override": 40},
     ),
     # Of a window of a multiple of blocks and one token vLLM looks for a block more than it stores

@@ -79,7 +79,7 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings, runner):
 def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed, runner):
     prompts = prompts_of(seed, LENGTHS)
     config = {"pooler_config": {"task": "token_embed"}, "max_num_batched_tokens": 48}
-    with engine_of(runner, qwen3, **POOLING, **config, **PIECES) as llm:
+    with engine_of(runner, qwen3, **POOLING, **config) as llm:
         got = pooled(llm, prompts, "token_embed")
     check_close(got, [normalized(rows) for rows in hidden_states(qwen3, prompts)])
 

@@ -60,9 +60,9 @@ def nbytes_of(folder):
 
 QWEN2 = ("Qwen2", {})  # biases: float ones are added to products, ModelSlim's to integer sums
 DEEPSEEK = ("DeepseekV3", {"q_lora_rank": 20, **LATENT, **V3_EXPERTS})
-PIECES = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 48)
+GRAPHS = graphs("FULL_DECODE_ONLY", 1, 4, 8)
 MODELS = {  # family, its config, how an int8 copy is made, settings
-    "compressed-tensors": ("Qwen3", {}, partial(QUANTIZE, **COMPRESSED), PIECES),
+    "compressed-tensors": ("Qwen3", {}, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     "ModelSlim, dynamic": ("Qwen3", {}, partial(QUANTIZE, **DYNAMIC), {}),
     "ModelSlim, static, a float layer": (
         "Qwen3",
@@ -76,16 +76,16 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
     # vLLM calls MiniMax-M2's mixtures otherwise than the files do
     "MiniMaxM2": ("MiniMaxM2", MIXTURES["MiniMaxM2"], partial(QUANTIZE, **COMPRESSED), {}),
-    "latent": (*DEEPSEEK, partial(QUANTIZE, **COMPRESSED), PIECES),
+    "latent": (*DEEPSEEK, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     # As vllm-ascend wants it
-    "latent, ModelSlim": (*DEEPSEEK, partial(QUANTIZE, **DYNAMIC, keep=("kv_b_proj",)), PIECES),
-    "latent, static": (*DEEPSEEK, partial(QUANTIZE, **STATIC), PIECES),
-    "Qwen3-Next": ("Qwen3Next", QWEN3_NEXT, partial(QUANTIZE, **COMPRESSED), PIECES),
+    "latent, ModelSlim": (*DEEPSEEK, partial(QUANTIZE, **DYNAMIC, keep=("kv_b_proj",)), GRAPHS),
+    "latent, static": (*DEEPSEEK, partial(QUANTIZE, **STATIC), GRAPHS),
+    "Qwen3-Next": ("Qwen3Next", QWEN3_NEXT, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     "Qwen3.5, static, a float layer": (
         "Qwen3_5",
         GATED_DELTA,
         partial(QUANTIZE, **STATIC, keep=(r"layers\.1\.linear_attn",)),
-        PIECES,
+        GRAPHS,
     ),
 }
 STATES_ON_V2 = {name: (*MODELS[name], "V2") for name in MODELS if name.startswith("Qwen3-N")}

@@ -54,7 +54,7 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(qwen3, expected, tmp_path, r
     """Both levels, tags, new weights while it sleeps; graphs read what is at their addresses."""
     prompts = prompts_of(SEED, LENGTHS)
     other = make_model(tmp_path / "other", seed=1)
-    settings = {"enforce_eager": False, "kv_cache_memory_bytes": CACHE}
+    settings = graphs("FULL_DECODE_ONLY", 1, 4, 8, kv_cache_memory_bytes=CACHE)
     with engine_of(runner, qwen3, block_size=8, enable_sleep_mode=True, **settings) as llm:
         memory = worker_of(llm).sleep_mode_backend
         weights, caches = memory._regions["weights"], memory._regions["kv_cache"]
