@@ -3,7 +3,6 @@
 from collections import Counter
 
 import numpy as np
-import psutil
 import pytest
 from vllm.lora.request import LoRARequest
 
@@ -11,18 +10,21 @@ from tests.conftest import SEED
 from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.lora import make_adapter
 from tests.helpers.prompts import prompts_of
-from tests.helpers.v2 import engine_of, on_both
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions
 
 LENGTHS = [30, 28, 5, 41, 22, 29, 17, 33, 9, 38]
 TOKENS = 24
 
 
-@pytest.mark.parametrize(("number", "runner_name"), on_both({"1000": 1000, "10000": 10_000}))
-def test_nothing_is_kept_of_requests_that_abort(tmp_path, number, runner_name):
+NUMBER = 1000
+
+
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_nothing_is_kept_of_requests_that_abort(tmp_path, runner_name):
     """A third of many, adapters among them, under memory for some; others get their tokens.
 
-    Afterwards all blocks are free, no adapter is in use, and the process has not grown.
+    Afterwards all blocks are free, and no adapter is in use.
     """
     rng, count = np.random.default_rng(SEED), Counter()
     model = make_model(tmp_path / "model", num_hidden_layers=1)
@@ -54,9 +56,8 @@ def test_nothing_is_kept_of_requests_that_abort(tmp_path, number, runner_name):
         )
         assert len(set(map(tuple, expected))) > len(kinds) / 2, "adapters change tokens"
         alive: dict[str, int] = {}
-        sizes = []
-        while count["added"] < number or core.has_unfinished_requests():
-            while count["added"] < number and len(alive) < 60:
+        while count["added"] < NUMBER or core.has_unfinished_requests():
+            while count["added"] < NUMBER and len(alive) < 60:
                 name, kind = f"r{count['added']}", int(rng.integers(len(kinds)))
                 prompt, adapter = kinds[kind]
                 params = greedy(int(rng.integers(1, 9)))
@@ -78,10 +79,8 @@ def test_nothing_is_kept_of_requests_that_abort(tmp_path, number, runner_name):
                     if output.finished:
                         del alive[output.request_id]
                         count["finished"] += 1
-            if count["added"] * 10 // number > len(sizes):
-                sizes.append(psutil.Process().memory_info().rss >> 20)
-        assert count["finished"] + count["aborted"] == number
-        assert count["aborted"] > 0.3 * number
+        assert count["finished"] + count["aborted"] == NUMBER
+        assert count["aborted"] > 0.3 * NUMBER
         assert preempted["preempted"] > 0
         assert pool.get_num_free_blocks() == free
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
@@ -89,4 +88,3 @@ def test_nothing_is_kept_of_requests_that_abort(tmp_path, number, runner_name):
         assert not core.output_processor.lora_states.requests
         generate(llm, [prompts[0]], greedy(2))  # a step tells the runner who has finished
         assert len(runner.lora_manager.list_adapters()) <= 3
-    assert max(sizes[3:]) - sizes[2] < 64, "MiB that the process has grown by"

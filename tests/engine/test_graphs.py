@@ -177,20 +177,6 @@ def test_running_out_of_memory_leaves_fewer_sizes(qwen3, seed, runner_name, monk
     assert "Graphs that were captured: 2, 6, 7 tokens" in text
 
 
-@pytest.mark.parametrize("runner_name", RUNNERS)
-def test_without_memory_for_any_graph_steps_run_eagerly(qwen3, seed, runner_name, monkeypatch):
-    def scarce(*args):
-        raise torch.OutOfMemoryError("none")
-
-    monkeypatch.setattr(Graphs, "_capture", scarce)
-    prompts = prompts_of(seed, [5, 9])
-    with engine_of(runner_name, qwen3, **graphs("FULL", 1, 2, 4, 8)) as llm:
-        got = generate(llm, prompts, greedy(6))
-        counts = runner_of(llm).padding.counts.by_kind
-    assert got == reference(qwen3, prompts, 6)
-    assert set(counts) == {"eager: no graphs"}
-
-
 def test_the_log_says_sizes_and_once_why_a_step_is_eager(qwen3, seed, monkeypatch):
     lines = record_logs(monkeypatch)
     with engine(qwen3, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
