@@ -9,6 +9,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -101,7 +102,7 @@ def forces(rule: str, engines: str = "all") -> Callable:
     """
 
     def add(case: Callable[[At], Broken]) -> Callable[[At], Broken]:
-        CASES[case.__name__] = rule, engines, case
+        CASES[f"{rule} ({len(CASES)})"] = rule, engines, case
         return case
 
     return add
@@ -147,9 +148,6 @@ class Forced:
         self.names.add(name)
 
 
-# ----------------------------------------------------------------- the scheduler's words
-
-
 @forces("scheduled tokens")
 def scheduled_one_more(at):
     name = at.req_ids[-1]
@@ -164,9 +162,6 @@ def layer_without_metadata(at):
     with mock.patch.dict(at.metadata):
         del at.metadata[names[0]]
         yield ending(names[1:], names)
-
-
-# ----------------------------------------------------------------- samples and logits
 
 
 @forces("input_ids", "sync")
@@ -271,28 +266,14 @@ def logits_of_another_draft(at):
         yield from of_drafts(at, "target_logits_indices", sum(at.drafts) - 1, row)
 
 
-@forces("bonus_logits_indices", "drafts")
-def logits_of_another_bonus(at):
+def of_last_drafts(at: At, name: str) -> Broken:
     row = at.last(lambda row: at.drafts[row] > 0)
     if row is not None:
-        yield from of_drafts(at, "bonus_logits_indices", row, row)
+        yield from of_drafts(at, name, row, row)
 
 
-@forces("cu_num_draft_tokens", "drafts")
-def one_draft_more(at):
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is not None:
-        yield from of_drafts(at, "cu_num_draft_tokens", row, row)
-
-
-@forces("cu_num_sampled_tokens", "drafts")
-def one_sample_more(at):
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is not None:
-        yield from of_drafts(at, "cu_num_sampled_tokens", row, row)
-
-
-# ----------------------------------------------------------------- states
+for array in ("bonus_logits_indices", "cu_num_draft_tokens", "cu_num_sampled_tokens"):
+    forces(array, "drafts")(partial(of_last_drafts, name=array))
 
 
 @forces("states num_prefills", "states")
@@ -323,24 +304,13 @@ def of_states(at: At, name: str, padding: int) -> Broken:
         yield ending([each + 1 for each in right], right, group=group)
 
 
-@forces("state_indices of layers", "states")
-def layers_that_write_other_states(at):
-    yield from of_states(at, "state_indices", 0)
-
-
-@forces("initial_state_indices of layers", "states")
-def layers_that_read_other_states(at):
-    yield from of_states(at, "initial_state_indices", 0)
-
-
-@forces("accepted tokens of layers", "states drafts")
-def layers_with_other_accepted_tokens(at):
-    yield from of_states(at, "num_accepted_tokens", 1)
-
-
-@forces("states of tokens", "states drafts")
-def layers_with_other_states_of_tokens(at):
-    yield from of_states(at, "token_state_indices", 0)
+for rule, engines, array, padding in (
+    ("state_indices of layers", "states", "state_indices", 0),
+    ("initial_state_indices of layers", "states", "initial_state_indices", 0),
+    ("accepted tokens of layers", "states drafts", "num_accepted_tokens", 1),
+    ("states of tokens", "states drafts", "token_state_indices", 0),
+):
+    forces(rule, engines)(partial(of_states, name=array, padding=padding))
 
 
 @forces("has_initial_state of layers", "states")
@@ -370,9 +340,6 @@ def layers_with_one_decode_more(at):
     if at.step.padding.mode is not GraphMode.FULL:
         with given_to(at, names, num_decodes=right + 1):
             yield ending(right + 1, right, group=group)
-
-
-# ----------------------------------------------------------------- latent and local attention
 
 
 @forces("latent num_chunks", "latent")
@@ -435,9 +402,6 @@ def virtual_request_as_padding(at):
     if lengths != queries:
         with given_to(at, names, num_reqs=count - 1):
             yield ending(lengths, queries, group=group)
-
-
-# ----------------------------------------------------------------- layers
 
 
 def of_layers(at: At, right: Any, other: Any, **fields: Any) -> Broken:
