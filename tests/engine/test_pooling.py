@@ -1,6 +1,5 @@
 """Pooling models end to end: embeddings, classes, scores and rewards are those of transformers."""
 
-from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_states
 from vllm_npu_prep.errors import PrepError
 
@@ -137,31 +136,23 @@ def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
     check_close(got, expected)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("settings", [{}, PIECES], ids=["eager", "pieces"])
-def test_embeddings_of_an_encoder(bert, seed, settings, runner):
-    prompts = prompts_of(seed, LENGTHS)
-    with engine_of(runner, bert, **WHOLE_PROMPTS, **settings) as llm:
-        states = count_states(llm)
+@pytest.mark.parametrize(("form", "runner"), on_both({each: each for each in ("pieces", "int8")}))
+def test_embeddings_of_an_encoder(bert, tmp_path, seed, form, runner):
+    prompts, int8, settings = prompts_of(seed, LENGTHS), None, {}
+    if form == "int8":
+        int8 = tmp_path / "int8"
+        QUANTIZE(bert, int8, "compressed-tensors")
+        assert sum(each.dtype == torch.int8 for each in tensors_in(int8).values()) == 12
+    else:
+        settings = PIECES
+    with engine_of(runner, int8 or bert, **WHOLE_PROMPTS, **settings) as llm:
+        states, counts = count_states(llm), runner_of(llm).padding.counts.by_kind
         got = pooled(llm, prompts, "embed")
-        served = runner_of(llm)
-        counts = Counter(served.padding.counts.by_kind)
-    check_close(got, [normalized(rows[0]) for rows in hidden_states(bert, prompts)])
+        assert not runner_of(llm).kv_caches
+    rows = hidden_states(bert, prompts, int8=int8)
+    check_close(got, [normalized(each[0]) for each in rows])
     assert set(states) == {"PrefillNoCache"}
-    assert served.preparer.tables.num_groups == 0
-    assert not served.kv_caches
     assert (counts["piecewise graphs"] > 0) == bool(settings)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_embeddings_of_an_encoder_with_int8_weights(bert, tmp_path, seed, runner):
-    QUANTIZE(bert, tmp_path / "int8", "compressed-tensors")
-    assert sum(each.dtype == torch.int8 for each in tensors_in(tmp_path / "int8").values()) == 12
-    prompts = prompts_of(seed, LENGTHS)
-    with engine_of(runner, tmp_path / "int8", **WHOLE_PROMPTS) as llm:
-        got = pooled(llm, prompts, "embed")
-    rounded = hidden_states(bert, prompts, int8=tmp_path / "int8")
-    check_close(got, [normalized(rows[0]) for rows in rounded])
 
 
 def test_an_int8_copy_without_the_head_is_refused(folder, tmp_path, monkeypatch):
