@@ -1,6 +1,5 @@
 """Pooling models end to end: embeddings, classes, scores and rewards are those of transformers."""
 
-
 import pytest
 import torch
 from vllm import PoolingParams
@@ -8,6 +7,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsLinearMethod,
 )
 
+from tests.conftest import SEED
 from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
@@ -110,7 +110,7 @@ REWARDS = {
 
 def reward_model(folder):
     """A process reward model, and the weights of its head."""
-    model, generator = folder("Qwen2"), torch.Generator().manual_seed(0)
+    model, generator = folder("Qwen2"), torch.Generator().manual_seed(SEED)
     shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
     head = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
     change_tensors(
