@@ -1,6 +1,5 @@
 """Blocks that leave the device's cache come back from the host (``--kv-offloading-size``)."""
 
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,7 +22,6 @@ from tests.helpers.hybrids import GATED_DELTA
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.prompts import prompts_of
-from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.sessions import send_part
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.windows import THREE_GROUPS
@@ -133,39 +131,6 @@ def test_new_weights_find_nothing_of_the_old_ones_on_the_host(tmp_path, seed):
         assert generate(llm, prompts, greedy(6)) == after
         assert computed["scheduled"] >= sum(LENGTHS), "nothing was known"
         computed_again(llm, prompts, others, after)
-
-
-def test_ranks_offload_their_own_heads(tmp_path, seed):
-    """Two ranks, each with its part of the host's memory, whose cache holds one prompt."""
-    model = make_model(tmp_path / "model")
-    prompts = prompts_of(seed, [61, 90, 61])
-    expected = reference(model, prompts, 8)
-    settings = offloading(tensor_parallel_size=2, num_gpu_blocks_override=40, max_model_len=112)
-    got = serve_on_ranks(model, settings, partial(twice_one_by_one, prompts, 8))
-    assert got[:2] == (expected, expected)
-    assert got[2] >= 3 * (60 // BLOCK_SIZE) * BLOCK_SIZE, "tokens that came from the host"
-
-
-async def twice_one_by_one(prompts, max_tokens, ranks):
-    """What an engine makes of prompts, twice, and how many tokens came from the host."""
-    rounds = []
-    for _ in range(2):
-        answers = [await ranks.generate([prompt], max_tokens) for prompt in prompts]
-        rounds.append([row for (row,) in answers])
-    return *rounds, loaded_tokens()
-
-
-def loaded_tokens() -> int:
-    """Tokens that vLLM counted as found in a connector, of this process's engine."""
-    from prometheus_client import REGISTRY
-
-    name = "vllm:external_prefix_cache_hits_total"
-    return sum(
-        int(sample.value)
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == name
-    )
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])

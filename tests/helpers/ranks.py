@@ -313,9 +313,17 @@ class RankProbe:
 
 def accepted_drafts() -> float:
     """Drafts of all engines of this process that were accepted so far."""
+    return _counted("vllm:spec_decode_num_accepted_tokens")
+
+
+def loaded_tokens() -> float:
+    """Tokens that were found in a connector so far, of all engines of this process."""
+    return _counted("vllm:external_prefix_cache_hits")
+
+
+def _counted(name: str) -> float:
     from prometheus_client import REGISTRY
 
-    name = "vllm:spec_decode_num_accepted_tokens"
     families = (each for each in REGISTRY.collect() if each.name == name)
     return sum(s.value for each in families for s in each.samples if s.name.endswith("_total"))
 
