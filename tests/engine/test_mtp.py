@@ -180,7 +180,7 @@ OTHERS = {  # family, its config, settings of the engine, drafts
         {"async_scheduling": False},
         NUM_DRAFTS,
     ),
-    # As published, inside of one that sees; positions are M-RoPE's
+    # As published, inside of one that sees; positions are M-RoPE's, whose drafts V2 refuses
     "with a tower": (
         "Qwen3_5",
         {"rope_parameters": ROPE},
@@ -190,7 +190,10 @@ OTHERS = {  # family, its config, settings of the engine, drafts
 }
 
 
-@pytest.mark.parametrize(("which", "runner"), on_both({which: which for which in OTHERS}))
+@pytest.mark.parametrize(
+    ("which", "runner"),
+    [case for case in on_both({which: which for which in OTHERS}) if case.id != "with a tower-V2"],
+)
 def test_layers_of_other_models_draft(tmp_path, seed, monkeypatch, which, runner):
     family, config, settings, num_drafts = OTHERS[which]
     folder, drafter = make_mtp_model(tmp_path / "text", family, **config)
