@@ -4,21 +4,17 @@ One layer of linear attention beside one of attention, and the prefix cache: a r
 for each block of 16 tokens.
 """
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from tests.engine.test_full_check import BLOCK_SIZE, PROMPT_A, PROMPT_B, Steps, in_step
+from tests.engine.test_full_check import said_of as said
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
-from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
-from tests.helpers.violations import names
-from vllm_npu_prep.observe.check_level import make_check
+from tests.helpers.stepping import new_request, scheduler_output
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep.checks import NOT_CHECKED
-from vllm_npu_prep.runner import model_runner
 
-BLOCK_SIZE = 16
-PROMPT_A, PROMPT_B = list(range(2, 22)), list(range(30, 40))
 OF_STATES = 0  # the group; attention's is 1
 
 
@@ -40,17 +36,8 @@ def runner(tmp_path_factory):
         yield runner_of(llm)
 
 
-class Steps:
-    """Two requests on a runner whose check begins anew.
-
-    A has states in blocks 1 and 2, K and V in 3 and 4; B a state in block 5, K and V in block 6.
-    """
-
-    def __init__(self, runner):
-        self.runner = runner
-        runner._update_states(scheduler_output({}, finished=set(runner.requests)))
-        runner.block_tables.clear()
-        runner.step_check = make_check("full", runner)
+class StateSteps(Steps):
+    """A has states in blocks 1 and 2, K and V in 3 and 4; B a state in block 5, K and V in 6."""
 
     def first(self):
         """A's first block and B's prompt."""
@@ -63,8 +50,7 @@ class Steps:
         told = {req_id: ([], computed, 1) for req_id, (_, computed) in cached.items()}
         output = scheduler_output(counts, cached=told, **others)
         output.scheduled_cached_reqs.new_block_ids = [blocks for blocks, _ in cached.values()]
-        prepare(self.runner, output)
-        bookkeep(self.runner, output, dict.fromkeys(counts, 7))
+        self.run(output)
         return self
 
     def second(self, *, counts=(), **others):
@@ -82,16 +68,23 @@ def request(req_id, prompt, states, attention, computed=0):
     return made
 
 
+FAULTS = {}
+said_of = partial(said, among=FAULTS)
+
+
+@said_of("use before write", "C", "block 7, whose state nobody wrote")
 def state_that_nobody_wrote(steps, monkeypatch):
     new = [request("C", [*PROMPT_A[:16], 5], [7, 8], [3, 9], 16)]
     steps.first().second(counts={"C": 1}, new=new)
 
 
+@said_of("state content", "C", "block 1, last written by request A")
 def state_of_other_tokens(steps, monkeypatch):
     new = [request("C", [*PROMPT_A[:15], 5, 5], [1, 8], [3, 9], 16)]
     steps.first().second(counts={"C": 1}, new=new)
 
 
+@said_of("state content", "C", "block 1, last written by request B")
 def state_that_was_written_over(steps, monkeypatch):
     """B gets a block of A, which is gone; then C is told to find A's state there."""
     steps.first().step({"B": 7}, {"B": (([1], [10]), 10)}, finished={"A"})
@@ -99,6 +92,7 @@ def state_that_was_written_over(steps, monkeypatch):
     steps.step({"C": 1}, new=new, finished={"B"})
 
 
+@said_of("use before write", "C", "block 1, whose state nobody wrote")
 def state_under_k_and_v(steps, monkeypatch):
     """The same, but B has written K and V there."""
     steps.first().step({"B": 7}, {"B": (([11], [1]), 10)}, finished={"A"})
@@ -106,11 +100,13 @@ def state_under_k_and_v(steps, monkeypatch):
     steps.step({"B": 1, "C": 1}, {"B": (None, 17)}, new=new)
 
 
+@said_of("state content", "A", "allowed the state after 18 tokens")
 def state_of_a_block_too_far(steps, monkeypatch):
     """A goes back to its first block's end, where its state was not left but at its prompt's."""
     steps.first().second().step({"A": 1, "B": 1}, {"A": (None, 18), "B": (None, 11)})
 
 
+@said_of("shared state", "A", "block 1, also of request C")
 def shared_state_written(steps, monkeypatch):
     """C shares A's state, not its K and V, which were loaded; A is told to begin again."""
     steps.runner.step_check.ledger.loads = True
@@ -119,92 +115,39 @@ def shared_state_written(steps, monkeypatch):
     steps.step({"A": 16}, {"A": (None, 0)})
 
 
+@said_of("write into another's block", "A", "block 5 of request B, allowed 2")
 def another_ones_state(steps, monkeypatch):
     steps.first().table()[0, 1] = 5
     steps.step({"A": 4}, {"A": (None, 16)})
 
 
+@said_of("initial state", "B", "given False, allowed True, with 10")
 def empty_where_tokens_are_computed(steps, monkeypatch):
     steps.first()
     in_step(monkeypatch, lambda step: step.arrays.has_initial_state.__setitem__(0, False))
     steps.second()
 
 
+@said_of("initial state", "B", "given True, allowed False")
 def a_state_where_a_request_begins(steps, monkeypatch):
     in_step(monkeypatch, lambda step: step.arrays.has_initial_state.__setitem__(1, True))
     steps.first()
 
 
-def in_step(monkeypatch, fault):
-    """Plant a fault in what is prepared, before it is sent."""
-    prepare_step = model_runner.prepare_step
-
-    def planted(*args):
-        step = prepare_step(*args)
-        fault(step)
-        step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
-        return step
-
-    monkeypatch.setattr(model_runner, "prepare_step", planted)
-
-
-def in_layers(name, change):
-    """Plant a fault in what layers with states are given."""
-
-    def fault(steps, monkeypatch):
-        _, builder, _ = steps.runner.preparer.builders[OF_STATES]
-        build_step = builder.build_step
-
-        def built(*args):
-            metadata = build_step(*args)
-            return replace(metadata, **{name: change(getattr(metadata, name))})
-
-        steps.first()
-        monkeypatch.setattr(builder, "build_step", built)
-        steps.second()
-
-    return fault
-
-
-FAULTS = {
-    state_that_nobody_wrote: ("use before write", "C", "block 7, whose state nobody wrote"),
-    state_of_other_tokens: ("state content", "C", "block 1, last written by request A"),
-    state_that_was_written_over: ("state content", "C", "block 1, last written by request B"),
-    state_under_k_and_v: ("use before write", "C", "block 1, whose state nobody wrote"),
-    state_of_a_block_too_far: ("state content", "A", "allowed the state after 18 tokens"),
-    shared_state_written: ("shared state", "A", "block 1, also of request C"),
-    another_ones_state: ("write into another's block", "A", "block 5 of request B, allowed 2"),
-    empty_where_tokens_are_computed: ("initial state", "B", "given False, allowed True, with 10"),
-    a_state_where_a_request_begins: ("initial state", "B", "given True, allowed False"),
-    in_layers("state_indices", lambda blocks: blocks + 1): (
-        "state_indices of layers",
-        None,
-        "[6, 3], allowed [5, 2]",
-    ),
-    in_layers("initial_state_indices", lambda blocks: blocks.roll(1)): (
-        "initial_state_indices of layers",
-        None,
-        "[1, 5], allowed [5, 1]",
-    ),
-    in_layers("has_initial_state", lambda has: ~has): (
-        "has_initial_state of layers",
-        None,
-        "[False, False], allowed [True, True]",
-    ),
-}
-
-
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_named(runner, monkeypatch, plant):
-    steps = Steps(runner)
+    steps = StateSteps(runner)
     with pytest.raises(StepCheckError) as raised:
         plant(steps, monkeypatch)
-    assert names(raised.value, *FAULTS[plant])
+    rule, who, values = FAULTS[plant]
+    said = str(raised.value)
+    assert said.startswith(f'step check "{rule}": ') and "\n" not in said
+    assert (f"request {who}" if who else "") in said and values in said
 
 
 def test_steps_without_a_fault_are_silent(runner):
     """Also of a request that begins with another one's state, and of one in its former blocks."""
-    steps = Steps(runner).first()
+    steps = StateSteps(runner).first()
     new = [request("C", [*PROMPT_A[:16], 5], [1, 8], [3, 9], 16)]
     steps.second(counts={"C": 1}, new=new)
     steps.step(

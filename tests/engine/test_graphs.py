@@ -1,25 +1,22 @@
 """Graph modes on the CPU fallback through vLLM's engine; the fake graph checks each replay."""
 
 import os
-from collections import Counter
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
 
 from tests.conftest import SEED
 from tests.helpers.cache import CacheWatch
-from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.logs import record_logs
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.fake_graph import GraphSafetyError
-from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.runner.graphs import Graphs
 from vllm_npu_prep.v2 import runner as v2_runner
@@ -29,16 +26,11 @@ LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECE
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def mixed(model):
+def mixed(qwen3):
     """Batches of prompts, how many tokens each wants, and what transformers makes of them."""
     prompts = prompts_of(SEED, [3, 1, 90, 40, 17, 2, 64, 65, 33, 5, 9])
     batches = [(prompts[:count], 5 + count) for count in (11, 5, 3)]
-    return batches, [reference(model, *batch) for batch in batches]
+    return batches, [reference(qwen3, *batch) for batch in batches]
 
 
 @pytest.mark.parametrize("runner_name", RUNNERS)
@@ -51,14 +43,14 @@ def mixed(model):
         ("FULL", False),
     ],
 )
-def test_tokens_are_those_of_transformers_and_only_own_slots_are_written(
-    model, mixed, mode, asynchronous, runner_name
+def test_tokens_are_right_and_only_own_slots_are_written(
+    qwen3, mixed, mode, asynchronous, runner_name
 ):
     """Prompts above the largest size, chunks, a `max_num_seqs` off the grid, requests that end."""
     batches, expected = mixed
     with engine_of(
         runner_name,
-        model,
+        qwen3,
         max_num_seqs=7,
         max_num_batched_tokens=48,
         block_size=16,
@@ -70,37 +62,15 @@ def test_tokens_are_those_of_transformers_and_only_own_slots_are_written(
         got = [generate(llm, prompts, greedy(count)) for prompts, count in batches]
         counts = runner.padding.counts.by_kind
     assert got == expected
-    print(dict(counts), "padding in full graphs", sorted(watch.padding_seen))
     assert set(counts) >= REPLAYED[mode]
     assert sum(kind.startswith("eager") for kind in counts) >= 1, "the largest chunks fit no size"
     if mode != "PIECEWISE":
         assert watch.padding_seen >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-def test_speculation_in_graphs_keeps_the_tokens(tmp_path_factory, seed, mode):
-    model = make_model(tmp_path_factory.mktemp("loops"), spread=0.1)
-    prompts = prompts_of(seed, [20, 9])
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    with engine(model, max_num_seqs=5, speculative_config=ngram, **graphs(mode, 12)) as llm:
-        runner = runner_of(llm)
-        sizes = runner.compilation_config.cudagraph_capture_sizes
-        watch = CacheWatch(runner)
-        got = generate(llm, prompts, greedy(80))
-        counts = runner.padding.counts.by_kind
-    assert all(size % 4 == 0 for size in sizes)
-    assert 20 in sizes, "the largest decode: five requests of four tokens"
-    assert got == reference(model, prompts, 80)
-    assert counts["full graph"] > 0
-    assert watch.padding_seen - {0}
-
-
-# ------------------------------------------------------------------- long mixed traffic
-
-
 @pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize("mode", LONG_RUNS)
-def test_long_mixed_traffic_equals_eager(model, seed, mode, runner_name):
+def test_long_mixed_traffic_equals_eager(qwen3, seed, mode, runner_name):
     """Arrivals depend on how many are running, so both engines see the same ones."""
     settings = {
         "max_num_seqs": 7,
@@ -110,27 +80,19 @@ def test_long_mixed_traffic_equals_eager(model, seed, mode, runner_name):
         "max_model_len": 96,
         "async_scheduling": False,
     }
-    with engine(model, **settings) as llm:
+    with engine(qwen3, **settings) as llm:
         expected, happened = traffic(llm, seed, STEPS)
-    with engine_of(runner_name, model, **settings, **graphs(mode)) as llm:
+    with engine_of(runner_name, qwen3, **settings, **graphs(mode)) as llm:
         got, same = traffic(llm, seed, STEPS)
         counts = runner_of(llm).padding.counts.by_kind
-    print(dict(happened), dict(counts))
     assert happened == same
     assert happened["preempted"] > 0
     assert got == expected
     assert set(counts) >= REPLAYED[mode]
 
 
-# ------------------------------------------------------------------- planted faults
-
-
 def planted_slot_0(step):
     step.arrays.slot_mapping[:, step.total_num_scheduled_tokens :] = 0
-
-
-def planted_short_query_start_loc(step):
-    step.arrays.query_start_loc[step.num_reqs + 1 :] = step.total_num_scheduled_tokens
 
 
 def planted_length(step):
@@ -139,14 +101,13 @@ def planted_length(step):
 
 FAULTS = {
     "slot 0 in padding": (planted_slot_0, r"slot_mapping .* is 0 in padding"),
-    "short query_start_loc": (planted_short_query_start_loc, "query_start_loc ends at"),
     "padding longer than its tokens": (planted_length, r"seq_lens\[\d\] is 5 .* must be 1"),
 }
 
 
 @pytest.mark.parametrize("runner_name", RUNNERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_unsafe_padding_is_caught(model, seed, fault, runner_name, monkeypatch):
+def test_planted_unsafe_padding_is_caught(qwen3, seed, fault, runner_name, monkeypatch):
     plant, message = FAULTS[fault]
     prepare_step = model_runner.prepare_step
 
@@ -158,42 +119,14 @@ def test_planted_unsafe_padding_is_caught(model, seed, fault, runner_name, monke
 
     prompts = prompts_of(seed, [5, 9, 4])
     options = {"additional_config": {"npu_prep": {"check": "off"}}}  # which would see it first
-    with engine_of(runner_name, model, **graphs("FULL_DECODE_ONLY", 4, 8), **options) as llm:
+    with engine_of(runner_name, qwen3, **graphs("FULL_DECODE_ONLY", 4, 8), **options) as llm:
         for each in (model_runner, v2_runner):
             monkeypatch.setattr(each, "prepare_step", planted)
         with pytest.raises(GraphSafetyError, match=message):
             generate(llm, prompts, greedy(4))
 
 
-@pytest.mark.parametrize("runner_name", RUNNERS)
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY"])
-def test_a_planted_stale_address_is_caught(model, seed, mode, runner_name):
-    """Arrays of steps in another buffer than the one that graphs were captured with."""
-    with engine_of(runner_name, model, **graphs(mode, 4, 8)) as llm:
-        runner = runner_of(llm)
-        tables = runner.block_tables.block_table_flat
-        runner.preparer.staging = StagingRing(runner.prep_device, 1 << 20, block_tables=tables)
-        with pytest.raises(GraphSafetyError, match=r"(input_ids|argument \d+) is not where"):
-            generate(llm, prompts_of(seed, [5, 9, 4]), greedy(4))
-
-
-def test_an_engine_with_pieces_captures_each_and_hashes_nothing_in_steps(model, monkeypatch):
-    with engine(model, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
-        wrappers = [w for w in GraphWrapper._all_instances if w.concrete_cudagraph_entries]
-        modes = Counter(w.runtime_mode for w in wrappers)
-        captured = {len(w.concrete_cudagraph_entries) for w in wrappers}
-        assert runner_of(llm).model.runtime_mode == CUDAGraphMode.FULL
-        with monkeypatch.context() as patch:  # of the whole config, 10 ms a step
-            patch.setattr("vllm.compilation.caching.aot_compile_hash_factors", None)
-            generate(llm, [[5, 6, 7]], greedy(3))
-    assert modes == {CUDAGraphMode.PIECEWISE: 3, CUDAGraphMode.FULL: 1}  # two layers, three pieces
-    assert captured == {2}
-
-
-# ------------------------------------------------------------------- start-up and refusals
-
-
-def test_attention_is_captured_with_lengths_that_the_smallest_cache_holds(model, monkeypatch):
+def test_the_smallest_cache_holds_the_lengths_of_captures(qwen3, monkeypatch):
     """As many keys as queries: kernels that sum up the blocks of a batch refuse longer ones."""
     captured, attend = [], ReferenceKernels.attend
 
@@ -208,14 +141,14 @@ def test_attention_is_captured_with_lengths_that_the_smallest_cache_holds(model,
     monkeypatch.setattr(ReferenceKernels, "attend", recorded)
     smallest = {"block_size": 16, "max_model_len": 64, "num_gpu_blocks_override": 5}
     smallest["max_num_seqs"] = 4
-    with engine(model, **graphs("FULL_DECODE_ONLY", 1, 4), **smallest):
+    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 1, 4), **smallest):
         pass
     assert ([1] * 4, [1] * 4) in captured
     assert ([1], [1]) in captured
 
 
 @pytest.mark.parametrize("runner_name", RUNNERS)
-def test_running_out_of_memory_leaves_fewer_sizes(model, seed, runner_name, monkeypatch):
+def test_running_out_of_memory_leaves_fewer_sizes(qwen3, seed, runner_name, monkeypatch):
     lines = record_logs(monkeypatch)
     one = Graphs._capture
 
@@ -227,14 +160,14 @@ def test_running_out_of_memory_leaves_fewer_sizes(model, seed, runner_name, monk
     monkeypatch.setattr(Graphs, "_capture", scarce)
     prompts = prompts_of(seed, [5, 9, 4, 7, 3])
     sizes = graphs("FULL", 1, 2, 4, 6, 8, 12, max_num_seqs=7)
-    with engine_of(runner_name, model, **sizes) as llm:
+    with engine_of(runner_name, qwen3, **sizes) as llm:
         runner = runner_of(llm)
         kept = runner.compilation_config.cudagraph_capture_sizes
         got = generate(llm, prompts, greedy(6))
         counts = runner.padding.counts.by_kind
     # Every other one of those that are left goes with it, but not the largest decode, 7.
     assert kept == [2, 6, 7]
-    assert got == reference(model, prompts, 6)
+    assert got == reference(qwen3, prompts, 6)
     assert counts["full graph"] > 0
     text = "\n".join(lines)
     assert (
@@ -244,23 +177,9 @@ def test_running_out_of_memory_leaves_fewer_sizes(model, seed, runner_name, monk
     assert "Graphs that were captured: 2, 6, 7 tokens" in text
 
 
-@pytest.mark.parametrize("runner_name", RUNNERS)
-def test_without_memory_for_any_graph_steps_run_eagerly(model, seed, runner_name, monkeypatch):
-    def scarce(*args):
-        raise torch.OutOfMemoryError("none")
-
-    monkeypatch.setattr(Graphs, "_capture", scarce)
-    prompts = prompts_of(seed, [5, 9])
-    with engine_of(runner_name, model, **graphs("FULL", 1, 2, 4, 8)) as llm:
-        got = generate(llm, prompts, greedy(6))
-        counts = runner_of(llm).padding.counts.by_kind
-    assert got == reference(model, prompts, 6)
-    assert set(counts) == {"eager: no graphs"}
-
-
-def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, seed, monkeypatch):
+def test_the_log_says_sizes_and_once_why_a_step_is_eager(qwen3, seed, monkeypatch):
     lines = record_logs(monkeypatch)
-    with engine(model, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
+    with engine(qwen3, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
         generate(llm, prompts_of(seed, [40, 30, 44]), greedy(3))
         counts = runner_of(llm).padding.counts.by_kind
     (table,) = [line for line in lines if "graphs:\n" in line]
@@ -274,8 +193,8 @@ def test_the_log_has_a_table_of_sizes_and_says_once_why_a_step_is_eager(model, s
 
 
 @pytest.mark.parametrize("runner_name", RUNNERS)
-def test_capture_with_requests_in_flight_is_refused(model, seed, runner_name):
-    with engine_of(runner_name, model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+def test_capture_with_requests_in_flight_is_refused(qwen3, seed, runner_name):
+    with engine_of(runner_name, qwen3, **graphs("FULL_DECODE_ONLY", 8)) as llm:
         core = llm.llm_engine
         core.add_request("a", {"prompt_token_ids": [5, 6, 7]}, greedy(8))
         core.step()
@@ -283,31 +202,9 @@ def test_capture_with_requests_in_flight_is_refused(model, seed, runner_name):
             runner_of(llm).capture_model()
 
 
-def test_dummy_runs_between_steps_replay_padding_and_disturb_nobody(model, seed):
-    """As an idle data-parallel rank does it, here with requests in flight."""
-    prompts = prompts_of(seed, [5, 9, 4])
-    with engine(model, block_size=4, **graphs("FULL_AND_PIECEWISE", 4, 8)) as llm:
-        runner, core = runner_of(llm), llm.llm_engine
-        for index, prompt in enumerate(prompts):
-            core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(20))
-        tokens = {}
-        cache = runner.kv_caches
-        while core.has_unfinished_requests():
-            for output in core.step():
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-            before = [plane.clone() for plane in cache]
-            for size, uniform in ((4, True), (8, False)):
-                with torch.inference_mode():
-                    runner._dummy_run(size, uniform_decode=uniform)
-                (table,) = runner.block_tables.device_rows(size)
-                assert not table.any(), "the null block for every row that the graph reads"
-            assert all(torch.equal(old, new) for old, new in zip(before, cache))
-    assert [tokens[index] for index in range(3)] == reference(model, prompts, 20)
-
-
-def test_a_dummy_run_that_fails_leaves_no_padding_behind(model, seed, monkeypatch):
+def test_a_dummy_run_that_fails_leaves_no_padding_behind(qwen3, seed, monkeypatch):
     prompts = prompts_of(seed, [5, 9])
-    with engine(model, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:
+    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:
         runner = runner_of(llm)
 
         def scarce(layout):
@@ -317,64 +214,31 @@ def test_a_dummy_run_that_fails_leaves_no_padding_behind(model, seed, monkeypatc
             patch.setattr(runner.preparer.staging, "acquire", scarce)
             with pytest.raises(torch.OutOfMemoryError):
                 runner._dummy_run(4, uniform_decode=True)
-        assert generate(llm, prompts, greedy(6)) == reference(model, prompts, 6)
+        assert generate(llm, prompts, greedy(6)) == reference(qwen3, prompts, 6)
 
 
-@pytest.mark.parametrize("what", ["KV cache", "buffer"])
-def test_a_cache_or_buffer_that_was_replaced_is_caught(model, seed, what):
-    with engine(model, **graphs("FULL_DECODE_ONLY", 4)) as llm:
+@pytest.mark.parametrize(
+    ("what", "runner_name"), on_both({each: each for each in ("arrays", "KV cache", "buffer")})
+)
+def test_what_lies_elsewhere_than_at_the_capture_is_caught(qwen3, seed, what, runner_name):
+    with engine_of(runner_name, qwen3, **graphs("FULL_DECODE_ONLY", 4)) as llm:
         runner = runner_of(llm)
-        if what == "KV cache":
+        if what == "arrays":
+            tables = runner.block_tables.block_table_flat
+            runner.preparer.staging = StagingRing(runner.prep_device, 1 << 20, block_tables=tables)
+        elif what == "KV cache":
             for layer in runner.compilation_config.static_forward_context.values():
                 layer.kv_cache = layer.kv_cache.clone()
         else:
             for module in runner.get_model().modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.clone()
-        with pytest.raises(GraphSafetyError, match="is not where the graph was captured"):
+        with pytest.raises(GraphSafetyError, match=r"is not where"):
             generate(llm, prompts_of(seed, [5]), greedy(3))
 
 
-def test_a_capture_outside_of_start_up_is_an_error(model, seed):
-    with engine(model, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+def test_a_capture_outside_of_start_up_is_an_error(qwen3, seed):
+    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 8)) as llm:
         runner_of(llm).model.clear_graphs()
         with pytest.raises(RuntimeError, match="inappropriate time"):
             generate(llm, prompts_of(seed, [3]), greedy(3))
-
-
-def test_data_parallel_ranks_agree_before_anything_is_prepared(model, seed, monkeypatch):
-    """One rank of two, whose other one has more tokens: its padding is taken, and first."""
-    order = []
-
-    def coordinate(*, num_tokens_padded, **kwargs):
-        order.append("agree")
-        return False, torch.tensor([8, 8], dtype=torch.int32), CUDAGraphMode.FULL.value
-
-    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.coordinate_batch_across_dp", coordinate)
-    prompts = prompts_of(seed, [5, 9])
-    with engine(model, **graphs("FULL", 2, 4, 8, 16)) as llm:
-        runner = runner_of(llm)
-        acquire, parallel = runner.preparer.staging.acquire, runner.vllm_config.parallel_config
-
-        def acquired(layout):
-            order.append(("prepare", layout.num_input_tokens))
-            return acquire(layout)
-
-        runner.preparer.staging.acquire = acquired
-        runner.padding.depends_on_counts_only = False
-        monkeypatch.setattr(parallel, "data_parallel_size", 2)
-        # Only what decides padding knows of the other rank: the forward pass has no group.
-        decide = runner.padding.decide
-
-        def decided(*args):
-            decision = decide(*args)
-            mode, descriptor, ubatch, _, stats = decision.dispatched
-            monkeypatch.setattr(parallel, "data_parallel_size", 1)
-            return decision._replace(dispatched=(mode, descriptor, ubatch, None, stats))
-
-        runner.padding.decide = decided
-        core = llm.llm_engine
-        for index, prompt in enumerate(prompts):
-            core.add_request(str(index), {"prompt_token_ids": prompt[:3]}, greedy(2))
-        core.step()
-    assert order[:2] == ["agree", ("prepare", 8)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.engine import engine, generate, greedy, runner_of
+from tests.helpers.huggingface import greedy_tokens, reference
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
@@ -20,11 +20,6 @@ from vllm_npu_prep.errors import PrepError
 
 BLOCK_SIZE = 4
 LENGTHS = [30, 28, 25, 41, 22, 3, 29]  # 25 less one token is whole blocks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
 
 
 def connected(folder, **settings) -> dict:
@@ -57,12 +52,12 @@ def whole_blocks(length: int) -> int:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_engine_loads_what_another_one_stored(
-    model, tmp_path, seed, caplog, monkeypatch, runner
+    qwen3, tmp_path, seed, caplog, monkeypatch, runner
 ):
     """Tokens are those of transformers before and after; changed files change them."""
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 40)
-    with engine_of(runner, model, **connected(tmp_path), async_scheduling=False) as llm:
+    expected = reference(qwen3, prompts, 40)
+    with engine_of(runner, qwen3, **connected(tmp_path), async_scheduling=False) as llm:
         computed = count_tokens(llm)
         assert generate(llm, prompts, greedy(40)) == expected
     assert computed["scheduled"] == sum(LENGTHS) + 39 * len(LENGTHS)
@@ -75,7 +70,7 @@ def test_an_engine_loads_what_another_one_stored(
         caplog.at_level(logging.INFO, logger="vllm"),
         engine_of(
             runner,
-            model,
+            qwen3,
             **connected(tmp_path, num_gpu_blocks_override=40),
             async_scheduling=True,
             enforce_eager=False,
@@ -103,57 +98,27 @@ def test_an_engine_loads_what_another_one_stored(
     assert torch.isfinite(load_file(files[0])["kv_cache"]).all()
 
 
-def test_latent_rows_leave_an_engine_for_the_next(tmp_path, seed):
-    """In upstream's form; tokens are those of transformers until files change."""
-    sizes = {"q_lora_rank": 20, **LATENT, **V3_EXPERTS}
-    model = make_model(tmp_path / "model", "DeepseekV3", **sizes)
-    prompts, folder = prompts_of(seed, LENGTHS), tmp_path / "kv"
-    expected = reference(model, prompts, 12)
-    check_varied(expected)
-    with engine(model, **connected(folder)) as llm:
-        assert generate(llm, prompts, greedy(12)) == expected
-    files = {file: load_file(file)["kv_cache"] for file in folder.glob("*/*.safetensors")}
-    width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
-    assert sorted(rows.shape for rows in files.values()) == sorted(
-        (whole_blocks(length), width) for length in LENGTHS for _ in range(2)
-    )
-    with engine(model, **connected(folder), **graphs("PIECEWISE", 1, 8)) as llm:
-        computed = count_tokens(llm)
-        assert generate(llm, prompts, greedy(12)) == expected
-        left = sum(length - whole_blocks(length) for length in LENGTHS)
-        assert computed["scheduled"] == left + 11 * len(LENGTHS)
-        for file, rows in files.items():
-            save_file({"kv_cache": -rows}, file)
-        assert llm.reset_prefix_cache()
-        changed = generate(llm, prompts, greedy(12))
-    for length, row, tokens in zip(LENGTHS, changed, expected):
-        assert (row == tokens) == (whole_blocks(length) == 0), length
-
-
-def test_prompts_that_are_salted_or_half_stored_are_computed(model, tmp_path, seed):
+def test_prompts_that_are_salted_or_half_stored_are_computed(qwen3, tmp_path, seed):
     """A salt says that a prompt is not to be shared; a file may be missing for good."""
     plain, salted = prompts_of(seed, [30, 25])
-    expected = reference(model, [plain, salted], 6)
+    expected = reference(qwen3, [plain, salted], 6)
 
     def run(llm):
         computed = count_tokens(llm)
-        requests = [
-            {"prompt_token_ids": plain},
-            {"prompt_token_ids": salted, "cache_salt": "mine"},
-        ]
+        requests = [{"prompt_token_ids": plain}, {"prompt_token_ids": salted, "cache_salt": "mine"}]
         outputs = llm.generate(requests, greedy(6), use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         return computed["scheduled"]
 
     everything = 30 + 25 + 2 * 5
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert run(llm) == everything
     files = sorted(tmp_path.glob("*/*.safetensors"))
     assert len(files) == 2, "a file for each layer of the prompt that is shared"
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert run(llm) == everything - whole_blocks(30)
     files[1].unlink()
-    with engine(model, **connected(tmp_path)) as llm:
+    with engine(qwen3, **connected(tmp_path)) as llm:
         assert run(llm) == everything
         with pytest.raises(PrepError, match="ExampleConnector, which has no reset_cache"):
             llm.collective_rpc("reload_weights")
@@ -180,16 +145,38 @@ async def store_and_load(prompts, change, ranks):
     return stored, changed, await ranks.generate(prompts, 12)
 
 
-def test_ranks_store_and_load_their_own_heads(model, tmp_path, seed):
-    """Each of two; half of the prompts from files that changed. One rank reads neither's."""
+async def with_refusals(talk, ranks):
+    """What `talk` does; then what calls that all ranks refuse say, and who answers the next."""
+    calls = {"sleep": ranks.llm.sleep, "no_method": partial(ranks.ask, "no_method")}
+    said, answered, done = {}, {}, await talk(ranks)
+    for name, call in calls.items():
+        with pytest.raises(Exception) as error:  # noqa: PT011 (vLLM's client makes its own)
+            await call()
+        said[name] = str(error.value)
+        answered[name] = [facts["rank"] for facts in await ranks.ask("probe_facts")]
+    return *done, said, answered
+
+
+def test_ranks_of_an_int8_model_store_load_and_refuse(qwen3, tmp_path, seed):
+    """Each of two stores its own heads; half of the prompts come from files that changed.
+
+    After a call that all refuse, answers belong to their questions: vLLM reads up to the first
+    error, and a later rank's would be the next call's. One rank reads none of the files.
+    """
+    int8, files = tmp_path / "int8", tmp_path / "files"
+    QUANTIZE(qwen3, int8, "modelslim", True)
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 12)
-    talk = partial(store_and_load, prompts, partial(negate_half, tmp_path, 2 * 2))
-    settings = connected(tmp_path, tensor_parallel_size=2)
-    stored, changed, loaded = serve_on_ranks(model, settings, talk)
+    expected = greedy_tokens(rounded_model(qwen3, int8), prompts, 12)
+    talk = partial(store_and_load, prompts, partial(negate_half, files, 2 * 2))
+    settings = connected(files, tensor_parallel_size=2)
+    got = serve_on_ranks(int8, settings, partial(with_refusals, talk))
+    stored, changed, loaded, said, answered = got
     assert stored == expected
     assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed)
-    with engine(model, **connected(tmp_path)) as llm:
+    assert answered == {"sleep": [0, 1], "no_method": [0, 1]}
+    assert "sleep needs --enable-sleep-mode" in said["sleep"] and "\n" not in said["sleep"]
+    assert "has no attribute 'no_method'" in said["no_method"]
+    with engine(int8, **connected(files)) as llm:
         assert generate(llm, prompts, greedy(12)) == expected
 
 
@@ -202,14 +189,14 @@ def negate_and_remove(folder) -> tuple[list, str]:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_stages_store_and_load_their_own_layers(model, tmp_path, seed, runner):
+def test_stages_store_and_load_their_own_layers(qwen3, tmp_path, seed, runner):
     """Each of two; a prompt that only the first one has stored is computed again."""
     prompts = prompts_of(seed, LENGTHS)
-    expected = reference(model, prompts, 12)
+    expected = reference(qwen3, prompts, 12)
     talk = partial(store_and_load, prompts, partial(negate_and_remove, tmp_path))
     settings = connected(tmp_path, pipeline_parallel_size=2, async_scheduling=False)
     with asked_for(runner):
-        stored, (changed, removed), loaded = serve_on_ranks(model, settings, talk)
+        stored, (changed, removed), loaded = serve_on_ranks(qwen3, settings, talk)
     assert stored == expected
     assert "layers.1" in removed
     assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed) - 1

@@ -10,12 +10,13 @@ import torch
 from vllm.lora.request import LoRARequest
 
 from tests.conftest import SEED
-from tests.helpers.engine import REPLAYED, engine, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.drafters import make_eagle_head
+from tests.helpers.engine import REPLAYED, graphs, greedy, make_model, runner_of
+from tests.helpers.huggingface import check_varied, logits_of, reference
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
-from tests.helpers.watch import count_preemptions, count_states
+from tests.helpers.watch import count_verified
 
 ADAPTERS = {
     "all": {"modules": ATTENTION + MLP + HEAD, "rank": 8},
@@ -35,7 +36,6 @@ class Case:
             folder = make_adapter(root / name, self.model, seed=seed + index, **settings)
             self.folders[name] = folder
             self.merged[name] = merge(self.model, folder, root / f"merged-{name}")
-        self.too_wide = make_adapter(root / "too-wide", self.model, seed=seed, rank=16)
         self.expected: dict = {}
 
     def request(self, name: str) -> LoRARequest | None:
@@ -51,12 +51,8 @@ class Case:
 
     def prompt_logprobs(self, name: str, prompt: list[int]) -> np.ndarray:
         """Of each token but the first."""
-        from transformers import AutoModelForCausalLM
-
-        hf = AutoModelForCausalLM.from_pretrained(self.merged[name], dtype=torch.float32)
-        with torch.no_grad():
-            logprobs = hf(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        return logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
+        logprobs = torch.from_numpy(logits_of(self.merged[name])(prompt)[:-1]).log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +70,9 @@ def generate(llm, case, requests, params):
     )
 
 
-def check(llm, case, requests, count: int) -> None:
-    got = [
-        list(output.outputs[0].token_ids) for output in generate(llm, case, requests, greedy(count))
-    ]
-    expected = [case.tokens(name, prompt, count) for name, prompt in requests]
-    assert got == expected, [a == b for a, b in zip(got, expected)]
+def tokens_of(llm, case, requests, count: int) -> list[list[int]]:
+    outputs = generate(llm, case, requests, greedy(count))
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def requests_of(seed: int, names: list[str]) -> list[tuple[str, list[int]]]:
@@ -114,29 +107,37 @@ def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mod
         **LORA,
         **settings,
     ) as llm:
-        requests = requests_of(seed, MIXED)
-        check(llm, case, requests, 12)
-        check(llm, case, [("", prompt) for _, prompt in requests[:3]], 12)
-        check(llm, case, [("queries", prompt) for _, prompt in requests[:3]], 12)
+        mixed = requests_of(seed, MIXED)
+        later = [[(name, prompt) for _, prompt in mixed[:3]] for name in ("", "queries")]
+        for requests in (mixed, *later):
+            expected = [case.tokens(*request, 12) for request in requests]
+            assert tokens_of(llm, case, requests, 12) == expected
         counts = runner_of(llm).padding.counts.by_kind
-    expected = [case.tokens(name, prompt, 12) for name, prompt in requests]
+    expected = [case.tokens(*request, 12) for request in mixed]
     check_varied(expected)
-    plain = [case.tokens("", prompt, 12) for _, prompt in requests]
-    same = [name for (name, _), a, b in zip(requests, expected, plain) if a == b]
+    plain = [case.tokens("", prompt, 12) for _, prompt in mixed]
+    same = [name for (name, _), a, b in zip(mixed, expected, plain) if a == b]
     assert set(same) == {""}, "an adapter that changes nothing shows nothing"
     if mode != "eager":
         assert set(counts) >= REPLAYED[mode]
 
 
-def test_speculation_with_adapters(case, seed):
-    """Several samples of a request, whose drafts its own adapter has to verify."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+@pytest.mark.parametrize(("method", "runner"), [("ngram", "V1"), ("eagle", "V1"), ("eagle", "V2")])
+def test_each_adapter_verifies_its_drafts(case, tmp_path, seed, method, runner):
+    """Drafts of the plain model, or of what a request has: they are only ever guesses."""
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        drafts["prompt_lookup_max"] = 1
+    else:
+        drafts["model"] = str(make_eagle_head(tmp_path, case.model))
     loops = [prompt * 8 for prompt in prompts_of(seed, [4, 3, 5])]
     requests = list(zip(["all", "", "queries"], loops))
-    with engine(case.model, speculative_config=ngram, max_loras=2, **LORA) as llm:
-        states = count_states(llm)
-        check(llm, case, requests, 24)
-    assert states["SpecDecoding"] or states["ChunkedPrefill"] > 10, dict(states)
+    with engine_of(runner, case.model, speculative_config=drafts, max_loras=2, **LORA) as llm:
+        verified = count_verified(llm)
+        got = tokens_of(llm, case, requests, 24)
+    assert got == [case.tokens(*request, 24) for request in requests]
+    assert verified["rejected"] > 0
+    assert method == "eagle" or verified["accepted"] + verified["partly"] > 0
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
@@ -153,71 +154,9 @@ def serving(case, request):
         max_loras=2,
         max_cpu_loras=2,
         **LORA,
-        **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8),
+        **graphs("FULL_DECODE_ONLY", 1, 2, 4, 8),
     ) as llm:
         yield llm
-
-
-def test_captures_leave_no_made_up_adapter(serving):
-    """Their ids are those of the first requests, which would get zeros."""
-    assert serving.llm_engine.list_loras() == set()
-
-
-def test_adapters_come_and_go_while_requests_run(serving, case, seed):
-    """More adapters than slots, more than the host keeps; preemption, chunks, async scheduling."""
-    rng, core = np.random.default_rng(seed), serving.llm_engine
-    scheduler = core.engine_core.engine_core.scheduler
-    known = [
-        (name, prompt, count)
-        for (name, prompt), count in zip(requests_of(seed + 1, MIXED), [20, 9, 14, 30, 5] * 2)
-    ]
-    evicted, seen, count_of = set(), set(), count_preemptions(serving)
-    waiting, tokens = [int(each) for each in rng.integers(0, len(known), 40)], {}
-    order = list(waiting)
-    while waiting or core.has_unfinished_requests():
-        if waiting and len(scheduler.requests) < 8 and rng.random() < 0.4:
-            name, prompt, count = known[waiting.pop(0)]
-            core.add_request(
-                str(len(order) - len(waiting) - 1),
-                {"prompt_token_ids": prompt},
-                greedy(count),
-                lora_request=case.request(name),
-            )
-        for output in core.step():
-            if output.finished:
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-        loaded = core.list_loras()
-        evicted |= seen - loaded
-        seen |= loaded
-    for index, which in enumerate(order):
-        assert tokens[index] == case.tokens(*known[which]), (index, known[which][0])
-    assert count_of["preempted"] > 0
-    assert seen == {1, 2, 3} and evicted, "three adapters, and room for two"
-    counts = runner_of(serving).padding.counts.by_kind
-    assert set(counts) >= REPLAYED["FULL_AND_PIECEWISE"]
-
-
-def test_adapters_are_added_removed_and_replaced(serving, case, seed):
-    core = serving.llm_engine
-    for lora_id in list(core.list_loras()):
-        assert core.remove_lora(lora_id)
-    assert core.add_lora(case.request("all"))
-    assert core.list_loras() == {1}
-    (prompt,) = prompts_of(seed + 2, [21])
-    check(serving, case, [("all", prompt), ("", prompt)], 8)
-    assert core.remove_lora(1)
-    assert not core.remove_lora(1)
-    assert core.list_loras() == set()
-    # The id is free for another adapter.
-    again = LoRARequest("mlp-again", 1, str(case.folders["mlp"]))
-    output = serving.generate(
-        [{"prompt_token_ids": prompt}], greedy(8), lora_request=again, use_tqdm=False
-    )
-    assert list(output[0].outputs[0].token_ids) == case.tokens("mlp", prompt, 8)
-    assert core.remove_lora(1)
-    with pytest.raises(ValueError, match="rank 16 is greater than max_lora_rank"):
-        core.add_lora(LoRARequest("too wide", 9, str(case.too_wide)))
-    assert core.list_loras() == set()
 
 
 def test_a_prompt_is_cached_for_one_adapter_only(serving, case, seed):
@@ -250,7 +189,7 @@ def test_prompts_are_scored_by_their_own_adapter(serving, case, seed):
             )
 
 
-def test_an_adapter_that_replaces_itself_is_read_once_for_a_request(serving, case, monkeypatch):
+def test_an_adapter_that_replaces_itself_is_read_once(serving, case, monkeypatch):
     manager = runner_of(serving).lora_manager
     load, loads = manager._load_adapter, []
 
@@ -369,10 +308,7 @@ def test_two_adapters_of_one_name_serve_at_once(changing, case, seed):
         changing.overwrite(weights)
         core.add_lora(changing.request(number))
         core.add_request(
-            weights,
-            {"prompt_token_ids": prompt},
-            greedy(12),
-            lora_request=changing.request(number),
+            weights, {"prompt_token_ids": prompt}, greedy(12), lora_request=changing.request(number)
         )
         core.step()
     while core.has_unfinished_requests():

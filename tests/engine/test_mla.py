@@ -12,16 +12,9 @@ from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.latent import (
-    GLM_FLASH,
-    GROUPED_EXPERTS,
-    KIMI_K2,
-    LATENT,
-    V3_EXPERTS,
-    as_kimi_k2,
-)
+from tests.helpers.latent import GLM_FLASH, GROUPED_EXPERTS, KIMI_K2, LATENT, V3_EXPERTS, as_kimi_k2
 from tests.helpers.prompts import prompts_of
-from tests.helpers.v2 import ALSO_V2, RUNNERS, engine_of
+from tests.helpers.v2 import ALSO_V2, RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
 from vllm_npu_prep.cli import main
 
@@ -94,7 +87,6 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     assert got == [expected] * 2
     check_varied(expected)
     assert forced.of("all", "latent", "full graphs")
-    print(dict(states), dict(counts), "padding", watch.padding_seen)
     assert set(states) == {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
     assert states["PrefillNoCache"] == 1, "the second time, long prompts come from the cache"
     assert {"full graph", "piecewise graphs"} <= set(counts)
@@ -105,21 +97,27 @@ def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
     assert runner == "V1" or not runs["short prefills"], "on V2 all short ones are decodes"
 
 
-@pytest.mark.parametrize("runner", ALSO_V2)
-@pytest.mark.parametrize("name", ["Kimi K2", "GLM-4.7-Flash"])
+MODELS = {
+    # Queries without a low rank; experts by softmax and groups, not renormalised
+    "DeepSeek V2": ("DeepseekV2", {**V2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
+    # Stretches positions by YaRN
+    "Kimi K2": ("DeepseekV3", {"q_lora_rank": 20, **LATENT, **KIMI_K2}),
+    # Five heads and wide values
+    "GLM-4.7-Flash": ("Glm4MoeLite", {"q_lora_rank": 20, **LATENT, "v_head_dim": 24, **GLM_FLASH}),
+}
+
+
+@pytest.mark.parametrize(("name", "runner"), on_both({name: name for name in MODELS}))
 def test_models_of_the_same_layers(tmp_path, seed, name, runner):
-    """Kimi K2 stretches positions by YaRN; GLM-4.7-Flash has five heads and wide values."""
-    is_kimi = name == "Kimi K2"
-    family, config = ("DeepseekV3", KIMI_K2) if is_kimi else ("Glm4MoeLite", GLM_FLASH)
-    sizes = {**LATENT, "q_lora_rank": 20, **({} if is_kimi else {"v_head_dim": 24})}
-    folder = make_model(tmp_path / "model", family, **{**sizes, **config})
+    family, config = MODELS[name]
+    folder = make_model(tmp_path / "model", family, **config)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     with engine_of(
         runner,
-        as_kimi_k2(folder) if is_kimi else folder,
+        as_kimi_k2(folder) if name == "Kimi K2" else folder,
         block_size=16,
         max_num_batched_tokens=48,
-        **graphs("FULL_AND_PIECEWISE", 1, 4, 8),
+        **graphs("FULL_DECODE_ONLY", 1, 4, 8),
     ) as llm:
         runs = count_halves(llm)
         got = generate(llm, prompts, greedy(16))
@@ -127,40 +125,6 @@ def test_models_of_the_same_layers(tmp_path, seed, name, runner):
     assert got == expected
     check_varied(expected)
     assert runs["both"] and runs["chunks"], dict(runs)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("mask", ["dense", "compressed"])
-def test_deepseek_v2_with_whole_prompts_from_the_prefix_cache(tmp_path, seed, mask, runner):
-    """Experts by softmax and groups, not renormalised; chunked prefill off, synchronous.
-
-    Mixed steps never run in full graphs, which have decodes alone.
-    """
-    experts = {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
-    folder = make_model(tmp_path, "DeepseekV2", **V2, **experts)
-    (shared,), tails = prompts_of(seed, [48]), prompts_of(seed + 1, [5, 9, 12])
-    prompts = [shared + tail for tail in tails]
-    with engine_of(
-        runner,
-        folder,
-        block_size=16,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=True,
-        async_scheduling=False,
-        max_num_batched_tokens=256,
-        additional_config={"npu_prep": {"mask": mask}},
-        **(graphs("FULL", 1, 4, 8, 16) if mask == "compressed" else {}),
-    ) as llm:
-        states = count_states(llm)
-        got = generate(llm, prompts[:1], greedy(16))
-        got += generate(llm, prompts[1:], greedy(16))
-        counts = runner_of(llm).padding.counts.by_kind
-    expected = reference(folder, prompts, 16)
-    assert got == expected
-    check_varied(expected)
-    print(dict(states), dict(counts))
-    assert set(states) == {"PrefillNoCache", "PrefillCacheHit", "DecodeOnly"}
-    assert (counts["full graph"] > 20) == (mask == "compressed")
 
 
 @pytest.mark.parametrize("runner", ALSO_V2)
@@ -186,19 +150,10 @@ def test_dense_layers_with_preemption_and_drafts(tmp_path, seed, prefill, capsys
         max_model_len=96,
         max_num_batched_tokens=48,
         additional_config={"npu_prep": options},
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-        },
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
     ) as llm:
-        states, count, runs = (
-            count_states(llm),
-            count_preemptions(llm),
-            count_halves(llm),
-        )
+        states, count, runs = (count_states(llm), count_preemptions(llm), count_halves(llm))
         got = generate(llm, prompts, greedy(40))
-    print(dict(states), dict(count))
     assert got == reference(folder, prompts, 40)
     assert count["preempted"] > 0
     assert "SpecDecoding" in states

@@ -48,22 +48,12 @@ def pulling(block_size: int, **options: Any) -> dict[str, Any]:
 
 
 def check_calls(
-    llm: Any,
-    prompts: list[list[int]],
-    expected: list[list[int]] | None,
-    block_size: int,
+    llm: Any, prompts: list[list[int]], expected: list[list[int]] | None, block_size: int
 ) -> None:
     """Let an engine compute prompts, which are sent, and pull them; look at every call.
 
-    Parameters
-    ----------
-    llm
-        With the settings of `pulling`.
-    prompts, expected
-        Four of `LENGTHS`, and 8 tokens of each. Without these, what is pulled has to do as the
-        engine's own prefix cache does: 16 bits may round otherwise than in a whole prompt.
-    block_size
-        Of the engine.
+    Of each prompt 8 tokens are known. Without these, what is pulled has to do as the engine's own
+    prefix cache does: 16 bits may round otherwise than in a whole prompt.
     """
     layers = runner_of(llm).compilation_config.static_forward_context
     planes = {

@@ -1,7 +1,5 @@
 """Pooling models end to end: embeddings, classes, scores and rewards are those of transformers."""
 
-from collections import Counter
-
 import pytest
 import torch
 from vllm import PoolingParams
@@ -9,11 +7,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsLinearMethod,
 )
 
+from tests.conftest import SEED
 from tests.helpers.engine import make_model, runner_of, save_tokenizer
 from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, tensors_in
-from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
+from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_states
 from vllm_npu_prep.errors import PrepError
 
@@ -69,7 +68,6 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings, runner):
         got += pooled(llm, later, "embed")
         counts = runner_of(llm).padding.counts.by_kind
     check_close(got, [normalized(rows[-1]) for rows in hidden_states(qwen3, prompts + later)])
-    print(dict(states), steps, dict(counts))
     assert {"PrefillNoCache", "ChunkedPrefill"} <= set(states)
     assert states.total() - steps <= 3  # 273 tokens in steps of 48
     if "compilation_config" in settings:
@@ -80,7 +78,7 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings, runner):
 def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed, runner):
     prompts = prompts_of(seed, LENGTHS)
     config = {"pooler_config": {"task": "token_embed"}, "max_num_batched_tokens": 48}
-    with engine_of(runner, qwen3, **POOLING, **config, **PIECES) as llm:
+    with engine_of(runner, qwen3, **POOLING, **config) as llm:
         got = pooled(llm, prompts, "token_embed")
     check_close(got, [normalized(rows) for rows in hidden_states(qwen3, prompts)])
 
@@ -103,26 +101,32 @@ def test_classes_of_whole_prompts(folder, seed, runner):
     assert set(states) == {"PrefillNoCache", "PrefillCacheHit"}
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
-    """A process reward model: two numbers for each token that ends a step."""
-    from safetensors.torch import load_file, save_file
+REWARDS = {
+    **WHOLE_PROMPTS,
+    "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
+    "pooler_config": {"step_tag_id": 7},
+}
 
-    model = folder("Qwen2")
-    weights = load_file(model / "model.safetensors")
-    generator = torch.Generator().manual_seed(seed)
+
+def reward_model(folder):
+    """A process reward model, and the weights of its head."""
+    model, generator = folder("Qwen2"), torch.Generator().manual_seed(SEED)
     shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
     head = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
-    weights |= {f"score.{name}": tensor for name, tensor in head.items()}
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    change_tensors(
+        model, lambda tensors: tensors.update({f"score.{n}": t for n, t in head.items()})
+    )
+    return model, head
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
+    """Two numbers for each token that ends a step."""
+    model, head = reward_model(folder)
     prompts = prompts_of(seed, LENGTHS)
     for prompt in prompts:
         prompt[len(prompt) // 2] = prompt[-1] = 7
-    config = {
-        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
-        "pooler_config": {"step_tag_id": 7},
-    }
-    with engine_of(runner, model, **WHOLE_PROMPTS, **config) as llm:
+    with engine_of(runner, model, **REWARDS) as llm:
         got = pooled(llm, prompts, "token_classify")
     expected = []
     for prompt, rows in zip(prompts, hidden_states(model, prompts)):
@@ -132,36 +136,27 @@ def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
     check_close(got, expected)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("settings", [{}, PIECES], ids=["eager", "pieces"])
-def test_embeddings_of_an_encoder(bert, seed, settings, runner):
-    prompts = prompts_of(seed, LENGTHS)
-    with engine_of(runner, bert, **WHOLE_PROMPTS, **settings) as llm:
-        states = count_states(llm)
+@pytest.mark.parametrize(("form", "runner"), on_both({each: each for each in ("pieces", "int8")}))
+def test_embeddings_of_an_encoder(bert, tmp_path, seed, form, runner):
+    prompts, int8, settings = prompts_of(seed, LENGTHS), None, {}
+    if form == "int8":
+        int8 = tmp_path / "int8"
+        QUANTIZE(bert, int8, "compressed-tensors")
+        assert sum(each.dtype == torch.int8 for each in tensors_in(int8).values()) == 12
+    else:
+        settings = PIECES
+    with engine_of(runner, int8 or bert, **WHOLE_PROMPTS, **settings) as llm:
+        states, counts = count_states(llm), runner_of(llm).padding.counts.by_kind
         got = pooled(llm, prompts, "embed")
-        served = runner_of(llm)
-        counts = Counter(served.padding.counts.by_kind)
-    check_close(got, [normalized(rows[0]) for rows in hidden_states(bert, prompts)])
+        assert not runner_of(llm).kv_caches
+    rows = hidden_states(bert, prompts, int8=int8)
+    check_close(got, [normalized(each[0]) for each in rows])
     assert set(states) == {"PrefillNoCache"}
-    assert served.preparer.tables.num_groups == 0
-    assert not served.kv_caches
     assert (counts["piecewise graphs"] > 0) == bool(settings)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_embeddings_of_an_encoder_with_int8_weights(bert, tmp_path, seed, runner):
-    QUANTIZE(bert, tmp_path / "int8", "compressed-tensors")
-    assert sum(each.dtype == torch.int8 for each in tensors_in(tmp_path / "int8").values()) == 12
-    prompts = prompts_of(seed, LENGTHS)
-    with engine_of(runner, tmp_path / "int8", **WHOLE_PROMPTS) as llm:
-        got = pooled(llm, prompts, "embed")
-    rounded = hidden_states(bert, prompts, int8=tmp_path / "int8")
-    check_close(got, [normalized(rows[0]) for rows in rounded])
-
-
-def test_an_int8_copy_without_the_head_of_a_reward_model_is_refused(folder, tmp_path, monkeypatch):
+def test_an_int8_copy_without_the_head_is_refused(folder, tmp_path, monkeypatch):
     """vLLM gives the head no name, so that nothing can leave it out of int8."""
-    from safetensors.torch import load_file, save_file
 
     def what_memory_may_hold(self, layer, *args, **extra):
         upstream(self, layer, *args, **extra)
@@ -169,19 +164,11 @@ def test_an_int8_copy_without_the_head_of_a_reward_model_is_refused(folder, tmp_
 
     upstream = CompressedTensorsLinearMethod.create_weights
     monkeypatch.setattr(CompressedTensorsLinearMethod, "create_weights", what_memory_may_hold)
-    model = folder("Qwen2")
-    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
-    head = {f"score.{name}": torch.ones(shape) for name, shape in shapes.items()}
-    path = model / "model.safetensors"
-    save_file(load_file(path) | head, path, {"format": "pt"})
+    model, _ = reward_model(folder)
     QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
-    config = {
-        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
-        "pooler_config": {"step_tag_id": 7},
-    }
     with (
         pytest.raises(PrepError, match="is to be int8, but no file gives it a weight_scale"),
-        engine_of("V1", tmp_path / "int8", **WHOLE_PROMPTS, **config),
+        engine_of("V1", tmp_path / "int8", **REWARDS),
     ):
         pass
 

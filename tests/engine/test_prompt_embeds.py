@@ -4,27 +4,21 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 
-from tests.helpers.engine import graphs, greedy, make_model, runner_of
+from tests.helpers.engine import graphs, greedy, runner_of
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions
-from tests.server.hostile import broken_sparse_tensor, encoded
 from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
 GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def embedding(model):
+def embedding(qwen3):
     from safetensors.torch import load_file
 
-    return load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    return load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"]
 
 
 def run(llm, prompts):
@@ -37,7 +31,7 @@ def run(llm, prompts):
     on_both({"eager": ("eager", False), "graphs": ("graphs", True)}),
 )
 def test_embeddings_give_the_tokens_that_their_ids_give(
-    model, embedding, seed, mode, asynchronous, runner
+    qwen3, embedding, seed, mode, asynchronous, runner
 ):
     """In chunks, beside token ids, preempted, cached, and with ids that stale rows hold.
 
@@ -57,9 +51,9 @@ def test_embeddings_give_the_tokens_that_their_ids_give(
         "additional_config": {"npu_prep": {"check": "full"}},
         **GRAPHS[mode],
     }
-    with engine_of(runner, model, **settings) as llm:
+    with engine_of(runner, qwen3, **settings) as llm:
         expected, preempted = run(llm, as_ids), count_preemptions(llm)
-        assert expected == reference(model, ids, 12)
+        assert expected == reference(qwen3, ids, 12)
         counts = runner_of(llm).padding.counts.by_kind
         without = counts.total()
         assert mode == "eager" or not any("embeddings" in kind for kind in counts)
@@ -77,7 +71,7 @@ def test_embeddings_give_the_tokens_that_their_ids_give(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_prompt_of_ids_and_embeddings(model, embedding, seed, runner):
+def test_a_prompt_of_ids_and_embeddings(qwen3, embedding, seed, runner):
     """As chat messages with embedded parts are: some positions have ids, the others vectors.
 
     One with a vector that isn't finite is refused, and those after it are served.
@@ -92,7 +86,7 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed, runner):
         "prompt_is_token_ids": is_token_ids.tolist(),
     }
     settings = {"block_size": 16, "max_num_batched_tokens": 32, "enable_prefix_caching": True}
-    with engine_of(runner, model, enable_prompt_embeds=True, **settings) as llm:
+    with engine_of(runner, qwen3, enable_prompt_embeds=True, **settings) as llm:
         expected = run(llm, [{"prompt_token_ids": ids}])
         for value in (torch.nan, -torch.inf):
             bad = vectors.clone()
@@ -110,51 +104,6 @@ def test_a_prompt_of_ids_and_embeddings(model, embedding, seed, runner):
         assert answers[0] != answers[1]
 
 
-HOSTILE = {
-    "one number of a row is missing": torch.zeros(5, 63),
-    "a row is a number too long": torch.zeros(5, 65),
-    "a row without a prompt": torch.zeros(64),
-    "no row": torch.zeros(0, 64),
-    "two prompts": torch.zeros(2, 5, 64),
-    "past the model's length": torch.zeros(300, 64),
-    "integers": torch.zeros(5, 64, dtype=torch.int64),
-    "indices outside of a sparse tensor": broken_sparse_tensor(),
-    "a sparse tensor of 4 GiB": torch.sparse_coo_tensor(
-        torch.tensor([[0], [0]]), torch.ones(1), (1 << 24, 64), check_invariants=True
-    ),
-    "not finite": torch.full((5, 64), torch.nan),
-    "no tensor": {"a": 1},
-}
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_hostile_embeddings_are_refused_before_the_engine(model, embedding, seed, runner):
-    """As a server reads them: CVE-2025-62164, GHSA-mcmc-2m55-j8jj, GHSA-pmqf-x6x8-p7qw.
-
-    Those who asked before are served, and those who ask afterwards.
-    """
-    from vllm.renderers.embed_utils import safe_load_prompt_embeds
-
-    ids = prompts_of(seed, [20, 33])
-    as_ids = [{"prompt_token_ids": prompt} for prompt in ids]
-    with engine_of(runner, model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
-        expected, core = run(llm, as_ids), llm.llm_engine
-
-        def ask(name: str, embeds: str) -> None:
-            tensor = safe_load_prompt_embeds(core.model_config, embeds.encode())
-            core.add_request(name, {"prompt_embeds": tensor}, greedy(12))
-
-        for number, (name, hostile) in enumerate(HOSTILE.items()):
-            core.add_request(f"{number} before", as_ids[0], greedy(12))
-            with pytest.raises((VLLMValidationError, ValueError), match=r"\w"):
-                ask(name, encoded(hostile))
-            outputs = []
-            while core.has_unfinished_requests():
-                outputs += core.step()
-            assert list(outputs[-1].outputs[0].token_ids) == expected[0], name
-            assert run(llm, [{"prompt_embeds": embedding[prompt]} for prompt in ids]) == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_prompts_have_to_be_finite_in_the_models_dtype(dtype):
     largest = torch.finfo(dtype).max
@@ -169,7 +118,7 @@ def test_prompts_have_to_be_finite_in_the_models_dtype(dtype):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_prompt_that_is_unknown_has_no_log_probabilities(model, embedding, seed, runner):
+def test_a_prompt_that_is_unknown_has_no_log_probabilities(qwen3, embedding, seed, runner):
     """Those who ask get none, as from upstream; beside them, prompts of ids have theirs."""
     from vllm import SamplingParams
 
@@ -178,7 +127,7 @@ def test_a_prompt_that_is_unknown_has_no_log_probabilities(model, embedding, see
         temperature=0, max_tokens=12, prompt_logprobs=1, ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_embeds": embedding[ids[0]]}, {"prompt_token_ids": ids[1]}]
-    with engine_of(runner, model, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
+    with engine_of(runner, qwen3, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
         expected = run(llm, prompts)
         embeds, tokens = llm.generate(prompts, asks, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in (embeds, tokens)] == expected
@@ -187,7 +136,7 @@ def test_a_prompt_that_is_unknown_has_no_log_probabilities(model, embedding, see
     assert all(token in row for token, row in zip(ids[1][1:], tokens.prompt_logprobs[1:]))
 
 
-def test_penalties_count_no_prompt_that_is_unknown(model, embedding, seed):
+def test_penalties_count_no_prompt_that_is_unknown(qwen3, embedding, seed):
     """Rows keep what other requests had in them, placeholders of samples too; V2 gives V1's."""
     from vllm import SamplingParams
 
@@ -198,7 +147,7 @@ def test_penalties_count_no_prompt_that_is_unknown(model, embedding, seed):
     )
 
     def answers(runner):
-        with engine_of(runner, model, enable_prompt_embeds=True, max_num_seqs=4) as llm:
+        with engine_of(runner, qwen3, enable_prompt_embeds=True, max_num_seqs=4) as llm:
 
             def penalise(prompts):
                 outputs = llm.generate(prompts, penalised, use_tqdm=False)

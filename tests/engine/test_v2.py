@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from tests.helpers.drafters import make_eagle_head
-from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import logits_of, reference
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
@@ -28,8 +28,12 @@ PARAMS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"))
+def drafting(tmp_path_factory):
+    """A model, and how it drafts."""
+    folder = tmp_path_factory.mktemp("drafting")
+    model = make_model(folder / "model", spread=0.1, embedding_scale=20)
+    head = make_eagle_head(folder / "head", model)
+    return model, {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +70,17 @@ def assert_same(given, expected, name):
         np.testing.assert_allclose(mine[2], other[2], atol=1e-4, err_msg=name)
 
 
-def of_runners(model, use, **settings):
-    """What `use` returns for an engine of each runner."""
-    found = []
-    for runner in ("V1", "V2"):
-        with engine_of(runner, model, **settings) as llm:
-            name = type(runner_of(llm)).__name__
-            assert name == {"V1": "NPUModelRunner", "V2": "NPUModelRunnerV2"}[runner]
-            found.append(use(llm))
-    return found
-
-
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_v2_gives_v1s_answers_while_requests_are_preempted(model, prompts, async_scheduling):
-    def use(llm):
-        found = {name: answers(llm, prompts, **params) for name, params in PARAMS.items()}
-        return found | {"long": generate(llm, prompts, greedy(100))}
-
-    settings = {**CHECKED, **FEW_BLOCKS, "async_scheduling": async_scheduling}
-    v1, v2 = of_runners(model, use, **settings)
+def test_v2_gives_v1s_answers_while_requests_are_preempted(qwen3, prompts, async_scheduling):
+    found = {}
+    for runner in RUNNERS:
+        settings = {**CHECKED, **FEW_BLOCKS, "async_scheduling": async_scheduling}
+        with engine_of(runner, qwen3, **settings) as llm:
+            found[runner] = {
+                name: answers(llm, prompts, **params) for name, params in PARAMS.items()
+            }
+            found[runner]["long"] = generate(llm, prompts, greedy(100))
+    v1, v2 = found["V1"], found["V2"]
     assert v2.pop("long") == v1.pop("long")
     for name, expected in v1.items():
         assert_same(v2[name], expected, name)
@@ -92,10 +88,10 @@ def test_v2_gives_v1s_answers_while_requests_are_preempted(model, prompts, async
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_tokens_that_a_request_names_are_scored_along_its_prompt(model, prompts, async_scheduling):
-    """From the start or further on, in chunks and beside requests that name none. vLLM takes
-    `prompt_logprob_token_ids` on V2 alone."""
-    rng, compute = np.random.default_rng(5), logits_of(model)
+def test_tokens_that_a_request_names_are_scored(qwen3, prompts, async_scheduling):
+    """Along its prompt, from the start or further on, in chunks, beside requests that name none.
+    vLLM takes `prompt_logprob_token_ids` on V2 alone."""
+    rng, compute = np.random.default_rng(5), logits_of(qwen3)
     inputs, params, expected = [], [], []
     for index, prompt in enumerate(prompts):
         start = len(prompt) // 3 if index % 2 else 0
@@ -114,7 +110,7 @@ def test_tokens_that_a_request_names_are_scored_along_its_prompt(model, prompts,
         ]
         expected.append(of_rows if named else None)
     settings = {"max_num_batched_tokens": 48, "async_scheduling": async_scheduling}
-    with engine_of("V2", model, **CHECKED, **FEW_BLOCKS, **settings) as llm:
+    with engine_of("V2", qwen3, **CHECKED, **FEW_BLOCKS, **settings) as llm:
         outputs = llm.generate(inputs, params, use_tqdm=False)
     for output, scores in zip(outputs, expected, strict=True):
         if scores is None:
@@ -124,13 +120,10 @@ def test_tokens_that_a_request_names_are_scored_along_its_prompt(model, prompts,
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_drafts_change_nothing_that_a_request_gets(tmp_path, prompts, async_scheduling):
+def test_drafts_change_nothing_that_a_request_gets(drafting, prompts, async_scheduling):
     """Log-probabilities, penalties, allowed and forbidden words: V1's without drafts, while drafts
     are accepted and rejected and requests are preempted. vLLM takes no bias beside drafts."""
-    model = make_model(tmp_path / "model", spread=0.1, embedding_scale=20)
-    head = make_eagle_head(tmp_path / "head", model)
-    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
-    verified = {}
+    (model, drafts), verified = drafting, {}
     with engine_of("V1", model) as llm:
         plain = generate(llm, prompts, greedy(40))
         words = {"bad_words_of": [answer[3:5] for answer in plain] + [plain[0][9:10]]}
@@ -151,12 +144,11 @@ def test_drafts_change_nothing_that_a_request_gets(tmp_path, prompts, async_sche
     assert len({str(each) for each in expected.values()}) == len(params)
 
 
-def test_drafts_by_chance_change_nothing_that_greed_or_a_seed_gets(tmp_path, prompts):
+def test_drafts_by_chance_leave_greed_and_seeds_alone(drafting, prompts):
     """Greedy requests beside random ones, in chunks and preempted; random ones with a seed, alone
     and with others that leave them their drafts. Log-probabilities are of the tokens taken."""
-    model = make_model(tmp_path / "model", spread=0.1, embedding_scale=20)
-    drafts = {"method": "eagle", "model": str(make_eagle_head(tmp_path / "head", model))}
-    drafts |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    model, drafts = drafting
+    drafts = drafts | {"draft_sample_method": "probabilistic"}
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def random(**params):
@@ -175,7 +167,6 @@ def test_drafts_by_chance_change_nothing_that_greed_or_a_seed_gets(tmp_path, pro
             for each, params in zip(inputs[:3], seeded)
         ]
         assert not preempted
-    print(dict(verified))
     tokens, given, again = (
         [list(each.outputs[0].token_ids) for each in outputs]
         for outputs in (found, together, alone)
@@ -187,59 +178,6 @@ def test_drafts_by_chance_change_nothing_that_greed_or_a_seed_gets(tmp_path, pro
         for token, ranked in zip(each.outputs[0].token_ids, each.outputs[0].logprobs, strict=True):
             assert ranked[token].rank <= 20
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
-
-
-def test_drafts_are_looked_up_in_what_a_request_has(tmp_path, prompts):
-    """Of text that repeats itself, in chunks and preempted; vLLM's ngram is synchronous."""
-    model = make_model(tmp_path, spread=0.1, embedding_scale=20)
-    asked = [prompt[:20] * 3 for prompt in prompts] + prompts[:3]
-    expected = reference(model, asked, 40)
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    with engine_of(
-        "V2",
-        model,
-        speculative_config={**drafts, "prompt_lookup_min": 1},
-        block_size=16,
-        num_gpu_blocks_override=40,
-        **CHECKED,
-    ) as llm:
-        verified, preempted = count_verified(llm), count_preemptions(llm)
-        assert generate(llm, asked, greedy(40)) == expected
-    print(dict(verified), dict(preempted))
-    assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
-    assert preempted["preempted"] > 0
-
-
-def test_v2_gives_v1s_tokens_with_a_window_and_cached_prefixes(tmp_path, prompts):
-    model = make_model(tmp_path / "mistral", "Mistral", sliding_window=24)
-
-    def use(llm):
-        longer = [prompt * 2 for prompt in prompts if len(prompt) < 100]
-        return [generate(llm, each, greedy(30)) for each in (prompts, longer, longer)]
-
-    v1, v2 = of_runners(model, use, **CHECKED, enable_prefix_caching=True)
-    assert v1 == v2
-
-
-def test_v2_forbids_words(model, prompts):
-    """Words that plain answers have."""
-
-    def use(llm):
-        plain = generate(llm, prompts, greedy(40))
-        words = [answer[3:5] for answer in plain] + [[answer[9]] for answer in plain[:3]]
-        params = greedy(40)
-        params._bad_words_token_ids = words
-        without = generate(llm, prompts, params)
-        assert without != plain
-        for answer in without:
-            for word in words:
-                size = len(word)
-                places = range(len(answer) - size + 1)
-                assert not any(answer[i : i + size] == word for i in places)
-        return without
-
-    v1, v2 = of_runners(model, use, **CHECKED)
-    assert v1 == v2
 
 
 class Watching(LogitsProcessor):
@@ -266,9 +204,9 @@ class Watching(LogitsProcessor):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_a_users_logits_processor_reads_the_tokens_of_each_request(model, async_scheduling):
+def test_a_users_logits_processor_reads_tokens_of_requests(qwen3, async_scheduling):
     own = {"logits_processors": [Watching], "async_scheduling": async_scheduling}
-    with engine_of("V2", model, max_num_seqs=1, **own) as llm:
+    with engine_of("V2", qwen3, max_num_seqs=1, **own) as llm:
         for prompt in ([3, 4, 5, 6], [7, 8]):  # the second one takes the first one's slot
             Watching.seen.clear()
             Watching.writes = 0
@@ -283,10 +221,10 @@ def test_a_users_logits_processor_reads_the_tokens_of_each_request(model, async_
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("runner_name", RUNNERS)
 def test_logits_that_are_no_numbers_end_the_step_when_asked_to(
-    model, monkeypatch, runner_name, async_scheduling
+    qwen3, monkeypatch, runner_name, async_scheduling
 ):
     monkeypatch.setenv("VLLM_RAISE_ON_LOGIT_NANS", "1")
-    with engine_of(runner_name, model, async_scheduling=async_scheduling) as llm:
+    with engine_of(runner_name, qwen3, async_scheduling=async_scheduling) as llm:
         of_llm = runner_of(llm).get_model()
         compute = of_llm.compute_logits
 
@@ -298,70 +236,3 @@ def test_logits_that_are_no_numbers_end_the_step_when_asked_to(
         monkeypatch.setattr(of_llm, "compute_logits", spoilt)
         with pytest.raises(RuntimeError, match="NaNs detected in logits"):
             generate(llm, [[3, 4, 5, 6]], greedy(3))
-
-
-def test_samples_depend_on_the_seed_of_a_request_alone(model, prompts):
-    def drawn(llm, asked, **params):
-        chosen = SamplingParams(
-            temperature=0.8, max_tokens=20, ignore_eos=True, detokenize=False, **params
-        )
-        return generate(llm, asked, chosen)
-
-    with engine_of("V2", model, **CHECKED) as llm:
-        together = drawn(llm, prompts, seed=7)
-        assert drawn(llm, prompts[3:4], seed=7) == together[3:4]
-        assert drawn(llm, prompts, seed=8) != together
-        mixed = [
-            SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=seed)
-            for temperature, seed in ((0.8, 7), (0, None), (0.8, None))
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:3]]
-        found = llm.generate(inputs, mixed, use_tqdm=False)
-        found = [list(each.outputs[0].token_ids) for each in found]
-        assert found[0] == together[0]
-        assert found[1] == generate(llm, prompts[1:2], greedy(20))[0]
-        limited = drawn(llm, prompts, top_k=1)
-        assert limited == generate(llm, prompts, greedy(20))
-        assert drawn(llm, prompts, min_p=1.0) == limited
-        assert drawn(llm, prompts, top_p=1e-6) == limited
-
-
-def test_random_samples_have_their_probabilities(model):
-    """One prompt many times: frequencies of its first token, with and without a seed."""
-    number, prompt = 2000, {"prompt_token_ids": [5, 6, 7]}
-    with engine_of("V2", model, max_num_seqs=64, max_logprobs=512) as llm:
-        given = {"temperature": 1.7, "max_tokens": 1, "detokenize": False}
-        first = llm.generate([prompt], SamplingParams(logprobs=512, **given), use_tqdm=False)
-        logits = {t: v.logprob for t, v in first[0].outputs[0].logprobs[0].items()}
-        weights = np.exp([logits[token] / 1.7 for token in range(512)])
-        weights /= weights.sum()
-        likely = np.argsort(weights)[-5:]
-        for seeds in ([None] * number, range(number)):
-            params = [SamplingParams(seed=seed, **given) for seed in seeds]
-            outputs = llm.generate([prompt] * number, params, use_tqdm=False)
-            drawn = np.array([each.outputs[0].token_ids[0] for each in outputs])
-            for token in likely:
-                share, expected = (drawn == token).mean(), weights[token]
-                deviation = np.sqrt(expected * (1 - expected) / number)
-                assert abs(share - expected) < 5 * deviation, (token, share, expected)
-
-
-@pytest.mark.parametrize("mode", ["eager", "FULL_AND_PIECEWISE"])
-def test_records_of_v2_are_replayed(model, prompts, tmp_path, mode):
-    from vllm_npu_prep.inspect.record_file import read_record, record_files
-    from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
-
-    options = {"record": {"dir": str(tmp_path), "steps": "last 400"}}
-    settings = FEW_BLOCKS if mode == "eager" else FEW_BLOCKS | graphs(mode, 1, 2, 4, 8, 32)
-    with engine_of("V2", model, additional_config={"npu_prep": options}, **settings) as llm:
-        generate(llm, prompts, greedy(60))
-        written = llm.collective_rpc("dump_steps")[0]
-    files = record_files(tmp_path)
-    assert len(files) > 50, written
-    states = set()
-    for file in files[:: max(1, len(files) // 40)]:
-        record = read_record(file)
-        assert replay_core(record) is None
-        assert replay_oracle(record) is None
-        states.add(record.step().attn_state.name)
-    assert len(states) >= 3

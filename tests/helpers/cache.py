@@ -8,13 +8,7 @@ from tests.helpers.watch import around_forward
 
 
 class CacheWatch:
-    """Checks after every forward pass that no slots but the step's own were written (one group).
-
-    Attributes
-    ----------
-    padding_seen
-        Numbers of padding tokens of the steps that replayed a full graph.
-    """
+    """Checks after every forward pass that no slots but the step's own were written (one group)."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -43,11 +37,6 @@ class FreeBlocksPoison:
     """Fills blocks that nobody holds with NaN in front of every forward pass: who reads one, shows.
 
     For engines without a prefix cache, whose free blocks are read again.
-
-    Attributes
-    ----------
-    poisoned
-        How often a block that had been written was filled.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -63,38 +52,3 @@ class FreeBlocksPoison:
         self.poisoned += int(planes[0][free].flatten(1).nan_to_num(0).any(1).sum())
         for plane in planes:
             plane[free] = float("nan")
-
-
-class SharedBlocksWatch:
-    """Checks after every forward pass that blocks of the prefix cache were not written.
-
-    A block that the prefix cache knows is full, and any later request may read it.
-
-    Attributes
-    ----------
-    compared
-        How often a block was compared.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        core = llm.llm_engine.engine_core.engine_core
-        self.pool = core.scheduler.kv_cache_manager.block_pool
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.compared = 0
-        self._seen: tuple[dict[int, Any], list[torch.Tensor]] | None = None
-        around_forward(self.runner, lambda: None, self._compare)
-
-    def _hashes(self) -> dict[int, Any]:
-        blocks = self.pool.blocks
-        return {block.block_id: block.block_hash for block in blocks if block.block_hash}
-
-    def _compare(self, before: None) -> None:
-        hashes = self._hashes()
-        planes = [plane.cpu().clone() for plane in self.runner.kv_caches]
-        if self._seen is not None:
-            old_hashes, old_planes = self._seen
-            kept = [block for block, key in old_hashes.items() if hashes.get(block) == key]
-            self.compared += len(kept)
-            for old, new in zip(old_planes, planes):
-                assert torch.equal(old[kept], new[kept]), "a block of the prefix cache was written"
-        self._seen = hashes, planes

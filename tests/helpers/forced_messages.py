@@ -9,16 +9,29 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from tests.helpers.engine import runner_of
-from tests.helpers.violations import ending
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
 from vllm_npu_prep.prep.padding import GraphMode
+
+
+def ending(
+    given: object,
+    allowed: object,
+    request: str | None = None,
+    token: int | None = None,
+    group: int | None = None,
+) -> str:
+    """The end of a message, from the place of the fault on."""
+    where = {"request": request, "token": token, "KV-cache group": group}
+    place = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+    return f": {place}{': ' if place else ''}given {given}, allowed {allowed}"
 
 
 @dataclass
@@ -82,33 +95,21 @@ CASES: dict[str, tuple[str, str, Callable[[At], Broken]]] = {}
 
 
 def forces(rule: str, engines: str = "all") -> Callable:
-    """Name a generator that breaks a step, yields the end of the message, and mends the step.
+    """Name a generator that breaks a step, yields the end of what is said, and mends the step.
 
-    Where the step has nothing to break in this way, it yields nothing.
-
-    Parameters
-    ----------
-    rule
-        Whose message it forces.
-    engines
-        Which ones have steps that can be broken so.
+    Where the step has nothing to break in this way, it yields nothing. `engines` says which ones
+    have steps that can be broken so.
     """
 
     def add(case: Callable[[At], Broken]) -> Callable[[At], Broken]:
-        CASES[case.__name__] = rule, engines, case
+        CASES[f"{rule} ({len(CASES)})"] = rule, engines, case
         return case
 
     return add
 
 
 class Forced:
-    """Breaks steps of an engine from now on, in each way once.
-
-    Attributes
-    ----------
-    names
-        Of `CASES`: what was forced.
-    """
+    """Breaks steps of an engine from now on, in each way once; `names` says in which."""
 
     def __init__(self, llm: Any) -> None:
         runner = runner_of(llm)
@@ -147,9 +148,6 @@ class Forced:
         self.names.add(name)
 
 
-# ----------------------------------------------------------------- the scheduler's words
-
-
 @forces("scheduled tokens")
 def scheduled_one_more(at):
     name = at.req_ids[-1]
@@ -158,39 +156,12 @@ def scheduled_one_more(at):
         yield ending(count, count + 1, name)
 
 
-@forces("lengths")
-def length_one_more(at):
-    row = len(at.told) - 1
-    computed = int(at.step.num_computed_tokens[row])
-    end = computed + at.output.num_scheduled_tokens[at.req_ids[row]]
-    with changed(at.arrays.seq_lens, row, end + 1):
-        allowed = f"{end} of {computed} computed"
-        yield ending(f"{end + 1} of {computed} computed", allowed, at.req_ids[row])
-
-
-@forces("table")
-def slot_in_another_block(at):
-    """The right one is in the block that the scheduler has named."""
-    builders = [each for kind in ("attend", "chunks") for each in at.builders(kind)]
-    group = max(group for group, builder, _ in builders if builder.causal)
-    row, size = len(at.told) - 1, int(at.tables.block_sizes[group])
-    column, offset = divmod(int(at.step.seq_lens[row]) - 1, size)
-    block, token = at.told[row].blocks[group][column], at.ends[row] - 1
-    right = block * size + offset
-    with changed(at.arrays.slot_mapping[group], token, right + size):
-        allowed = f"{right}, in its block {block}"
-        yield ending(right + size, allowed, at.req_ids[row], token, group)
-
-
 @forces("layers")
 def layer_without_metadata(at):
     names = sorted(at.metadata)
     with mock.patch.dict(at.metadata):
         del at.metadata[names[0]]
         yield ending(names[1:], names)
-
-
-# ----------------------------------------------------------------- samples and logits
 
 
 @forces("input_ids", "sync")
@@ -295,70 +266,14 @@ def logits_of_another_draft(at):
         yield from of_drafts(at, "target_logits_indices", sum(at.drafts) - 1, row)
 
 
-@forces("bonus_logits_indices", "drafts")
-def logits_of_another_bonus(at):
+def of_last_drafts(at: At, name: str) -> Broken:
     row = at.last(lambda row: at.drafts[row] > 0)
     if row is not None:
-        yield from of_drafts(at, "bonus_logits_indices", row, row)
+        yield from of_drafts(at, name, row, row)
 
 
-@forces("cu_num_draft_tokens", "drafts")
-def one_draft_more(at):
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is not None:
-        yield from of_drafts(at, "cu_num_draft_tokens", row, row)
-
-
-@forces("cu_num_sampled_tokens", "drafts")
-def one_sample_more(at):
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is not None:
-        yield from of_drafts(at, "cu_num_sampled_tokens", row, row)
-
-
-# ----------------------------------------------------------------- states
-
-
-def reading(at: At, array: np.ndarray, row: int, name: str) -> Broken:
-    """Another block of a state is read or written: the right ones are in the request's blocks."""
-    group = at.tables.states.groups[-1]
-    reads, writes = (
-        int(at.arrays.initial_state_indices[-1, row]),
-        int(at.arrays.state_indices[-1, row]),
-    )
-    assert {reads, writes} <= {*at.told[row].blocks[group]}
-    right = f"reads block {reads}, writes block {writes}"
-    given = right.replace(f"{name} block {array[row]}", f"{name} block {array[row] + 1}")
-    with changed(array, row, int(array[row]) + 1):
-        yield ending(given, f"{right}, and neither is the null block", at.req_ids[row], None, group)
-
-
-@forces("states", "states")
-def another_state_written(at):
-    row = at.last(lambda row: at.step.num_computed_tokens[row] > 0)
-    if row is not None:
-        yield from reading(at, at.arrays.state_indices[-1], row, "writes")
-
-
-@forces("states", "states")
-def another_state_read(at):
-    row = at.last(lambda row: at.step.num_computed_tokens[row] > 0)
-    if row is not None:
-        yield from reading(at, at.arrays.initial_state_indices[-1], row, "reads")
-
-
-@forces("states", "states drafts")
-def another_state_of_a_draft(at):
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is None:
-        return
-    group, token = at.tables.states.groups[-1], at.ends[row] - 1
-    array = at.arrays.token_state_indices[-1]
-    right = int(array[token])
-    assert right in at.told[row].blocks[group]
-    with changed(array, token, right + 1):
-        allowed = f"writes block {right}, which is not the null block"
-        yield ending(f"writes block {right + 1}", allowed, at.req_ids[row], token, group)
+for array in ("bonus_logits_indices", "cu_num_draft_tokens", "cu_num_sampled_tokens"):
+    forces(array, "drafts")(partial(of_last_drafts, name=array))
 
 
 @forces("states num_prefills", "states")
@@ -389,24 +304,13 @@ def of_states(at: At, name: str, padding: int) -> Broken:
         yield ending([each + 1 for each in right], right, group=group)
 
 
-@forces("state_indices of layers", "states")
-def layers_that_write_other_states(at):
-    yield from of_states(at, "state_indices", 0)
-
-
-@forces("initial_state_indices of layers", "states")
-def layers_that_read_other_states(at):
-    yield from of_states(at, "initial_state_indices", 0)
-
-
-@forces("accepted tokens of layers", "states drafts")
-def layers_with_other_accepted_tokens(at):
-    yield from of_states(at, "num_accepted_tokens", 1)
-
-
-@forces("states of tokens", "states drafts")
-def layers_with_other_states_of_tokens(at):
-    yield from of_states(at, "token_state_indices", 0)
+for rule, engines, array, padding in (
+    ("state_indices of layers", "states", "state_indices", 0),
+    ("initial_state_indices of layers", "states", "initial_state_indices", 0),
+    ("accepted tokens of layers", "states drafts", "num_accepted_tokens", 1),
+    ("states of tokens", "states drafts", "token_state_indices", 0),
+):
+    forces(rule, engines)(partial(of_states, name=array, padding=padding))
 
 
 @forces("has_initial_state of layers", "states")
@@ -436,9 +340,6 @@ def layers_with_one_decode_more(at):
     if at.step.padding.mode is not GraphMode.FULL:
         with given_to(at, names, num_decodes=right + 1):
             yield ending(right + 1, right, group=group)
-
-
-# ----------------------------------------------------------------- latent and local attention
 
 
 @forces("latent num_chunks", "latent")
@@ -501,9 +402,6 @@ def virtual_request_as_padding(at):
     if lengths != queries:
         with given_to(at, names, num_reqs=count - 1):
             yield ending(lengths, queries, group=group)
-
-
-# ----------------------------------------------------------------- layers
 
 
 def of_layers(at: At, right: Any, other: Any, **fields: Any) -> Broken:

@@ -36,14 +36,7 @@ ON_NPUS: dict[str, Any] = {**GATED_DELTA, "linear_key_head_dim": 128, "linear_va
 def make_model_that_sees(folder: Path, family: str = "Qwen3_5", **config: Any) -> Path:
     """Save a tiny Qwen3.5 with its tower and processors, as published checkpoints are.
 
-    Parameters
-    ----------
-    folder
-        Of the model.
-    family
-        ``Qwen3_5`` or ``Qwen3_5Moe``.
-    config
-        Of its language model, beside `tiny_vision_model`'s and `GATED_DELTA`.
+    `config` is of its language model, beside `tiny_vision_model`'s and `GATED_DELTA`.
     """
     import torch
     import transformers
@@ -70,14 +63,7 @@ def make_model_that_sees(folder: Path, family: str = "Qwen3_5", **config: Any) -
 def with_a_tower(text: Path, folder: Path, family: str = "Qwen3_5") -> Path:
     """Save a Qwen3.5 of text in the form of published checkpoints, MTP layers included.
 
-    Parameters
-    ----------
-    text
-        Folder of the language model; its layers that draft come along.
-    folder
-        Of the result, whose tower is random, and which has no processor.
-    family
-        ``Qwen3_5`` or ``Qwen3_5Moe``.
+    The tower is random, and there is no processor.
     """
     import torch
     import transformers

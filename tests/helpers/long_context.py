@@ -9,13 +9,7 @@ from benchmarks.long_context import TOKENS, measured, prompt_of
 
 
 def check_bound(llm: Any, longest: int) -> dict[str, Any]:
-    """Run a prompt of this length, and hold its memory against the bound of start-up.
-
-    Returns
-    -------
-    dict
-        What `benchmarks.long_context.measured` found.
-    """
+    """Run a prompt of this length, and hold its memory against the bound of start-up."""
     row = measured(llm, longest)
     print("long context", row)
     assert 0 < row["peak_bytes"] <= row["bound_bytes"]
@@ -25,15 +19,7 @@ def check_bound(llm: Any, longest: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def expected_tokens(folder: Path, longest: int) -> list[int]:
-    """Greedy tokens of transformers, in time that is linear: of one layer, keys need no attention.
-
-    Parameters
-    ----------
-    folder
-        Of a Qwen3 model with one layer.
-    longest
-        Length of the prompt with its tokens.
-    """
+    """Greedy tokens of transformers, in linear time: of one layer, keys need no attention."""
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 

@@ -45,36 +45,16 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's MTP layers read their input, and what their weights are called.
+    """How a family's MTP layers read their input, and what their weights are called."""
 
-    Attributes
-    ----------
-    made_of
-        Family of transformers that the model is made of.
-    config
-        Settings of a tiny model.
-    names
-        Of a layer's norm of embeddings, norm of hidden states, projection and final norm.
-    embeddings_first
-        Whether embeddings come before hidden states in the projection's input.
-    norms_states
-        Whether the model's hidden states are read after its final norm.
-    feeds_norm
-        Whether the next pass is fed what the final norm gives, or what it is given.
-    masks_first
-        Whether the embedding at position 0 is masked.
-    counts_layers
-        Name of the number of MTP layers in ``config.json``.
-    """
-
-    made_of: str
+    made_of: str  # family of transformers
     config: dict[str, Any]
-    names: tuple[str, str, str, str]
-    embeddings_first: bool
-    norms_states: bool
-    feeds_norm: bool
-    masks_first: bool = True
-    counts_layers: str = "num_nextn_predict_layers"
+    names: tuple[str, str, str, str]  # norms of embeddings and states, projection, final norm
+    embeddings_first: bool  # before hidden states, in the projection's input
+    norms_states: bool  # the model's hidden states are read after its final norm
+    feeds_norm: bool  # the next pass is fed what the final norm gives, not what it is given
+    masks_first: bool = True  # the embedding at position 0
+    counts_layers: str = "num_nextn_predict_layers"  # in config.json
 
     @property
     def is_qwen(self) -> bool:
@@ -209,14 +189,7 @@ class PlainDrafter(nn.Module):
     def drafts(self, token_ids: list[int], read: Read, num_drafts: int) -> list[int]:
         """Drafts after a sequence, one by one, each over the whole sequence.
 
-        Parameters
-        ----------
-        token_ids
-            The sequence; the model has computed all but its last token.
-        read
-            What the model computes of these tokens, and maybe of later ones.
-        num_drafts
-            How many.
+        The model has computed all but its last token; `read` may go further.
         """
         embed, states = self.target.model.embed_tokens, read.states[: len(token_ids) - 1]
         drafts: list[int] = []
@@ -281,26 +254,10 @@ def _checkpoint(drafter: PlainDrafter, family: str, index: int) -> dict[str, tor
 def make_mtp_model(
     folder: Path, family: str, *, num_layers: int = 1, noise: float = 0.01, **config: Any
 ) -> tuple[Path, PlainDrafter]:
-    """Save a tiny model of `FAMILIES` with MTP layers.
+    """Save a tiny model of `FAMILIES` with MTP layers, of which the second has other weights.
 
-    Parameters
-    ----------
-    folder
-        For the model.
-    family
-        Of the model.
-    num_layers
-        MTP layers. The second has other weights than the first.
-    noise
-        Spread of what a layer adds beside its first projection: the more, the fewer drafts are
-        accepted.
-    config
-        Further settings of the model.
-
-    Returns
-    -------
-    Path, PlainDrafter
-        The model's folder, and the plain reading of its first MTP layer.
+    The more `noise` a layer adds beside its first projection, the fewer drafts are accepted.
+    Returns the model's folder and the plain reading of its first MTP layer.
     """
     from transformers import AutoModelForCausalLM
 
@@ -327,15 +284,7 @@ def make_mtp_model(
 
 
 def add_mtp_layer(folder: Path, family: str) -> None:
-    """Give a saved model that sees a layer that drafts, most of whose drafts are rejected.
-
-    Parameters
-    ----------
-    folder
-        Of the model, as `tests.helpers.hybrids.make_model_that_sees` saves it.
-    family
-        ``Qwen3_5`` or ``Qwen3_5Moe``.
-    """
+    """Give a model of `make_model_that_sees` a layer most of whose drafts are rejected."""
     import transformers
 
     whole = getattr(transformers, f"{family}ForConditionalGeneration").from_pretrained(
@@ -389,19 +338,10 @@ def check_accepted(
 ) -> None:
     """Every step's drafts and accepted counts are those of the plain reading.
 
-    Under asynchronous scheduling vLLM leaves a request out of a step if it would reach the end of
-    its context in case that all drafts are accepted. If they are not, it comes back after that
-    step, and there are no drafts in its places.
-
-    Parameters
-    ----------
-    drafter
-        The plain reading.
-    records
-        What the engine verified.
-    sequences
-        Prompts, each with the greedy tokens after it, longer than the engine went by the number of
-        drafts.
+    `sequences` are prompts, each with more greedy tokens than the engine gave by the number of
+    drafts. Under asynchronous scheduling vLLM leaves a request out of a step if it would reach the
+    end of its context in case that all drafts are accepted. If they are not, it comes back after
+    that step, and there are no drafts in its places.
     """
     reads = [drafter.read(sequence) for sequence in sequences]
     assert records
@@ -424,18 +364,9 @@ def check_accepted(
 def num_accepted(
     drafter: PlainDrafter, prompt: list[int], tokens: list[int], max_tokens: int, num_drafts: int
 ) -> int:
-    """Drafts of a request that are accepted until it has all of its tokens.
+    """Drafts of a request that are accepted until it has its tokens; the last step may go on.
 
-    Parameters
-    ----------
-    drafter
-        The plain reading.
-    prompt, tokens
-        And greedy tokens after it, more than `max_tokens` by `num_drafts`.
-    max_tokens
-        Of the request; the last step may accept more.
-    num_drafts
-        Of each step.
+    `tokens` are the greedy ones after its prompt, more than `max_tokens` by `num_drafts`.
     """
     sequence, accepted = prompt + tokens, 0
     read, length = drafter.read(sequence), len(prompt) + 1

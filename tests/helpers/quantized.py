@@ -69,12 +69,7 @@ def draw_norms(tensors: dict[str, torch.Tensor]) -> None:
 def make_static(model: Path, folder: Path, symmetric: bool) -> None:
     """Write a compressed-tensors copy of a model, in which inputs have one scale for all tokens.
 
-    Parameters
-    ----------
-    model, folder
-        Of the model and of the copy.
-    symmetric
-        Without zero points.
+    If it is symmetric, there are no zero points.
     """
     QUANTIZE(model, folder, "compressed-tensors")
     modules = {name.removesuffix(".weight_scale") for name in tensors_in(folder)}
@@ -119,16 +114,9 @@ SUMMED = ("o_proj", "out_proj", "down_proj")
 
 
 def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = False) -> Any:
-    """transformers' model of a float checkpoint, as its int8 copy computes.
+    """transformers' model of a float checkpoint, as its int8 copy computes on so many ranks.
 
-    Parameters
-    ----------
-    model, int8
-        Folders of the float model and of its copy.
-    ranks
-        Of tensor parallelism.
-    cut_experts
-        Whether each rank has a part of each expert, rather than some of the experts.
+    With `cut_experts` each rank has a part of each expert, rather than some of the experts.
     """
     from transformers import AutoModelForCausalLM
 
@@ -141,15 +129,7 @@ def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = F
 
 
 def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDrafter:
-    """The plain reading of an MTP layer, as the int8 copy of its model computes.
-
-    Parameters
-    ----------
-    model, int8
-        Folders of the float model and of its copy.
-    drafter
-        The plain reading of the float model's.
-    """
+    """The plain reading of an MTP layer, as the int8 copy of its model computes."""
     rounded = copy.deepcopy(drafter)
     rounded.target = rounded_model(model, int8)
     prefix = f"model.layers.{rounded.target.config.num_hidden_layers}."

@@ -70,19 +70,7 @@ def _with_environment(environment: dict[str, str], function: Callable[..., Any],
 def serve_on_ranks(
     model: Path, settings: dict[str, Any], traffic: Callable[..., Any], seconds: float = SECONDS
 ) -> Any:
-    """Start an engine as a server does, and let an async function talk to it.
-
-    Parameters
-    ----------
-    model
-        Its folder.
-    settings
-        Of the engine.
-    traffic
-        Called with `Ranks`; what it returns is returned.
-    seconds
-        Time limit.
-    """
+    """Start an engine as a server does, and return what an async function of its `Ranks` does."""
     asked = "V2" if v2.is_asked_for() else "V1"
     returned, cell = in_a_fresh_process(_serve, model, settings, traffic, asked, seconds=seconds)
     add([cell])
@@ -126,20 +114,9 @@ class Ranks:
         loras: list[Any] | None = None,
         **params: Any,
     ) -> list[list[int]]:
-        """Greedy tokens of all prompts together.
+        """Greedy tokens of all prompts together: token ids, or what `LLM.generate` takes.
 
-        Parameters
-        ----------
-        prompts
-            Token ids of each, or what `LLM.generate` takes.
-        max_tokens
-            How many tokens each request gets.
-        engine
-            One of data parallelism.
-        loras
-            Adapter of each prompt, or None.
-        params
-            Of the sampling.
+        They go to one engine of data parallelism, or to any.
         """
         loras = loras or [None] * len(prompts)
         return await asyncio.gather(
@@ -329,14 +306,6 @@ class RankProbe:
             for block in range(1, len(planes[0]))
         ]
 
-    def probe_reshape(self) -> None:
-        """Let the next weights make something of another shape than these."""
-        import torch
-
-        model = self.model_runner.get_model()
-        model.derived = torch.zeros(2)
-        model.refresh = lambda: setattr(model, "derived", torch.zeros(3))
-
     def probe_counts(self) -> dict[str, int]:
         """How steps ran."""
         return dict(self.model_runner.padding.counts.by_kind)
@@ -344,9 +313,17 @@ class RankProbe:
 
 def accepted_drafts() -> float:
     """Drafts of all engines of this process that were accepted so far."""
+    return _counted("vllm:spec_decode_num_accepted_tokens")
+
+
+def loaded_tokens() -> float:
+    """Tokens that were found in a connector so far, of all engines of this process."""
+    return _counted("vllm:external_prefix_cache_hits")
+
+
+def _counted(name: str) -> float:
     from prometheus_client import REGISTRY
 
-    name = "vllm:spec_decode_num_accepted_tokens"
     families = (each for each in REGISTRY.collect() if each.name == name)
     return sum(s.value for each in families for s in each.samples if s.name.endswith("_total"))
 

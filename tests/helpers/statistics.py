@@ -4,15 +4,7 @@ import numpy as np
 
 
 def check_distribution(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Chi-squared over outcomes, rare ones together; a fair sampler fails once in a million runs.
-
-    Parameters
-    ----------
-    counts
-        How often each outcome was sampled, integers of any shape.
-    probabilities
-        What it should have been, of the same shape; sums to 1.
-    """
+    """Chi-squared, rare outcomes together; a fair sampler fails once in a million runs."""
     counts, expected = counts.ravel(), probabilities.ravel() * counts.sum()
     assert not counts[expected == 0].any(), "outcomes that can't be"
     often = expected >= 8

@@ -40,23 +40,13 @@ def greedy_steps(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steps:
 
 @dataclass
 class Difference:
-    """How two engines differ on the steps that they share.
-
-    Attributes
-    ----------
-    largest
-        Largest difference of a logit, in units of the logits' standard deviation.
-    compared, excluded
-        Tokens that were compared, and steps whose two best logits are closer than `bound`.
-    wrong
-        Tokens that differ although the margin exceeds the bound.
-    """
+    """How two engines differ on the steps that they share."""
 
     bound: float
-    largest: float = 0.0
-    compared: int = 0
-    excluded: int = 0
-    wrong: list[tuple[int, int]] = field(default_factory=list)
+    largest: float = 0.0  # of logits, in units of their standard deviation
+    compared: int = 0  # tokens
+    excluded: int = 0  # steps whose two best logits are closer than the bound
+    wrong: list[tuple[int, int]] = field(default_factory=list)  # although the margin exceeds it
 
 
 def difference(ours: Steps, theirs: Steps, bound: float) -> Difference:
@@ -86,17 +76,8 @@ def close_calls(
 ) -> int:
     """Number of prompts whose tokens part where the model itself hardly prefers one of the two.
 
-    Parameters
-    ----------
-    logits_of
-        The model in float32 (`tests.helpers.huggingface.logits_of`).
-    bound
-        How close, in standard deviations of the logits.
-
-    Raises
-    ------
-    AssertionError
-        If tokens part anywhere else.
+    `logits_of` is the model in float32, `bound` in standard deviations of its logits. Tokens that
+    part anywhere else are an AssertionError.
     """
     parted = 0
     for prompt, mine, other in zip(prompts, ours, theirs, strict=True):

@@ -18,12 +18,9 @@ ALSO_V2 = (pytest.param("V1", id=pytest.HIDDEN_PARAM), "V2")
 
 
 def on_both(cases: dict[str, Any]) -> list[Any]:
-    """Parameters of a test, each with "V1" and with "V2" after it: the latter's ids end in -V2.
+    """Parameters by id, or tuples of several, each with "V1" and with "V2" after it.
 
-    Parameters
-    ----------
-    cases
-        Values of a parameter, or tuples of several, by id.
+    The latter's ids end in -V2.
     """
     return [
         pytest.param(

@@ -107,15 +107,7 @@ def count_preemptions(llm: Any) -> Counter:
 
 
 def record_cached(llm: Any, of_resumed: bool = False) -> list[int]:
-    """Tokens that each later request finds in the prefix cache when it is admitted.
-
-    Parameters
-    ----------
-    llm
-        The engine.
-    of_resumed
-        Only of requests that were preempted before.
-    """
+    """Tokens that later requests, or those that were preempted, find in the prefix cache."""
     manager, cached = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, []
     get_computed_blocks = manager.get_computed_blocks
 

@@ -1,7 +1,6 @@
 """Watching windowed groups: what they may read, what they left behind, who owns which block."""
 
 from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -41,35 +40,16 @@ class Poison:
 
     That is more than the null block and the blocks that the scheduler took from windows: every slot
     but those that a request of the step has in its window. What was there comes back afterwards,
-    for the prefix cache and for requests that wait.
+    for the prefix cache and for requests that wait. NaN shows whatever is read, masked or not.
 
-    Also checks that nothing is written there, and that groups whose layers overlay each other own
-    no block together.
-
-    Parameters
-    ----------
-    llm
-        The engine.
-    value
-        What is put there. NaN shows whatever is read, masked or not.
-
-    Attributes
-    ----------
-    left_behind
-        Rows of windowed groups seen so far that begin with blocks outside of the window.
-    null_blocks
-        Those that begin with the null block: a prefix that was cached, without what came before.
-    changed_hands
-        Blocks that belonged to one group and later to another.
+    Also checks that nothing is written there.
     """
 
     def __init__(self, llm: Any, value: float = float("nan")) -> None:
         self.runner = runner_of(llm)
-        manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        self._managers = manager.coordinator.single_type_managers
         self.value = value
-        self.left_behind = self.null_blocks = self.changed_hands = 0
-        self._owners: dict[int, int] = {}
+        self.left_behind = 0  # rows of windowed groups that begin with blocks outside of it
+        self.null_blocks = 0  # rows that begin with the null block: a cached prefix
         around_forward(self.runner, self._spoil, self._give_back)
 
     def _spoil(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -77,7 +57,6 @@ class Poison:
         in_flight = self.runner.in_flight
         if in_flight is None or not in_flight.step.num_reqs:  # a dummy run
             return []
-        self._check_owners()
         saved = [(cache, hidden, cache.clone()) for cache, hidden in self._regions()]
         for cache, hidden, _ in saved:
             cache.masked_fill_(hidden, self.value)
@@ -120,20 +99,3 @@ class Poison:
                 assert block_id != 0, "a token is to see the null block"
                 slots.append(block_id * size + position % size)
         return slots
-
-    def _check_owners(self) -> None:
-        """Blocks of groups that share bytes are disjoint while these own them."""
-        owned = []
-        for index, manager in enumerate(self._managers):
-            blocks = {
-                block.block_id
-                for of_request in manager.req_to_blocks.values()
-                for block in of_request
-                if not block.is_null
-            }
-            owned.append(blocks)
-            for block_id in blocks:
-                self.changed_hands += self._owners.get(block_id, index) != index
-                self._owners[block_id] = index
-        for one, other in combinations(owned, 2):
-            assert one.isdisjoint(other), f"blocks {sorted(one & other)} belong to two groups"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.batches import RandomBatch, drafts_step, local_step, state_step
-from tests.helpers.violations import ending
+from tests.helpers.forced_messages import ending
 from tests.prep.test_context_shards import shared_step
 from tests.prep.test_states import at_slots
 from vllm_npu_prep.observe.check import RULES, StepCheck, explain_fault

@@ -41,12 +41,8 @@ OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[con
 ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
 SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
 TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_another_decodes",)
-REFUSALS_ON_RANKS = (
-    "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
-)
-DRAFTS_AFTER_SLEEP = (
-    "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps_and_reloads"
-)
+TWO_RANKS = ("tests/engine/test_kv_transfer.py::test_ranks_of_an_int8_model_store_load_and_refuse",)
+DRAFTS_AFTER_SLEEP = "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps"
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
@@ -65,10 +61,7 @@ INT8 = ("tests/engine/test_quantization.py", "tests/quantization")
 INT8_TOKENS = (
     "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
 )
-INT8_RANKS = ("tests/engine/test_quantization.py::test_two_ranks_compute_with_their_slices",)
-INT8_LATENT = (
-    "tests/engine/test_quantization.py::test_latent_attention_with_rounded_weights_and_inputs",
-)
+INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
@@ -78,9 +71,7 @@ V2_DRAFT_MODEL = (
 )
 RANKS = "tests/engine/test_ranks.py::test_"
 V2_DRAFTING_ENGINES = (f"{RANKS}engines_that_share_experts_draft_together[DeepseekV3-graphs-V2]",)
-V2_ENGINES = (
-    f"{RANKS}engines_that_share_experts_step_together_and_an_idle_one_writes_nothing[experts-V2]",
-)
+V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[experts-V2]",)
 V2_EPISODES = (
     "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
 )
@@ -275,7 +266,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("what is held of an adapter changes with its file", "            if not value.is_pinned():", "            if False:", V2_LORA),
     ],
     "compat/answers.py": [
-        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", REFUSALS_ON_RANKS),
+        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", TWO_RANKS),
     ],
     "compat/connectors.py": [
         ("the host gives blocks of an adapter's old weights", "        group.offload_keys.clear()\n", "        pass\n", ("tests/soak/test_engines.py",)),
@@ -328,7 +319,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing[experts and tensors]",)),
+        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts and tensors]",)),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA),
@@ -632,11 +623,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
         ("int8: experts in one tensor of layers that draft are taken for int8", 'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:', "if True:", INT8_MTP),
         ("int8: layers of MiMo that draft begin at the first layer", "layers.{num_decoder_layers + int(found[1])}.", "layers.{int(found[1])}.", INT8_MTP),
-        ("int8: mixtures of MiniMax are looked for by the names of their weights", 'module.replace(".block_sparse_moe.", ".mlp.")', "module", (f"{INT8[0]}::test_experts_are_those_of_rounded_weights_and_inputs",)),
+        ("int8: mixtures of MiniMax are looked for by the names of their weights", 'module.replace(".block_sparse_moe.", ".mlp.")', "module", (f"{INT8_TOKENS[0]}[MiniMaxM2]",)),
         ("int8: scales of columns pass the check of files", "{(), (1,)}, {(outputs,), (outputs, 1)}", "{(), (1,)}, {(outputs,), (outputs, 1), (1, outputs)}", INT8_FILES),
     ],
     "quantization/compressed.py": [
-        ("int8: what memory held passes for scales that no file has", "scale.data.zero_()", "pass", ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_of_a_reward_model_is_refused",)),
+        ("int8: what memory held passes for scales that no file has", "scale.data.zero_()", "pass", ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_is_refused",)),
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
@@ -658,9 +649,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: decodes absorb weights with one scale for all channels", "layer.channel_scale[:, None]", "layer.channel_scale.mean()", INT8_LATENT),
     ],
     "quantization/modelslim.py": [
-        ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", INT8_RANKS),
+        ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", TWO_RANKS),
         ("int8: scales kept as bits are read as numbers", "scale.to(torch.int32).view(torch.float32)", "scale.float()", ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",)),
-        ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", INT8_RANKS),
+        ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", TWO_RANKS),
     ],
     "quantization/modules.py": [
         ("int8: a model that drafts forgets which of its modules are fused", 'getattr(self, "_fused", FUSED_MODULES)', "FUSED_MODULES", INT8_MTP),
@@ -716,14 +707,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
         ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/test_suites_on_device.py::test_on_the_device[features]",)),
-        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing[experts]",)),
+        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts and tensors]",)),
         ("steps with embeddings replay graphs", "force_eager=eager or batch.takes_embeds", "force_eager=eager", EMBEDS),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
         ("layers that share K and V have caches of their own", "caches[layer_name] = caches[target]", "caches[layer_name] = caches[target].clone()", WINDOWS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
         ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
-        ("states: requests that begin with drafts stay behind prompts", "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts_behind_a_longer_one[V1]",)),
+        ("states: requests that begin with drafts stay behind prompts", "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
@@ -975,7 +966,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
     "v2/runner.py": [
-        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing[experts-V2]",)),
+        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts-V2]",)),
         ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", ("tests/npu/test_hybrids.py::test_tokens_equal_those_of_the_fallback[9.1-Qwen3.5, V2]",)),

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine.test_offloading import loaded_tokens
 from tests.helpers.counting import ModuleCounts, PreparationCounts
 from tests.helpers.engine import graphs
-from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
+from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, loaded_tokens, serve_on_ranks
 from tests.helpers.v2 import asked_for
 from tests.matrix.collect import taken
 from tests.npu import two_cards
