@@ -433,6 +433,15 @@ def test_blocks_of_a_preempted_request_may_go_to_another_at_once(llm):
     steps.run(output)
 
 
+@pytest.mark.parametrize("llm", ["V2"], indirect=True)
+def test_what_a_preempted_request_had_generated_is_known(llm):
+    """To V2 it is a new request. It reads blocks that another one writes in the same step."""
+    again = new_request("A", PROMPT_A, [5, 6, 8], 32)
+    again.prefill_token_ids += [7] * 13
+    other = new_request("C", [*PROMPT_A, *[7] * 12], [5, 6])
+    steps_of(llm).first().step({"A": 1, "C": 32}, new=[again, other])
+
+
 @pytest.mark.parametrize("runner_name", ALSO_V2)
 def test_a_sample_in_the_place_of_another_is_noticed(model, monkeypatch, runner_name):
     """Under asynchronous scheduling, where it never was on the host."""

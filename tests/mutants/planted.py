@@ -413,7 +413,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/ledger.py": [
         ("the ledger takes the scheduler's count for one before drafts are verified", "told = min(told, request.certain - 1 + num_kept)", "pass", SPECULATION),
         ("the check takes a state that the host brought for what its block held before", "            self.states[block] = expected\n", "            self.states.setdefault(block, expected)\n", OFFLOADING),
-        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/soak/test_engines.py::test_an_engine_of_each_kind_agrees[images]",)),
+        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
         ("preempted requests keep their blocks in the ledger", "        for req_id in output.preempted_req_ids or ():\n            self._release(req_id)\n", "", CHECKS),
         ("any state that was written once may be read", "if self.states.get(block) == expected:", "if block in self.states:", CHECKS_OF_STATES),
         ("K and V leave the state that was in their block", "            self.states.pop(block, None)\n            self.writers[block] = req_id\n", "            self.writers[block] = req_id\n", CHECKS_OF_STATES),
