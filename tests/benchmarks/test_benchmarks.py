@@ -73,8 +73,8 @@ def _plant_a_wrong_position() -> None:
 
 COMMANDS = {
     "host_step.py": (
-        "--steps 3 --looks --record --threads 1 2 --case decode-256",
-        [{"case": "decode-256", "threads": 1}, {"case": "decode-256", "threads": 2}],
+        "--steps 3 --looks --record --threads 1 2 --case step-256",
+        [{"case": "step-256", "threads": 1}, {"case": "step-256", "threads": 2}],
     ),
     "host_step.py drafts": (
         "--steps 3 --async-scheduling --case drafts-256 --case drafts-step",
@@ -103,7 +103,9 @@ def test_a_benchmark_prints_one_object_a_line(which):
         numbers = {name: value for name, value in row.items() if not isinstance(value, str)}
         assert all(value > 0 for value in numbers.values()), numbers
         if "ratio" in row:
-            assert row["ratio"] == pytest.approx(row["upstream_us"] / row["ours_us"], rel=0.02)
+            assert row["ratio"] == pytest.approx(
+                row["upstream_us"] / row["ours_us"], rel=0.02, abs=0.01
+            )
         if "check_us" in row:  # what looking costs is part of a step
             looks = [row[f"{look}_us"] for look in ("count", "keep", "check")]
             assert sum(looks) < row.get("ours_us", row.get("step_us"))
