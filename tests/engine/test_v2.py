@@ -76,6 +76,7 @@ def test_v2_gives_v1s_answers_while_requests_are_preempted(qwen3, prompts, async
     for runner in RUNNERS:
         settings = {**CHECKED, **FEW_BLOCKS, "async_scheduling": async_scheduling}
         with engine_of(runner, qwen3, **settings) as llm:
+            preempted = count_preemptions(llm)
             found[runner] = {
                 name: answers(llm, prompts, **params) for name, params in PARAMS.items()
             }
