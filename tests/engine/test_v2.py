@@ -76,12 +76,12 @@ def test_v2_gives_v1s_answers_while_requests_are_preempted(qwen3, prompts, async
     for runner in RUNNERS:
         settings = {**CHECKED, **FEW_BLOCKS, "async_scheduling": async_scheduling}
         with engine_of(runner, qwen3, **settings) as llm:
+            preempted = count_preemptions(llm)
             found[runner] = {
                 name: answers(llm, prompts, **params) for name, params in PARAMS.items()
             }
-            found[runner]["long"] = generate(llm, prompts, greedy(100))
+        assert preempted["preempted"] > 0
     v1, v2 = found["V1"], found["V2"]
-    assert v2.pop("long") == v1.pop("long")
     for name, expected in v1.items():
         assert_same(v2[name], expected, name)
     assert len({str(v1[name]) for name in PARAMS}) == len(PARAMS)
