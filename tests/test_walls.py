@@ -361,7 +361,8 @@ MAY_SLEEP = {
     "emulator/ranks.py": "looks which of several processes ended, until one has failed",
     "server/test_lifecycle.py": "a process is killed at a moment that is drawn",
     "server/test_ray.py": "a host is killed at a moment that is drawn",
-    "server/test_server.py": "clients hang up at moments that are drawn",
+    "server/loaded.py": "a step is slow because a client asks for that",
+    "server/process.py": "clients hang up at moments that are drawn",
 }
 """Why a test may sleep: not for something that another thread or process does."""
 SLEEP = re.compile(r"\b(?:time|asyncio)\.sleep\((?!0\))")

@@ -634,7 +634,7 @@ def verify(step: PreparedStep, limits: np.ndarray, **batch: Any) -> None:
     StepCheck(VOCAB, limits[1:].tolist()).verify(runner, None)
 
 
-def test_states_are_checked_whatever_the_pass_that_wrote_the_step_said():
+def test_states_are_checked_even_after_a_pass_without_faults():
     """It writes, and checks, what comes before them."""
     made = holding_states(True, ROWS["rows elsewhere"])
     made.step.rule = Rule.HOLDS
