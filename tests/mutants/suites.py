@@ -6,11 +6,10 @@ ROOT = Path(__file__).parents[2]
 
 EXPLAIN = "tests/test_explain_command.py"
 FULL_CHECK = "tests/engine/test_full_check.py"
-ON_FIA = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family[fia-eager]"
-ON_ATB = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family[atb-eager]"
-STEPS_ON_NPU = "tests/npu/test_suites_on_device.py::test_on_the_device[steps]"
-HYBRIDS_ON_NPU = "tests/npu/test_layer_suites_on_device.py::test_on_the_device[hybrids]"
-MORE_HYBRIDS_ON_NPU = "tests/npu/test_layer_suites_on_device.py::test_on_the_device[more hybrids]"
+ON_NPU = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers"
+ON_FIA, ON_ATB = f"{ON_NPU}[fia]", f"{ON_NPU}[atb]"
+ROWS_ON_NPU = "tests/npu/on_device/test_verify_device.py"
+HYBRIDS_ON_NPU = "tests/npu/on_device/test_hybrids.py"
 FOLDER_TESTS = {
     "prep": ("tests/prep", "tests/attention", EXPLAIN, "tests/runner"),
     "attention": ("tests/attention", "tests/runner"),
@@ -58,10 +57,10 @@ BY_NAME: dict[str, tuple[str, ...]] = {
     "attention/states.py": ("tests/attention/test_state_groups.py", "tests/engine/test_hybrids.py"),
     "attention/kernels/atb.py": (ON_ATB,),
     "attention/kernels/fia.py": ("tests/attention/test_fused_limits.py", ON_FIA),
-    "attention/kernels/fused_delta.py": (HYBRIDS_ON_NPU, MORE_HYBRIDS_ON_NPU),
+    "attention/kernels/fused_delta.py": (HYBRIDS_ON_NPU,),
     "attention/kernels/gated_delta.py": ("tests/attention/test_gated_delta.py",),
-    "attention/kernels/latent.py": ("tests/attention/test_latent.py", STEPS_ON_NPU),
-    "attention/kernels/latent_fia.py": (STEPS_ON_NPU,),
+    "attention/kernels/latent.py": ("tests/attention/test_latent.py", ROWS_ON_NPU),
+    "attention/kernels/latent_fia.py": (ROWS_ON_NPU,),
     "attention/kernels/latent_reference.py": ("tests/attention/test_latent.py",),
     "attention/kernels/reference.py": ("tests/attention/test_reference_kernels.py",),
     "runner/drafters.py": ("tests/engine/test_speculation.py", "tests/engine/test_mtp.py"),

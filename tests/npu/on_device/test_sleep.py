@@ -11,8 +11,7 @@ from tests.helpers.mtp import make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
 from tests.helpers.v2 import RUNNERS, engine_of
-from vllm_npu_prep.device import host_bytes, npu_regions
-from vllm_npu_prep.device.npu import NPUDevice
+from vllm_npu_prep.device import host_bytes, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
 
@@ -36,7 +35,7 @@ def hold_all_but(nbytes):
     return held
 
 
-def test_an_engine_with_graphs_sleeps_and_gives_the_same_tokens(tmp_path):
+def test_an_engine_with_graphs_sleeps(tmp_path):
     """Both levels; new weights at the addresses that graphs read; a wake-up without memory."""
     prompts = prompts_of(SEED, LENGTHS)
     model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
@@ -102,7 +101,7 @@ def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_routers_that_became_float32_read_new_weights_in_graphs(tmp_path, sleeps):
+def test_routers_in_float32_read_new_weights_in_graphs(tmp_path, sleeps):
     """Files have them in 16 bits."""
     assert read_new_weights(tmp_path, V3_EXPERTS_ON_NPUS, sleeps), "some layers have a router"
 
@@ -142,7 +141,7 @@ def test_int8_layers_read_new_weights_in_graphs(name, tmp_path):
 
 def test_memory_that_comes_back_is_zero():
     """What other programs left there may be NaN, which masks don't stop."""
-    memory = SleepingMemory(NPUDevice(0))
+    memory = SleepingMemory(make_device("npu"))
     cache = memory.zeros(3 * PAGE + 5)
     cache.fill_(-1)
     memory.suspend()
@@ -182,8 +181,8 @@ def test_drafts_are_accepted_after_weights_were_lost(tmp_path, runner):
 
 
 def test_a_region_is_one_range_of_several_pieces(monkeypatch):
-    monkeypatch.setattr(npu_regions, "PIECE", 2 * PAGE)
-    region, before = NPUDevice(0).region(5 * PAGE - 3), free()
+    monkeypatch.setattr("vllm_npu_prep.device.npu_regions.PIECE", 2 * PAGE)
+    region, before = make_device("npu").region(5 * PAGE - 3), free()
     assert len(region._pieces) == 3
     values = torch.arange(region.data.numel(), dtype=torch.int32).to(torch.uint8)
     region.data.copy_(values)
@@ -191,7 +190,7 @@ def test_a_region_is_one_range_of_several_pieces(monkeypatch):
     region.release(keep=True)
     assert free() == before + 5 * PAGE and not region._pieces
     # torch's allocator takes 20 MiB at once, and would leave more or less than this
-    others = NPUDevice(0).region((free() // PAGE - 3) * PAGE)
+    others = make_device("npu").region((free() // PAGE - 3) * PAGE)
     left = free()
     assert 2 * PAGE <= left < 5 * PAGE, "room for a piece, not for all"
     with pytest.raises(PrepError, match="no memory"):
