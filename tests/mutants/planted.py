@@ -20,10 +20,9 @@ STATES_ON_NPU = (
 )
 STATE_LAYERS = ("tests/attention/test_gated_delta.py",)
 MORE_STATES_ON_NPU = (
-    "tests/npu/on_device/test_hybrids.py::test_new_weights_are_read_in_graphs[V1]",
+    "tests/npu/on_device/test_sleep.py::test_new_weights_are_read_in_graphs[states-V1]",
 )
-STATES_REUSED = (f"{ON_NPU}[Qwen3.5, preempted]",)
-STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP]",)
+STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
 SHARDS = ("tests/prep/test_context_shards.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
@@ -189,8 +188,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/kernels/fused_delta.py": [
         ("rows of the convolution are those of another block", "alpha=self.rows_of_block)", "alpha=self.rows_of_block + 1)", STATES_ON_NPU),
-        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_REUSED),
-        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_REUSED),
+        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
+        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_OF_DRAFTS),
         ("on NPUs accepted tokens are ignored: the first state is read", "metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "metadata.accepted = torch.ones_like(counts)", STATES_OF_DRAFTS),
     ],
     "attention/kernels/latent.py": [
@@ -982,7 +981,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together_and_an_idle_one_writes_nothing[experts-V2]",)),
         ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
-        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", (f"{ON_NPU}[Qwen3.5, V2]",)),
+        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
         ("V2: each rank keeps whole contexts", "            dcp=find_context_shards(self.parallel_config),", "            dcp=None,", V2_SHARES),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),

@@ -26,16 +26,17 @@ UNDER_EVERY_PROFILE = (
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
     *("shared_prefix", "structured_output", "tokens", "verify_device", "windows"),
 )
-SMALL = ("memory",)
 SKEWED = ("tokens", "fused", "experts", "quantization", "latent", "hybrids", "sleep")
+OF_FILES = {"memory": "small", "ranks": "four", **dict.fromkeys(SKEWED, "skewed")}
 OPTIONS = {
     "equal": ("--memory", "1G", "--delay", "equal"),
     "skewed": ("--memory", "1G", "--delay", "skewed"),
+    "four": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
     "small": ("--memory", "170M", "--delay", "equal"),
     "8.5": ("--delay", "equal", "--profile", "8.5"),
     "docs": ("--delay", "equal", "--profile", "docs"),
 }
-"""Cards; ``make test`` has the first two, with as much to do on either."""
+"""Cards. Files are on the first one, or as `OF_FILES` says; the first two have as much to do."""
 SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of a phase of a test."""
 
@@ -46,8 +47,7 @@ def card_of(test: str) -> str:
     if parts[:2] != ("tests", "npu") or len(parts) < 4 or parts[2] not in FOLDERS:
         return ""
     name = Path(parts[3]).stem.removeprefix("test_")
-    own = "small" if name in SMALL else "skewed" if name in SKEWED else "equal"
-    return FOLDERS[parts[2]] or own
+    return FOLDERS[parts[2]] or OF_FILES.get(name, "equal")
 
 
 class Card:

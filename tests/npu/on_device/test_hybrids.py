@@ -1,4 +1,4 @@
-"""Gated delta nets on the device: launches, states that move, drafts, images, new weights."""
+"""Gated delta nets on the device: launches, states that move, drafts, images."""
 
 from collections import Counter
 from typing import Any
@@ -246,30 +246,3 @@ def test_drafts_that_end_a_block_leave_its_state_there(tmp_path):
     assert min(moved[True]) >= len(prompts) and max(moved[False]) == 0
     parted = close_calls(logits_of(model), longer, again[True], again[False], CLOSE)
     assert parted <= 1, "chunks round states elsewhere"
-
-
-@pytest.mark.parametrize("runner_name", RUNNERS)
-def test_new_weights_are_read_in_graphs(tmp_path, runner_name):
-    """Also those of which the rule's decays and the convolution's taps are made; states are lost.
-
-    It sleeps at level 1 before, and at level 2 when the weights come.
-    """
-    sizes = {**OF_128, "spread": 0.1, "embedding_scale": 20}
-    old, new = (make_model(tmp_path / str(s), "Qwen3_5", seed=s, **sizes) for s in (0, 1))
-    prompts = prompts_of(5, [30, 5, 41, 1])
-    how = settings("bfloat16") | graphs("FULL_AND_PIECEWISE", 4, 16)
-    tokens = []
-    for model in (new, old):
-        forget_layers()
-        with engine_of(runner_name, model, **how, enable_sleep_mode=True) as llm:
-            tokens.append(generate(llm, prompts, greedy(12)))
-            if model == new:
-                continue
-            llm.sleep(level=1)
-            llm.wake_up()
-            assert generate(llm, prompts, greedy(12)) == tokens[1] != tokens[0]
-            llm.sleep(level=2)
-            llm.wake_up(tags=["weights"])
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
-            llm.wake_up(tags=["kv_cache"])
-            assert generate(llm, prompts, greedy(12)) == tokens[0]

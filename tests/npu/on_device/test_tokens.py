@@ -93,6 +93,9 @@ CASES = {
     "Qwen3.5, MTP, preempted": Case(
         "Qwen3.5 of blocks of 128", drafts="mtp", waits=True, blocks=19
     ),
+    "Qwen3.5, MTP, preempted, V2": Case(
+        "Qwen3.5 of blocks of 128", runner="V2", drafts="mtp", blocks=19
+    ),
 }
 
 WITHOUT_FULL = {"FULL_AND_PIECEWISE": "PIECEWISE", "FULL_DECODE_ONLY": "eager"}
