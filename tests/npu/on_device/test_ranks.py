@@ -223,7 +223,7 @@ async def slept(ranks: Ranks, model: Path) -> dict[str, Any]:
     In between, one rank after the other has no memory to wake up.
     """
     inputs, failures = prompts(), []
-    free, tokens = [await ranks.ask("probe_free")], [await ranks.generate(inputs, 12)]
+    tokens, free = [await ranks.generate(inputs, 12)], [await ranks.ask("probe_free")]
     for level in (1, 2):
         await ranks.llm.sleep(level=level)
         free.append(await ranks.ask("probe_free"))
