@@ -64,9 +64,9 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5 of heads of 128": ("Qwen3_5", {**ON_NPUS, "head_dim": 128}),
     "Qwen3-Next": ("Qwen3Next", {**OF_128, **EXPERTS}),
 }
-BOUND = {"float16": 0.1, "bfloat16": 0.2}
+BOUND = {"float16": 0.1, "bfloat16": 0.3}
 """By how many standard deviations of logits a token may lack the best one's."""
-PARTED = 8
+PARTED = 4
 """One token of so many may be another than the best one."""
 
 

@@ -18,6 +18,7 @@ from tests.helpers.huggingface import logits_by, logits_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
 from tests.helpers.v2 import asked_for
+from tests.npu.close_calls import CLOSE_IN_INT8
 from tests.npu.inputs import adapters_of, drafts_of, prompts
 from tests.npu.models import BOUND, PARTED, judges_of, lacks, make
 
@@ -213,7 +214,8 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
     judged = zip(judges, prompts(), got["tokens"], strict=True)
     lacking = np.stack([lacks(judge, prompt, row) for judge, prompt, row in judged])
     print(f"{name}: {lacking.max():.3f}, {(lacking > 0).mean():.3f} of tokens")
-    assert lacking.max() < BOUND[case.dtype], lacking.round(3)
+    # Inputs of int8 layers may come to lie a level higher or lower
+    assert lacking.max() < (CLOSE_IN_INT8 if case.int8 else BOUND[case.dtype]), lacking.round(3)
     assert (lacking > 0).mean() < 1 / PARTED
 
 
