@@ -39,11 +39,17 @@ LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
 OFFLOADING = ("tests/engine/test_offloading.py",)
-OFFLOADING_ON_NPU = ("tests/npu/on_device/test_offloading.py",)
+OFFLOADING_ON_NPU = (
+    "tests/npu/on_device/test_offloading.py::test_prompts_that_were_evicted_come_back_from_the_host"
+    "[fia]",
+)
 SLEEP_ON_RANKS = (
     "tests/npu/on_device/test_ranks.py::test_ranks_sleep_together_and_wake_up_together",
 )
-TRANSFER_ON_NPU = ("tests/npu/on_device/test_kv_transfer.py",)
+TRANSFER_ON_NPU = (
+    "tests/npu/on_device/test_kv_transfer.py::test_one_engine_computes_prompts_and_another_decodes_them"
+    "[latent]",
+)
 REFUSALS_ON_RANKS = (
     "tests/engine/test_sleep.py::test_answers_of_ranks_belong_to_their_questions_after_a_refusal",
 )
