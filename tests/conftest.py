@@ -18,6 +18,7 @@ from tests.brief import left_out
 from tests.helpers.browser import network
 from tests.helpers.demo import make_demo
 from tests.matrix.collect import COLLECTED, Collector
+from tests.npu.cards import card_of
 from tests.resume.plugin import configure_worker
 from tests.timing import note_run
 
@@ -110,6 +111,20 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
     note_run(config, processes=len(specs))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``, files that share an emulated card go to one process together."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class FilesAndCards(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return card_of(nodeid) or super()._split_scope(nodeid)
+
+    return FilesAndCards(config, log)
 
 
 def pytest_collection_modifyitems(config, items):

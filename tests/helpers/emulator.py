@@ -4,11 +4,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from ascend_emulator.build import is_cuda_build
@@ -33,9 +30,9 @@ def import_path(*first: Path) -> str:
 
 
 def run(
-    command: list[str], timeout: float = 600, **environment: str
+    command: list[str], timeout: float = 600, given: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Run a command at the root of the project."""
+    """Run a command at the root of the project; `given` is its standard input."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -43,22 +40,18 @@ def run(
         capture_output=True,
         text=True,
         timeout=timeout,
+        input=given,
     )
 
 
 def emulate(
-    *command: str, options: tuple[str, ...] = (), timeout: float = 600, **environment: str
+    *command: str,
+    options: tuple[str, ...] = (),
+    timeout: float = 600,
+    given: str | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
     """Run Python with arguments on emulated devices, where hazards are errors."""
     cli = [sys.executable, "-m", "ascend_emulator", "--hazards", "error", *options]
     environment = {"NPU_PREP_DEVICE": "npu", **environment}
-    return run([*cli, "--", sys.executable, *command], timeout, **environment)
-
-
-def selected(request: pytest.FixtureRequest, test: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Parameters of a test with which this run calls it, so that one process can do for all."""
-    return [
-        item.callspec.params
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test
-    ]
+    return run([*cli, "--", sys.executable, *command], timeout, given, **environment)

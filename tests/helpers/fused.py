@@ -1,10 +1,14 @@
 """One model with fused operators and without, on a device."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import ascend_emulator
+from ascend_emulator.operators import REFERENCES
 from tests.helpers.engine import engine, graphs
 from tests.helpers.huggingface import logits_of
 from tests.helpers.prompts import prompts_of
@@ -79,3 +83,15 @@ def _distance(steps: Steps, reference: Any, prompts: list[list[int]]) -> float:
         expected = torch.from_numpy(reference(prompt + tokens)[len(prompt) - 1 : -1])
         worst = max(worst, float((logits - expected).abs().max() / expected.std()))
     return worst
+
+
+@contextmanager
+def wrong_operator(name: str, wrong: Callable[[Any], Any]) -> Iterator[None]:
+    """An operator of the card that gets one thing wrong: what is made of the right one."""
+    (right,) = [each for each in REFERENCES if each.name == f"npu::{name}"]
+    how = {"contiguous": right.contiguous}
+    ascend_emulator.register_reference(right.name, wrong(right.function), **how)
+    try:
+        yield
+    finally:
+        ascend_emulator.register_reference(right.name, right.function, **how)

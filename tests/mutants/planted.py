@@ -2,31 +2,33 @@
 
 from dataclasses import dataclass
 
-FUSED = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[fused]",)
+FUSED = ("tests/npu/on_device/test_fused.py",)
 CORE = ("tests/prep", "tests/attention", "tests/ops", "tests/test_explain_command.py")
 ENGINE = ("tests/runner", "tests/engine")
 BOOKS = ("tests/runner/test_bookkeeping.py",)
 UPDATES = ("tests/runner/test_request_updates.py",)
-COUNTS = ("tests/npu/test_suites_on_device.py::test_on_the_device[steps]",)
-ON_NPU = "tests/npu/test_on_emulated_npu.py::test_tokens_equal_the_reference_family"
-MTP_ON_NPU = "tests/npu/test_on_emulated_npu.py::test_mtp_layers_draft"
-FIA = (f"{ON_NPU}[fia-eager]",)
-ATB = (f"{ON_NPU}[atb-eager]",)
-FIA_PIECES = (f"{ON_NPU}[fia-piecewise]",)
-FIA_FULL = (f"{ON_NPU}[fia-full]",)
-EXPERTS = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[experts]",)
+COUNTS = ("tests/npu/on_device/test_counts.py",)
+ON_NPU = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers"
+FIA = (f"{ON_NPU}[fia]",)
+ATB = (f"{ON_NPU}[atb]",)
+FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
+EXPERTS = ("tests/npu/on_device/test_experts.py",)
 DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_states.py",)
-STATES_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[hybrids]",)
+STATES_ON_NPU = (
+    "tests/npu/on_device/test_hybrids.py::test_states_follow_requests_into_their_next_block[V1]",
+)
 STATE_LAYERS = ("tests/attention/test_gated_delta.py",)
-MORE_STATES_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[more hybrids]",)
-STATES_BY_TOKENS = "tests/npu/test_hybrids.py::test_tokens_equal_those_of_the_fallback"
-STATES_REUSED = (f"{STATES_BY_TOKENS}[9.1-Qwen3.5, preempted]",)
-STATES_OF_DRAFTS = (f"{STATES_BY_TOKENS}[9.1-Qwen3.5 MTP]",)
+MORE_STATES_ON_NPU = (
+    "tests/npu/on_device/test_sleep.py::test_new_weights_are_read_in_graphs[states-V1]",
+)
+STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
 SHARDS = ("tests/prep/test_context_shards.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
-LATENT_ON_NPU = COUNTS
+LATENT_ON_NPU = (
+    "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
+)
 SPECULATION = ("tests/engine/test_speculation.py",)
 MTP = ("tests/engine/test_mtp.py",)
 DRAFTERS = ("tests/examples/test_drafters.py",)
@@ -37,14 +39,21 @@ LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
 OFFLOADING = ("tests/engine/test_offloading.py",)
-OFFLOADING_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[connectors]",)
-ON_RANKS = "tests/npu/test_ranks_on_npus.py::test_tokens_are_those_of_the_cpu_fallback"
-SLEEP_ON_RANKS = (f"{ON_RANKS}[float16-tp2-async-FULL_AND_PIECEWISE-sleep]",)
-TWO_CARDS = ("tests/npu/test_ranks_on_npus.py::test_one_card_computes_what_another_decodes",)
+OFFLOADING_ON_NPU = (
+    "tests/npu/on_device/test_offloading.py::test_prompts_that_were_evicted_come_back_from_the_host"
+    "[fia]",
+)
+SLEEP_ON_RANKS = (
+    "tests/npu/on_device/test_ranks.py::test_ranks_sleep_together_and_wake_up_together",
+)
+TRANSFER_ON_NPU = (
+    "tests/npu/on_device/test_kv_transfer.py::test_one_engine_computes_prompts_and_another_decodes_them"
+    "[latent]",
+)
 TWO_RANKS = ("tests/engine/test_kv_transfer.py::test_ranks_of_an_int8_model_store_load_and_refuse",)
 DRAFTS_AFTER_SLEEP = "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps"
 WINDOWS = ("tests/engine/test_windows.py",)
-WINDOWS_ON_NPU = ("tests/npu/test_suites_on_device.py::test_on_the_device[windows]",)
+WINDOWS_ON_NPU = ("tests/npu/on_device/test_windows.py",)
 CHUNKS = ("tests/prep/test_local_attention.py",)
 CHUNKS_ENGINE = ("tests/engine/test_local_attention.py",)
 VISION = ("tests/engine/test_multimodal.py",)
@@ -63,7 +72,7 @@ INT8_TOKENS = (
 )
 INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
-INT8_ON_NPU = ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[int8]",)
+INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
 V2_DRAFT_MODEL = (
@@ -117,7 +126,7 @@ class Mutant:
 # fmt: off
 PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "aclnn.py": [
-        ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/npu/test_hybrids.py::test_a_release_without_the_operators_is_refused_at_start_up",)),
+        ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/npu/test_start_up.py::test_what_an_npu_cannot_run_is_refused_in_one_line",)),
     ],
     "attention/backend.py": [
         ("metadata keeps the mask of another state", "self._plan(step.attn_state, num_input_tokens", "self._plan(type(step.attn_state)(0), num_input_tokens", ENGINE),
@@ -176,8 +185,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/kernels/fused_delta.py": [
         ("rows of the convolution are those of another block", "alpha=self.rows_of_block)", "alpha=self.rows_of_block + 1)", STATES_ON_NPU),
-        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_REUSED),
-        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_REUSED),
+        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
+        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_OF_DRAFTS),
         ("on NPUs accepted tokens are ignored: the first state is read", "metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "metadata.accepted = torch.ones_like(counts)", STATES_OF_DRAFTS),
     ],
     "attention/kernels/latent.py": [
@@ -220,8 +229,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts count as stored once a layer is", "return all(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)", "return any(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)", TRANSFER),
         ("ranks store what they have under one name", 'f"{layer_name}.part{part}of{self._parts}"', 'f"{layer_name}.part0of{self._parts}"', TRANSFER),
         ("a prompt counts as stored once the first stage has stored it", "            for (_, part), names in layers.items()\n", "            for (stage, part), names in layers.items()\n            if stage == 0\n", TRANSFER),
-        ("a store is seen before it is whole", 'unfinished = f"{path}.{uuid.uuid4().hex}"', "unfinished = path", TWO_CARDS),
-        ("prompts are loaded one block too far on", "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)", "write_slots(\n                        self._planes(layer_name, cache),\n                        request.slot_mapping + self._block_size,\n                        stored,\n                    )", TWO_CARDS),
+        ("a store is seen before it is whole", 'unfinished = f"{path}.{uuid.uuid4().hex}"', "unfinished = path", TRANSFER_ON_NPU),
+        ("prompts are loaded one block too far on", "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)", "write_slots(\n                        self._planes(layer_name, cache),\n                        request.slot_mapping + self._block_size,\n                        stored,\n                    )", TRANSFER_ON_NPU),
     ],
     "attention/latent.py": [
         ("prefills begin with the step's first token", "prefills = Prefills(\n        first_token,", "prefills = Prefills(\n        0,", LATENT),
@@ -307,7 +316,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a server reads an adapter's folder for each request once it was loaded in place", "self.lora_requests[request.lora_name] = once(adapter)", "pass", ("tests/server/test_server.py",)),
     ],
     "compat/torch_names.py": [
-        ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA),
+        ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA_GRAPHS),
     ],
     "compat/v2.py": [
         ("V2 is there only if a process asked for it when it began", "        return is_asked_for()\n", "        return False\n", ("tests/startup/test_start_up.py",)),
@@ -322,15 +331,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts and tensors]",)),
     ],
     "device/npu.py": [
-        ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA),
-        ("npu: asynchronous output waits for the wrong stream", "current_stream=torch_npu.npu.current_stream", "current_stream=torch_npu.npu.Stream", FIA_PIECES),
+        ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
+        ("npu: asynchronous output waits for the wrong stream", "current_stream=torch_npu.npu.current_stream", "current_stream=torch_npu.npu.Stream", FIA_GRAPHS),
         ("a load that counts as done when it is issued", "return self._end.query()", "return True", OFFLOADING_ON_NPU),
         ("a store that does not wait for the step that writes", "self._stream.wait_stream(torch_npu.npu.current_stream())", "pass", OFFLOADING_ON_NPU),
-        ("graphs are captured with a task queue of level 2", "torch_npu.npu.set_task_queue_enable(1)", "pass", (f"{ON_NPU}[fia-documented]",)),
+        ("graphs are captured with a task queue of level 2", "torch_npu.npu.set_task_queue_enable(1)", "pass", ("tests/npu/on_device/test_graphs.py::test_graphs_are_captured_with_a_task_queue_of_level_1",)),
     ],
     "device/npu_regions.py": [
-        ("NPU memory is mapped again with whatever is in it", "self.data.zero_()  # what", "pass  # what", ("tests/npu/test_suites_on_device.py::test_on_the_device[sleep]",)),
-        ("pieces of a region that were mapped are kept when one has no memory", "                self._unmap()\n                refuse_to_wake", "                refuse_to_wake", ("tests/npu/test_suites_on_device.py::test_on_the_device[sleep]",)),
+        ("NPU memory is mapped again with whatever is in it", "self.data.zero_()  # what", "pass  # what", ("tests/npu/on_device/test_sleep.py::test_memory_that_comes_back_is_zero",)),
+        ("pieces of a region that were mapped are kept when one has no memory", "                self._unmap()\n                refuse_to_wake", "                refuse_to_wake", ("tests/npu/on_device/test_sleep.py::test_a_region_is_one_range_of_several_pieces",)),
     ],
     "device/regions.py": [
         ("caches are mapped again with their old content", "self._pages.madvise(mmap.MADV_DONTNEED)\n        self.is_mapped = False", "self.is_mapped = False", ("tests/device/test_sleep.py",)),
@@ -340,8 +349,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "device/staging.py": [
         ("async: sampled tokens are not scattered", "        if last_samples is not None:  #", "        if False:  #", ENGINE),
         ("copy ends before the logits indices", "self.submit(nbytes)", "self.submit(nbytes - step.layout.max_logits * 8)", ENGINE),
-        ("npu: stale block table", "        if num_changes:  #", "        if False:  #", FIA),
-        ("npu: staging buffer reused while its copy is in flight", "        if slot.event is not None:\n", "        if False:\n", ("tests/npu/test_suites_on_device.py::test_on_the_device[staging]",)),
+        ("npu: stale block table", "        if num_changes:  #", "        if False:  #", FIA_GRAPHS),
+        ("npu: staging buffer reused while its copy is in flight", "        if slot.event is not None:\n", "        if False:\n", ("tests/npu/on_device/test_staging.py",)),
         ("npu: two copies a step", "        self.submit(nbytes)\n", "        self.submit(nbytes)\n        self.submit(nbytes)\n", COUNTS),
     ],
     "graph/config.py": [
@@ -359,10 +368,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("MLA layers' inputs of a graph go unchecked", 'getattr(metadata, "step", metadata)', "metadata", ("tests/graph/test_fake_graph.py",)),
     ],
     "graph/npu.py": [
-        ("npu: attention is not told the step's lengths", "                call(metadata)\n", "", FIA_FULL),
-        ("npu: lengths told behind nothing", "            self._update_stream.wait_event(self._replayed)\n", "", FIA_FULL),
-        ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_FULL),
-        ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_FULL),
+        ("npu: attention is not told the step's lengths", "                call(metadata)\n", "", FIA_GRAPHS),
+        ("npu: lengths told behind nothing", "            self._update_stream.wait_event(self._replayed)\n", "", FIA_GRAPHS),
+        ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
+        ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
     ],
     "inspect/doctor/collectives.py": [
         ("HCCL takes a mode that it does not know", "    if given in choices:\n", "    if given:\n", ("tests/inspect/test_doctor.py",)),
@@ -477,9 +486,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("scattered experts keep their numbers", "return topk_ids if self.numbers is None else self.numbers[topk_ids]", "return topk_ids", EXPERTS),
     ],
     "ops/fused_latent.py": [
-        ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{MTP_ON_NPU}[deepseek]",)),
-        ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/test_layer_suites_on_device.py::test_on_the_device[latent]",)),
-        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", ("tests/npu/test_latent.py::test_tokens_equal_those_of_the_fallback[9.1-Kimi K2]",)),
+        ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
+        ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/on_device/test_latent.py",)),
+        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[Kimi K2]",)),
     ],
     "ops/fused_norms.py": [
         ("a norm without its epsilon", "    if first is None:\n        return operator(x, weight, epsilon)[0]", "    if first is None:\n        return operator(x, weight, 0.0)[0]", FUSED),
@@ -507,7 +516,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a rejected draft is kept", "rows.masked_fill_(num_ends > ends, PLACEHOLDER)", "rows.masked_fill_(num_ends > ends.int() + 1, PLACEHOLDER)", CORE),
     ],
     "ops/router_norms.py": [
-        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", ("tests/npu/test_experts_on_npus.py::test_tokens_are_those_of_the_cpu_fallback[Glm4Moe-fia-FULL_AND_PIECEWISE]",)),
+        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[experts of Glm4Moe]",)),
     ],
     "ops/routing.py": [
         ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),
@@ -706,7 +715,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/test_suites_on_device.py::test_on_the_device[features]",)),
+        ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts and tensors]",)),
         ("steps with embeddings replay graphs", "force_eager=eager or batch.takes_embeds", "force_eager=eager", EMBEDS),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
@@ -730,7 +739,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
         ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ENGINE),
         ("graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", GRAPHS),
-        ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_PIECES),
+        ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_GRAPHS),
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
@@ -956,7 +965,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "v2/output.py": [
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
-        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/test_suites_on_device.py::test_on_the_device[features]",)),
+        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
         ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
     ],
     "v2/prompt_embeds.py": [
@@ -969,7 +978,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts-V2]",)),
         ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
-        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", ("tests/npu/test_hybrids.py::test_tokens_equal_those_of_the_fallback[9.1-Qwen3.5, V2]",)),
+        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
         ("V2: each rank keeps whole contexts", "            dcp=find_context_shards(self.parallel_config),", "            dcp=None,", V2_SHARES),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
@@ -1019,7 +1028,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, slot", "int(states.samples.rows[slot])\n            for req_id, slot", ("tests/engine/test_full_check.py",)),
     ],
     "verify/command.py": [
-        ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_that_has_no_folder_is_refused_before_any_row_runs",)),
+        ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_without_a_folder_is_refused_before_any_row",)),
     ],
     "verify/probe.py": [
         ("an operator that computes wrongly stays on", "        if outcome.verdict.is_bad:\n            log(", "        if False:\n            log(", FUSED),

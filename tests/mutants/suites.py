@@ -31,7 +31,7 @@ LAST = {
 """What runs when no other test of a folder has failed."""
 BY_NAME = {
     "prep/batch.py": "prep/test_against_oracle.py prep/test_graph_padding.py",
-    "prep/bookkeeping.py": "runner/test_books.py runner/test_bookkeeping.py",
+    "prep/bookkeeping.py": "runner/test_request_updates.py runner/test_books.py runner/test_bookkeeping.py",
     "prep/capture_sizes.py": "prep/test_graph_padding.py graph/test_config.py",
     "prep/checks.py": "prep/test_context_shards.py inspect/test_cheap_check.py prep/test_states.py",
     "prep/compiled.py": "prep/test_arrays.py",
@@ -60,9 +60,7 @@ BY_NAME = {
     ),
     "attention/step_memory.py": "engine/test_start.py npu/on_device/test_memory.py",
     "attention/kernels/fia.py": "attention/test_fused_limits.py npu/on_device/test_kernels.py",
-    "attention/kernels/fused_delta.py": (
-        "npu/on_device/test_hybrids.py npu/on_device/test_more_hybrids.py"
-    ),
+    "attention/kernels/fused_delta.py": ("npu/on_device/test_hybrids.py"),
     "attention/kernels/gated_delta.py": "attention/test_gated_delta.py",
     "attention/kernels/latent.py": "attention/test_latent.py npu/on_device/test_latent.py",
     "attention/kernels/latent_fia.py": "npu/on_device/test_latent.py npu/on_device/test_counts.py",
@@ -93,7 +91,7 @@ BY_NAME = {
     "ops/fused_routing.py": "ops/test_fused.py npu/on_device/test_experts.py",
     "ops/fused_sampling.py": "npu/on_device/test_fused.py npu/on_device/test_sampling.py",
     "ops/fused_vision.py": "npu/on_device/test_fused.py npu/on_device/test_multimodal.py",
-    "ops/gated_shared.py": "npu/test_experts_on_npus.py npu/on_device/test_experts.py",
+    "ops/gated_shared.py": "npu/on_device/test_experts.py",
     "ops/gumbel.py": "ops/test_slot_sampling.py v2/test_drawn_drafts.py",
     "ops/thinking.py": "ops/test_thinking.py engine/test_thinking.py",
 }

@@ -1,88 +1,80 @@
-"""Tests in `on_device` run under the emulator or on an NPU, started from here."""
+"""Tests of `on_device` run on an emulated card, or on the NPU of this process."""
 
-import json
 import os
-import xml.etree.ElementTree as ET
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from ascend_emulator import profiles
-from tests.helpers.emulator import emulate, selected
-from tests.matrix.collect import add
+from tests.helpers.emulator import why_no_emulator
+from tests.npu.cards import FOLDERS, ON_A_CARD, OPTIONS, UNDER_EVERY_PROFILE, Card, card_of
 
-collect_ignore = [] if os.environ.get("NPU_PREP_ON_DEVICE") else ["on_device"]
+if ON_A_CARD:
+    os.environ["NPU_PREP_DEVICE"] = "npu"
 
-
-@pytest.fixture(params=profiles.PROFILES)
-def profile(request, monkeypatch):
-    """Each profile of the emulated card, on all threads: kernels run on those of their streams.
-
-    For tests of operators. The CANN version that the runtime reports stays that of the process.
-    """
-    monkeypatch.setenv(profiles.PROFILE, request.param)
-    profiles._of_process.cache_clear()
-    yield request.param
-    monkeypatch.undo()
-    profiles._of_process.cache_clear()
+_cards: dict[str, Card] = {}
+_broken: dict[str, str] = {}
+"""Cards that are running, and what was said by those which never came so far."""
 
 
-@pytest.fixture(scope="module")
-def cases_of(request, tmp_path_factory):
-    """Function of a suite: every test case of its card, and the output of the process."""
-    module = request.module
-    chosen = selected(request, module.test_on_the_device)
-    suites = [module.SUITES[callspec["which"]] for callspec in chosen]
-
-    @cache
-    def run(memory: str, profile: str) -> tuple[list[ET.Element], str]:
-        files = [file for each in suites for file in each.files if each[1:] == (memory, profile)]
-        report = tmp_path_factory.mktemp("on_device") / "report.xml"
-        only_first = ("-x",) if os.environ.get("NPU_PREP_TEST_FIRST_FAILURE") else ()
-        brief = ("--brief",) if request.config.getoption("--brief") else ()
-        result = emulate(
-            *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
-            *(*only_first, *brief, *files),
-            options=("--delay", "equal", "--memory", memory, "--profile", profile),
-            timeout=1800,
-            NPU_PREP_ON_DEVICE="1",
-        )
-        output = result.stdout + result.stderr
-        assert report.exists(), output[-4000:]
-        if result.returncode not in (0, 1):  # 1: tests failed, which those say
-            pytest.fail(f"exit code {result.returncode}\n{output[-4000:]}")
-        return [*ET.parse(report).getroot().iter("testcase")], output
-
-    return lambda which: run(*which[1:])
+def pytest_ignore_collect(collection_path):
+    """Under other profiles, leave out files that have nothing to do with them."""
+    name = collection_path.stem.removeprefix("test_")
+    of_profile = FOLDERS.get(collection_path.parent.name)
+    return True if of_profile and name not in UNDER_EVERY_PROFILE else None
 
 
-@pytest.fixture(scope="module")
-def on_card(request, tmp_path_factory):
-    """Function of a profile and a model: what its card makes of it, all models in one process.
+def pytest_collection_modifyitems(items):
+    """Tests of cards come first, those of each together; without the emulator they are skipped."""
+    cards = [*OPTIONS, ""]
+    items.sort(key=lambda item: cards.index(card_of(item.nodeid)))
+    if not ON_A_CARD and (why := why_no_emulator()):
+        for item in items:
+            if card_of(item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=why))
 
-    A module has a fixture `case_of`: a function of a model.
-    """
-    chosen = selected(request, request.module.test_tokens_equal_those_of_the_fallback)
-    case_of = request.getfixturevalue("case_of")
 
-    @cache
-    def run(profile: str) -> dict[str, Any]:
-        names = [params["name"] for params in chosen if params["profile"] == profile]
-        cases = {name: case_of(name) for name in names}
-        folder = tmp_path_factory.mktemp("card")
-        out, report = folder / "tokens.json", folder / "report.json"
-        result = emulate(
-            *("-m", "tests.npu.generate", str(out), *cases.values()),
-            options=("--delay", "skewed", "--profile", profile, "--report", str(report)),
-        )
-        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-        assert json.loads(report.read_text())["hazards"] == []
-        results = json.loads(out.read_text())
-        return {name: results[case] for name, case in cases.items()}
+def pytest_runtest_protocol(item, nextitem):
+    name = card_of(item.nodeid)
+    if not name or ON_A_CARD or why_no_emulator():
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in reports_of(name, item, nextitem):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
-    def of(profile: str, name: str) -> Any:
-        add(run(profile)[name]["cells"])
-        return run(profile)[name]
 
-    return of
+def reports_of(name: str, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator:
+    """What the card says of a test; what is wrong with the card is said of the test that ran."""
+    if name in _broken:
+        yield from failed(item, _broken[name])
+        return
+    if name not in _cards:
+        ids = [each.nodeid for each in item.session.items if card_of(each.nodeid) == name]
+        _cards[name] = Card(name, ids)
+    card, config = _cards[name], item.config
+    is_last = nextitem is None or card_of(nextitem.nodeid) != name
+    try:
+        for data in card.run(item.nodeid, None if is_last else nextitem.nodeid):
+            yield config.hook.pytest_report_from_serializable(config=config, data=data)
+    except EOFError as error:
+        del _cards[name]
+        said = f"the process on the card ended: {error} {card.close()}"
+        if not card.has_reported:
+            _broken[name] = said
+        yield from failed(item, said)
+        return
+    if is_last and (said := _cards.pop(name).close()):
+        yield from failed(item, said)
+
+
+def failed(item: pytest.Item, why: str) -> Iterator[pytest.TestReport]:
+    for when, outcome in (("call", "failed"), ("teardown", "passed")):
+        of_item = item.nodeid, item.location, dict.fromkeys(item.keywords, 1)
+        yield pytest.TestReport(*of_item, outcome, why if outcome == "failed" else None, when)
+
+
+def pytest_sessionfinish():
+    """After ``-x`` some cards may still be there."""
+    while _cards:
+        _cards.popitem()[1].close()

@@ -18,13 +18,10 @@ LEFT_OUT = {
 keys with a rotated part in bfloat16. Start-up refuses others where it is asked to
 (``"kernel_rules": "documented"``). On 8.5 see `REFUSED_MODELS`; gated delta nets begin with 9.1."""
 
+NO_STATES = "no aclnnChunkGatedDeltaRule"
 REFUSED_MODELS = {
-    "8.5": {"GLM-4.7-Flash": "projected heads of 128"},
+    "8.5": {"GLM-4.7-Flash": "projected heads of 128"}
+    | dict.fromkeys(("Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE"), NO_STATES),
 }
-"""Models with latent attention that start-up refuses, and what it says: joined heads of 256, of
-which each has K and V of its own, have no kernel in 8.5."""
-
-
-def refused_models(profile: str) -> dict[str, str]:
-    """Models that a profile refuses, with a part of the message."""
-    return REFUSED_MODELS.get(profile, {})
+"""Models that start-up refuses by profile, and what it says: joined heads of 256, of which each has
+K and V of its own, have no kernel in 8.5; gated delta nets begin with 9.1."""

@@ -7,14 +7,11 @@ third: the head sizes and block sizes that are expected to be served, in this fi
 
 import functools
 import itertools
-import json
 
 import pytest
 import torch
 
 from ascend_emulator.operators import fused_route
-from tests.helpers.emulator import emulate, import_path
-from tests.helpers.engine import make_model
 from vllm_npu_prep.attention.families import FIA
 from vllm_npu_prep.attention.fused_releases import (
     Form,
@@ -167,55 +164,3 @@ def test_a_release_before_8_5_has_one_kernel():
     assert release_of("8.2.RC1") is None
     assert release_of("") is release_of("9.1.0") is release_of("10.0")
     assert FIA.max_head_size == 256, "no release takes more without latent attention"
-
-
-SHARED_PREFIX = """
-import json
-import sys
-from tests.helpers.engine import engine, generate, greedy, runner_of
-
-shared = [(7 * i) % 50 + 5 for i in range(300)]
-prompts = [shared + [10 + i] for i in range(6)]
-settings = {
-    "dtype": "bfloat16",
-    "block_size": 128,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 1024,
-    "num_gpu_blocks_override": 14,
-    "enable_prefix_caching": True,
-    "enforce_eager": False,
-    "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8]},
-    "additional_config": {"npu_prep": json.loads(sys.argv[2])},
-}
-if __name__ == "__main__":
-    with engine(sys.argv[1], **settings) as llm:
-        alone = [generate(llm, [prompt], greedy(4))[0] for prompt in prompts]
-        together = generate(llm, prompts, greedy(4))
-        counts = runner_of(llm).padding.counts.by_kind
-    assert together == alone, (together, alone)
-    assert counts["full graph"] >= 6, counts
-    assert any("more blocks than the cache has" in kind for kind in counts), counts
-"""
-
-
-@pytest.mark.parametrize(
-    ("profile", "heads", "options"),
-    [
-        ("docs", (64, 4, 2), {"kernel_rules": "documented"}),
-        ("8.5", (192, 2, 2), {}),  # PFA
-    ],
-    ids=["docs", "PFA of 8.5"],
-)
-def test_many_requests_that_share_a_prefix_are_served_where_their_blocks_are_limited(
-    tmp_path, profile, heads, options
-):
-    """18 blocks, shared ones counted for each of 6 requests, in a cache of 14: the card would
-    refuse the graph of 8 requests, and any one call."""
-    sizes = dict(zip(("head_dim", "num_attention_heads", "num_key_value_heads"), heads))
-    model = make_model(tmp_path / "model", **sizes)
-    script = tmp_path / "shared_prefix.py"
-    script.write_text(SHARED_PREFIX)
-    arguments = str(script), str(model), json.dumps(options)
-    result = emulate(*arguments, options=("--profile", profile), PYTHONPATH=import_path())
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -187,9 +187,7 @@ def in_a_small_cache(step: AttentionStep) -> int:
 
 
 @pytest.mark.parametrize("profile", RULES)
-def test_requests_that_share_a_prefix_are_served_in_several_calls_where_blocks_are_limited(
-    fia, profile
-):
+def test_calls_are_split_where_blocks_are_limited(fia, profile):
     """4 requests of 3 blocks each, two of which they share, in a cache of 7."""
     lengths, split = ((260, 2), (259, 1), (258, 3), (300, 1)), 0
     for heads, head_size in itertools.product(HEADS, (64, 128, 192)):

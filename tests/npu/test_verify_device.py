@@ -10,17 +10,18 @@ import sys
 
 import pytest
 
+from ascend_emulator import profiles
 from tests.helpers.emulator import emulate, why_no_emulator
 from tests.npu.only_some import LEFT_OUT
 from vllm_npu_prep.cli import main
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
-PROFILES = ("9.1", "8.5", "docs")
 COMMAND = ("-m", "vllm_npu_prep.cli", "verify-device")
 STALE = {"graph-fia-decode", "graph-fia-chunk", "graph-fia-window", "graph-atb-decode"}
 STALE |= {"graph-fia-padding", "graph-fia-sizes", "graph-atb-padding", "graph-atb-sizes"}
 """Beginnings of rows whose graphs are told other lengths before each replay."""
+TEAMS = ("hccl-gather-lists", "hccl-graph")
 
 
 def rows_of(*arguments: str, options: tuple[str, ...] = ()) -> tuple[int, dict[str, dict]]:
@@ -32,45 +33,42 @@ def rows_of(*arguments: str, options: tuple[str, ...] = ()) -> tuple[int, dict[s
     return done.returncode, {row["name"]: row for row in report["rows"]}
 
 
-@pytest.mark.parametrize("how", ["--fault stale-lengths", *map("--profile {}".format, PROFILES)])
-def test_the_command_finds_what_is_wrong_and_nothing_else(how, tmp_path):
-    """Replays with the lengths of their capture, a fault of the runtime; or no fault at all."""
+def test_graphs_that_replay_old_lengths_are_found(tmp_path):
+    """A fault of the runtime; beside it, rows that need several devices and have four."""
     page = tmp_path / "page.md"
-    is_wrong = "stale-lengths" in how
-    some = ("--only", "graph", "--only", "fia-decode") if is_wrong else ()
-    code, rows = rows_of("--markdown", str(page), *some, options=tuple(how.split()))
-    wrong = {name for name in rows if is_wrong and name.startswith(tuple(STALE))}
+    only = [word for name in ("graph", "fia-decode", *TEAMS) for word in ("--only", name)]
+    options = ("--fault", "stale-lengths", "--devices", "4", "--hang-seconds", "60")
+    code, rows = rows_of("--markdown", str(page), *only, options=options)
+    wrong = {name for name in rows if name.startswith(tuple(STALE))}
     verdicts = {name: row["verdict"] for name, row in rows.items()}
-    teams = {name for name in rows if name.startswith("hccl-")}  # which need two devices
-    assert {verdicts[name] for name in teams} <= {"left out"}
-    verdicts |= dict.fromkeys(teams, "same")
-    left_out = {name for name in rows if verdicts[name] == "left out"} - teams
-    assert left_out == LEFT_OUT.get(how.partition(" ")[2], set())
-    verdicts |= dict.fromkeys(left_out, "same")
     assert verdicts == {name: "DIFFERS" if name in wrong else "same" for name in rows}, rows
-    assert code == int(is_wrong)
+    assert code == 1 and rows.keys() >= set(TEAMS)
     assert all("eager is right" in rows[name]["got"] for name in wrong)
-    assert f"{len(wrong)} DIFFERS" in page.read_text() if wrong else "engine-graphs" in rows
+    assert f"{len(wrong)} DIFFERS" in page.read_text()
 
 
-SOME = ("hccl-gather-lists", "hccl-graph")
+@pytest.mark.parametrize("profile", profiles.PROFILES)
+def test_nothing_is_wrong_under_any_profile(profile):
+    code, rows = rows_of(options=("--profile", profile))
+    left_out = {name for name, row in rows.items() if row["verdict"] == "left out"}
+    teams = {name for name in rows if name.startswith("hccl-")}  # which need two devices
+    assert left_out == LEFT_OUT.get(profile, set()) | teams
+    assert {row["verdict"] for name, row in rows.items() if name not in left_out} == {"same"}
+    assert code == 0 and "engine-graphs" in rows
 
 
-@pytest.mark.parametrize("names", [SOME, ("hccl",)], ids=["some", "all"])
-def test_rows_of_several_ranks_compare_collectives(names):
+def test_rows_of_several_ranks_compare_collectives():
     """Speed is told for each pair of devices, and judged by nobody."""
-    only = [word for name in names for word in ("--only", name)]
-    code, rows = rows_of(*only, options=("--devices", "4", "--hang-seconds", "60"))
-    left_out = {name for name in rows if name in ("hccl-pairs-8", "hccl-pairs-16")}
+    options = ("--devices", "4", "--hang-seconds", "60")
+    code, rows = rows_of("--only", "hccl", options=options)
+    left_out = {"hccl-pairs-8", "hccl-pairs-16"}
     for name, row in rows.items():
         assert row["verdict"] == ("left out" if name in left_out else "same"), row
-    assert code == 0 and rows.keys() >= set(SOME)
-    if names == ("hccl",):
-        assert len(rows) == 12 and len(left_out) == 2
-        assert "GB/s, latency" in rows["hccl-pairs-4"]["got"]
+    assert code == 0 and len(rows) == 12 and rows.keys() >= left_out
+    assert "GB/s, latency" in rows["hccl-pairs-4"]["got"]
 
 
-def test_a_page_that_has_no_folder_is_refused_before_any_row_runs(tmp_path, capsys):
+def test_a_page_without_a_folder_is_refused_before_any_row(tmp_path, capsys):
     assert main(["verify-device", "--markdown", str(tmp_path / "none" / "page.md")]) == 2
     told = capsys.readouterr()
     assert "there is no folder" in told.err and told.err.count("\n") == 1 and not told.out
@@ -78,12 +76,8 @@ def test_a_page_that_has_no_folder_is_refused_before_any_row_runs(tmp_path, caps
 
 def test_without_an_npu_there_is_one_line_and_exit_code_2(tmp_path):
     page = tmp_path / "page.md"
-    done = subprocess.run(
-        [sys.executable, *COMMAND, "--markdown", str(page)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, *COMMAND, "--markdown", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     (line,) = [row for row in done.stderr.splitlines() if "error" in row]
     assert "no NPU: " in line and "doctor" in line
     assert (done.returncode, done.stdout) == (2, "")

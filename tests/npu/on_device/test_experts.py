@@ -3,22 +3,16 @@
 Rows of no active expert hold NaN on this runtime, so that a result that reads one is NaN.
 """
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional
 from vllm.config import set_current_vllm_config
-from vllm.forward_context import override_forward_context, set_forward_context
+from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 
 import ascend_emulator
-from ascend_emulator import operators
-from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import (
     REPLAYED,
     engine,
@@ -29,12 +23,12 @@ from tests.helpers.engine import (
     make_model,
     runner_of,
 )
-from tests.helpers.fused import settings
+from tests.helpers.fused import settings, wrong_operator
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
 from vllm_npu_prep.inspect.expert_counts import read_expert_counts
 from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.ops import experts, fused_experts, register_fused
+from vllm_npu_prep.ops import experts, fused_experts
 from vllm_npu_prep.ops.experts import activation_of, apply_experts
 from vllm_npu_prep.ops.fused_experts import (
     OwnedExperts,
@@ -50,7 +44,10 @@ from vllm_npu_prep.verify.fused import is_right
 TOKENS, HIDDEN, INNER, EXPERTS = 23, 32, 16, 8
 SWITCHES = ("experts", "gating", "gating_softmax")
 
-register_operators()
+
+@pytest.fixture(autouse=True, scope="module")
+def operators_of_routing():
+    register_operators()
 
 
 def random_layer(seed, k=3, dtype=torch.float16, activation=MoEActivation.SILU, padding=2):
@@ -154,7 +151,7 @@ def test_results_are_those_of_torch(share, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", SHARES)
-def test_a_sum_that_knows_pairs_without_a_row_takes_a_launch_less(share, dtype, seed):
+def test_a_sum_that_knows_its_pairs_takes_a_launch_less(share, dtype, seed):
     for k in (1, 2, 3, 4, 7):
         layer = random_layer(seed, k=k, dtype=dtype)
         assert check_share(share, layer, is_final=True) == SHARES[share][1] - 1
@@ -196,7 +193,7 @@ def test_padding_without_a_weight_takes_no_launch(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_shared_experts_are_weighed_by_their_gate_as_they_are_added(dtype, seed):
+def test_shared_experts_are_weighed_as_they_are_added(dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     routed, shared = (torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype) for _ in range(2))
     gate = torch.randn(TOKENS, 1, generator=generator).to(dtype)
@@ -340,7 +337,7 @@ def test_padding_gets_no_weight_in_one_launch(dtype, more, seed):
 
 
 @pytest.mark.parametrize("case", UNFUSED)
-def test_routers_that_no_operator_computes_are_vllms_and_send_padding_nowhere(case, seed):
+def test_other_routers_are_vllms_and_send_padding_nowhere(case, seed):
     theirs = make_router(**UNFUSED[case])
     ours = fused_router(theirs, SWITCHES)
     assert not isinstance(ours, SoftmaxRouter | GatingRouter)
@@ -379,115 +376,6 @@ def test_padding_of_replayed_graphs_reaches_no_expert(tmp_path, seed):
         if step.settings.num_input_tokens > scheduled:
             padded.add(step.settings.kind)
     assert REPLAYED[mode] <= padded, "steps of both kinds of graphs had padding"
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """One rank's process groups, which layers of vLLM ask for; an engine has made them."""
-    model = make_model(tmp_path_factory.mktemp("ranks"), "Mixtral", **MIXTURES["Mixtral"])
-    with engine(model, **settings()) as llm:
-        yield llm
-
-
-def test_a_layer_is_seven_launches_with_its_gate_and_router(ranks):
-    """Mixtral; other families: `test_expert_budgets`."""
-    name = "model.layers.1.block_sparse_moe"
-    counted = ModuleCounts(runner_of(ranks).get_model(), [name])
-    generate(ranks, [[5, 6, 7], [8], [9, 10]], greedy(3))
-    assert counted.counts[name] == {"launches": 7}, "no copies and no syncs"
-
-
-DEEPSEEK = {
-    "DeepseekV2": {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
-    "DeepseekV3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
-}
-OF_DEEPSEEK = {
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 3,
-    "n_group": 3,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "hidden_size": 64,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
-}
-
-
-@pytest.mark.parametrize("family", DEEPSEEK)
-def test_the_experts_of_deepseek_are_those_of_transformers(ranks, tmp_path, family, seed):
-    """Layers alone, with and without padding; with their attention: `tests.npu.test_latent`."""
-    import transformers
-
-    given = {**OF_DEEPSEEK, **DEEPSEEK[family]}
-    config = getattr(transformers, f"{family}Config")(**given)
-    for name, value in given.items():  # what the class doesn't know, vLLM reads
-        setattr(config, name, value)
-    torch.manual_seed(seed)
-    reference = _moe_of(family)(config).eval()
-    with torch.no_grad():
-        for tensor in (*reference.parameters(), *reference.buffers()):
-            tensor.normal_(std=0.3)
-    vllm_config = engine_config(make_model(tmp_path), **settings())
-    register_fused(vllm_config, print)
-    torch.set_default_dtype(torch.float16)
-    try:
-        with set_current_vllm_config(vllm_config), torch.device("npu"):
-            layer = DeepseekV2MoE(config, vllm_config.parallel_config, prefix="layers.1.mlp")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    _load(layer, reference)
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(seed))
-    for padding in (None, (torch.arange(9) > 6).npu()):
-        with set_forward_context(None, vllm_config, is_padding=padding), torch.inference_mode():
-            got = layer(x.half().npu()).cpu()
-        with torch.no_grad():
-            expected = reference(x[None])[0]
-            if padding is not None:
-                expected[7:] = reference.shared_experts(x[7:])
-        assert_near(got, expected, 0.03)
-
-
-def _moe_of(family):
-    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
-
-    return {"DeepseekV2": v2.DeepseekV2Moe, "DeepseekV3": v3.DeepseekV3MoE}[family]
-
-
-def _load(layer, reference):
-    """Weights of transformers' layer into vLLM's."""
-    routed, shared = layer.experts.routed_experts, reference.shared_experts
-    gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
-    pairs = [
-        (layer.gate.weight, reference.gate.weight),
-        (routed.w13_weight, reference.experts.gate_up_proj),
-        (routed.w2_weight, reference.experts.down_proj),
-        (layer.shared_experts.gate_up_proj.weight, gate_up),
-        (layer.shared_experts.down_proj.weight, shared.down_proj.weight),
-    ]
-    if layer.gate.e_score_correction_bias is not None:
-        bias = reference.gate.e_score_correction_bias
-        pairs.append((layer.gate.e_score_correction_bias, bias))
-    for ours, theirs in pairs:
-        ours.data.copy_(theirs.data.to(ours.dtype))
-    routed.quant_method.process_weights_after_loading(routed)
-    runner = layer.experts
-    assert isinstance(runner, MoERunner)
-    runner.router = fused_router(runner.router, SWITCHES)
-    assert isinstance(runner.router, GatingRouter)
-
-
-@contextlib.contextmanager
-def wrong_operator(name, wrong):
-    (right,) = [r for r in operators.REFERENCES if r.name == f"npu::{name}"]
-    ascend_emulator.register_reference(
-        right.name, wrong(right.function), contiguous=right.contiguous
-    )
-    try:
-        yield
-    finally:
-        ascend_emulator.register_reference(right.name, right.function, contiguous=right.contiguous)
 
 
 def group_list_off_by_one(right):
@@ -626,25 +514,10 @@ def test_a_wrong_operator_is_found_at_start_up(bug):
     assert is_right(switch, torch.float16, torch.Tensor.npu, lines.append)
 
 
-def test_rows_that_kernels_cut_or_add_in_float16_are_not_finalised():
+def test_what_kernels_cut_or_add_in_float16_is_not_finalised():
     assert can_finalize(torch.bfloat16, 7168) and can_finalize(torch.float32, 8192)
     assert not can_finalize(torch.float16, 7168)
     assert not can_finalize(torch.bfloat16, 8208)
-
-
-def exchanged_halves(layer):
-    """As a wrong order of the halves in which weights are loaded."""
-    x, w13, w2, weights, ids = layer
-    return x, torch.cat(w13.chunk(2, 1)[::-1], 1), w2, weights, ids
-
-
-def test_these_tests_tell_gate_from_up_and_one_order_of_weights_from_the_other(seed):
-    layer = random_layer(seed)
-    right = in_torch(layer)
-    for other in (exchanged_halves(layer), (*layer[:3], layer[3].flip(1), layer[4])):
-        with pytest.raises(AssertionError):
-            assert_near(in_torch(other), right)
-    assert functional.cosine_similarity(right.flatten(), right.flatten(), 0) > 0.99
 
 
 def test_graphs_without_grouped_products_are_refused(tmp_path):

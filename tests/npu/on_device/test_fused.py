@@ -1,6 +1,5 @@
 """Fused operators: how many launches are left, and that the results are those of vLLM's code."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 import ascend_emulator
-from ascend_emulator import operators, profiles
+from ascend_emulator import profiles
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import (
     engine,
@@ -24,7 +23,7 @@ from tests.helpers.engine import (
     make_model,
     runner_of,
 )
-from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings
+from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings, wrong_operator
 from vllm_npu_prep.attention.fused_releases import version_of
 from vllm_npu_prep.ops import fused_rotary, fused_vision, register_fused, register_overrides
 from vllm_npu_prep.ops.fused import OPERATORS
@@ -301,7 +300,7 @@ def test_activations(configs, make, seed):
 @pytest.mark.parametrize(
     ("profile", "k", "launches"), [("9.1", 1500, 1), ("8.5", 1500, None), ("8.5", 1024, 1)]
 )
-def test_a_k_that_a_release_does_not_take_is_applied_by_torch(profile, k, launches, seed):
+def test_a_k_that_a_release_does_not_take_is_left_to_torch(profile, k, launches, seed):
     """Known from the host's batch: nothing is read back, and nothing is given to the kernel."""
     release = profiles.find(profile).release
     limits = largest_k_of(version_of(release), documented=False)
@@ -339,23 +338,6 @@ def test_drafts_are_limited_by_the_operator_too(seed):
         assert c.syncs == 0
     assert torch.equal(*results)
     assert launches[0] == 16 < launches[1]
-
-
-def planted(name, wrong):
-    """A reference that gets one thing wrong, until the context ends."""
-
-    @contextlib.contextmanager
-    def plant():
-        (right,) = [r for r in operators.REFERENCES if r.name == f"npu::{name}"]
-        ascend_emulator.register_reference(right.name, wrong(right.function))
-        try:
-            yield
-        finally:
-            ascend_emulator.register_reference(
-                right.name, right.function, contiguous=right.contiguous
-            )
-
-    return plant()
 
 
 def halves_swapped(right):
@@ -435,7 +417,7 @@ def differing(dtype, lines):
 def test_an_operator_that_computes_wrongly_is_switched_off(configs, bug):
     name, wrong, switches = PLANTED[bug]
     lines = []
-    with planted(name, wrong):
+    with wrong_operator(name, wrong):
         found = differing(torch.float16, lines)
     assert found == switches
     assert len(lines) == len(found)

@@ -9,15 +9,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-import torch_npu
 
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
 from tests.helpers.traffic import traffic
-from vllm_npu_prep.attention.kernels.fia import FiaKernels
 from vllm_npu_prep.graph import GraphCall, OutOfStreamsError
-from vllm_npu_prep.graph.npu import NPUGraphPool
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "80"))
@@ -59,10 +56,18 @@ def test_long_mixed_traffic_equals_eager(model, seed):
     assert counts["piecewise graphs"] > STEPS // 10
 
 
+@pytest.fixture
+def fia():
+    """The kernels' class, which needs torch_npu."""
+    from vllm_npu_prep.attention.kernels.fia import FiaKernels
+
+    return FiaKernels
+
+
 @contextmanager
 def streams_left(number: int) -> Iterator[None]:
     """Spend all streams of the device but this many."""
-    torch_npu.npu.Stream()  # torch_npu makes all of its own at once
+    torch.npu.Stream()  # torch_npu makes all of its own at once
     acl, left, spent = ctypes.CDLL("libascendcl.so"), ctypes.c_uint32(), []
     while acl.aclrtGetStreamAvailableNum(ctypes.byref(left)) == 0 and left.value > number:
         spent.append(ctypes.c_void_p())
@@ -95,39 +100,39 @@ def test_graphs_that_streams_do_not_suffice_for_are_given_up(model, monkeypatch)
     assert counts["full graph"] > 0 and counts["piecewise graphs"] > 0
 
 
-def test_a_capture_that_forks_is_not_begun_without_streams_for_it():
+def test_a_capture_that_forks_begins_with_streams_for_it():
     """Communication forks a capture. torch_npu would not survive a fork that gets no stream."""
-    x, side = torch.ones(2, device="npu"), torch_npu.npu.Stream()
-    torch_npu.npu.synchronize()  # `x` is there for every stream
+    from vllm_npu_prep.graph.npu import NPUGraphPool
+
+    x, side = torch.ones(2, device="npu"), torch.npu.Stream()
+    torch.npu.synchronize()  # `x` is there for every stream
 
     def forked():
-        here = torch_npu.npu.current_stream()
+        here = torch.npu.current_stream()
         side.wait_stream(here)
-        with torch_npu.npu.stream(side):
+        with torch.npu.stream(side):
             y = x * 2
         here.wait_stream(side)
         return y + 1
 
     pool, capture_stream = (
-        NPUGraphPool(torch_npu.npu.graph_pool_handle(), 2),
-        torch_npu.npu.Stream(),
+        NPUGraphPool(torch.npu.graph_pool_handle(), 2),
+        torch.npu.Stream(),
     )
     for left in (1, 2):
         graph = pool.new_graph()
-        with streams_left(left), torch_npu.npu.stream(capture_stream):
+        with streams_left(left), torch.npu.stream(capture_stream):
             if left == 1:
                 with pytest.raises(OutOfStreamsError, match=r"1 left on the device, .* take 2"):
                     graph.capture(GraphCall(forked, (), {}))
             else:
                 outputs = graph.capture(GraphCall(forked, (), {}))
                 graph.replay(GraphCall(forked, (), {}))
-    torch_npu.npu.synchronize()
+    torch.npu.synchronize()
     assert outputs.tolist() == [3, 3]
 
 
-def test_graphs_whose_memory_cannot_be_measured_for_want_of_streams_do_not_end_the_start(
-    model, monkeypatch
-):
+def test_graphs_that_streams_do_not_suffice_to_measure(model, monkeypatch):
     lines = record_logs(monkeypatch)
     sized = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
     with (
@@ -142,7 +147,7 @@ def test_graphs_whose_memory_cannot_be_measured_for_want_of_streams_do_not_end_t
     assert counts["full graph"] > 0
 
 
-def test_a_decode_graph_writes_no_live_block_however_many_requests_are_padding(model, seed):
+def test_padding_of_a_decode_graph_writes_no_live_block(model, seed):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, 4 + index).tolist() for index in range(8)]
     with engine(model, dtype="float16", max_num_seqs=8, **graphs("FULL_DECODE_ONLY", 8)) as llm:
@@ -153,7 +158,19 @@ def test_a_decode_graph_writes_no_live_block_however_many_requests_are_padding(m
     assert watch.padding_seen == set(range(8))
 
 
-def calls_per_replay(model, seed: int, monkeypatch) -> Counter:
+def test_graphs_are_captured_with_a_task_queue_of_level_1(model):
+    """No graph can be captured with level 2, which a user may have asked for."""
+    torch.npu.set_task_queue_enable(2)
+    try:
+        with engine(model, dtype="float16", **graphs("FULL_DECODE_ONLY", 1)) as llm:
+            generate(llm, [[5, 6, 7]], greedy(3))
+            assert runner_of(llm).padding.counts.by_kind["full graph"] > 0
+        assert torch.npu.get_task_queue_enable() == 1
+    finally:
+        torch.npu.set_task_queue_enable(1)
+
+
+def calls_per_replay(model, seed: int, monkeypatch, fia) -> Counter:
     """Calls that the last replayed decode step makes for its graph."""
     counts: Counter = Counter()
 
@@ -166,12 +183,12 @@ def calls_per_replay(model, seed: int, monkeypatch) -> Counter:
 
         monkeypatch.setattr(owner, name, counted)
 
-    npu = torch_npu.npu
+    npu = torch.npu
     for owner, name in (
         (npu.NPUGraph, "replay"),
         (npu, "graph_task_update_begin"),
         (npu, "graph_task_update_end"),
-        (FiaKernels, "attend"),
+        (fia, "attend"),
         (npu.ExternalEvent, "record"),
         (npu, "synchronize"),
         (npu.Stream, "synchronize"),
@@ -199,10 +216,10 @@ def calls_per_replay(model, seed: int, monkeypatch) -> Counter:
     return seen[-1]
 
 
-def test_a_replay_costs_three_calls_a_layer_and_hardly_any_events(tmp_path, seed, monkeypatch):
+def test_a_replay_costs_three_calls_a_layer(tmp_path, seed, monkeypatch, fia):
     layers = 6
     model = make_model(tmp_path / "model", num_hidden_layers=layers)
-    assert calls_per_replay(model, seed, monkeypatch) == {
+    assert calls_per_replay(model, seed, monkeypatch, fia) == {
         "replay": 1,
         "graph_task_update_begin": layers,
         "attend": layers,
@@ -211,12 +228,10 @@ def test_a_replay_costs_three_calls_a_layer_and_hardly_any_events(tmp_path, seed
     }
 
 
-def test_a_step_that_fails_while_its_replay_waits_does_not_hang_the_device(
-    tmp_path, seed, monkeypatch
-):
-    """The graph was launched before its second layer failed to be told its lengths."""
+def test_a_step_that_fails_while_its_replay_waits(tmp_path, seed, monkeypatch, fia):
+    """The device does not hang: a graph was launched when its second layer failed to be told."""
     model = make_model(tmp_path / "model", num_hidden_layers=2)
-    attend, told = FiaKernels.attend, []
+    attend, told = fia.attend, []
 
     def planted(self, *args):
         metadata = args[4]
@@ -226,7 +241,7 @@ def test_a_step_that_fails_while_its_replay_waits_does_not_hang_the_device(
         return attend(self, *args)
 
     with engine(model, dtype="float16", **graphs("FULL_DECODE_ONLY", 1)) as llm:
-        monkeypatch.setattr(FiaKernels, "attend", planted)
+        monkeypatch.setattr(fia, "attend", planted)
         with pytest.raises(ValueError, match="planted"):
             generate(llm, [[5, 6, 7]], greedy(3))
-        torch_npu.npu.synchronize()  # fails if an external event was never recorded
+        torch.npu.synchronize()  # fails if an external event was never recorded

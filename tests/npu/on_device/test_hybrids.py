@@ -1,32 +1,43 @@
-"""Gated delta nets on the device: launches of a layer, and what a step's preparation takes."""
+"""Gated delta nets on the device: launches, states that move, drafts, images."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import get_forward_context
 
 from tests.helpers.counting import ModuleCounts, PreparationCounts
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import forget_layers, settings
+from tests.helpers.huggingface import logits_of
 from tests.helpers.hybrids import EXPERTS, ON_NPUS, make_model_that_sees
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
-from tests.helpers.step_logits import greedy_steps
+from tests.helpers.step_logits import close_calls, greedy_steps
 from tests.helpers.v2 import RUNNERS, engine_of
-from tests.helpers.vision import Reference, chat, make_image, make_video, serve, tokens_of, watch
+from tests.helpers.vision import Reference, serve, tokens_of, watch
+from tests.helpers.watch import count_verified, record_cached
 from tests.npu.close_calls import CLOSE
+from tests.npu.on_device.test_multimodal import requests_of
 
 LINEAR = "model.layers.0.linear_attn"
-OF_DECODES = {"launches": 28, "hidden_copies": 3}
+OF_DECODES = {
+    "Qwen3_5": {"launches": 28, "hidden_copies": 3},
+    "Qwen3Next": {"launches": 33, "hidden_copies": 1},
+}
 """Of a layer of linear attention in a step of decodes, projections and norm included. Qwen3.5's
-queries, keys and values, and its gate, are slices of one projection."""
+queries, keys and values, and its gate, are slices of one projection; Qwen3-Next's interleaves
+heads."""
+OF_128 = {**ON_NPUS, "head_dim": 256}
+"""A state fills the K of 128 tokens."""
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Qwen3.5 whose states fill the K of 128 tokens."""
-    sizes = {**ON_NPUS, "head_dim": 256, "spread": 0.1, "embedding_scale": 20}
+    sizes = {**OF_128, "spread": 0.1, "embedding_scale": 20}
     return make_model(tmp_path_factory.mktemp("hybrid") / "model", "Qwen3_5", **sizes)
 
 
@@ -35,14 +46,16 @@ def builders_of(runner: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("runner_name", RUNNERS)
-def test_a_layer_of_decodes_stays_within_its_budget(model, runner_name):
+@pytest.mark.parametrize("family", OF_DECODES)
+def test_a_layer_of_decodes_stays_within_its_budget(model, tmp_path, family, runner_name):
     """In the last step, three requests decode: one call of each operator for all of them."""
+    if family == "Qwen3Next":
+        model = make_model(tmp_path, family, **OF_128, **EXPERTS)
     forget_layers()
     with engine_of(runner_name, model, **settings("bfloat16")) as llm:
         counted = ModuleCounts(runner_of(llm).get_model(), [LINEAR])
         generate(llm, [[5, 6, 7], [8, 4], [9, 10]], greedy(3))
-    print(counted.counts)
-    assert counted.counts[LINEAR] == OF_DECODES, "no other copies and no syncs"
+    assert counted.counts[LINEAR] == OF_DECODES[family], "no other copies and no syncs"
 
 
 MOST_TO_PREPARE = {"V1": 2, "V2": 3}
@@ -124,14 +137,7 @@ def test_images_and_videos_beside_text(tmp_path, seed):
     rope |= {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
     sizes |= {"rope_parameters": rope, "initializer_range": 0.1}
     folder = make_model_that_sees(tmp_path / "model", **sizes)
-    first, question = make_image(seed), "What is a slot mapping?"
-    requests = [
-        chat(first, question),
-        chat(question),
-        chat(make_image(seed + 1, 90, 60), " or ", first, question),
-        chat(make_video(seed), question),
-    ]
-    reference = Reference(folder)
+    requests, reference = requests_of(seed), Reference(folder)
     answers = reference.answers(requests, 12)
     how = settings("bfloat16") | graphs("FULL_AND_PIECEWISE", 4, 16, 32)
     how |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 32}
@@ -151,3 +157,92 @@ def test_images_and_videos_beside_text(tmp_path, seed):
             parted += 1
     print(f"{parted} of {len(requests)} part")
     assert parted <= 2, "noise leaves a random model in doubt more often than text"
+
+
+OF_DRAFTS = {"Qwen3Next": (43, 5), "Qwen3_5": (38, 7)}
+"""Launches of a layer of linear attention in a step in which each request has a token and three
+drafts, however many requests there are, projections and norm included; and most strided inputs that
+operators copy."""
+OF_OTHER_DRAFTS = {"Qwen3Next": (36, 8, 4), "Qwen3_5": (31, 8, 8)}
+"""Where requests have different numbers of drafts: launches, those of each request, and copies."""
+
+
+@pytest.mark.parametrize("runner_name", RUNNERS)
+@pytest.mark.parametrize("family", OF_DRAFTS)
+def test_a_layer_of_drafts_stays_within_its_budget(tmp_path, family, runner_name):
+    """In each step of decodes; those near the end of the context have fewer drafts."""
+    sizes = {**OF_128, **(EXPERTS if family == "Qwen3Next" else {})}
+    model, _ = make_mtp_model(tmp_path, family, **sizes)
+    forget_layers()
+    uniform, ragged = [], []
+    how = settings("bfloat16") | DRAFTS
+    with engine_of(runner_name, model, max_model_len=64, **how) as llm:
+        layer = runner_of(llm).get_model().get_submodule(LINEAR)
+        counted = ModuleCounts(runner_of(llm).get_model(), [LINEAR])
+
+        def note(*args: Any) -> None:
+            metadata = (get_forward_context().attn_metadata or {}).get(layer.prefix)
+            if metadata is not None and metadata.num_prefills == 0:
+                kind = uniform if metadata.uniform_decode_len else ragged
+                kind.append((metadata.decode_lens, counted.counts[LINEAR]))
+
+        layer.register_forward_hook(note)
+        generate(llm, prompts_of(5, [20, 35, 37]), greedy(64))
+    print(family, [counts for _, counts in uniform], ragged)
+    assert {len(lens) for lens, _ in ragged} >= {2, 3}
+    launches, copies = OF_DRAFTS[family]
+    full = [counts for lens, counts in uniform if lens == [4, 4, 4]]
+    assert len(full) > 5 and {counts["launches"] for counts in full} == {launches}
+    assert max(counts.get("hidden_copies", 0) for _, counts in uniform) == copies
+    launches, each, copies = OF_OTHER_DRAFTS[family]
+    for lens, counts in ragged:
+        assert counts["launches"] == launches + each * len(lens)
+    assert max(counts["hidden_copies"] for _, counts in ragged) == copies
+    for _, counts in uniform + ragged:
+        assert set(counts) <= {"launches", "hidden_copies"}, "no other copies and no syncs"
+
+
+def test_a_graph_for_more_drafts_than_states_is_replayed(tmp_path):
+    """The operator takes as many tokens as there are states: a graph has several of its calls.
+
+    Requests that run have states of their own, so later calls are of padding alone.
+    """
+    model, _ = make_mtp_model(tmp_path, "Qwen3_5", **OF_128)
+    forget_layers()
+    how = settings("bfloat16", check="full") | graphs("FULL_DECODE_ONLY", 16) | DRAFTS
+    how |= {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 14}
+    with engine(model, **how) as llm:
+        generate(llm, prompts_of(5, [9, 7]), greedy(20))
+        assert runner_of(llm).padding.counts.by_kind["full graph"] > 3
+
+
+def test_drafts_that_end_a_block_leave_its_state_there(tmp_path):
+    """Where longer prompts find it; the full check follows all states.
+
+    Without the prefix cache no state is at the end of a block, and none has to be moved for that.
+    With drafts, vLLM takes one block less than a prompt shares: of two, the first.
+    """
+    model, _ = make_mtp_model(tmp_path, "Qwen3_5", **OF_128)
+    prompts = prompts_of(5, [122, 125])
+    tokens, again, moved, longer = {}, {}, {}, []
+    for keeps in (True, False):
+        forget_layers()
+        how = settings("bfloat16", check="full") | graphs("FULL_AND_PIECEWISE", 4, 8) | DRAFTS
+        how |= {"max_num_batched_tokens": 512, "max_model_len": 384, "max_num_seqs": 2}
+        how |= {"prefix_cache_retention_interval": None}  # states of decodes, too
+        with engine(model, enable_prefix_caching=keeps, **how) as llm:
+            verified, cached = count_verified(llm), record_cached(llm)
+            tokens[keeps] = generate(llm, prompts, greedy(145))
+            moved[keeps] = [builder.num_moved for builder in builders_of(runner_of(llm))]
+            longer = longer or [p + t[:140] for p, t in zip(prompts, tokens[keeps])]
+            cached.clear()
+            again[keeps] = generate(llm, longer, greedy(8))
+            kinds = Counter(runner_of(llm).padding.counts.by_kind)
+        print(keeps, dict(verified), cached, moved[keeps], dict(kinds))
+        assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
+        assert kinds["full graph"] > 30
+        assert max(cached) == (128 if keeps else 0)
+    assert tokens[True] == tokens[False]
+    assert min(moved[True]) >= len(prompts) and max(moved[False]) == 0
+    parted = close_calls(logits_of(model), longer, again[True], again[False], CLOSE)
+    assert parted <= 1, "chunks round states elsewhere"

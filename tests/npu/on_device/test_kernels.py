@@ -15,7 +15,11 @@ from tests.helpers.kernels import (
 )
 from vllm_npu_prep.ops import register_overrides
 
-register_overrides("replace")
+
+@pytest.fixture(autouse=True, scope="module")
+def overrides():
+    register_overrides("replace")
+
 
 DRAFTS, EQUAL = [3, 0, 1, 4, 2], [3, 3, 3]
 LAUNCHES = {
@@ -43,7 +47,7 @@ HIDDEN_COPIES = {"a draft step": 1, "a draft step in place": 1, "padded next tok
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_kernel_writes_what_it_does_on_the_cpu_and_reads_nothing_back(name, seed):
+def test_a_kernel_is_the_cpus_and_reads_nothing_back(name, seed):
     most_launches, make = LAUNCHES[name]
     for each in range(seed, seed + 3):
         launch = make(each)

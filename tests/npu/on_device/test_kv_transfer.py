@@ -1,11 +1,10 @@
-"""KV connectors on the device: one engine computes prompts, another one decodes them afterwards.
+"""KV connectors on the device: one engine computes prompts, another one decodes them afterwards."""
 
-`tests.npu.two_cards` has both at once, with `fia`.
-"""
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from tests.conftest import SEED
 from tests.engine.test_kv_transfer import LENGTHS, connected, count_tokens
@@ -25,10 +24,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_engine_computes_prompts_and_another_decodes_them(tmp_path, name):
+def test_one_engine_computes_prompts_and_another_decodes_them(tmp_path, name, monkeypatch):
     """Its tokens are those of the first engine, from the prefix cache where blocks were loaded.
 
-    Negated files change those of prompts with whole blocks.
+    No file is seen before it is whole. Negated files change tokens of prompts with whole blocks.
     """
     family, config, dtype = CASES[name]
     model, prompts = make_model(tmp_path / "model", family, **config), prompts_of(SEED, LENGTHS)
@@ -42,11 +41,18 @@ def test_one_engine_computes_prompts_and_another_decodes_them(tmp_path, name):
         given["kv_transfer_config"]["kv_role"] = name
         return given
 
+    def half_first(tensors, path):
+        Path(path).write_bytes(save(tensors)[:99])
+        seen.append([load_file(file) for file in folder.glob("*/*.safetensors")])
+        save_file(tensors, path)
+
+    seen = []
+    monkeypatch.setattr("vllm_npu_prep.attention.kv_transfer.save_file", half_first)
     with engine(model, **role("kv_producer")) as llm:
         assert str(runner_of(llm).device) == "npu:0"
         _, expected = (generate(llm, prompts, greedy(20)) for _ in range(2))
     files = sorted(folder.glob("*/*.safetensors"))
-    assert len(files) == 2 * len(LENGTHS)
+    assert len(files) == 2 * len(LENGTHS) == len(seen)
     assert all(torch.isfinite(load_file(file)["kv_cache"]).all() for file in files)
     pieces = graphs("PIECEWISE", 1, 4, 8)
     with engine(model, **role("kv_consumer"), **pieces, async_scheduling=True) as llm:

@@ -18,6 +18,16 @@ LAYER_OF_TOWER = {"qwen2_5_vl": 12, "qwen3_vl": 13}
 take 102 and 83 for a video of three frames, and read its lengths back from the device."""
 
 
+def requests_of(seed):
+    first, question = make_image(seed), "What is a slot mapping?"
+    return [
+        chat(first, question),
+        chat(question),
+        chat(make_image(seed + 1, 90, 60), " or ", first, question),
+        chat(make_video(seed), question),
+    ]
+
+
 def count_layer(runner):
     """What a layer of the tower asks of the device: one dict of counts a call."""
     counts, model = [], runner.get_model()
@@ -44,13 +54,7 @@ def count_layer(runner):
     ],
 )
 def test_images_and_videos_beside_text(vision_models, seed, name, attention, mode):
-    first, question = make_image(seed), "What is a slot mapping?"
-    requests = [
-        chat(first, question),
-        chat(question),
-        chat(make_image(seed + 1, 90, 60), " or ", first, question),
-        chat(make_video(seed), question),
-    ]
+    requests = requests_of(seed)
     answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
     with engine(
         vision_models / name,
@@ -103,13 +107,7 @@ def test_images_and_videos_beside_text(vision_models, seed, name, attention, mod
 @pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "FULL_AND_PIECEWISE")])
 def test_v2_sees_on_the_device(vision_models, seed, name, mode):
     """The same tokens; steps with images are in graphs, too, since all read embeddings."""
-    first, question = make_image(seed), "What is a slot mapping?"
-    requests = [
-        chat(first, question),
-        chat(question),
-        chat(make_image(seed + 1, 90, 60), " or ", first, question),
-        chat(make_video(seed), question),
-    ]
+    requests = requests_of(seed)
     answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
     with engine_of(
         "V2",

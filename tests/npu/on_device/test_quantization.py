@@ -153,7 +153,7 @@ def test_latent_layers(tmp_path, seed):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_latent_layers_whose_queries_are_projected_at_once(tmp_path, seed, static):
+def test_latent_layers_that_project_queries_at_once(tmp_path, seed, static):
     """As DeepSeek V2 Lite's: two projections read the layer's input. One is left in float."""
     config = {**LATENT_ON_NPUS, "q_lora_rank": None, "first_k_dense_replace": 2}
     model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
@@ -174,7 +174,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dense_layer_takes_two_launches_more_than_a_float_one(tmp_path, seed, family):
+def test_a_dense_layer_takes_two_launches_more(tmp_path, seed, family):
     """Layer 1 is dense; GLM-4.5's is its second of three, of which the last has experts."""
     dtype, config = FAMILIES[family]
     model = make_model(tmp_path / "float", family, **MODEL, **config)
@@ -184,7 +184,7 @@ def test_a_dense_layer_takes_two_launches_more_than_a_float_one(tmp_path, seed, 
     assert launches["int8"] <= launches["float"] + 2
 
 
-def test_gemmas_norms_multiply_by_one_plus_weight_in_float32(tmp_path, seed):
+def test_gemmas_norms_multiply_in_float32(tmp_path, seed):
     """bfloat16 does not hold these factors: scales of rows would be off by up to 0.4 %."""
     model = make_model(tmp_path / "float", "Gemma3", **MODEL)
     change_tensors(model, draw_norms)

@@ -1,18 +1,21 @@
 """Sleep mode on a device: physical memory is given back, and graphs find everything again."""
 
+from typing import Any
+
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
 from tests.conftest import SEED
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.fused import forget_layers
+from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mtp import make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
 from tests.helpers.v2 import RUNNERS, engine_of
-from vllm_npu_prep.device import host_bytes, npu_regions
-from vllm_npu_prep.device.npu import NPUDevice
+from vllm_npu_prep.device import host_bytes, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
 
@@ -36,7 +39,7 @@ def hold_all_but(nbytes):
     return held
 
 
-def test_an_engine_with_graphs_sleeps_and_gives_the_same_tokens(tmp_path):
+def test_an_engine_with_graphs_sleeps(tmp_path):
     """Both levels; new weights at the addresses that graphs read; a wake-up without memory."""
     prompts = prompts_of(SEED, LENGTHS)
     model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
@@ -74,75 +77,57 @@ def test_an_engine_with_graphs_sleeps_and_gives_the_same_tokens(tmp_path):
     assert new != expected
 
 
-def read_new_weights(tmp_path, config, sleeps=False):
-    """Check that graphs compute with the weights that are loaded last."""
-    prompts, config = prompts_of(SEED, LENGTHS), {**LATENT_ON_NPUS, "q_lora_rank": 96, **config}
-    old, new = (make_model(tmp_path / str(s), "DeepseekV3", seed=s, **config) for s in (0, 1))
-    settings = {"dtype": "bfloat16", **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8)}
-    with engine(new, **settings) as llm:
-        expected = generate(llm, prompts, greedy(20))
-    with engine(old, enable_sleep_mode=sleeps, **settings) as llm:
-        assert generate(llm, prompts, greedy(20)) != expected
-        if sleeps:
-            llm.sleep(level=2)
-            llm.wake_up(tags=["weights"])
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
-        if sleeps:
-            llm.wake_up(tags=["kv_cache"])
-        assert llm.reset_prefix_cache()
-        assert generate(llm, prompts, greedy(20)) == expected
-        gates = [m for m in runner_of(llm).get_model().modules() if isinstance(m, GateLinear)]
-        assert all(gate.weight.dtype == torch.float32 for gate in gates)
-        return len(gates)
-
-
-def test_latent_attention_reads_new_weights_in_graphs(tmp_path):
-    """What it absorbed of the old ones lies at the addresses that graphs read."""
-    read_new_weights(tmp_path, {})
-
-
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_routers_that_became_float32_read_new_weights_in_graphs(tmp_path, sleeps):
-    """Files have them in 16 bits."""
-    assert read_new_weights(tmp_path, V3_EXPERTS_ON_NPUS, sleeps), "some layers have a router"
-
-
-INT8 = {  # family, config, how it is quantised
-    "static norms": ("Qwen3", {}, ("modelslim", True)),
-    "dynamic norms, experts": ("Qwen3Moe", MIXTURE, ("modelslim", False)),
-    "parts of latent projections": (
-        "DeepseekV3",
-        {**LATENT_ON_NPUS, "q_lora_rank": 96},
-        ("compressed-tensors", False),
-    ),
+LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
+STATES = {**ON_NPUS, "head_dim": 256}
+LAYERS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
+    "latent": ("DeepseekV3", LOW_RANK, ()),
+    "routers in float32": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, ()),
+    "states": ("Qwen3_5", STATES, ()),
+    "int8, static norms": ("Qwen3", {}, ("modelslim", True)),
+    "int8, dynamic norms, experts": ("Qwen3Moe", MIXTURE, ("modelslim", False)),
+    "int8, parts of latent projections": ("DeepseekV3", LOW_RANK, ("compressed-tensors", False)),
 }
+"""Family, config, and how it is quantised, of layers that keep what they derived of weights."""
 
 
-@pytest.mark.parametrize("name", INT8)
-def test_int8_layers_read_new_weights_in_graphs(name, tmp_path):
-    """What norms and activations round by, scales of experts, the order of parts: all anew."""
-    family, config, how = INT8[name]
-    prompts = prompts_of(SEED, LENGTHS)
-    folders = []
+@pytest.mark.parametrize("runner_name", RUNNERS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_new_weights_are_read_in_graphs(tmp_path, name, runner_name):
+    """What was derived of the old ones is made anew at the addresses that graphs read: what latent
+    attention absorbed, routers of which files have 16 bits, decays and taps, scales.
+    """
+    family, config, how = LAYERS[name]
+    prompts, folders = prompts_of(SEED, LENGTHS), []
     for seed in (0, 1):
-        model = make_model(tmp_path / f"float {seed}", family, seed=seed, spread=0.1, **config)
-        folders.append(tmp_path / f"int8 {seed}")
-        QUANTIZE(model, folders[-1], *how)
-    settings = {"dtype": "float16", **graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8)}
-    with engine(folders[1], **settings) as llm:
+        sizes = {"spread": 0.1, "embedding_scale": 20, **config}
+        folders.append(make_model(tmp_path / f"float {seed}", family, seed=seed, **sizes))
+        if how:
+            QUANTIZE(folders[-1], tmp_path / f"int8 {seed}", *how)
+            folders[-1] = tmp_path / f"int8 {seed}"
+    old, new = folders
+    settings = {"dtype": "float16" if how else "bfloat16", "block_size": 128}
+    settings |= graphs("FULL_AND_PIECEWISE", 1, 2, 4, 8)
+    forget_layers()
+    with engine_of(runner_name, new, **settings) as llm:
         expected = generate(llm, prompts, greedy(20))
-    with engine(folders[0], enable_sleep_mode=True, **settings) as llm:
-        assert generate(llm, prompts, greedy(20)) != expected
+    forget_layers()
+    with engine_of(runner_name, old, enable_sleep_mode=True, **settings) as llm:
+        before = generate(llm, prompts, greedy(20))
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts, greedy(20)) == expected != before
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(old)})
         llm.wake_up(tags=["kv_cache"])
-        assert generate(llm, prompts, greedy(20)) == expected
+        assert generate(llm, prompts, greedy(20)) == before
+        gates = [m for m in runner_of(llm).get_model().modules() if isinstance(m, GateLinear)]
+        assert all(gate.weight.dtype == torch.float32 for gate in gates) or how
 
 
 def test_memory_that_comes_back_is_zero():
     """What other programs left there may be NaN, which masks don't stop."""
-    memory = SleepingMemory(NPUDevice(0))
+    memory = SleepingMemory(make_device("npu"))
     cache = memory.zeros(3 * PAGE + 5)
     cache.fill_(-1)
     memory.suspend()
@@ -182,8 +167,8 @@ def test_drafts_are_accepted_after_weights_were_lost(tmp_path, runner):
 
 
 def test_a_region_is_one_range_of_several_pieces(monkeypatch):
-    monkeypatch.setattr(npu_regions, "PIECE", 2 * PAGE)
-    region, before = NPUDevice(0).region(5 * PAGE - 3), free()
+    monkeypatch.setattr("vllm_npu_prep.device.npu_regions.PIECE", 2 * PAGE)
+    region, before = make_device("npu").region(5 * PAGE - 3), free()
     assert len(region._pieces) == 3
     values = torch.arange(region.data.numel(), dtype=torch.int32).to(torch.uint8)
     region.data.copy_(values)
@@ -191,7 +176,7 @@ def test_a_region_is_one_range_of_several_pieces(monkeypatch):
     region.release(keep=True)
     assert free() == before + 5 * PAGE and not region._pieces
     # torch's allocator takes 20 MiB at once, and would leave more or less than this
-    others = NPUDevice(0).region((free() // PAGE - 3) * PAGE)
+    others = make_device("npu").region((free() // PAGE - 3) * PAGE)
     left = free()
     assert 2 * PAGE <= left < 5 * PAGE, "room for a piece, not for all"
     with pytest.raises(PrepError, match="no memory"):

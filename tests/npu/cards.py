@@ -1,0 +1,105 @@
+"""Emulated cards: `pytest` on the host has the tests of `on_device` run by another one, on a card.
+
+The one on the host collects them as any others, and reports them under their own ids. When the
+first test of a card comes up, it starts a process there, `tests.npu.on_card`, and names test after
+test to it. Files that share a card share the process: to start one takes longer than most of them.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.emulator import ROOT
+
+ON_A_CARD = "NPU_EMULATOR_DEVICES" in os.environ or os.environ.get("NPU_PREP_DEVICE") == "npu"
+"""Whether this process is on one already: then its own pytest runs these tests."""
+FOLDERS = {"on_device": "", "on_8_5": "8.5", "on_docs": "docs"}
+"""Folders of tests, and the profile of their card; the last two are links to the first."""
+UNDER_EVERY_PROFILE = (
+    *("counts", "fused", "fused_families", "graphs", "kernels", "latent", "local_attention"),
+    *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
+    *("shared_prefix", "structured_output", "tokens", "verify_device", "windows"),
+)
+SKEWED = ("tokens", "fused", "experts", "quantization", "latent", "hybrids", "sleep")
+OF_FILES = {"memory": "small", "ranks": "four", **dict.fromkeys(SKEWED, "skewed")}
+OPTIONS = {
+    "equal": ("--memory", "1G", "--delay", "equal"),
+    "skewed": ("--memory", "1G", "--delay", "skewed"),
+    "four": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
+    "small": ("--memory", "170M", "--delay", "equal"),
+    "8.5": ("--delay", "equal", "--profile", "8.5"),
+    "docs": ("--delay", "equal", "--profile", "docs"),
+}
+"""Cards. Files are on the first one, or as `OF_FILES` says; the first two have as much to do."""
+SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
+"""Time limit of a phase of a test."""
+
+
+def card_of(test: str) -> str:
+    """Name of the card that a test needs, by its id; empty if it needs none."""
+    parts = Path(test.partition("::")[0]).parts
+    if parts[:2] != ("tests", "npu") or len(parts) < 4 or parts[2] not in FOLDERS:
+        return ""
+    name = Path(parts[3]).stem.removeprefix("test_")
+    return FOLDERS[parts[2]] or OF_FILES.get(name, "equal")
+
+
+class Card:
+    """A pytest on an emulated card, which has collected some tests and runs those it is told."""
+
+    def __init__(self, name: str, tests: list[str]) -> None:
+        self.output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.has_reported = False
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as self.tests:
+            self.tests.write("\n".join(tests))
+        ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", "pytest", "-vv", "-p", "tests.npu.on_card")
+        command = (*command, "-p", "no:cacheprovider", f"@{self.tests.name}")
+        emulator = (sys.executable, "-m", "ascend_emulator", "--hazards", "error", *OPTIONS[name])
+        self.process = subprocess.Popen(
+            [*emulator, "--", *command],
+            cwd=ROOT,
+            env={**os.environ, "NPU_PREP_DEVICE": "npu"},
+            stdin=theirs,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+
+    def run(self, test: str, following: str | None) -> Iterator[dict[str, Any]]:
+        """Reports of a test's phases.
+
+        Raises
+        ------
+        EOFError
+            If the process ended, or did not answer in time.
+        """
+        try:
+            self.connection.send((test, following))
+            while self.connection.poll(SECONDS):
+                if (report := self.connection.recv()) is None:
+                    return
+                self.has_reported = True
+                yield report
+        except ConnectionError as error:
+            raise EOFError from error
+        raise EOFError(f"no answer in {SECONDS} s")
+
+    def close(self) -> str:
+        """Let it end; what it said last, unless nothing but tests failed."""
+        self.connection.close()
+        try:
+            code = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        os.unlink(self.tests.name)
+        self.output.seek(0)
+        return "" if code in (0, 1) else f"exit code {code}\n{self.output.read()[-6000:]}"
