@@ -10,7 +10,7 @@ Nothing of one bug reaches the next:
 - the changed file is put back, and no bytecode of it is kept;
 - compiled code is kept between bugs only where it can't differ: a bug in a file that compiled code
   imports gets a copy of the cache, without whatever was compiled from that file;
-- each run has copies of the demo models, and of what tests of the NPU path compare with.
+- each run has copies of the demo models.
 
 A bug counts as caught if the test that failed passes without it.
 """
@@ -44,8 +44,6 @@ LIMIT = 3600
 """Seconds that the tests of a bug may take, on a machine that others use, too."""
 FIRST = "first failure: "
 """Begins the line in which `tests.mutants.order` names the test that failed."""
-WITH_REFERENCE = "tests/npu/test_on_emulated_npu.py"
-"""Tests that keep what they compare with."""
 
 
 class BenchError(Exception):
@@ -180,12 +178,11 @@ class Bench(AbstractContextManager):
     def __init__(self, folder: Path | None = None, kinds: Sequence[str] = ("warm", "bare")) -> None:
         self.kinds, self._stack = kinds, ExitStack()
         self.folder = folder or self._own_folder()
-        self.tree, self.kept = self.folder / "tree", self.folder / "kept"
+        self.tree = self.folder / "tree"
         left = self.folder.glob("run-*")  # by a bench that was killed
-        for each in (self.tree, self.kept, *left):
+        for each in (self.tree, *left):
             shutil.rmtree(each, ignore_errors=True)
         self.tree.mkdir()
-        self.kept.mkdir()
         ignored = shutil.ignore_patterns("__pycache__")
         for name in COPIED:
             shutil.copytree(ROOT / name, self.tree / name, ignore=ignored)
@@ -232,10 +229,6 @@ class Bench(AbstractContextManager):
         **variables: str,
     ) -> Verdict:
         """Plant a bug and run its tests until one fails; run that one without the bug, too."""
-        if any(test.startswith(WITH_REFERENCE) for test in mutant.tests):
-            for test in mutant.tests:  # which makes what they compare with
-                if not self._passes(test, limit, variables):
-                    return Verdict("broken", f"{test} fails without the bug, too")
         forks = self._forks_for(mutant.path)  # before its imports could meet the bug
         with self._planted(mutant) as there:
             if not there:
@@ -291,10 +284,7 @@ class Bench(AbstractContextManager):
             (self.tree / ".cache").mkdir()
             for demo in demos:
                 shutil.copytree(demo, self.tree / ".cache" / demo.name)
-            numba, kept = self.numba, self.kept
-            if changed:
-                kept = run / "kept"
-                shutil.copytree(self.kept, kept)
+            numba = self.numba
             stale = compiled_from(changed) if changed else []
             if stale:
                 numba = run / "numba"
@@ -311,7 +301,6 @@ class Bench(AbstractContextManager):
                 limit,
                 **{
                     "NPU_PREP_TEST_EXAMPLES": "200",
-                    "NPU_PREP_TEST_REFERENCE": str(kept),
                     "NUMBA_CACHE_DIR": str(numba),
                     **variables,
                 },

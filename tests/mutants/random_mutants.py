@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.mutants.__main__ import SEED, SUITES
+from tests.mutants.__main__ import ON_CARDS, SEED
 from tests.mutants.bench import LIMIT, Bench
 from tests.mutants.planted import Mutant
 from tests.mutants.sites import POOLS, Site, draw, every_site
@@ -27,7 +27,7 @@ from tests.resume.tree import RESULTS
 COMMAND = "make mutants RANDOM={count}"
 STEPS = next(iter(POOLS))
 COUNT = 50
-FEWER = {"NPU_PREP_TEST_EXAMPLES": "100", **SUITES}
+FEWER = {"NPU_PREP_TEST_EXAMPLES": "100", **ON_CARDS}
 """Examples of a property, of which `make test` has more. Episodes need all of their steps: tests
 demand what happens in these."""
 MOST_SURVIVORS = 0.1

@@ -31,7 +31,9 @@ LAST = {
 """What runs when no other test of a folder has failed."""
 BY_NAME = {
     "prep/batch.py": "prep/test_against_oracle.py prep/test_graph_padding.py",
-    "prep/bookkeeping.py": "runner/test_request_updates.py runner/test_books.py runner/test_bookkeeping.py",
+    "prep/bookkeeping.py": (
+        "runner/test_request_updates.py runner/test_books.py runner/test_bookkeeping.py"
+    ),
     "prep/capture_sizes.py": "prep/test_graph_padding.py graph/test_config.py",
     "prep/checks.py": "prep/test_context_shards.py inspect/test_cheap_check.py prep/test_states.py",
     "prep/compiled.py": "prep/test_arrays.py",

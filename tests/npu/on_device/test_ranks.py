@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.engine.test_offloading import loaded_tokens
 from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import REPLAYED, graphs
 from tests.helpers.huggingface import logits_by, logits_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
-from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, serve_on_ranks
+from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, loaded_tokens, serve_on_ranks
 from tests.helpers.v2 import asked_for
 from tests.npu.close_calls import CLOSE_IN_INT8
 from tests.npu.inputs import adapters_of, drafts_of, prompts
