@@ -34,7 +34,7 @@ EPISODES = {
     11: {"resumed", "drafts accepted", "drafts rejected", "full graph", "piecewise graphs"},
     39: {"cached prefix", "images encoded", "images placed"},
     73: {"life-cycle calls", "preempted", "drafter left out", "SpecDecoding", "DecodeOnly"},
-    76: {"resumed", "cached prefix", "drafts partly accepted", "dummy run", "PrefillCacheHit"},
+    76: {"resumed", "preempted", "drafts partly accepted", "dummy run", "SpecDecoding"},
     112: {"resumed", "prefix cache reset", "drafts accepted", "aborted", "PrefillCacheHit"},
     155: {"resumed", "cached prefix", "drafts rejected", "aborted", "full graph"},
     226: {"dummy run", "life-cycle calls", "aborted", "piecewise graphs"},

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.helpers.batches import RandomBatch, drafts_step, local_step, state_step
+from tests.helpers.batches import RandomBatch, at_slots, drafts_step, local_step, state_step
 from tests.helpers.forced_messages import ending
 from tests.prep.test_context_shards import shared_step
-from tests.prep.test_states import at_slots
 from vllm_npu_prep.observe.check import RULES, StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
@@ -94,7 +93,8 @@ def finished(
     said: dict[str, Any],
 ) -> Steps:
     """The step in its rows, with the blocks that each request needs."""
-    step = at_slots(step, slots)
+    moved = at_slots(step.batch, slots[: step.num_reqs])
+    step = prepare_step(moved, step.padding, step.layout)
     step.padding = dataclasses.replace(step.padding, mode=GraphMode.FULL)
     tables, limits = step.batch.tables, [VOCAB]
     holds_states = () if tables.states is None else tables.states.groups

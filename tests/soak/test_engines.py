@@ -111,7 +111,7 @@ def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, caps
     seed = first(family="Qwen3", runner="V1", **plain).seed
     # transformers itself would say that the engine's token is the best one
     monkeypatch.setattr(Reader, "margin", lambda self, n, got: float(got != wrong[n][: len(got)]))
-    outcome, recorded = soak.Engines().play(seed, 60)
+    outcome, recorded = soak.Engines().play(seed, 200)
     assert outcome == "failed" and "prompt 9, adapters [0]" in recorded["error"]
     assert (tmp_path / "seeds.txt").read_text() == f"{seed}\n"
     assert f"seed {seed} FAILED" in capsys.readouterr().out
