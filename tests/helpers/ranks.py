@@ -49,6 +49,9 @@ def in_a_fresh_process(function: Callable[..., Any], *args: Any, seconds: float 
 
     That process has the environment of the first call; its forks get that of theirs.
     """
+    import vllm.platforms
+
+    _ = vllm.platforms.current_platform  # whose choice of a device sets variables of the fork, too
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:

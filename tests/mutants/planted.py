@@ -488,7 +488,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "ops/fused_latent.py": [
         ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
         ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/on_device/test_latent.py",)),
-        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[Kimi K2]",)),
+        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
     ],
     "ops/fused_norms.py": [
         ("a norm without its epsilon", "    if first is None:\n        return operator(x, weight, epsilon)[0]", "    if first is None:\n        return operator(x, weight, 0.0)[0]", FUSED),
@@ -516,7 +516,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a rejected draft is kept", "rows.masked_fill_(num_ends > ends, PLACEHOLDER)", "rows.masked_fill_(num_ends > ends.int() + 1, PLACEHOLDER)", CORE),
     ],
     "ops/router_norms.py": [
-        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[experts of Glm4Moe]",)),
+        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
     ],
     "ops/routing.py": [
         ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),

@@ -46,7 +46,7 @@ def test_a_step_is_one_copy_and_at_most_two_launches(
         runner = runner_of(llm)
         counts = PreparationCounts(runner)
         states = record_states(llm)
-        generate(llm, prompts, greedy(12))
+        generate(llm, prompts, greedy(6))
         waits = runner.preparer.staging.waits
     assert len(counts.steps) == len(states)
     assert set(states) >= {"DecodeOnly", "ChunkedPrefill", "PrefillNoCache"}

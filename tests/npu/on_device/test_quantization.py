@@ -148,6 +148,12 @@ def test_latent_layers(tmp_path, seed):
     assert worst < BOUND["bfloat16"]
     assert counts == {"launches": LATENT["int8"]}, "no copies and no syncs"
     assert launches_of(model, "bfloat16", seed) == LATENT["float"]
+
+
+def test_latent_layers_in_graphs(tmp_path, seed):
+    config = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
+    model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
+    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
     mode = graphs("FULL_AND_PIECEWISE", 4, 16)
     assert distance(model, tmp_path / "int8", "bfloat16", seed, **mode)[0] < BOUND["bfloat16"]
 

@@ -36,6 +36,8 @@ class Case(NamedTuple):
     adapters: bool = False
     waits: bool = False
     """Whether it schedules synchronously."""
+    tokens: int = 12
+    """Of each request."""
     blocks: int = 0
     """Of the cache, where requests have to be preempted; the full check then looks at each step."""
 
@@ -94,7 +96,7 @@ CASES = {
         "Qwen3.5 of blocks of 128", drafts="mtp", waits=True, blocks=19
     ),
     "Qwen3.5, MTP, preempted, V2": Case(
-        "Qwen3.5 of blocks of 128", runner="V2", drafts="mtp", blocks=19
+        "Qwen3.5 of blocks of 128", runner="V2", drafts="mtp", blocks=19, tokens=6
     ),
 }
 
@@ -153,7 +155,9 @@ def test_tokens_are_the_best_by_transformers(folder, name):
         states, verified = count_states(llm), count_verified(llm)
         preempted = count_preemptions(llm)
         generate(llm, given[:1], greedy(4))
-        tokens = generate(llm, given, greedy(12), adapters_of(model) if case.adapters else None)
+        tokens = generate(
+            llm, given, greedy(case.tokens), adapters_of(model) if case.adapters else None
+        )
         steps = runner_of(llm).padding.counts.by_kind
 
     replayed = {kind for kind in steps if not kind.startswith("eager")}
