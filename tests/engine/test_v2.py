@@ -49,7 +49,7 @@ def answers(llm, prompts, **params):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     params, words = dict(params), params.get("bad_words_of")
     params.pop("bad_words_of", None)
-    sampling = greedy(40, **params)
+    sampling = greedy(32, **params)
     sampling._bad_words_token_ids = words
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
     return [
