@@ -15,8 +15,8 @@ from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
-FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 9}
-"""Room for 9 blocks of 128 tokens: requests are preempted."""
+FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 6}
+"""Room for 6 blocks of 128 tokens: requests are preempted."""
 PARAMS = {
     "plain": {},
     "log-probabilities": {"logprobs": 3},
@@ -39,7 +39,7 @@ def drafting(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(1)
-    lengths = (5, 40, 100, 17, 63, 8, 130, 3, 21, 77)
+    lengths = (5, 100, 17, 130, 63, 8)
     return [rng.integers(2, 512, length).tolist() for length in lengths]
 
 
