@@ -160,7 +160,7 @@ def test_drafts_by_chance_leave_greed_and_seeds_alone(drafting, prompts):
         verified, preempted = count_verified(llm), count_preemptions(llm)
         found = llm.generate(inputs, mixed, use_tqdm=False)
         assert preempted.pop("preempted") > 0
-        seeded = [random(max_tokens=30, seed=n, logprobs=2, top_k=20) for n in range(3)]
+        seeded = [random(max_tokens=20, seed=n, logprobs=2, top_k=20) for n in range(3)]
         together = llm.generate(inputs[:3], seeded, use_tqdm=False)
         alone = [
             llm.generate([each], params, use_tqdm=False)[0]
