@@ -17,7 +17,7 @@ LENGTHS = [30, 28, 5, 41, 22, 29, 17, 33, 9, 38]
 TOKENS = 24
 
 
-NUMBER = 1000
+NUMBER = 300
 
 
 @pytest.mark.parametrize("runner_name", RUNNERS)

@@ -17,7 +17,7 @@ SHARED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "eager": SHARED | {"block_size": 16, "async_scheduling": False},
     "pieces": SHARED
-    | graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
+    | graphs("FULL_AND_PIECEWISE", 4, 16)
     | {"block_size": 16, "cp_kv_cache_interleave_size": 4, "enable_prefix_caching": True},
     "latent": SHARED | {"block_size": 16, "async_scheduling": False},
     "four ranks": SHARED | {"tensor_parallel_size": 4, "block_size": 16},

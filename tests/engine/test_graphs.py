@@ -21,7 +21,7 @@ from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.runner.graphs import Graphs
 from vllm_npu_prep.v2 import runner as v2_runner
 
-STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "250"))
+STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "150"))
 LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECEWISE"]
 
 

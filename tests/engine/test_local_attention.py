@@ -13,6 +13,7 @@ from tests.helpers.watch import count_preemptions, count_states, on_prepared
 
 LENGTHS = [5, 90, 32, 31, 33, 64, 17, 120]
 """At, before and behind the borders of chunks of 32."""
+NUM_TOKENS = 28
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    tokens = reference(model, prompts_of(SEED, LENGTHS), 40)
+    tokens = reference(model, prompts_of(SEED, LENGTHS), NUM_TOKENS)
     check_varied(tokens)
     return tokens
 
@@ -67,9 +68,9 @@ def test_tokens_equal_transformers(model, expected, mask, hybrid, asynchronous, 
     ) as llm:
         runner, states = runner_of(llm), count_states(llm)
         groups = runner.kv_cache_config.kv_cache_groups
-        got = generate(llm, prompts, greedy(40))
+        got = generate(llm, prompts, greedy(NUM_TOKENS))
         fresh = states["PrefillNoCache"]
-        again = generate(llm, prompts[::-1], greedy(40))  # prefixes are cached
+        again = generate(llm, prompts[::-1], greedy(NUM_TOKENS))  # prefixes are cached
         hits = states["PrefillNoCache"] - fresh
     assert len(groups) == (3 if hybrid else 1)
     assert got == expected
@@ -92,7 +93,7 @@ def test_blocks_of_earlier_chunks_are_freed_and_never_read(model, expected, runn
         ),
     ) as llm:
         poison, count = FreeBlocksPoison(llm), count_preemptions(llm)
-        got = generate(llm, prompts, greedy(40))
+        got = generate(llm, prompts, greedy(NUM_TOKENS))
     assert got == expected
     assert poison.poisoned > 20
     assert count["preempted"] > 0
@@ -113,7 +114,7 @@ def test_graphs_keep_the_tokens(model, expected, mode, hybrid, asynchronous, run
     }
     sizes = graphs(mode, 1, 2, 4, 8, 40)
     with engine_of(runner_name, model, **settings(**more), **sizes) as llm:
-        got = generate(llm, prompts, greedy(40))
+        got = generate(llm, prompts, greedy(NUM_TOKENS))
         counts = runner_of(llm).padding.counts.by_kind
     assert got == expected
     assert set(counts) >= REPLAYED[mode]
@@ -140,6 +141,6 @@ def test_drafts_over_the_border_of_a_chunk(tmp_path, seed, runner_name):
                 border.append(step.num_drafts)
 
         on_prepared(llm, watched)
-        got = generate(llm, prompts, greedy(60))
-    assert got == reference(model, prompts, 60)
+        got = generate(llm, prompts, greedy(40))
+    assert got == reference(model, prompts, 40)
     assert any(border), states

@@ -15,8 +15,8 @@ from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
 
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
-FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 9}
-"""Room for 9 blocks of 128 tokens: requests are preempted."""
+FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 6}
+"""Room for 6 blocks of 128 tokens: requests are preempted."""
 PARAMS = {
     "plain": {},
     "log-probabilities": {"logprobs": 3},
@@ -39,7 +39,7 @@ def drafting(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(1)
-    lengths = (5, 40, 100, 17, 63, 8, 130, 3, 21, 77)
+    lengths = (5, 100, 17, 130, 63, 8)
     return [rng.integers(2, 512, length).tolist() for length in lengths]
 
 
@@ -49,7 +49,7 @@ def answers(llm, prompts, **params):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     params, words = dict(params), params.get("bad_words_of")
     params.pop("bad_words_of", None)
-    sampling = greedy(40, **params)
+    sampling = greedy(32, **params)
     sampling._bad_words_token_ids = words
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
     return [
@@ -160,7 +160,7 @@ def test_drafts_by_chance_leave_greed_and_seeds_alone(drafting, prompts):
         verified, preempted = count_verified(llm), count_preemptions(llm)
         found = llm.generate(inputs, mixed, use_tqdm=False)
         assert preempted.pop("preempted") > 0
-        seeded = [random(max_tokens=30, seed=n, logprobs=2, top_k=20) for n in range(3)]
+        seeded = [random(max_tokens=20, seed=n, logprobs=2, top_k=20) for n in range(3)]
         together = llm.generate(inputs[:3], seeded, use_tqdm=False)
         alone = [
             llm.generate([each], params, use_tqdm=False)[0]

@@ -29,16 +29,12 @@ ARCHITECTURES = {
     "eagle": "EagleLlamaForCausalLM",
     "eagle3": "Eagle3LlamaForCausalLM",
 }
-KNOWN = [question for question, _ in tiny_model.exchanges()]
+KNOWN = [question for question, _ in tiny_model.exchanges()[::4]]
 UNKNOWN = [
     "What is a cache writer?",
     "Who decides where a key is written?",
     "Tell me about block tables and slots.",
-    "Why is padding needed in a step?",
     "Count to seven.",
-    "Is a draft token a mask?",
-    "How many requests does a scheduler run?",
-    "Say something about tokens.",
 ]
 
 

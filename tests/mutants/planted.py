@@ -328,7 +328,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts and tensors]",)),
+        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
@@ -716,7 +716,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
         ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
-        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts and tensors]",)),
+        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
         ("steps with embeddings replay graphs", "force_eager=eager or batch.takes_embeds", "force_eager=eager", EMBEDS),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),

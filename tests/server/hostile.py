@@ -12,7 +12,7 @@ Advisories on images, GHSA-ph72-cqr5-qpp7 and PYSEC-2026-4353 among them, are ca
 import base64
 import io
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,12 @@ def send(server: Server, hostile: Hostile, question: str) -> tuple[int, dict, st
         other = pool.submit(server.chat, question)
         status, told = server.request("POST", hostile.path, body, **hostile.headers)
         return status, json.loads(told), other.result()
+
+
+def send_all(server: Server, question: str) -> dict[str, Future]:
+    """What `send` returns of each request, or how it failed; several are under way at once."""
+    with ThreadPoolExecutor(8) as pool:
+        return {each.advisory: pool.submit(send, server, each, question) for each in HOSTILE}
 
 
 NESTED: dict[str, Any] = {"type": "integer"}

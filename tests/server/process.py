@@ -28,6 +28,9 @@ COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inferen
 XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true, "enable_in_reasoning": true}'
 ENDLESS = {"prompt": "one, two,", "ignore_eos": True, "temperature": 0}
 """A completion that is as long as it may be."""
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""Of a server's environment: its engines and ranks don't import vLLM again, as they do when vLLM
+spawns them, which it does unless told otherwise."""
 FORCED = re.compile(r".*(?:sending SIGKILL|force killing remaining process).*")
 """What vLLM logs of a process that did not end by itself when it was told to."""
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.waiting import LIMIT, wait_until
-from tests.server.process import COMPLETIONS, ENDLESS, QUESTIONS, Server, free_port
+from tests.server.process import COMPLETIONS, ENDLESS, FORKED, QUESTIONS, Server, free_port
 from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR
 
 CLIENTS = 6
@@ -75,7 +75,7 @@ def server(loss, demo_model, port, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lost")
     config = json.dumps({"npu_prep": {"record": {"dir": str(folder / "records")}}})
     flags = ("--enforce-eager", "--additional-config", config, *loss.flags)
-    server = Server(demo_model, folder / "log", *flags, port=port)
+    server = Server(demo_model, folder / "log", *flags, port=port, **FORKED)
     yield server
     server.kill()
 
@@ -224,7 +224,7 @@ FAILING = {
 def test_a_step_that_fails_ends_the_server_with_its_reason(demo_model, tmp_path, manner):
     """A client that waits gets an error, and no process is left."""
     flags = ("--enforce-eager", "--logits-processors", "tests.server.loaded:Hinder")
-    server = Server(demo_model, tmp_path / "log", *flags)
+    server = Server(demo_model, tmp_path / "log", *flags, **FORKED)
     try:
         body = {**ENDLESS, "max_tokens": 400, "vllm_xargs": {"hinder": manner}}
         with contextlib.suppress(OSError, http.client.HTTPException):  # cut, or told
