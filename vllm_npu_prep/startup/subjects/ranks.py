@@ -103,7 +103,7 @@ DEVICES = (
     ),
 )
 
-EXPERTS_MOVE = {"vllm.platforms.current_platform.is_cuda_alike": lambda: True}
+EXPERTS_MOVE = {"vllm_npu_prep.platform.NPUPlatform.is_cuda_alike": lambda self: True}
 """Of an example: elsewhere vLLM itself refuses experts that move."""
 
 RANKS = (
