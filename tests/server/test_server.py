@@ -49,7 +49,6 @@ def server(demo_model, tmp_path_factory):
         *("--reasoning-parser", "granite"),  # plain text is an answer to it
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--structured-outputs-config", XGRAMMAR, "--shutdown-timeout", str(DRAIN_SECONDS)),
-        *("--cudagraph-capture-sizes", "1", "4", "16", "32"),
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         VLLM_SERVER_DEV_MODE="1",
     )
