@@ -44,11 +44,11 @@ test-fast: install lint ## under two minutes: no engine, no server, fewer exampl
 	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \
 	  tests/emulator/operators tests/startup tests/test_*.py
 
-test-touched: install lint ## tests of make test-all that import what a change touched, the nearest first, in slices; BASE=commit, MINUTES=30, RETRY=1
-	@$(PY) -m tests.resume.touched $(SLICE) $(if $(BASE),--base $(BASE))
+test-touched: install lint ## tests of make test-all that import what a change touched, the nearest first, in slices; SINCE=commit, MINUTES=30, RETRY=1
+	@$(PY) -m tests.resume.touched $(SLICE) $(if $(SINCE),--since $(SINCE))
 
 # A slice of a long run: the next one goes on where it ended. tests/README.md tells how.
-BASE ?=
+SINCE ?=
 MINUTES ?= 30
 SEED ?=
 FRESH ?=
@@ -121,9 +121,9 @@ compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0
 seams: install ## write tests/compat/seams.txt, when the code uses other names of vLLM or the pin moved
 	@$(PY) -m tests.compat --write
 
-IMAGE_BASE ?= .cache/image/base
-image-dry-run: install .cache/tiny-qwen3 $(IMAGE_BASE) ## the cpu image, built in plain folders with chroot and tried; as root; IMAGE_BASE=, ARGS="--secret pip.conf"
-	$(PY) scripts/image_dry_run.py --target cpu --base $(IMAGE_BASE) --work .cache/image \
+BASE ?= .cache/image/base
+image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plain folders with chroot and tried; as root; BASE=, ARGS="--secret pip.conf"
+	$(PY) scripts/image_dry_run.py --target cpu --base $(BASE) --work .cache/image \
 	  --serve .cache/tiny-qwen3 $(ARGS)
 
 .cache/tiny-qwen3: install

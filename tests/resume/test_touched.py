@@ -121,6 +121,11 @@ def test_a_change_differs_from_main_or_the_commit_before(repository):
     assert changed_since(base_of("")) == {"third", "fourth", "new"}
 
 
+def test_an_unknown_commit_is_one_line(repository, capsys):
+    assert touched.main(["--since", "nowhere"]) == 2
+    assert capsys.readouterr().err == "make test-touched: git knows no commit nowhere; give one\n"
+
+
 def test_slices_run_what_is_left_until_a_file_changes(repository, monkeypatch):
     """Two files a slice; a change begins anew."""
     folder, _ = repository

@@ -1,9 +1,9 @@
 """Tests that import the files of a change, the nearest ones first, in slices.
 
-python -m tests.resume.touched [--base COMMIT] [--minutes 30] [--retry] [--list]
+python -m tests.resume.touched [--since COMMIT] [--minutes 30] [--retry] [--list]
 
 Files of a change are those that differ from the merge base with main, from the commit before on
-main itself, or from --base, committed or not. Tests lead to them by imports, and by names of
+main itself, or from --since, committed or not. Tests lead to them by imports, and by names of
 modules and files in strings; `tests.resume.graph` tells how. Engines reach nearly all of the
 package, so the nearest tests come first: a slice has what matters most. Results are kept beside the
 caches until a file changes; the next slice runs the others.
@@ -44,9 +44,10 @@ OTHERS = {
 
 
 def base_of(chosen: str) -> str:
-    """The commit that a change is compared with."""
+    """The commit that a change is compared with; empty if there is no such commit."""
     base = git("merge-base", "main", "HEAD").strip()
-    return chosen or (base if base != git("rev-parse", "HEAD").strip() else "") or "HEAD~1"
+    chosen = chosen or (base if base != git("rev-parse", "HEAD").strip() else "") or "HEAD~1"
+    return git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}").strip()
 
 
 def changed_since(base: str) -> set[str]:
@@ -69,14 +70,18 @@ def nearest(graph: Graph, changed: Iterable[str]) -> dict[str, int]:
 def main(arguments: list[str]) -> int:
     """Run a slice; exit code 1 if a test failed or could not be collected."""
     parser = slice_parser("tests.resume.touched", __doc__)
-    parser.add_argument("--base", default="", help="commit that a change is compared with")
+    parser.add_argument("--since", default="", help="commit that a change is compared with")
     parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
     parser.add_argument("--list", action="store_true", help="print files of tests, and run none")
     args = parser.parse_args(arguments)
-    changed = changed_since(base_of(args.base))
+    base = base_of(args.since)
+    if not base:
+        print(f"{COMMAND}: git knows no commit {args.since or 'HEAD~1'}; give one", file=sys.stderr)
+        return 2
+    changed = changed_since(base)
     graph = Graph(ROOT, git("ls-files", "-co", "--exclude-standard").splitlines())
     tests = nearest(graph, changed)
-    print(f"{len(changed)} files changed since {base_of(args.base)[:10]}: {len(tests)} of tests")
+    print(f"{len(changed)} files changed since {base[:10]} lead to {len(tests)} files of tests")
     if args.list or not tests:
         print(*(f"{far} {file}" for file, far in tests.items()), sep="\n")
         return 0
