@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,7 +140,13 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
     # An engine collects garbage some fifteen times, 0.3 s each with every module's objects to look
     # at. Only its own are looked at now: it neither freezes them nor thaws the others.
     gc.freeze()
-    with mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
+    # vLLM adds a random tail to the id of a request, and walks through sets of ids.
+    tails = (f"{number:08x}" for number in itertools.count())
+    with (
+        mock.patch("gc.freeze"),
+        mock.patch("gc.unfreeze"),
+        mock.patch("vllm.v1.engine.input_processor.random_uuid", tails.__next__),
+    ):
         try:
             llm = LLM(str(model), **{**defaults, **settings})
         except BaseException:
