@@ -54,8 +54,10 @@ def reports_of(name: str, item: pytest.Item, nextitem: pytest.Item | None) -> It
         _cards[name] = Card(name, ids)
     card, config = _cards[name], item.config
     is_last = nextitem is None or card_of(nextitem.nodeid) != name
+    said = "the card says nothing of this test"
     try:
         for data in card.run(item.nodeid, None if is_last else nextitem.nodeid):
+            said = ""
             yield config.hook.pytest_report_from_serializable(config=config, data=data)
     except EOFError as error:
         del _cards[name]
@@ -64,7 +66,8 @@ def reports_of(name: str, item: pytest.Item, nextitem: pytest.Item | None) -> It
             _broken[name] = said
         yield from failed(item, said)
         return
-    if is_last and (said := _cards.pop(name).close()):
+    said += _cards.pop(name).close() if is_last else ""
+    if said:
         yield from failed(item, said)
 
 
