@@ -909,6 +909,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chips whose operators nobody has read pass start-up", "and not KNOWN_CHIPS.match(device_name(c.kind.device_type))", "and False", ("tests/startup/test_refusals.py",)),
     ],
     "startup/subjects/speculation.py": [
+        ("a drafter is refused under the name of its target", '"drafter": asked.drafter.model', '"drafter": asked.model.model', ("tests/startup/test_refusals.py",)),
         ("a drafter's head may be quantised", "lambda c: drafters_head_quantization(c.speculative) is not None", "lambda c: False", ("tests/startup/test_refusals.py",)),
     ],
     "startup/subjects/states.py": [

@@ -142,7 +142,9 @@ ANY = (
         "states have groups of their own",
         "use --kv-offloading-size, or leave --kv-transfer-config out",
         _words,
-        example=Example(f"{STORED} --no-enable-prefix-caching", model=HYBRID),
+        example=Example(
+            f"{STORED} --no-enable-prefix-caching", "/m is not supported", model=HYBRID
+        ),
     ),
 )
 

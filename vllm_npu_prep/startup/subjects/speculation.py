@@ -333,7 +333,7 @@ DRAFTERS = (
         "draft passes prepare no states",
         "use another drafter",
         _drafter,
-        example=Example(DRAFTS, drafter=STATES),
+        example=Example(DRAFTS, "/drafter as a drafter (draft_model)", drafter=STATES),
     ),
     Refusal(
         "drafter-attention-chunks",
