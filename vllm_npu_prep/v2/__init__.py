@@ -1,5 +1,5 @@
-"""vLLM's Model Runner V2 over the parts that V1's runner uses, too: requests keep a slot each.
+"""vLLM's Model Runner V2 on Ascend NPUs: each request keeps one request row while it is scheduled.
 
-The same preparer, tables, staging ring, metadata builders, kernel families, checks and records;
-what differs is who keeps requests, and how tokens are sampled.
+The preparer, tables, staging ring, metadata builders, attention families, checks and records are
+those of the V1 runner. What differs is who keeps the requests, and how tokens are sampled.
 """

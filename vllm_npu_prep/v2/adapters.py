@@ -1,4 +1,4 @@
-"""LoRA adapters of requests by slot, and what they do to log-probabilities of prompts."""
+"""LoRA adapters of requests by request row, and log-probabilities of prompts that use them."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,20 +14,18 @@ from vllm_npu_prep.v2.kept_tokens import PromptScores
 
 
 class SlotAdapters(LoraState):
-    """The adapter of each request, by slot; stands in for upstream's ``LoraState``.
+    """The adapter of each request, by request row; a stand-in for upstream's ``LoraState``.
 
-    Upstream makes tuples of a step's mapping and compares those. Here it stays an array.
+    Upstream turns a step's mapping into tuples and compares these. Here the mapping stays an array.
     """
 
     def make_lora_inputs(  # type: ignore[override]  # arrays in place of tuples
         self, req_ids: list[str], idx_mapping: np.ndarray, num_scheduled_tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, list[LoRARequest]]:
-        """LoRA id of each sample and of each token, 0 without one, and the step's adapters.
+        """Return the LoRA id of each sample and of each token, and the adapters of the step.
 
-        Parameters
-        ----------
-        req_ids, idx_mapping, num_scheduled_tokens
-            Requests of the step, their slots, and their tokens, int ``[num_reqs]`` each.
+        An id of 0 means that the request has no adapter. `idx_mapping` holds the request rows of
+        the step, int ``[num_reqs]``.
         """
         lora_ids = self.lora_ids[idx_mapping]
         return lora_ids, lora_ids.repeat(num_scheduled_tokens), self.get_activate_loras(req_ids)
@@ -35,9 +33,9 @@ class SlotAdapters(LoraState):
     def get_activate_loras(  # type: ignore[override]  # a list: adapters of one name are equal
         self, req_ids: Iterable[str]
     ) -> list[LoRARequest]:
-        """Adapters of these requests, in one order on all ranks.
+        """Return the adapters of these requests, in the same order on all ranks.
 
-        Of one name there may be two: one that was removed has its requests still.
+        Two of them can have the same name, because requests of a removed adapter may still run.
         """
         if not self.lora_requests:
             return []
@@ -52,23 +50,17 @@ def score_with_adapters(
     batch: InputBatch,
     score: Callable[[], PromptScores],
 ) -> PromptScores:
-    """Log-probabilities of prompts, one request at a time, each with its own adapter.
+    """Return log-probabilities of prompts, scored one request at a time with its own adapter.
 
-    A step's mapping covers the logits of samples only, so upstream scores prompts with the
+    A step's LoRA mapping covers only the logits of samples, so upstream scores prompts with the
     adapters of the first samples.
 
     Parameters
     ----------
-    manager
-        vLLM's LoRA manager.
-    adapters
-        Of the requests.
     worker
-        Upstream's part that scores.
-    batch
-        Of the step.
+        Upstream's scorer. Its requests are changed while this runs and restored at the end.
     score
-        Calls it for the step; returns results by request.
+        Calls `worker` for the step and returns the results by request.
     """
     wanted, tokens_of = worker.uses_prompt_logprobs, worker.token_id_scores
     result = PromptScores({}, {})

@@ -1,4 +1,4 @@
-"""Block tables by slot on the host, and in the order of the batch on the device."""
+"""Block tables by request row on the host, and in the order of the batch on the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,30 +17,29 @@ from vllm_npu_prep.v2.states import SlotStates
 
 
 class SlotBlockTables:
-    """The block tables of all KV-cache groups; stands in for upstream's ``BlockTables``.
+    """The block tables of all KV-cache groups; a stand-in for upstream's ``BlockTables``.
 
-    Upstream keeps the device's tables by slot, and gathers the rows of a batch in each step. Here
-    the device's rows are those of the batch already, and the step's one copy changes them entry by
-    entry (`vllm_npu_prep.prep.fused_pass.list_block_changes`). A row is sent whole only when it
-    gets another request: see `follow`.
+    Upstream keeps the device's tables by request row and gathers the rows of the batch in each
+    step. Here the device's tables are in the order of the batch already, and the step's one copy
+    changes them entry by entry (`vllm_npu_prep.prep.fused_pass.list_block_changes`). A whole row is
+    sent only when another request takes its place: see `follow`.
 
     Parameters
     ----------
     block_sizes
-        Of each group, in tokens.
+        Block size of each group, in tokens.
     max_num_reqs
-        Slots, and rows of a batch.
+        Number of request rows, and of rows of a batch.
     max_num_batched_tokens
-        Not used: slots of tokens are among a step's arrays.
+        Not used: slot mappings are among a step's arrays.
     max_num_blocks_per_group
-        Most blocks of a request.
-    device
-        Where the device's tables are.
+        The largest number of blocks that a request can have in each group.
     blocks_per_chunk
-        Row lengths are multiples of this, for layers that view a row as chunks.
+        Row lengths are rounded up to a multiple of this, for layers that view a row as attention
+        chunks.
     **unused
-        Of upstream's: for context parallelism, which the fused pass does, and which groups write
-        slots.
+        Upstream's arguments for context parallelism, which the fused pass applies, and for the
+        choice of groups that write slots.
     """
 
     redirect_writes_to_null_block = False
@@ -77,8 +76,8 @@ class SlotBlockTables:
         ]
         self._on_device = [part.view(num_rows, -1) for part in self.block_table_flat.split(sizes)]
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
-        # A number for each request that ever had a slot: of the slots' requests, and of those to
-        # which the device's rows belong
+        # Each request that arrives gets a number: those of the request rows, and those of the
+        # requests whose entries are in the device's rows
         self._arrivals = 0
         self._of_slot = np.zeros(max_num_reqs, np.int64)
         self._of_row = np.zeros(max_num_reqs, np.int64)
@@ -86,12 +85,12 @@ class SlotBlockTables:
     def append_block_ids(
         self, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
     ) -> None:
-        """Add blocks to a slot; with `overwrite`, those of the slot's new request.
+        """Append blocks to a request row, or replace its blocks if the request is new.
 
         Raises
         ------
         ValueError
-            If they are more than a request can have.
+            If a request would have more blocks than its row can hold.
         """
         if overwrite:
             self._arrivals += 1
@@ -108,15 +107,15 @@ class SlotBlockTables:
             self.num_blocks[group, req_index] = end
 
     def apply_staged_writes(self) -> None:
-        """Does nothing: the step's one copy has the new entries."""
+        """Do nothing: the step's one copy carries the new entries."""
 
     def follow(self, slots: np.ndarray) -> None:
-        """Have whole rows sent where another request was at the last step.
+        """Mark rows of the device's tables to be sent whole if another request takes their place.
 
         Parameters
         ----------
         slots
-            int ``[num_reqs]``: slot of each request of the batch.
+            int ``[num_reqs]``: the request row of each request, in the order of the batch.
         """
         wanted, rows = self._of_slot[slots], self._of_row[: len(slots)]
         are_others = wanted != rows
@@ -125,7 +124,8 @@ class SlotBlockTables:
             rows[:] = wanted
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
+        """Return the leading rows of the device's tables, int32 ``[num_reqs, max_num_blocks]`` per
+        group."""
         rows = self._device_rows.get(num_reqs)
         if rows is None:
             rows = tuple(table[:num_reqs] for table in self._on_device)
@@ -144,24 +144,11 @@ def tables_of(
     mrope: MropeTables | None = None,
     dcp: ContextShards | None = None,
 ) -> BatchTables:
-    """The tables that the fused pass reads: views, which follow every change.
+    """Return the tables that the fused pass reads: views, which show every later change.
 
-    Parameters
-    ----------
-    states, blocks
-        Requests and their blocks, by slot.
-    chunked_prefill
-        Whether the scheduler splits prompts.
-    local
-        Groups with attention chunks, if there are any.
-    latent
-        How steps are split for latent attention.
-    state_groups
-        Groups that hold states.
-    mrope
-        Positions of the batch's prompts.
-    dcp
-        The part of each context that this rank keeps.
+    Optional parts are None if the engine has no layer or setting that needs them: attention chunks
+    (`local`), latent attention (`latent`), recurrent states (`state_groups`), M-RoPE (`mrope`), and
+    decode context parallelism (`dcp`).
     """
     return BatchTables(
         num_computed_tokens=states.num_computed_tokens_np,

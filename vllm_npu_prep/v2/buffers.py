@@ -1,8 +1,8 @@
-"""Values of slots on the host and on the device, without Unified Virtual Addressing.
+"""Values of requests on the host and on the device, without Unified Virtual Addressing (UVA).
 
 Upstream's V2 runner keeps what it knows of requests in memory that host and device share, and
-copies it anew in every step: 16 times, and 16 more where memory can't be shared. Here a value is
-copied when it has changed, which is when a request arrives.
+copies it anew in every step: 16 copies, and 16 more where memory can't be shared. Here a value is
+copied only when it has changed, which is when a request arrives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,21 +14,21 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 
 class SlotValues:
-    """One value of each slot, changed on the host; stands in for upstream's ``UvaBackedTensor``.
+    """A value per request row, written on the host; stands in for upstream's ``UvaBackedTensor``.
 
     Parameters
     ----------
     device
-        Of the copy. On the host itself, the copy is the same memory.
-    size, dtype
-        Of the values.
+        The device of the copy. If it is the host itself, the copy is the same memory.
+    size
+        The shape of the values.
     max_concurrency
         Not used: copies run in stream order.
 
     Attributes
     ----------
     np, gpu
-        The values, and their copy as of the last `copy_to_uva`.
+        The values on the host, and their copy on the device as of the last `copy_to_uva`.
     """
 
     def __init__(
@@ -49,7 +49,10 @@ class SlotValues:
         self._sent = self.np.copy() if self.gpu is not self.cpu else None
 
     def copy_to_uva(self, n: int | None = None) -> torch.Tensor:
-        """Copy the values to the device if they have changed; by upstream's name."""
+        """Copy the values to the device if they have changed; return the first `n` of the copy.
+
+        The name is upstream's.
+        """
         if self._sent is not None and not np.array_equal(self._sent, self.np):
             self._sent[:] = self.np
             async_tensor_h2d(self.np, device=self.gpu.device, out=self.gpu)
@@ -57,17 +60,15 @@ class SlotValues:
 
 
 class SlotRows:
-    """A row of values for each slot, on the device; stands in for ``StagedWriteTensor``.
+    """Values per request row on the device; stands in for upstream's ``StagedWriteTensor``.
 
-    Writes are noted, and sent together: one copy and one launch. The memory is allocated by the
+    Writes are collected and sent together, with one copy and one launch. Memory is allocated by the
     first write or read, because most engines never need it.
 
     Parameters
     ----------
     size
-        Rows, or rows and columns.
-    dtype, device
-        Of the values.
+        The number of rows, or the numbers of rows and of columns.
     max_concurrency, uva_instead_of_gpu
         Not used.
     """
@@ -89,14 +90,19 @@ class SlotRows:
 
     @property
     def gpu(self) -> torch.Tensor:
-        """The values on the device."""
         if self._values is None:
             with torch.inference_mode(False):
                 self._values = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         return self._values
 
     def stage_write(self, index: int, start: int, x: Iterable[Any]) -> None:
-        """Note values for row `index`, from column `start` on."""
+        """Collect values for row `index`, from column `start` on.
+
+        Raises
+        ------
+        ValueError
+            If they don't fit in the row.
+        """
         contents = np.array(list(x), self._np_dtype)
         width = self.size[1] if len(self.size) > 1 else 1
         if len(contents) > width - start:
@@ -106,11 +112,10 @@ class SlotRows:
         self._contents.append(contents)
 
     def stage_write_elem(self, index: int, x: int) -> None:
-        """Note one value."""
         self.stage_write(index, 0, [x])
 
     def apply_write(self) -> None:
-        """Send what was noted. Of two values for one place, the later one counts."""
+        """Send the collected values. Of two values for the same place, the later one is written."""
         if not self._indices:
             return
         indices, contents = np.concatenate(self._indices), np.concatenate(self._contents)
@@ -123,6 +128,5 @@ class SlotRows:
         self.gpu.view(-1).index_copy_(0, sent[:end].view(torch.int64), values)
 
     def clear_staged_writes(self) -> None:
-        """Forget what was noted."""
         self._indices.clear()
         self._contents.clear()

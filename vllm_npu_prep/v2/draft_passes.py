@@ -1,7 +1,8 @@
-"""Passes of a drafter that is a model: eagerly or in pieces of graphs, alone or with other engines.
+"""Forward passes of a drafter that is a model: eager, or with piecewise graphs.
 
-Engines that share experts make their draft passes together, idle ones, too. They agree on each
-pass's graph and tokens as V1's do, twice a step: before the first pass, and before the later ones.
+Data-parallel ranks that share experts make their draft passes together, and idle ranks take part.
+They agree on the graph and on the number of tokens twice a step, as in the V1 runner: before the
+first pass, and before the later ones.
 """
 
 from bisect import bisect_left
@@ -19,23 +20,28 @@ from vllm_npu_prep.graph.wrapper import GraphWrapper
 
 
 class GraphInputs(NamedTuple):
-    """What pieces of graphs of a draft pass read, at one address; ``S`` is the largest size."""
+    """Input buffers of the piecewise graphs of a draft pass; their addresses never change.
+
+    ``S`` is the largest captured size.
+    """
 
     input_ids: torch.Tensor  # [S] int32
     positions: torch.Tensor  # [S] int64
     hidden_states: torch.Tensor  # [S, hidden_size]
-    no_slots: torch.Tensor  # [S] int64: of captures and dummy runs, which write nothing
+    no_slots: torch.Tensor  # [S] int64: for captures and dummy runs, which write no cache
 
 
 class PassSize(NamedTuple):
-    """How a pass runs.
+    """How a draft pass runs.
 
     Attributes
     ----------
     padded
-        Its tokens after padding, in pieces of graphs; 0: it runs eagerly, without padding.
+        The number of tokens after padding, if the pass uses piecewise graphs; 0 if it runs eagerly,
+        without padding.
     across
-        Tokens of each engine, int32 ``[data_parallel_size]`` on the host; None with one engine.
+        The number of tokens of each data-parallel rank, int32 ``[data_parallel_size]`` on the host;
+        None if there is one rank.
     """
 
     padded: int = 0
@@ -43,25 +49,22 @@ class PassSize(NamedTuple):
 
 
 class DraftPasses:
-    """Runs a drafter's passes.
+    """Runs the forward passes of a drafter, and captures their graphs.
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
-    device
-        Of the passes.
     hidden_size
-        Of the hidden states that the drafter reads.
+        Size of the hidden states that the drafter reads.
     reads_target
-        Whether it reads hidden states of the target.
+        Whether the drafter reads hidden states of the target model.
 
     Attributes
     ----------
     sizes
-        Tokens of passes whose pieces are replayed, ascending; none before they are captured.
+        Numbers of tokens for which graphs are replayed, ascending; empty before the graphs are
+        captured.
     model, layers
-        The drafter and the names of its attention layers, once it is loaded.
+        The drafter and the names of its attention layers; set when it has been loaded.
     """
 
     model: Any
@@ -81,12 +84,12 @@ class DraftPasses:
     # ----------------------------------------------------------------- graphs
 
     def make_inputs(self, mode: CUDAGraphMode, *, enforce_eager: bool) -> None:
-        """Make the inputs that pieces of graphs read, if the engine has any; none is captured yet.
+        """Allocate the inputs of piecewise graphs if the engine uses them; forget old captures.
 
         Parameters
         ----------
         mode
-            The engine's.
+            The CUDA graph mode of the engine.
         enforce_eager
             Whether the drafter has to run without graphs.
         """
@@ -106,21 +109,16 @@ class DraftPasses:
             )
 
     def capture(self, num_tokens: int) -> None:
-        """Warm up and capture the pieces of a pass, in an engine that has some.
+        """Warm up and capture the piecewise graphs of a pass, if the engine uses them.
 
-        vLLM compiles no layer of some drafters (MTP layers of MiMo). They have no pieces, and would
-        be padded for nothing.
-
-        Parameters
-        ----------
-        num_tokens
-            Of the pass.
+        vLLM compiles no layer of some drafters (MTP layers of MiMo). If a pass has captured no
+        graph, the passes stay eager, so that they are not padded in vain.
         """
         name = BatchDescriptor(num_tokens)
         if self._inputs is None or name in self._captured:
             return
         before, across = GraphWrapper.num_graphs(), None
-        if self._engines > 1:  # all capture graphs of one size
+        if self._engines > 1:  # all ranks capture graphs of one size
             across = torch.full((self._engines,), num_tokens, dtype=torch.int32)
         ids, positions, hidden_states, slots = (each[:num_tokens] for each in self._inputs)
         given = ids, positions, hidden_states, None, dict.fromkeys(self.layers, slots)
@@ -131,27 +129,19 @@ class DraftPasses:
             self._inputs = None
 
     def use_graphs(self, sizes: Iterable[int]) -> None:
-        """Replay pieces that were captured.
-
-        Parameters
-        ----------
-        sizes
-            Tokens of the passes.
-        """
+        """Replay graphs from now on, for passes of these numbers of tokens."""
         self.sizes = () if self._inputs is None else sorted(sizes)
 
     # ----------------------------------------------------------------- how a pass runs
 
     def size_of(self, num_tokens: int, *, is_step: bool = False) -> PassSize:
-        """How a pass runs; engines that share experts have to ask together.
+        """Decide how a pass runs; ranks that share experts have to call this together.
 
         Parameters
         ----------
-        num_tokens
-            Of the pass.
         is_step
-            Whether it is over a step's tokens, which are padded already: it runs in pieces if a
-            graph has exactly so many.
+            Whether the pass is over a step's tokens. These are padded already, so a graph is used
+            only if it has exactly this number of tokens.
         """
         place = bisect_left(self.sizes, num_tokens)
         padded = self.sizes[place] if place < len(self.sizes) else 0
@@ -166,14 +156,9 @@ class DraftPasses:
         return PassSize(0 if is_eager else found.num_tokens, agreed.num_tokens_across_dp)
 
     def dispatch(self, num_reqs: int, num_tokens: int, *_: Any, **__: Any) -> Any:
-        """The graph of a pass in which an engine has so many tokens, which its pieces hold.
+        """Return the graph for the number of tokens on which the ranks agreed.
 
-        Parameters
-        ----------
-        num_reqs
-            Not used.
-        num_tokens
-            Of the engine.
+        Upstream's ``dispatch_cg_and_sync_dp`` calls this in place of a graph manager.
         """
         padded = self.sizes[bisect_left(self.sizes, num_tokens)]
         return BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, padded, None)
@@ -189,18 +174,16 @@ class DraftPasses:
         slot_mappings: dict[str, torch.Tensor] | None,
         size: PassSize,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass: hidden states for the logits, and those that the next pass continues from.
+        """Run one pass; return hidden states for the logits, and those for the next pass.
 
         Parameters
         ----------
         input_ids, positions
             int32 and int64 ``[num_tokens]``.
         hidden_states
-            ``[num_tokens, hidden_size]`` of the target or of the pass before.
+            ``[num_tokens, hidden_size]`` of the target model or of the previous pass.
         metadata, slot_mappings
-            By layer; None in dummy runs, which write nothing.
-        size
-            How it runs.
+            By layer; None in dummy runs, which write nothing to the cache.
         """
         num_tokens = len(input_ids)
         if not size.padded:
@@ -234,7 +217,6 @@ class DraftPasses:
         mode: CUDAGraphMode,
         across: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the drafter as it is given, without graphs or in pieces: captured or replayed."""
         num_tokens = len(input_ids)
         of_target = {"hidden_states": hidden_states} if self._reads_target else {}
         with set_forward_context(
@@ -253,14 +235,9 @@ class DraftPasses:
 
 
 def padded_slots(slot_mappings: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
-    """Slots by layer for a pass of `size` tokens: none for its padding.
+    """Pad the slot mappings of layers to `size` tokens; padding writes nothing to the cache.
 
-    Parameters
-    ----------
-    slot_mappings
-        int ``[num_tokens]`` of each layer; layers may share them.
-    size
-        Tokens of the pass, at least as many.
+    Layers that share a slot mapping, int ``[num_tokens]``, share the padded one, too.
     """
     padded: dict[int, torch.Tensor] = {}
     for slots in slot_mappings.values():

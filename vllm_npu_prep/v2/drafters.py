@@ -1,4 +1,4 @@
-"""Kinds of drafters of the V2 runner: what each reads, and what its first pass is over."""
+"""The kinds of drafters of the V2 runner: what each reads, and which tokens its first pass has."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,18 +22,18 @@ from vllm_npu_prep.v2.verification import Accepted
 
 
 class SlotEagleSpeculator(SlotSpeculator, EagleSpeculator):
-    """EAGLE and EAGLE-3 heads."""
+    """A drafter that is an EAGLE or EAGLE-3 head."""
 
 
 class SlotMTPSpeculator(SlotSpeculator, MTPSpeculator):
-    """A model's own MTP layer; of several the first one, as on V1."""
+    """A drafter that is the model's own MTP layer; of several, the first, as in the V1 runner."""
 
 
 class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type: ignore[misc]
-    """A model of its own, with a cache of its own, that reads nothing of the target but tokens.
+    """A drafter that is a separate model with its own KV cache; it reads only tokens of the target.
 
-    Its first pass has a row more for each request: the step's tokens that count, the one that was
-    sampled after them, and rejected ones, which write nothing.
+    Its first pass has one row more for each request than the step has tokens: the accepted tokens
+    of the step, the token that was sampled after them, and the rejected ones, which write nothing.
     """
 
     reads_target = False
@@ -50,7 +50,7 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """As above, over rows that are laid out as by V1's drafter."""
+        """Run the first pass over rows that are laid out as by the V1 runner's drafter."""
         del metadata, slot_mappings  # the target's
         step, staged = in_flight.step, in_flight.staged
         arrays, num_reqs, extra = staged.device, step.num_reqs, self.num_extra_query_per_req
@@ -108,11 +108,9 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
     def _combined(
         self, hidden_states: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor] | None
     ) -> torch.Tensor:
-        """Of the target nothing is read."""
         return hidden_states
 
     def _dummy_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row more for each request."""
         more = slice(input_batch.num_reqs * self.num_extra_query_per_req)
         given = input_batch.input_ids, input_batch.positions
         input_ids, positions = (torch.cat((each, each[more])) for each in given)
@@ -122,7 +120,10 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
 def make_speculator(
     vllm_config: VllmConfig, device: torch.device, states: SlotStates
 ) -> SlotSpeculator | SlotNgramSpeculator:
-    """The engine's drafter, by upstream's arguments; other methods are refused at start-up."""
+    """Make the engine's drafter from upstream's arguments.
+
+    Methods that are not supported here have been refused at start-up.
+    """
     config = vllm_config.speculative_config
     assert config is not None
     if config.method == "ngram":
@@ -136,16 +137,11 @@ def make_speculator(
 
 
 def name_aux_layers(config: SpeculativeConfig | None) -> None:
-    """Put an EAGLE-3 head's layers of the target where upstream's V2 runner looks for them.
+    """Put the target layers that an EAGLE-3 head reads where upstream's V2 runner looks for them.
 
-    Heads name them in ``eagle_config``, as V1's runner reads it. V2's looks for another key there,
-    and would give the head states of the default layers: drafts of which few are accepted, or a
-    head that fails because their number is another.
-
-    Parameters
-    ----------
-    config
-        Of the engine's speculation; None without any.
+    Heads list these layers in ``eagle_config``, where V1's runner reads them. V2's runner looks for
+    another key, and would give the head the states of default layers: then few drafts are accepted,
+    or the head fails because it expects another number of states.
     """
     if config is None or config.method != "eagle3":
         return

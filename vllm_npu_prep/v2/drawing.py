@@ -1,7 +1,8 @@
-"""Tokens that the V2 runner draws, by each request's temperature and seed.
+"""Random tokens of the V2 runner, drawn by each request's temperature and seed.
 
-Without a seed, numbers come from torch's generator. With one they are hashed from the seed and the
-position, so that a request gets the same ones whatever it is batched with.
+Random numbers of requests without a seed come from torch's generator. Those of requests with a seed
+are hashed from the seed and the position, so that a request gets the same tokens whatever it is
+batched with.
 """
 
 from collections.abc import Callable
@@ -14,25 +15,25 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm_npu_prep.ops.gumbel import gumbel_noise, seeded_uniform
 
 DRAFTING = 1 << 30
-"""Added to positions of which a draft is drawn: upstream's ``_DRAFT_NOISE_SALT``."""
+"""Added to the position at which a draft is drawn; upstream's ``_DRAFT_NOISE_SALT``."""
 
 VERIFYING = 1 << 31
-"""Added to positions of which a draft is verified, for numbers that no token was drawn by."""
+"""Added to the position at which a draft is verified, to get numbers that drew no token."""
 
 
 class Requests(NamedTuple):
-    """Rows of logits, and the request of each.
+    """The request of each row of logits.
 
     Attributes
     ----------
     states
-        Temperatures and seeds, by slot.
+        Temperatures and seeds, by request row.
     slots
-        int ``[num_rows]``: the request's slot.
+        int ``[num_rows]``: the request row of each row of logits.
     idx_mapping
-        int64 ``[num_rows]``: the same on the device.
+        int64 ``[num_rows]``: the same numbers on the device.
     in_float64
-        Whether noise is of float64 (``--use-fp64-gumbel``), and not of float32.
+        Whether noise is float64 (``--use-fp64-gumbel``) instead of float32.
     """
 
     states: SamplingStates
@@ -42,13 +43,13 @@ class Requests(NamedTuple):
 
     @property
     def are_random(self) -> np.ndarray:
-        """Rows that are not greedy, bool ``[num_rows]``."""
+        """Return which rows are not greedy, bool ``[num_rows]`` on the host."""
         random: np.ndarray = self.states.temperature.np[self.slots] != 0
         return random
 
     @property
     def temperature(self) -> torch.Tensor:
-        """float32 ``[num_rows]`` on the device; 0: greedy."""
+        """Return the temperatures, float32 ``[num_rows]`` on the device; 0 means greedy."""
         temperature: torch.Tensor = self.states.temperature.gpu[self.idx_mapping]
         return temperature
 
@@ -58,16 +59,16 @@ class Requests(NamedTuple):
         unseeded: Callable[[], torch.Tensor],
         seeded: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Numbers of each row, ``[num_rows, ...]``.
+        """Return random numbers ``[num_rows, ...]`` in which rows with a seed follow their seed.
 
         Parameters
         ----------
         pos
-            Returns the position of each row, int64 ``[num_rows]``.
+            Returns the position of each row, int64 ``[num_rows]``; called only if a row has a seed.
         unseeded
-            Returns numbers of all rows.
+            Returns random numbers of all rows.
         seeded
-            Returns numbers of rows by their seeds and positions.
+            Returns the numbers of rows from their seeds and positions.
         """
         has_seed = self.states.seeds_set[self.slots] & self.are_random
         if has_seed.all():
@@ -81,16 +82,14 @@ class Requests(NamedTuple):
 
 
 def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The largest logit of each row, with Gumbel noise where the temperature is not 0.
+    """Return the token with the largest logit of each row, with Gumbel noise in random rows.
 
     Parameters
     ----------
     logits
         ``[num_rows, vocab_size]``, divided by the temperature.
-    requests
-        Of the rows.
     pos
-        Returns the position that is sampled from, int64 ``[num_rows]``.
+        Returns the position from which each row samples, int64 ``[num_rows]``.
 
     Returns
     -------
@@ -112,16 +111,14 @@ def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tenso
 
 
 def draw_drafts(logits: torch.Tensor, requests: Requests, positions: torch.Tensor) -> torch.Tensor:
-    """A draft of each row: of its logits at its temperature, whatever else limits the request.
+    """Draw a draft of each row at its request's temperature; nothing else limits it.
 
     Parameters
     ----------
     logits
         ``[num_reqs, vocab_size]`` of the drafter.
-    requests
-        Of the rows.
     positions
-        int64 ``[num_reqs]``: of the token before the draft.
+        int64 ``[num_reqs]``: the position of the token before the draft.
 
     Returns
     -------
@@ -134,12 +131,9 @@ def draw_drafts(logits: torch.Tensor, requests: Requests, positions: torch.Tenso
 
 
 def uniform(requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A number from 0 to 1 of each row that verifies a draft, float32 ``[num_rows]``.
+    """Return a number from 0 to 1 for each row that verifies a draft, float32 ``[num_rows]``.
 
-    Parameters
-    ----------
-    requests, pos
-        As of `draw`.
+    `pos` returns positions as for `draw`.
     """
     device = requests.idx_mapping.device
     return requests.by_seed(

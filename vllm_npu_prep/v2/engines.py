@@ -1,4 +1,4 @@
-"""What engines that share experts agree on in each step, before it is prepared."""
+"""What data-parallel ranks that share experts agree on in each step, before it is prepared."""
 
 from typing import Any
 
@@ -8,21 +8,17 @@ from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
 
 
 class SharedDecisions:
-    """Decides with the other engines which graph a step replays, once a step.
+    """Decides with the other data-parallel ranks which graph a step replays, once per step.
 
-    Upstream agrees after it has gathered a step's numbers and before it prepares its inputs. Here
-    both are one: the agreement comes first, and upstream's code is handed it.
-
-    Parameters
-    ----------
-    parallel
-        Of the engine.
+    Upstream agrees after it has gathered a step's numbers and before it prepares the inputs. Here
+    gathering prepares the inputs, so the ranks agree first, and upstream's code receives the
+    result.
 
     Attributes
     ----------
     across
-        Tokens of each engine in the last decision, int32 ``[data_parallel_size]`` on the host;
-        None if no engine had any.
+        The number of tokens of each rank in the last decision, int32 ``[data_parallel_size]`` on
+        the host; None if no rank had any tokens.
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
@@ -40,16 +36,14 @@ class SharedDecisions:
         *,
         eager: bool,
     ) -> BatchExecutionDescriptor:
-        """Decide for a step with requests; every engine has to call it, or to run a dummy step.
+        """Decide for a step with requests; every rank has to call this or run a dummy step.
 
         Parameters
         ----------
         manager
-            `vllm_npu_prep.v2.graphs.GraphManager` of the engine.
-        num_reqs, num_tokens, num_active_loras
-            Of the step.
+            The rank's `vllm_npu_prep.v2.graphs.GraphManager`.
         uniform_token_count
-            Tokens of each request, if all have as many.
+            The number of tokens of each request if it is the same for all, else None.
         eager
             Whether the step has to run without a graph.
         """
@@ -68,12 +62,9 @@ class SharedDecisions:
     def take(
         self, manager: Any, *args: Any, **kwargs: Any
     ) -> tuple[BatchExecutionDescriptor, DPSyncState | None]:
-        """Upstream's question: the step's decision, or a new one for a dummy step.
+        """Answer upstream's ``dispatch_cg_and_sync_dp``: with the step's decision, or a new one.
 
-        Parameters
-        ----------
-        manager, *args, **kwargs
-            As of upstream's ``dispatch_cg_and_sync_dp``.
+        A new decision is made for dummy steps, for which `decide` was not called.
         """
         found, self._of_step = self._of_step, None
         if found is None:

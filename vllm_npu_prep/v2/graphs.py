@@ -1,4 +1,5 @@
-"""The graph manager of the V2 runner: upstream's candidates, this plugin's graphs."""
+"""The graph manager of the V2 runner: upstream's choice of graphs, this plugin's capture and
+replay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,27 +15,23 @@ from vllm_npu_prep.v2.engines import SharedDecisions
 
 
 class GraphManager(ModelCudaGraphManager):
-    """Says which graph a step replays, as upstream's manager does, and replays it by ours.
+    """Chooses the graph of a step as upstream's manager does, and replays this plugin's graph.
 
-    `vllm_npu_prep.runner.graphs.Graphs` captures for both runners and takes this class for V1's
-    dispatcher: it has its methods.
+    `vllm_npu_prep.runner.graphs.Graphs` captures the graphs of both runners. It uses this class as
+    V1's dispatcher, whose methods it has.
 
     Parameters
     ----------
     replay
-        Replays the full graph of the step in flight; its argument is the graph's descriptor.
-    device
-        Where graphs run.
-    *args, **kwargs
-        As upstream's.
+        Replays the full graph of the step in flight, given the graph's descriptor.
 
     Attributes
     ----------
     decided
-        Decision for the step in flight, which upstream asks for when the step is prepared; None
-        outside of a step.
+        The decision for the step in flight. It is made before the step is prepared, and upstream
+        asks for it afterwards; None outside of a step.
     of_dummy_run
-        Decision for the last dummy run, for which nothing is prepared before.
+        The decision for the last dummy run, which nothing prepares beforehand.
     """
 
     decided: BatchExecutionDescriptor | None = None
@@ -54,7 +51,7 @@ class GraphManager(ModelCudaGraphManager):
     # ----------------------------------------------------------------- steps
 
     def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-        """The decision for the step in flight, which was made before it was prepared."""
+        """Return the decision for the step in flight, which was made before it was prepared."""
         if self.decided is not None:
             return self.decided
         self.of_dummy_run = super().dispatch(*args, **kwargs)
@@ -69,21 +66,19 @@ class GraphManager(ModelCudaGraphManager):
         eager: bool,
         shared: SharedDecisions | None = None,
     ) -> tuple[CUDAGraphMode, BatchDescriptor, BatchExecutionDescriptor]:
-        """Upstream's decision for a step.
+        """Return upstream's decision for a step.
 
         Parameters
         ----------
-        num_reqs, num_tokens, max_query_len, num_active_loras
-            Of the step.
         eager
             Whether the step has to run without a graph.
         shared
-            With engines that have to agree.
+            Agrees with the other data-parallel ranks, if they share experts.
 
         Returns
         -------
         mode, descriptor, decision
-            As V1's dispatcher says it, and as V2's runner takes it.
+            The decision as V1's dispatcher returns it (the first two), and as V2's runner takes it.
         """
         # Any batch of decodes, and prompts of one token, which are padded as decodes are
         is_uniform = num_tokens == num_reqs * max_query_len
@@ -102,18 +97,18 @@ class GraphManager(ModelCudaGraphManager):
         return found.cg_mode, self.descriptor(found), found
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
-        """Replay a full graph for the step in flight; hidden states ``[num_tokens, size]``."""
+        """Replay the full graph of the step in flight; return hidden states ``[tokens, size]``."""
         return self._replay(self.descriptor(desc))
 
     def descriptor(self, desc: BatchExecutionDescriptor) -> BatchDescriptor:
-        """The name of a graph, by which wrappers keep and find it."""
+        """Return the descriptor under which graph wrappers keep and find a graph."""
         is_full = desc.cg_mode == CUDAGraphMode.FULL
         has_lora = self.vllm_config.lora_config is not None
         return BatchDescriptor(
             desc.num_tokens,
             num_reqs=desc.num_reqs if is_full else None,
             uniform=desc.uniform_token_count is not None,
-            has_lora=has_lora,  # as upstream names pieces
+            has_lora=has_lora,  # as upstream names piecewise graphs
             num_active_loras=desc.num_active_loras,
         )
 
@@ -121,18 +116,21 @@ class GraphManager(ModelCudaGraphManager):
 
     @property
     def cudagraph_keys(self) -> dict[CUDAGraphMode, list[BatchExecutionDescriptor]]:
-        """Graphs to capture, by mode."""
         return self._capture_descs
 
     def initialize_cudagraph_keys(self, mode: CUDAGraphMode, decode_query_len: int) -> None:
-        """Find the candidates again, because capture sizes have changed."""
+        """Find the candidates again, because the capture sizes have changed."""
         self.cudagraph_mode, self.decode_query_len = mode, decode_query_len
         self._candidates.clear()
         self._capture_descs.clear()
         self._init_candidates()
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """Graphs to capture: piecewise ones first, of each kind the largest first."""
+        """Return the graphs to capture: piecewise ones first, and of each mode the largest first.
+
+        While upstream measures memory, full graphs are limited to the few that it captures for
+        this.
+        """
         found = []
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             some = self._capture_descs.get(mode, [])
@@ -144,7 +142,8 @@ class GraphManager(ModelCudaGraphManager):
         return found
 
     def measured(self, capture_one: Callable[..., Any]) -> Callable[..., Any]:
-        """A capture that notes the memory of each full graph, when upstream measures it."""
+        """Return `capture_one`, wrapped to note the memory of each full graph while upstream
+        measures it."""
         samples = self._capture_mem_samples
         if samples is None:
             return capture_one
@@ -175,20 +174,15 @@ def run_model(
     ----------
     model
         The model, or its wrapper for full graphs.
-    vllm_config
-        The engine's config.
-    in_flight
-        The step.
-    inputs
-        Of the model.
     metadata, slot_mappings
-        By layer; without metadata, attention is left out.
+        By layer. Without metadata, attention is left out.
     mode, descriptor
-        The kind of graph and its name, which wrappers read: capture, replay, or neither.
+        The mode and the name of the graph. Graph wrappers read them to decide whether they capture,
+        replay, or run eagerly.
     """
     arrays, num_tokens = in_flight.staged.device, in_flight.step.num_input_tokens
     across, num_engines = None, vllm_config.parallel_config.data_parallel_size
-    if num_engines > 1:  # all capture and replay graphs of one size
+    if num_engines > 1:  # all ranks capture and replay graphs of one size
         across = torch.full((num_engines,), num_tokens, dtype=torch.int32)
     with set_forward_context(
         metadata or None,

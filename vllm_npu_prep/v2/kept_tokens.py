@@ -1,4 +1,4 @@
-"""Samples where upstream's sampler looks for them, and log-probabilities of prompts."""
+"""Samples written where upstream's sampler reads them, and log-probabilities of prompts."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from vllm_npu_prep.v2.states import SlotStates
 
 
 def reads_tokens(params: SamplingParams | None) -> bool:
-    """Whether a request's parameters make the sampler read its tokens on the device."""
+    """Return whether a request's parameters make the sampler read its tokens on the device."""
     return params is not None and (
         params.repetition_penalty != 1.0
         or params.frequency_penalty != 0.0
@@ -31,8 +31,11 @@ def note_samples(
     sampled: torch.Tensor,  # [num_reqs, width] int64, -1 after a request's last token
     discard: torch.Tensor,  # [num_reqs] bool
 ) -> None:
-    """Enter a step's samples for penalties, bad words, budgets for thinking and drafts that are
-    looked up, if a request of the step has some."""
+    """Write a step's samples to the device's tables, if a request of the step needs them there.
+
+    Penalties read counts of tokens. Bad words, budgets of thinking tokens, and drafts that are
+    looked up read the tokens themselves.
+    """
     slots, penalties = batch.idx_mapping_np, sampler.penalties_state
     _, _, bad_words = sampler.logits_processors[:3]
     wants_counts = penalties.use_penalty[slots].any()
@@ -66,16 +69,15 @@ def note_samples(
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of prompts, by request, as `ModelRunnerOutput` takes them."""
+    """Log-probabilities of prompts by request, as `ModelRunnerOutput` takes them."""
 
     most_likely: dict[str, Any]
-    """Of the prompt's tokens and of the most likely ones: `LogprobsTensors`."""
+    """Those of the prompt's tokens and of the most likely tokens, as `LogprobsTensors`."""
     named: dict[str, torch.Tensor]
-    """Of tokens that the request names for each place, float32 ``[num_places, num_tokens]``."""
+    """Those of tokens that the request names, float32 ``[num_positions, num_tokens]``."""
 
 
 def wants_scores(worker: PromptLogprobsWorker, batch: InputBatch) -> bool:
-    """Whether a request of the step may get log-probabilities of its prompt."""
     wanted = worker.uses_prompt_logprobs[batch.idx_mapping_np]
     return bool(worker.token_id_scores) or bool(wanted.any())
 
@@ -87,7 +89,7 @@ def score_prompts(
     hidden_states: torch.Tensor,  # [num_tokens or more, hidden_size]
     batch: InputBatch,
 ) -> PromptScores:
-    """Log-probabilities of prompts, for requests of the step that want some."""
+    """Return log-probabilities of prompts for the requests of a step that want them."""
     prompt_lens = states.prompt_len.np
     return PromptScores(
         worker.compute_prompt_logprobs(

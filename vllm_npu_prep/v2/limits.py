@@ -1,7 +1,7 @@
-"""What Model Runner V2 takes of a request's sampling parameters.
+"""The lengths of lists that Model Runner V2 accepts in a request's sampling parameters.
 
-Upstream's V2 has a row of fixed length for each list, and its runner raises where one is longer:
-that would end the engine, and all requests with it. V1 takes lists of any length.
+Upstream's V2 has a row of fixed length for each list, and its runner raises if a list is longer:
+that would end the engine and all its requests. V1 takes lists of any length.
 """
 
 from vllm.exceptions import VLLMValidationError
@@ -14,22 +14,16 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 END_TOKENS = 8
-"""Most end tokens of a model that vLLM adds to a request's stop tokens, with room to spare."""
+"""Room for the model's end tokens, which vLLM adds to a request's stop tokens."""
 
 
 def refuse_long_lists(params: SamplingParams | PoolingParams) -> None:
-    """Refuse a request whose lists V2 has no room for.
-
-    Parameters
-    ----------
-    params
-        As the request came.
+    """Refuse a request whose lists are longer than the rows of V2.
 
     Raises
     ------
     VLLMValidationError
-        Names the list, its length, what is allowed and what to do. Servers answer it with status
-        400.
+        It names the list, its length, the limit and what to do. Servers answer it with status 400.
     """
     if isinstance(params, PoolingParams):
         return

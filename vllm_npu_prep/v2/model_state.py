@@ -1,4 +1,4 @@
-"""The model's state in upstream's V2 runner: gives layers the metadata that was prepared."""
+"""The model states of upstream's V2 runner, which give layers the metadata that was prepared."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +18,17 @@ from vllm_npu_prep.v2.rope import SlotRope
 
 
 class PreparedModelState(DefaultModelState):
-    """Upstream's state of a decoder-only model; metadata comes from the prepared step.
+    """Upstream's state of a decoder-only model, with what was prepared for the step.
 
     Attributes
     ----------
     metadata
-        Of the step in flight, by layer; None in dummy runs, which run no attention.
+        The metadata of the step in flight, by layer; None in dummy runs, which run no attention.
     encoder_attn_groups
-        Attention groups without a cache.
+        Attention groups of layers without a KV cache.
     positions
-        Of the step in flight for M-RoPE, int64 ``[num_dims, num_input_tokens]``; None in dummy
-        runs.
+        M-RoPE positions of the step in flight, int64 ``[num_dims, num_input_tokens]``; None in
+        dummy runs.
     """
 
     rope_state: SlotRope | None
@@ -40,11 +40,11 @@ class PreparedModelState(DefaultModelState):
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch, *args: Any, **kwargs: Any
     ) -> dict[str, Any] | None:
-        """The metadata by layer; it is not built again."""
+        """Return the metadata by layer, which is built already."""
         return self.metadata
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> dict[str, Any]:
-        """Positions for M-RoPE; other models read those of the batch."""
+        """Return the positions for M-RoPE; other models read those of the batch."""
         if self.rope_state is None:
             return {}
         positions = self.positions
@@ -56,15 +56,10 @@ class PreparedModelState(DefaultModelState):
 class PreparedEncoderState(  # type: ignore[misc]  # the attributes are the first one's
     PreparedModelState, EncoderOnlyModelState
 ):
-    """Of a model whose layers attend both ways, without a cache; keeps types of tokens, too.
+    """The state of a model whose layers attend in both directions, without a cache.
 
-    Upstream makes one group of layers with the same heads; here it is one for each window, as on
-    V1.
-
-    Parameters
-    ----------
-    vllm_config, model, encoder_cache, device
-        As upstream's.
+    It keeps token types, too. Upstream makes one attention group of layers with the same heads;
+    here there is one for each window size, as in the V1 runner.
     """
 
     def __init__(
@@ -80,7 +75,6 @@ class PreparedEncoderState(  # type: ignore[misc]  # the attributes are the firs
             group.create_metadata_builders(vllm_config, device)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> dict[str, Any]:
-        """Types of tokens, where a request has some."""
         inputs: dict[str, Any] = EncoderOnlyModelState.prepare_inputs(self, input_batch, req_states)
         return inputs
 
@@ -88,7 +82,7 @@ class PreparedEncoderState(  # type: ignore[misc]  # the attributes are the firs
 def make_model_state(
     vllm_config: VllmConfig, model: torch.nn.Module, encoder_cache: Any, device: torch.device
 ) -> PreparedModelState:
-    """The state of the engine's model, by upstream's arguments."""
+    """Make the state that fits the model, from upstream's arguments."""
     kind = PreparedModelState
     if _encoder_groups(vllm_config):
         kind = PreparedEncoderState

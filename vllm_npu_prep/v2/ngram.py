@@ -11,15 +11,15 @@ from vllm_npu_prep.v2.verification import Accepted
 
 
 class SlotNgramSpeculator(BaseSpeculator):
-    """Drafts what followed the last tokens when they came before.
+    """Drafts the tokens that followed the last tokens when these occurred before.
 
-    Stands in for upstream's ``NgramGPUSpeculator``, which launches two kernels of Triton. Tokens
+    It stands in for upstream's ``NgramGPUSpeculator``, which launches two Triton kernels. Tokens
     stay on the device, and the host waits for nothing.
 
     Parameters
     ----------
-    vllm_config, device, states
-        As upstream's; `states` keep all tokens on the device.
+    states
+        They have to keep all tokens on the device (`SlotStates.keeps_all_tokens`).
     """
 
     supports_mm_inputs = False
@@ -37,26 +37,24 @@ class SlotNgramSpeculator(BaseSpeculator):
         )
 
     def init_cudagraph_manager(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: there is no model."""
+        """Do nothing: there is no model."""
 
     def capture(self) -> None:
-        """Does nothing: there is no model."""
+        """Do nothing: there is no model."""
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The drafter's part in a dummy run: nothing."""
+        """Return zeros in a dummy run, where there is nothing to look up."""
         return self._no_drafts[: input_batch.num_reqs]
 
     def draft(self, idx_mapping: torch.Tensor, accepted: Accepted, most_known: int) -> torch.Tensor:
-        """Draft tokens for each request of a step whose samples the states have already.
+        """Draft tokens for each request of a step whose samples are in `SlotStates` already.
 
         Parameters
         ----------
         idx_mapping
-            int64 ``[num_reqs]``: slot of each request.
-        accepted
-            What verification left of the step's tokens.
+            int64 ``[num_reqs]``: the request row of each request.
         most_known
-            Most tokens that a request can know now.
+            The largest number of tokens that a request can have now; later columns are not read.
 
         Returns
         -------
@@ -77,9 +75,9 @@ def look_up(
     largest: int,
     num_drafts: int,
 ) -> torch.Tensor:
-    """What followed the last place where a request's last tokens came before.
+    """Return the tokens that followed the last place where a request's last tokens occurred before.
 
-    The most tokens that came before count, and of their places the last one: upstream's
+    The longest match counts, and of its places the last one, as in upstream's
     ``_ngram_scan_kernel`` and ``_ngram_finalize_kernel``.
 
     Parameters
@@ -87,13 +85,12 @@ def look_up(
     tokens
         int32 ``[num_reqs, width]``.
     lengths
-        int32 ``[num_reqs]``: known tokens, at most `width`; 0 drafts nothing.
+        int32 ``[num_reqs]``: the number of known tokens, at most `width`. A request with 0 gets
+        `last` as its drafts.
     last
-        int32 ``[num_reqs]``: drafted where nothing is found.
+        int32 ``[num_reqs]``: the token that is drafted where nothing is found.
     smallest, largest
-        Numbers of last tokens that are looked for.
-    num_drafts
-        Drafts of each request.
+        How many last tokens have to match: at least, and at most.
 
     Returns
     -------

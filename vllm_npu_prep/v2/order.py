@@ -1,4 +1,4 @@
-"""The order of a batch: requests stay in their places, so that their rows on the device do, too."""
+"""The order of a batch: requests keep their places, so that their rows on the device stay valid."""
 
 from collections.abc import Mapping
 
@@ -10,32 +10,31 @@ from vllm_npu_prep.v2.states import SlotStates
 
 
 class BatchOrder:
-    """Finds a place for each request of a step.
+    """Finds a place in the batch for each request of a step.
 
-    The device's block tables are in the order of the batch, and a request in another place has its
-    whole row sent again. So requests that stay keep their places, new ones fill the places of
-    those that left, and what is still empty is filled from the end. Of latent attention, decodes
-    have the first places, and requests keep theirs within each part.
+    The device's block tables are in the order of the batch, so the whole row of a request that
+    moves is sent again. Requests that stay therefore keep their places, new ones take the places of
+    those that left, and places that are still empty are filled from the end. With latent attention
+    or recurrent states, decodes come first, and requests keep their places within each of the two
+    parts.
 
     Parameters
     ----------
     decode_threshold
-        Most tokens of a decode where decodes come first (`prep.latent.LatentSplit`); 0: any order.
+        The largest number of tokens of a decode, where decodes come first
+        (`prep.latent.LatentSplit`); 0 if the order is free.
     """
 
     def __init__(self, decode_threshold: int = 0) -> None:
         self._decode_threshold = decode_threshold
         self._scheduled: list[str] = []  # in the scheduler's order
-        self._num_decodes = 0  # that come first
-        self._req_ids: list[str] = []  # in the batch's
+        self._num_decodes = 0  # decodes that come first
+        self._req_ids: list[str] = []  # in the order of the batch
 
     def of_step(self, scheduled: Mapping[str, int]) -> list[str]:
-        """The requests of a step in the order of the batch; the list is not changed later.
+        """Return the requests of a step in the order of the batch; the list is never changed later.
 
-        Parameters
-        ----------
-        scheduled
-            Tokens of each request of the step, which are in any order.
+        `scheduled` has the number of tokens of each request, in the scheduler's order.
         """
         names, num_decodes = list(scheduled), 0
         if self._decode_threshold:
@@ -63,10 +62,10 @@ class BatchOrder:
 def batch_of_step(
     order: BatchOrder, states: SlotStates, scheduler_output: SchedulerOutput
 ) -> BatchReqState:
-    """Numbers of a step's requests, in the order of its batch."""
+    """Return what upstream's code reads of a step's requests, in the order of the batch."""
     num_scheduled = scheduler_output.num_scheduled_tokens
     req_ids = order.of_step(num_scheduled)
-    slots = states.slots_of(req_ids)  # a name may come back with another slot
+    slots = states.slots_of(req_ids)  # a request may come back in another request row
     counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
     prefill = states.prefill_len.np[slots]
     computed = states.num_computed_prefill_tokens[slots]

@@ -1,4 +1,4 @@
-"""What a step returns: its samples, on their way to the host."""
+"""What a step returns: its samples or pooled vectors, while they are copied to the host."""
 
 from typing import Any
 
@@ -18,26 +18,24 @@ from vllm.v1.worker.utils import raise_if_nan_logits
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """A step's samples, copied on a stream of their own.
+    """The samples of a step, which are copied to the host on a separate stream.
 
-    Upstream also copies how many tokens each request got. The host knows that already, or sees it:
-    -1 follows a request's last token.
+    Upstream also copies how many tokens each request got. Here the host knows that already, or sees
+    it in the samples, because -1 follows a request's last token.
 
     Parameters
     ----------
     output
-        What the scheduler gets; its samples are filled in by `get_output`.
+        What the scheduler gets; `get_output` fills in the samples.
     sampler_output
-        Samples ``[num_reqs, width]``, and log-probabilities if somebody wants them.
+        Samples ``[num_reqs, width]``, and log-probabilities if a request wants them.
     discard
-        bool ``[num_reqs]``: requests whose sample doesn't count.
-    copy_stream
-        On which to copy.
+        bool ``[num_reqs]``: the requests whose sample doesn't count.
 
     Attributes
     ----------
     samples
-        Those of `sampler_output` on the host, complete when `get_output` returns.
+        The samples on the host, complete when `get_output` has returned.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class StepOutput(AsyncModelRunnerOutput):
             self.async_copy_ready_event.record()
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the copies, and fill in what they brought."""
         self.async_copy_ready_event.synchronize()
         sampled: list[list[int]] = self.samples.tolist()
         if self.samples.shape[1] > 1:  # drafts were verified
@@ -98,23 +95,21 @@ class StepOutput(AsyncModelRunnerOutput):
         return self._output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """What vLLM 0.33.0 keeps of a step whose `get_output` fails."""
+        """Return what vLLM 0.33.0 keeps of a step whose `get_output` fails."""
         return self._output.kv_connector_output
 
 
 class PooledOutput(AsyncModelRunnerOutput):
-    """What a step pooled, copied on a stream of its own where requests are complete.
+    """The pooled vectors of a step, copied on a separate stream for requests that are complete.
 
     Parameters
     ----------
     output
-        What the scheduler gets; rows of requests are filled in by `get_output`.
+        What the scheduler gets; `get_output` fills in the rows of requests.
     pooled
-        Of each request: a tensor ``[num_reqs, size]``, or a list with None where nothing is pooled.
+        A tensor ``[num_reqs, size]``, or a list with None for requests without a pooled vector.
     finished
-        Of each request: whether its prompt is complete.
-    copy_stream
-        On which to copy.
+        For each request, whether its prompt is complete.
     """
 
     def __init__(
@@ -140,26 +135,21 @@ class PooledOutput(AsyncModelRunnerOutput):
             self.async_copy_ready_event.record()
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the copies, and fill in what they brought."""
         self.async_copy_ready_event.synchronize()
         self._output.pooler_output = list(self._rows)
         del self._raw_pooler_output
         return self._output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """What vLLM 0.33.0 keeps of a step whose `get_output` fails."""
+        """Return what vLLM 0.33.0 keeps of a step whose `get_output` fails."""
         return self._output.kv_connector_output
 
 
 class DraftsOfStep:
-    """The drafts of the last step for the scheduler. Without grammars it reads their number only.
+    """The last step's drafts for the scheduler; stands in for upstream's ``DraftTokensHandler``.
 
-    Stands in for upstream's ``DraftTokensHandler``.
-
-    Parameters
-    ----------
-    device
-        Not used.
+    The scheduler reads the tokens only if a request has a grammar; else only their number counts,
+    and nothing is copied.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -171,18 +161,9 @@ class DraftsOfStep:
     def keep(
         self, req_ids: list[str], drafts: torch.Tensor, *, structured: bool, copy_stream: Any
     ) -> None:
-        """Take note of a step's drafts; copies them if a grammar will read them.
+        """Keep a step's drafts, int32 ``[num_reqs, num_drafts]``; copy them only for grammars.
 
-        Parameters
-        ----------
-        req_ids
-            Of the batch.
-        drafts
-            int32 ``[num_reqs, num_drafts]``.
-        structured
-            Whether a request has a grammar.
-        copy_stream
-            On which to copy.
+        `structured` says whether a request of the step has a grammar.
         """
         self._req_ids, self._num_drafts, self._drafts = req_ids, drafts.shape[1], None
         if structured:
@@ -194,7 +175,7 @@ class DraftsOfStep:
                 self._event.record()
 
     def get_draft_tokens(self) -> DraftTokenIds:
-        """Drafts by request; -1 where nobody reads them."""
+        """Return the drafts by request; each is -1 if no grammar reads them."""
         if self._drafts is None:
             return DraftTokenIds(self._req_ids, [[-1] * self._num_drafts for _ in self._req_ids])
         self._event.synchronize()

@@ -1,4 +1,4 @@
-"""Prompts given as embeddings, by slot."""
+"""Prompts that are given as embeddings, by request row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,52 +13,46 @@ from vllm_npu_prep.runner.prompt_embeds import PromptEmbeds
 
 
 class SlotPromptEmbeds:
-    """The vectors of prompts; stands in for upstream's ``PromptEmbedsState``.
+    """The embeddings of prompts; a stand-in for upstream's ``PromptEmbedsState``.
 
-    Upstream keeps them on the device, and a kernel of Triton finds them by pointers in each step.
-    Here they stay on the host, as on V1: a step that reads some of them copies these rows and
-    their indices, and any other step copies nothing.
-
-    Parameters
-    ----------
-    max_num_reqs, hidden_size, dtype, device
-        As upstream's; vectors are given to the model in `dtype`.
+    Upstream keeps them on the device, and a Triton kernel finds them by pointers in each step. Here
+    they stay on the host, as in the V1 runner: a step that reads some of them copies these rows and
+    their indices, and other steps copy nothing. The model gets them in `dtype`.
     """
 
     def __init__(
         self, max_num_reqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._dtype = dtype
-        self._prompts: dict[int, torch.Tensor] = {}  # [num_prompt_tokens, hidden_size] by slot
+        self._prompts: dict[int, torch.Tensor] = {}  # [num_prompt_tokens, hidden_size] by row
         self._slots: dict[str, int] = {}
         self._of_step: PromptEmbeds | None = None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Keep the vectors of a request that is new, or resumed after preemption."""
+        """Keep the embeddings of a request that is new, or resumed after preemption."""
         if new_req_data.prompt_embeds is not None:
             self._prompts[req_index] = new_req_data.prompt_embeds
             self._slots[new_req_data.req_id] = req_index
 
     def remove_request(self, req_id: str) -> None:
-        """Forget a request."""
         slot = self._slots.pop(req_id, None)
         if slot is not None:
             del self._prompts[slot]
 
     def apply_staged_writes(self) -> None:
-        """Does nothing: the device has no state of requests."""
+        """Do nothing: the device has no state of requests."""
 
     def follow(
         self, step: PreparedStep, slots: np.ndarray, is_token_ids: np.ndarray | None
     ) -> None:
-        """Collect the vectors that a step reads; their tokens get a valid id.
+        """Collect the embeddings that a step reads, and give their tokens a valid id.
 
         Parameters
         ----------
         step
-            The step, before it is copied.
+            The step, before it is copied to the device.
         slots
-            int ``[num_reqs]``: slot of each request of the batch.
+            int ``[num_reqs]``: the request row of each request, in the order of the batch.
         is_token_ids
             See `vllm_npu_prep.v2.states.SlotStates`.
         """
@@ -73,21 +67,17 @@ class SlotPromptEmbeds:
     def apply(
         self, input_batch: Any, num_computed_tokens: torch.Tensor, inputs_embeds: torch.Tensor
     ) -> None:
-        """Put the vectors of the step that `follow` has seen in their places.
+        """Write the embeddings that `follow` collected into the model's input.
 
-        Parameters
-        ----------
-        input_batch, num_computed_tokens
-            Not read.
-        inputs_embeds
-            ``[num_tokens or more, hidden_size]`` on the device, changed.
+        `inputs_embeds` ``[num_tokens or more, hidden_size]`` is on the device and is changed in
+        place; the other arguments are not read.
         """
         if self._of_step is not None:
             self._of_step.enter(inputs_embeds)
 
 
 def ids_of(arrived: Sequence[NewRequestData]) -> dict[str, Sequence[bool]]:
-    """Which places of a prompt have an id, of each request that comes with embeddings."""
+    """Return, for each request with embeddings, which positions of its prompt have a token id."""
     return {
         new.req_id: new.prompt_is_token_ids or [False] * len(new.prompt_embeds)
         for new in arrived

@@ -1,4 +1,4 @@
-"""M-RoPE of the V2 runner: positions of prompts by slot, on the host."""
+"""M-RoPE of the V2 runner: positions of prompts by request row, on the host."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,30 +11,26 @@ from vllm_npu_prep.prep.mrope import MropeTables
 
 
 class Rotation(NamedTuple):
-    """By what a request's tokens are rotated, by the names that V1's request state has."""
+    """The M-RoPE positions of a request, under the names that V1's request state has."""
 
-    mrope_positions: np.ndarray  # [num_dims, num_tokens] int64, of the tokens that it came with
-    mrope_position_delta: int  # of later tokens: position less index in the sequence
+    mrope_positions: np.ndarray  # [num_dims, num_tokens] int64, of the tokens it arrived with
+    mrope_position_delta: int  # for later tokens: the position minus the index in the sequence
 
 
 class SlotRope(RopeState):
-    """Positions by slot; stands in for upstream's ``RopeState``.
+    """M-RoPE positions by request row; a stand-in for upstream's ``RopeState``.
 
-    Upstream keeps positions of whole prompts in memory that host and device share, and a kernel of
-    Triton picks a step's. Here the fused pass does, from `tables`, and the step's one copy brings
-    them.
-
-    Parameters
-    ----------
-    num_dims, max_num_reqs, max_num_tokens, max_model_len, device
-        As upstream's.
+    Upstream keeps positions of whole prompts in memory that host and device share, and a Triton
+    kernel picks those of a step. Here the fused pass picks them from `tables`, and the step's one
+    copy brings them to the device.
 
     Attributes
     ----------
     tables
-        Of the batch, for the fused pass.
+        The positions of the batch's requests, for the fused pass.
     positions
-        int64 ``[num_dims, max_num_tokens + 1]`` on the device, 0: of steps that are not prepared.
+        int64 ``[num_dims, max_num_tokens + 1]`` zeros on the device, for steps that are not
+        prepared.
     """
 
     def __init__(
@@ -48,42 +44,34 @@ class SlotRope(RopeState):
         self.num_dims, self.max_model_len = num_dims, max_model_len
         self.tables = MropeTables(num_dims, max_num_reqs)
         self.positions = torch.zeros(num_dims, max_num_tokens + 1, dtype=torch.int64, device=device)
-        self._rotations: dict[int, Rotation] = {}  # by slot
-        self._followed = np.empty(0, np.int64)  # slots of the tables' rows
+        self._rotations: dict[int, Rotation] = {}  # by request row
+        self._followed = np.empty(0, np.int64)  # request rows in the order of `tables`
 
     def init_prefill_positions(
         self, req_idx: int, model: Any, prefill_token_ids: list[int], mm_features: list[Any]
     ) -> None:
-        """Ask the model for the positions of a request that gets a slot."""
+        """Ask the model for the positions of a request that gets a request row."""
         positions, delta = model.get_mrope_input_positions(prefill_token_ids, mm_features)
         of_prompt = np.ascontiguousarray(positions.numpy(), np.int64)
         self._rotations[req_idx] = Rotation(of_prompt, int(delta))
         self._followed = np.empty(0, np.int64)
 
     def apply_staged_writes(self) -> None:
-        """Does nothing: positions travel with their step."""
+        """Do nothing: positions travel with their step."""
 
     def follow(self, slots: np.ndarray) -> None:
-        """Set the tables to the requests at these slots, int ``[num_reqs]``, in their order."""
+        """Set `tables` to the requests at these request rows, int ``[num_reqs]``, in this order."""
         if not np.array_equal(slots, self._followed):
             self.tables.set_rows([self._rotations[slot] for slot in slots.tolist()])
             self._followed = slots
 
     def of_requests(self, slot_of: Mapping[str, int]) -> "Rotations":
-        """Rotations by request, for checks; `slot_of` has the slots and is read later."""
+        """Return the rotations by request, for checks; `slot_of` is read at each look-up."""
         return Rotations(self._rotations, slot_of)
 
 
 class Rotations:
-    """Rotation of each request.
-
-    Parameters
-    ----------
-    by_slot
-        Of each slot.
-    slot_of
-        Slot of each request.
-    """
+    """A view of rotations by request name instead of by request row."""
 
     def __init__(self, by_slot: Mapping[int, Rotation], slot_of: Mapping[str, int]) -> None:
         self._by_slot, self._slot_of = by_slot, slot_of

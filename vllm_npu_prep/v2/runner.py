@@ -1,4 +1,4 @@
-"""NPUModelRunnerV2: vLLM's V2 runner with its input preparation replaced. Holds no arithmetic."""
+"""NPUModelRunnerV2: vLLM's V2 runner with its input preparation replaced. No arithmetic is here."""
 
 import contextlib
 from collections.abc import Sequence
@@ -97,29 +97,26 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 
 class NPUModelRunnerV2(GPUModelRunner):
-    """Prepares a step as `NPUModelRunner` does, for requests that keep a slot each.
+    """Prepares a step as `NPUModelRunner` does, for requests that keep one request row each.
 
-    Upstream's V2 computes a step's inputs on the device: two copies, sixteen more without memory
-    that host and device share, and seven launches of Triton. Here `SlotStates` keeps on the host
-    what they are computed from, and one copy brings them. The class has only overrides.
+    Upstream's V2 runner computes a step's inputs on the device: with two copies, sixteen more where
+    host and device share no memory, and seven Triton launches. Here `SlotStates` keeps on the host
+    what the inputs are computed from, and one copy brings them. The class has only overrides and
+    their helpers.
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
-    device
-        As torch sees it.
     prep_device
-        The same device by this plugin's interface.
+        The same device as `device`, by this plugin's interface.
 
     Attributes
     ----------
     in_flight
         The step from its preparation until its tokens are sampled; None in between.
     input_batch
-        What checks read of the batch, by the names of V1's runner.
+        What checks read of the batch, under the names of V1's runner.
     cache_memory
-        What the KV cache is made of.
+        Allocates the KV cache.
     """
 
     req_states: SlotStates  # type: ignore[assignment]
@@ -131,20 +128,23 @@ class NPUModelRunnerV2(GPUModelRunner):
     graphs: Graphs
     preparer: Preparer
     order: BatchOrder
-    requests: Rotations  # of models with M-RoPE, as checks read them
-    shared_decisions: SharedDecisions | None  # with engines that share experts
+    requests: Rotations  # what checks read of models with M-RoPE
+    shared_decisions: SharedDecisions | None  # with data-parallel ranks that share experts
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
         self.in_flight: StepInFlight | None = None
         with prep_device.host_streams(), self._stand_ins(device):
             super().__init__(vllm_config, device)
-        self.dcp_size = 1  # for upstream, which would count in a kernel what ranks keep of contexts
+        self.dcp_size = (
+            1  # else upstream would launch a kernel to count each rank's part of contexts
+        )
         num_drafts = self.num_speculative_steps
         self.use_async_spec_decode = bool(
             num_drafts and vllm_config.scheduler_config.async_scheduling
         )
-        # The scheduler tells samples to stages; synchronous steps without drafts wait for theirs
+        # The scheduler tells pipeline stages the samples; synchronous steps without drafts wait
+        # for their own
         self._host_has_samples = self.use_pp or not (
             num_drafts or vllm_config.scheduler_config.async_scheduling
         )
@@ -170,7 +170,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @staticmethod
     def _stand_ins(device: torch.device) -> Any:
-        """Our classes under the names by which upstream makes its parts."""
+        """Put this plugin's classes under the names by which upstream makes its parts."""
 
         def slot_values(*args: Any, **kwargs: Any) -> SlotValues:
             return SlotValues(device, *args, **kwargs)
@@ -196,11 +196,12 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @property
     def has_own_processors(self) -> bool:
-        """Whether users gave logits processors (``--logits-processors``) beside vLLM's three."""
+        """Return whether users gave logits processors (``--logits-processors``) beside vLLM's
+        three."""
         return self.sampler is not None and len(self.sampler.logits_processors) > 3
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """As upstream's; nothing is sent in steps in which no request arrives."""
+        """Add requests as upstream does, but send nothing in steps in which no request arrives."""
         if self.step_check is not None:
             self.step_check.follow(scheduler_output)
         arrived = scheduler_output.scheduled_new_reqs
@@ -218,7 +219,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Enter counts and blocks of the requests that stay, together."""
+        """Enter the counts and blocks of the requests that stay, all together."""
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
             slots = self.req_states.slots_of(cached.req_ids)
@@ -243,7 +244,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     # ----------------------------------------------------------------- the step
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; ends the step in flight if it fails or if nothing is to be sampled."""
+        """Run upstream's method; end the step in flight if it fails or leaves nothing to sample."""
         decisions: Any = contextlib.nullcontext()
         if self.shared_decisions is not None:
             decisions = v2.decisions_by(self.shared_decisions.take)
@@ -255,30 +256,23 @@ class NPUModelRunnerV2(GPUModelRunner):
                 self._end_step()
 
     def features_of(self, req_id: str) -> list[Any]:
-        """Images and videos of a request, as the encoder reads them."""
+        """Return the images and videos of a request, as the encoder reads them."""
         assert self.encoder_cache is not None
         return self.encoder_cache.mm_features[req_id]
 
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool
     ) -> tuple[BatchReqState | None, int | None]:
-        """Prepare the step; upstream asks for its numbers first, and for its inputs later."""
+        """Prepare the step, because upstream asks for its numbers here and for its inputs only
+        later."""
         if dummy_run:
             return super().gather_batch_req_state(scheduler_output, dummy_run)
         return self._prepare_step(scheduler_output), None
 
     def _prepare_step(self, scheduler_output: SchedulerOutput) -> BatchReqState:
-        """Prepare one step, in the order in which requests stay where they were.
+        """Prepare one step, in a batch order in which requests keep their places.
 
-        Parameters
-        ----------
-        scheduler_output
-            What the scheduler decided; the states have it already.
-
-        Returns
-        -------
-        BatchReqState
-            Numbers of the batch, in its order.
+        The request states have taken in `scheduler_output` already.
         """
         started = perf_counter()
         preparer, states = self.preparer, self.req_states
@@ -313,7 +307,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         )
         if self.lora_config:
             self._num_active_loras = len(self.lora_state.get_activate_loras(now.req_ids))
-        # The stages of V1's runner: padding, layout, pass and state, copy, metadata
+        # The stages of V1's runner: padding, layout, fused pass and state, copy, metadata
         decision = self.padding.decide(batch, 0, self._num_active_loras)
         layout = preparer.layout(decision.padding)
         staged = preparer.staging.acquire(layout)
@@ -336,7 +330,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _dispatch(
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
-        """Ask the graph manager for its decision, before a step is prepared."""
+        """Ask the graph manager for its decision, before the step is prepared."""
         del num_encoder_reqs  # embeddings are an input of every step of such a model
         num_tokens, num_loras = batch.total_num_scheduled_tokens, self._num_active_loras
         return self.cudagraph_manager.ask(
@@ -350,7 +344,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         batch_desc: Any,
         num_active_loras: int,
     ) -> InputBatch:
-        """The step as it was prepared, as upstream's later code reads it: views."""
+        """Return the prepared step as upstream's later code reads it: views of its arrays."""
         assert self.in_flight is not None
         structured = scheduler_output.has_structured_output_requests
         return self.inputs.of_step(batch_req_state, self.in_flight, structured)
@@ -358,7 +352,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
-        """Block tables and slots of the step, which are prepared already."""
+        """Return the block tables and slot mappings of the step, which are prepared already."""
         assert self.in_flight is not None
         self.graphs.check_padding(self.in_flight, self.preparer)
         tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
@@ -367,7 +361,8 @@ class NPUModelRunnerV2(GPUModelRunner):
     def prepare_dummy_attn(  # type: ignore[override]
         self, input_batch: InputBatch, valid_state_slots: bool = False
     ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor] | torch.Tensor]:
-        """A step that is all padding, at the addresses that graphs read; it writes nothing."""
+        """Prepare a step that is all padding, at the addresses that graphs read; it writes no
+        cache."""
         del valid_state_slots
         tables = self.block_tables.device_rows(input_batch.num_reqs)
         asked = self.cudagraph_manager.of_dummy_run
@@ -403,7 +398,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.step_check.verify(self, scheduler_output)
 
     def _end_step(self) -> None:
-        """Clear the record of a step that has ended or failed."""
+        """Forget a step that has ended or failed."""
         self.in_flight = None
         if hasattr(self, "model_state"):  # not after `shutdown`
             self.model_state.metadata = self.model_state.positions = None
@@ -415,7 +410,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample the step's tokens, and start their way to the host."""
+        """Sample the step's tokens, and start their copy to the host."""
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed
             return None
@@ -429,7 +424,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             self._end_step()
 
     def _nothing_sampled(self, state: Any) -> ModelRunnerOutput | None:
-        """What a stage returns that is not the last."""
+        """Return the output of a pipeline stage that is not the last."""
         of_connector = self.kv_connector.post_forward(state.finished_req_ids)
         output: ModelRunnerOutput | None
         output = ModelRunnerOutput.with_kv_conn_output_only(of_connector)
@@ -481,7 +476,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         return output
 
     def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
-        """Drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
+        """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
         assert self.in_flight is not None
         if isinstance(self.speculator, SlotNgramSpeculator):
             most_known = min(self.in_flight.step.max_seq_len + 1, self.max_model_len)
@@ -509,7 +504,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def pool(self) -> Any:
-        """Pool the step's hidden states, and start what is complete on its way to the host."""
+        """Pool the step's hidden states, and start the copy of complete ones to the host."""
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed
             return None
@@ -530,7 +525,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             self._end_step()
 
     def _score_prompts(self, hidden_states: torch.Tensor, batch: InputBatch) -> PromptScores:
-        """Log-probabilities of prompts, for requests that want some, each by its own adapter."""
+        """Return log-probabilities of prompts, each with the adapter of its request."""
         worker = self.prompt_logprobs_worker
         assert worker is not None
         if not wants_scores(worker, batch):
@@ -553,7 +548,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         lora_requests: Any,
         mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
     ) -> None:
-        """As upstream's, which makes tuples of the mappings and compares them; here: arrays."""
+        """Set the adapters from arrays; upstream makes tuples of the mappings to compare them."""
         of_samples = np.asarray(prompt_lora_mapping)
         if self.in_flight is not None and self.in_flight.step.num_drafts:
             of_samples = of_samples.repeat(self.in_flight.step.num_sampled_tokens)
@@ -570,7 +565,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _forward(
         self, in_flight: StepInFlight, mode: CUDAGraphMode, descriptor: BatchDescriptor
     ) -> Any:
-        """Run the model over a prepared step: eagerly, or capture or replay its graph."""
+        """Run the model over a prepared step: eagerly, or to capture or replay its graph."""
         _, slots = self.preparer.slot_mappings(in_flight.staged)
         metadata = self.preparer.for_layers(in_flight.metadata)
         model: Any = self.model if self._full_graphs is None else self._full_graphs
@@ -579,7 +574,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         return run_model(model, *given, mode, descriptor)
 
     def _model_inputs(self, in_flight: StepInFlight) -> dict[str, Any]:
-        """Inputs of a prepared step as upstream gives them, at the addresses that graphs read."""
+        """Return a prepared step's inputs as upstream gives them, at the addresses of graphs."""
         arrays = in_flight.staged.device
         rotates = self.model_state.rope_state is not None
         inputs: dict[str, Any] = {
@@ -600,22 +595,21 @@ class NPUModelRunnerV2(GPUModelRunner):
         return inputs
 
     def _replay(self, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Replay the full graph of the step in flight."""
         assert self.in_flight is not None
         return self._forward(self.in_flight, CUDAGraphMode.FULL, descriptor)
 
     def _all_padding(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> StepInFlight:
-        """A step of a graph's size that is all padding."""
+        """Prepare a step of a graph's size that is all padding."""
         padding = self.padding.of_capture(mode, desc)
         step, staged, metadata = self.preparer.prepare_padding_only(padding)
         if mode != CUDAGraphMode.FULL:
-            metadata = {}  # between pieces: attention has no request, which kernels refuse
+            metadata = {}  # no attention: its kernels refuse a step without requests
         return StepInFlight(step, staged, metadata, (mode, desc))
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; a graph replays a step that is all padding."""
+        """Run upstream's method; if it replays a graph, the step is all padding."""
         if self.recorder is not None:
-            self.recorder.read_experts()  # an idle engine's pass counts the others' tokens
+            self.recorder.read_experts()  # an idle rank's pass counts the tokens of the others
         try:
             return super()._dummy_run(*args, **kwargs)
         finally:
@@ -624,8 +618,8 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _capture(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> None:
         """Warm up and capture one graph, over steps that are all padding.
 
-        Each run has metadata of its own: what its first layer makes for the others has to be made
-        in the graph, too.
+        Each run has its own metadata, because what the first layer computes for the later ones has
+        to be computed within the graph, too.
         """
         select_adapters = create_lora_capture_hook(self.lora_config, self)
         if select_adapters is not None:
@@ -643,12 +637,12 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture every graph, largest first.
+        """Capture every graph, the largest first.
 
         Returns
         -------
         int
-            Bytes of the device that they took.
+            The bytes of device memory that the graphs take.
 
         Raises
         ------
@@ -673,11 +667,12 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.padding.forget()  # sizes that did not fit were dropped
 
     def profile_cudagraph_memory(self) -> int:
-        """Bytes that graphs will take, from capturing the largest sizes of each kind."""
+        """Estimate the bytes that graphs will take, by capturing the largest sizes of each mode."""
         return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
 
     def _make_graph_manager(self, *args: Any, **kwargs: Any) -> GraphManager:
-        """Upstream's arguments are those of its own manager."""
+        """Make the graph manager, and what captures by it, from the arguments of upstream's
+        manager."""
         manager = GraphManager(self._replay, self.prep_device, *args, **kwargs)
         self._full_graphs = None
         if manager.cudagraph_mode.has_full_cudagraphs():
@@ -700,7 +695,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, with our sampler, states and layers."""
+        """Load the model as upstream does, with this plugin's sampler, states and layers."""
         name_aux_layers(self.speculative_config)
         with self.prep_device.host_streams(), self._stand_ins(self.device):
             super().load_model(*args, **kwargs)
@@ -715,7 +710,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
-        """Block tables whose rows are whole attention chunks, if there are any."""
+        """Make block tables whose rows are whole attention chunks, if a layer has such chunks."""
         local = find_local_groups(self.attn_groups)
         kwargs["blocks_per_chunk"] = local.blocks_per_chunk if local else 1
         return SlotBlockTables(*args, **kwargs)
@@ -757,7 +752,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             mrope=None if rope is None else rope.tables,
             dcp=find_context_shards(self.parallel_config),
         )
-        halves = latent or state_groups  # decodes come first
+        halves = latent or state_groups  # with either, decodes come first
         self.order = BatchOrder(0 if halves is None else halves.decode_threshold)
         self.preparer = Preparer(
             self.prep_device,
@@ -790,7 +785,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.step_check, self._checks_fully = make_check(level, self), level == "full"
 
     def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
-        """Groups of one window each; upstream has made builders for the unsplit ones already."""
+        """Return groups with one window size each; upstream has made builders for the unsplit
+        groups."""
         layers = self.compilation_config.static_forward_context
         split = split_by_window(groups, layers)
         if len(split) > len(groups):
@@ -802,7 +798,8 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _allocate_planes(
         self, forward_context: dict[str, Any], kv_cache_config: KVCacheConfig, *_: Any, **__: Any
     ) -> dict[str, torch.Tensor]:
-        """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
+        """Allocate K and V as separate planes, because Ascend kernels can't read upstream's
+        interleaving."""
         kernel_blocks_of = partial(blocks_per_block, self.vllm_config)
         self._caches = caches = allocate_planes(
             kv_cache_config, self.cache_memory, kernel_blocks_of
@@ -813,16 +810,17 @@ class NPUModelRunnerV2(GPUModelRunner):
                 caches[name] = caches[target]
         groups = kv_cache_config.kv_cache_groups
         bind_kv_cache(caches, forward_context, [], kv_cache_groups=groups)
-        # Upstream asks each for its device, which the two parts of states don't have together
+        # Upstream asks each cache for its device; the pair of a recurrent state has none
         return {name: cache for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
 
     def _connect(self, vllm_config: VllmConfig, *_: Any) -> Any:
-        """Upstream's KV connector, which is told of all caches, states too, as V1's is."""
+        """Make upstream's KV connector over all caches, recurrent states included, as V1's runner
+        does."""
         layers = self.compilation_config.static_forward_context
         return get_kv_connector(vllm_config, planes_by_layer(self._caches, layers))
 
     def _init_kv_zero_meta(self) -> None:
-        """Does nothing: upstream prepares a Triton kernel here, which is not used."""
+        """Do nothing: upstream prepares a Triton kernel here, which is not used."""
 
     # ----------------------------------------------------------------- the device
 
@@ -835,9 +833,9 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.recorder.warm_up(step)
 
     def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, and for MTP layers, too, if they come from a folder.
+        """Reload weights as upstream does, and from a folder those of MTP layers, too.
 
-        All are at the addresses that graphs read then. The caller resets the prefix cache.
+        The new weights are at the addresses that graphs read. The caller resets the prefix cache.
         """
         self.refuse_new_weights()
         drafter = self.get_draft_model() if weights_iterator is None else None
@@ -845,11 +843,11 @@ class NPUModelRunnerV2(GPUModelRunner):
             super().reload_weights(weights_iterator, *args, **kwargs)
 
     def refuse_new_weights(self) -> None:
-        """See `vllm_npu_prep.runner.new_weights.refuse`."""
+        """Raise if this engine can't take new weights."""
         refuse(self.vllm_config)
 
     def shutdown(self) -> None:
-        """Log how often preparation had to wait and how steps ran."""
+        """Log how often preparation had to wait and how steps ran, then shut down."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
             logger.info(

@@ -1,4 +1,4 @@
-"""The sampler of vLLM's V2 runner, without Triton: a step launches what it needs."""
+"""The sampler of vLLM's V2 runner without Triton: a step launches only what its requests need."""
 
 from typing import Any, NamedTuple
 
@@ -16,16 +16,16 @@ from vllm_npu_prep.v2.drawing import Requests, draw, uniform
 
 
 class DrawnDrafts(NamedTuple):
-    """Drafts of a step that were drawn, and what they were drawn from.
+    """Drafts of a step that were drawn at random, and the logits that they were drawn from.
 
     Attributes
     ----------
     token_ids
-        int32 ``[num_drafts]``, -1 where there is none or a grammar forbids it.
+        int32 ``[num_drafts]``; -1 where there is none or where a grammar forbids it.
     rows
-        int ``[num_drafts]``: the row of logits that verifies each.
+        int ``[num_drafts]``: the row of logits that verifies each draft.
     logits
-        ``[max_num_reqs, num_speculative_tokens, vocab_size]`` of the drafter, by slot.
+        ``[max_num_reqs, num_speculative_tokens, vocab_size]`` of the drafter, by request row.
     """
 
     token_ids: torch.Tensor
@@ -34,12 +34,12 @@ class DrawnDrafts(NamedTuple):
 
 
 class SlotSampler(Sampler):
-    """Upstream's sampler, by its own states of sampling parameters.
+    """Upstream's sampler, over upstream's states of sampling parameters.
 
-    A greedy step is one launch, an argmax. Steps whose requests have no seed of their own draw
-    from torch's generator; rows with a seed get the noise of upstream's kernel, so that a request
-    with a seed gets the same tokens whatever it is batched with. With ``--use-fp64-gumbel``
-    noise is of float64, as upstream's.
+    A greedy step is one launch, an argmax. Requests without a seed draw from torch's generator.
+    Rows of requests with a seed get the noise of upstream's kernel, so that such a request gets the
+    same tokens whatever it is batched with. With ``--use-fp64-gumbel`` noise is float64, as
+    upstream's.
     """
 
     def __call__(
@@ -50,16 +50,17 @@ class SlotSampler(Sampler):
         Parameters
         ----------
         logits
-            ``[num_logits, vocab_size]``: a row for each draft of a request, and one after them.
-        input_batch
-            The step.
+            ``[num_logits, vocab_size]``: a request has a row for each of its drafts, and one after
+            them.
         drafts
-            Drafts that were drawn; None: there are none, or they are the drafter's best tokens.
+            Drafts that were drawn at random; None if there are none, or if they are the drafter's
+            most likely tokens.
 
         Returns
         -------
         SamplerOutput
-            int64 ``[num_logits, 1]``; numbers of samples are left to the host, which knows them.
+            Samples are int64 ``[num_logits, 1]``. The numbers of samples are None, because the host
+            knows them.
         """
         slots, idx_mapping = input_batch.idx_mapping_np, input_batch.expanded_idx_mapping
         num_drafts = input_batch.num_draft_tokens_per_req
@@ -124,7 +125,7 @@ class SlotSampler(Sampler):
 
     @staticmethod
     def _num_nans(logits: torch.Tensor, row_slots: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-        """NaNs among the logits of each request, ``[num_reqs]``."""
+        """Return the number of NaNs among the logits of each request, ``[num_reqs]``."""
         of_rows = logits.isnan().sum(-1)
         if len(row_slots) == len(slots):
             return of_rows
@@ -136,7 +137,8 @@ class SlotSampler(Sampler):
     def _verified(
         logits: torch.Tensor, input_batch: InputBatch, requests: Requests, drafts: DrawnDrafts
     ) -> torch.Tensor:
-        """Of each row the draft that it accepts, or the token in its place, ``[num_logits]``."""
+        """Return the draft of each row if it is accepted, else the token in its place,
+        ``[num_logits]``."""
         rows, num_steps = drafts.rows, drafts.logits.shape[1]
         num_drafts = input_batch.num_draft_tokens_per_req
         assert num_drafts is not None
@@ -160,5 +162,5 @@ class SlotSampler(Sampler):
 
 
 def positions_of(input_batch: InputBatch) -> torch.Tensor:
-    """Position that each row of logits is of, int64 ``[num_logits]``."""
+    """Return the position of each row of logits, int64 ``[num_logits]``."""
     return input_batch.positions[input_batch.logits_indices]

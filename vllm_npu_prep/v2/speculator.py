@@ -1,9 +1,10 @@
 """Drafters of the V2 runner: EAGLE and EAGLE-3 heads, a model's MTP layer, and draft models.
 
-Upstream's V2 runner keeps draft passes in device buffers, which four kernels of Triton advance.
-Here a pass's inputs are made by torch, from the step's arrays, and attention gets lengths that are
-exact on the host: the first pass needs no counts of accepted tokens, because causality hides
-rejected tokens from the accepted ones; later passes wait for the counts, which are on their way.
+Upstream's V2 runner keeps the inputs of draft passes in device buffers, which four Triton kernels
+advance. Here torch operators make the inputs of a pass from the step's arrays, and attention gets
+lengths that are exact on the host. The first pass needs no counts of accepted tokens, because the
+causal mask hides rejected tokens from accepted ones; later passes wait for the counts, whose copy
+to the host has started by then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,18 +32,19 @@ from vllm_npu_prep.v2.verification import Accepted
 
 
 class SlotSpeculator(TargetDependentARSpeculator):
-    """A drafter that is a model, pass by pass; here: one that reads the target's hidden states.
+    """A drafter that is a model, with one pass per draft; here it reads the target's hidden states.
 
     Attributes
     ----------
     builders
         Metadata builders of the drafter's layers; set with the KV cache.
     block_tables
-        Of all KV-cache groups.
+        The block tables of all KV-cache groups.
     passes
-        Runs the drafter.
+        Runs the drafter's forward passes.
     draft_logits
-        What drafts were drawn from, by slot; None if they are the drafter's best tokens.
+        The logits from which drafts were drawn, by request row; None if drafts are the drafter's
+        most likely tokens.
     """
 
     builders: Builders = ()
@@ -63,7 +65,10 @@ class SlotSpeculator(TargetDependentARSpeculator):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """As upstream's; a tied target without an ``lm_head`` shares its embeddings instead."""
+        """Load the drafter as upstream does, or share embeddings if the target has no ``lm_head``.
+
+        That is so for targets with tied embeddings.
+        """
         model = super().load_draft_model(  # type: ignore[safe-super]  # upstream's next class has it
             target_model, target_attn_layer_names
         )
@@ -76,58 +81,33 @@ class SlotSpeculator(TargetDependentARSpeculator):
         return model
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: draft passes use the builders of steps (`follow`)."""
+        """Do nothing: draft passes use the builders of steps (`follow`)."""
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Make the inputs that pieces of graphs read, if the engine has any; none is captured yet.
-
-        Parameters
-        ----------
-        cudagraph_mode
-            The engine's.
-        """
+        """Allocate the inputs of piecewise graphs if the engine uses them; none is captured yet."""
         eager = bool(self.speculative_config.enforce_eager)
         self.passes.make_inputs(cudagraph_mode, enforce_eager=eager)
 
     @torch.inference_mode()
     def capture_pass(self, num_tokens: int) -> None:
-        """Warm up and capture the pieces of a pass, in an engine that has some.
-
-        Parameters
-        ----------
-        num_tokens
-            Of the pass.
-        """
+        """Warm up and capture the piecewise graphs of a pass, if the engine uses them."""
         self.passes.capture(num_tokens)
 
     def use_graphs(self, sizes: Iterable[int]) -> None:
-        """Replay pieces that were captured.
-
-        Parameters
-        ----------
-        sizes
-            Tokens of the passes.
-        """
+        """Replay graphs from now on, for passes of these numbers of tokens."""
         self.passes.use_graphs(sizes)
 
     @property
     def graph_sizes(self) -> Sequence[int]:
-        """Tokens of passes whose pieces are replayed, ascending."""
+        """Return the numbers of tokens for which graphs are replayed, ascending."""
         return self.passes.sizes
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As upstream's."""
         super().load_model(target_model)
         self.passes.model, self.passes.layers = self.model, self.draft_attn_layer_names
 
     def follow(self, builders: Builders, block_tables: SlotBlockTables) -> None:
-        """Use the steps' builders: one for all layers with one window.
-
-        Parameters
-        ----------
-        builders, block_tables
-            Of the engine.
-        """
+        """Use the builders and tables of steps; layers with the same window share a builder."""
         self.block_tables = block_tables
         own = self.draft_attn_layer_names
         self.builders = [
@@ -152,19 +132,15 @@ class SlotSpeculator(TargetDependentARSpeculator):
 
         Parameters
         ----------
-        in_flight
-            The step.
-        accepted
-            What verification left of its tokens.
         num_valid_tokens
-            The counts of accepted tokens, on their way to the host.
+            The counts of accepted tokens, whose copy to the host has started.
         hidden_states, aux_hidden_states
-            Of the target, ``[num_input_tokens, hidden_size]`` each.
+            Those of the target, ``[num_input_tokens, hidden_size]`` each.
         metadata, slot_mappings
-            Of the step, by layer.
+            Those of the step, by layer.
         requests
-            Of the step, by whose temperatures and seeds drafts are drawn; None: all are greedy, or
-            drafts are the best tokens.
+            The requests of the step, by whose temperatures and seeds drafts are drawn; None if all
+            are greedy, or if drafts are the most likely tokens.
 
         Returns
         -------
@@ -206,18 +182,15 @@ class SlotSpeculator(TargetDependentARSpeculator):
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """The pass over the step's tokens, each of them the one after the target's.
+        """Run the pass over the step's tokens, in which each position gets the target's next token.
 
-        Parameters
-        ----------
-        in_flight, accepted, hidden_states, metadata, slot_mappings
-            As `draft` has them; `hidden_states` are those that the drafter reads.
+        `hidden_states` are those that the drafter reads; the other arguments are those of `draft`.
 
         Returns
         -------
         last, output, following, positions
-            int64 ``[num_reqs]``: the row of each request's last token. Of all rows: hidden states
-            for logits and for the next pass, positions.
+            `last`, int64 ``[num_reqs]``, is the row of each request's last token. The others have
+            all rows: hidden states for the logits, hidden states for the next pass, and positions.
         """
         arrays, num_tokens = in_flight.staged.device, in_flight.step.num_input_tokens
         last = accepted.last_token_indices.long()
@@ -236,16 +209,14 @@ class SlotSpeculator(TargetDependentARSpeculator):
         seq_lens_np: np.ndarray,
         pass_size: PassSize,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Advance all requests by a token; metadata and slots of the pass, by layer.
+        """Advance all requests by a token; return metadata and slot mappings by layer.
 
         Parameters
         ----------
         positions, seq_lens
-            int64 and int32 ``[num_reqs]`` of the pass before; advanced.
+            int64 and int32 ``[num_reqs]`` of the previous pass; advanced in place.
         seq_lens_np
             int32 ``[num_reqs]`` of this pass.
-        pass_size
-            How it runs.
         """
         num_reqs = len(seq_lens_np)
         metadata: dict[str, Any] = {}
@@ -289,13 +260,13 @@ class SlotSpeculator(TargetDependentARSpeculator):
         return metadata, slots_by_layer
 
     def _dummy_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions of the first pass of a dummy run."""
+        """Return token ids and positions of the first pass of a dummy run."""
         return input_batch.input_ids, input_batch.positions
 
     def _combined(
         self, hidden_states: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor] | None
     ) -> torch.Tensor:
-        """What the first pass reads of the target."""
+        """Return what the first pass reads of the target."""
         if not aux_hidden_states:
             return hidden_states
         model: Any = self.model
@@ -309,25 +280,26 @@ class SlotSpeculator(TargetDependentARSpeculator):
         positions: torch.Tensor | None = None,
         requests: Requests | None = None,
     ) -> torch.Tensor:
-        """A draft of each row, int32 ``[num_reqs]``: the best token, or one that is drawn.
+        """Return a draft of each row, int32 ``[num_reqs]``: the most likely token, or a drawn one.
 
         Parameters
         ----------
         hidden_states
             ``[num_reqs, hidden_size]`` of a pass.
         index
-            Of the draft among its request's.
+            The place of the draft among those of its request.
         positions
             int64 ``[num_reqs]`` of the pass.
         requests
-            By whose temperatures and seeds drafts are drawn.
+            The requests by whose temperatures and seeds drafts are drawn; None for the most likely
+            tokens.
         """
         model: Any = self.model
         logits: torch.Tensor = model.compute_logits(hidden_states)
         if requests is None:
             return logits.argmax(-1).to(torch.int32)
         assert self.draft_logits is not None and positions is not None
-        # By slot, so that verification finds them if a request sits steps out
+        # By request row, so that verification finds them if a request is left out of steps
         at = requests.idx_mapping * self.num_speculative_steps + index
         by_slot = self.draft_logits.flatten(0, 1)
         by_slot.index_copy_(0, at, logits.to(by_slot.dtype))
@@ -344,16 +316,9 @@ class SlotSpeculator(TargetDependentARSpeculator):
         aux_hidden_states: Sequence[torch.Tensor] | None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The drafter's part in a dummy run: as many passes as a step's, without attention.
+        """Make as many passes as a step does, without attention: the drafter's part in a dummy run.
 
-        Parameters
-        ----------
-        input_batch
-            Of the dummy run.
-        last_hidden_states, aux_hidden_states
-            Of the target.
-        **kwargs
-            Of upstream's; not used.
+        The returned drafts are a buffer of upstream's and have no meaning.
         """
         del kwargs
         num_reqs = input_batch.num_reqs
@@ -374,19 +339,19 @@ class SlotSpeculator(TargetDependentARSpeculator):
 def shifted(
     input_ids: torch.Tensor, last_token_indices: torch.Tensor, next_token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Input ids of the first draft pass: each request's tokens without the first, and its next one.
+    """Return input ids of the first draft pass: a request's tokens but the first, and its next.
 
-    Upstream's ``_prepare_prefill_inputs_kernel``. Places of rejected tokens hold some token, which
-    nothing that counts reads.
+    This is upstream's ``_prepare_prefill_inputs_kernel``. Positions of rejected tokens hold some
+    token, which nothing that counts reads.
 
     Parameters
     ----------
     input_ids
         int32 ``[num_tokens]`` of the target.
     last_token_indices
-        int64 ``[num_reqs]``: each request's last token that wasn't rejected.
+        int64 ``[num_reqs]``: each request's last token that was not rejected.
     next_token_ids
-        int32 ``[num_reqs]``: the one after it.
+        int32 ``[num_reqs]``: the token after it.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Requests by slot: the tables of the fused pass, and the samples that the device has."""
+"""Requests by request row: the tables of the fused pass, and the samples that are on the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,47 +12,45 @@ from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 
 UNKNOWN_TOKEN = -1
-"""What the token table holds where the device has a sample that the host never sees, and what the
-device's table holds where a prompt has an embedding."""
+"""Marks a token whose id is not known: in the host's table, a sample that only the device has; in
+the device's table, a position of a prompt that is given as an embedding."""
 
 
 class SlotStates:
-    """What is known of each request, by slot; stands in for upstream's ``RequestState``.
+    """What is known of each request, by request row; a stand-in for upstream's ``RequestState``.
 
-    A request gets a slot when it arrives and keeps it until it is finished or preempted. Upstream
-    keeps tokens and counts on the device, and computes a step's inputs there; here the host has
-    them, and the step's one copy brings its inputs.
+    A request gets a row when it arrives and keeps it until it is finished or preempted. Upstream
+    keeps tokens and counts on the device and computes a step's inputs there. Here the host has
+    them, and the step's one copy brings the inputs.
 
     Parameters
     ----------
-    max_num_reqs, max_model_len, max_num_batched_tokens, num_speculative_steps, vocab_size, device
-        As upstream's.
     num_prefill_lookahead
-        Of speculation that is refused.
+        Not used: the kind of speculation that needs it is refused.
     use_dense_all_token_ids
-        Whether the device has the tokens of all requests, for drafts that are looked up in them.
+        Whether the device keeps the tokens of all requests, for drafts that are looked up in them.
 
     Attributes
     ----------
     req_id_to_index
-        Slot of each request.
+        The request row of each request.
     token_ids
-        int32 ``[max_num_reqs, max_model_len]``: prompts and what they were resumed with;
+        int32 ``[max_num_reqs, max_model_len]``: prompts, and tokens generated before a preemption;
         `UNKNOWN_TOKEN` after them.
     num_computed_tokens_np, num_tokens
         int32 ``[max_num_reqs]``. Every sample counts as a known token.
     all_token_ids, total_len
-        Tokens on the device, and their number, of requests whose sampling parameters need them:
-        penalties, bad words, log-probabilities of prompts.
+        Tokens on the device and their number, for requests whose sampling parameters read them:
+        penalties, bad words, log-probabilities of prompts, budgets of thinking tokens.
     read_on_device
-        Requests that arrive with such parameters.
+        The requests that arrive with such parameters in this step.
     keeps_all_tokens
-        Whether it is all requests.
+        Whether the device keeps the tokens of all requests.
     have_ids
-        Of requests that arrive with embeddings: which places of the prompt have an id, by name.
+        For requests that arrive with embeddings, which positions of the prompt have a token id.
     is_token_ids
-        bool like `token_ids`: False where a prompt has an embedding, and an id of 0; None while no
-        request came with some.
+        bool, shaped as `token_ids`: False where a prompt has an embedding, and an id of 0. None
+        until a request with embeddings arrives.
     """
 
     def __init__(
@@ -88,21 +86,20 @@ class SlotStates:
         self.have_ids: dict[str, Sequence[bool]] = {}
         self.is_token_ids: np.ndarray | None = None
         self.samples = Samples(max_num_reqs, num_speculative_steps)
-        # Of the last step: where it ends, and how many drafts it verifies
+        # For each request of the last step: where it ends, and how many drafts it verifies
         self._ends = np.zeros(max_num_reqs, np.int32)
         self._num_drafts = np.zeros(max_num_reqs, np.int32)
-        # Of upstream's dummy runs and drafters; empty without these
+        # Read by upstream's dummy runs and drafters only
         self.last_sampled_tokens = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
         self.draft_tokens = self.last_sampled_tokens[:, :0]
         self.next_prefill_tokens = self.last_sampled_tokens[:0].T
 
     @property
     def num_reqs(self) -> int:
-        """Requests that have a slot."""
         return len(self.req_id_to_index)
 
     def slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """Slots of requests, int64 ``[len(req_ids)]``."""
+        """Return the request rows of requests, int64 ``[len(req_ids)]``."""
         return np.fromiter(map(self.req_id_to_index.__getitem__, req_ids), np.intp, len(req_ids))
 
     def add_request(
@@ -113,20 +110,14 @@ class SlotStates:
         num_computed_tokens: int,
         max_tokens: int,
     ) -> None:
-        """Give a slot to a request that is new, or resumed after preemption.
+        """Give a request row to a request that is new, or resumed after preemption.
 
         Parameters
         ----------
-        req_id
-            Its name.
-        prompt_len
-            Tokens of its prompt.
         all_token_ids
-            Prompt, and tokens that were generated before it was preempted.
+            The prompt, and the tokens that were generated before a preemption.
         num_computed_tokens
-            Tokens that the cache has already.
-        max_tokens
-            Most tokens that it may generate.
+            The number of tokens that the KV cache has already.
         """
         slot = self.free_indices.pop()
         self.req_id_to_index[req_id], self.index_to_req_id[slot] = slot, req_id
@@ -149,7 +140,7 @@ class SlotStates:
             self.total_len.stage_write_elem(slot, length)
 
     def ids_at_arrival(self, slot: int) -> np.ndarray:
-        """Tokens with which a request arrived, int32; `UNKNOWN_TOKEN` for embeddings."""
+        """Return the tokens with which a request arrived, int32; `UNKNOWN_TOKEN` for embeddings."""
         length = self.prefill_len.np[slot]
         ids = self.token_ids[slot, :length]
         if self.is_token_ids is None:
@@ -164,7 +155,7 @@ class SlotStates:
         self.total_len.apply_write()
 
     def remove_request(self, req_id: str) -> int | None:
-        """Free a request's slot; None if it has none."""
+        """Free a request's row and return it; return None if the request has none."""
         slot = self.req_id_to_index.pop(req_id, None)
         if slot is None:
             return None
@@ -177,13 +168,10 @@ class SlotStates:
     def begin_step(
         self, slots: np.ndarray, num_scheduled: np.ndarray, num_drafts: np.ndarray | None
     ) -> None:
-        """Note what a step computes, for `exact_counts` of the next one.
+        """Note what a step computes, for the `exact_counts` of the next step.
 
-        Parameters
-        ----------
-        slots, num_scheduled, num_drafts
-            Slot, tokens and drafts of each request of the step, int ``[num_reqs]`` each; None if no
-            request has drafts.
+        The arrays are int ``[num_reqs]`` in the order of the batch; `slots` are request rows, and
+        `num_drafts` is None if no request has drafts.
         """
         self._num_drafts[:] = 0
         if num_drafts is not None:
@@ -196,17 +184,17 @@ class SlotStates:
         num_computed_tokens: "Sequence[int] | np.ndarray",
         num_valid_tokens: ReadBack,
     ) -> np.ndarray:
-        """The scheduler's counts without the drafts that the last step rejected.
+        """Return the scheduler's counts of computed tokens, less the drafts that were rejected.
 
-        Under asynchronous scheduling, the scheduler takes all drafts of the last step for accepted,
+        Under asynchronous scheduling the scheduler counts all drafts of the last step as accepted,
         unless it has waited for the step.
 
         Parameters
         ----------
         slots, num_computed_tokens
-            int ``[n]``: slots of requests that stay, and the scheduler's counts.
+            int ``[n]``: request rows of the requests that stay, and the scheduler's counts.
         num_valid_tokens
-            Counts of accepted tokens by row of the last step, which are read if they are needed.
+            Counts of accepted tokens by row of the last step; read, and waited for, only if needed.
 
         Returns
         -------
@@ -224,14 +212,9 @@ class SlotStates:
         return counts
 
     def advance(self, slots: np.ndarray, num_computed_tokens: "Sequence[int] | np.ndarray") -> None:
-        """Enter counts of requests that stay.
+        """Enter counts of computed tokens, int ``[n]``, of the requests in these request rows.
 
-        Parameters
-        ----------
-        slots
-            int ``[n]``.
-        num_computed_tokens
-            Of each of them. A request past its prompt knows one token more: its last sample.
+        A request past its prompt has one known token more: its last sample.
         """
         self.num_computed_tokens_np[slots] = num_computed_tokens
         computed = self.num_computed_tokens_np[slots]
@@ -240,14 +223,14 @@ class SlotStates:
         self.num_tokens[slots] = np.maximum(prefill, computed + 1)
 
     def enter_samples(self, slots: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Enter the tokens of a step as the scheduler tells them to pipeline stages.
+        """Enter the tokens that the scheduler tells pipeline stages.
 
         Parameters
         ----------
         slots
-            int ``[n]``, of requests whose counts `advance` has entered.
+            int ``[n]``: request rows of requests whose counts `advance` has entered.
         token_ids
-            Of each of them the tokens from its count on, those of its prompt, too.
+            For each of them, its tokens from the computed count on, those of its prompt included.
         """
         for slot, tokens in zip(slots.tolist(), token_ids, strict=True):
             start = self.num_computed_tokens_np[slot]
@@ -260,17 +243,17 @@ class SlotStates:
         num_scheduled: np.ndarray,  # [num_reqs] int
         token_ids: np.ndarray,  # [num_reqs] int
     ) -> None:
-        """Enter the samples of a step for which the host has waited, but for those discarded."""
+        """Enter the samples of a step for which the host has waited, except discarded ones."""
         places = self.num_computed_tokens_np[slots] + num_scheduled
         kept = ~discard & (places < self.max_model_len)  # a context's end is never computed
         self.token_ids[slots[kept], places[kept]] = token_ids[kept]
 
 
 class Found(NamedTuple):
-    """Where samples are that a step needs."""
+    """The samples on the device from which a step continues, and the row of each request."""
 
-    # [num_rows * (1 + 2 * num_drafts)] int32 on the device: of each row its sample, then the drafts
-    # made after it, twice, as `prep.fused_pass.list_targets` scatters them
+    # [num_rows * (1 + 2 * num_drafts)] int32 on the device: each row has its sample, then twice the
+    # drafts made after it, as `prep.fused_pass.list_targets` scatters them
     token_ids: torch.Tensor | None
     num_rows: int
     rows: np.ndarray  # [num_reqs] int64: row of each request, -1 for those whose tokens are known
@@ -278,31 +261,32 @@ class Found(NamedTuple):
 
     @property
     def by_row(self) -> torch.Tensor:
-        """A row for each request that has a sample on the device: the sample comes first."""
+        """Return `token_ids` as ``[num_rows, 1 + 2 * num_drafts]``; a sample begins each row."""
         assert self.token_ids is not None
         return self.token_ids.view(-1, targets_per_row(self.num_drafts))
 
 
 class Samples:
-    """Each request's last sample. The host doesn't know it when the next step is prepared.
+    """The last sample of each request, on the device: the host may not know it in the next step.
 
-    Samples are in the order in which they were drawn, as on V1. Those of requests that a step left
-    out come before the step's own: one launch more after such a step, and none when any step is
-    prepared.
+    Samples are in the order in which they were drawn, as in the V1 runner. Samples of requests that
+    a step leaves out are kept before the step's own. That takes one launch after such a step, and
+    no launch when a step is prepared.
 
     Parameters
     ----------
     max_num_reqs
-        Slots.
+        Number of request rows.
     num_drafts
-        Drafts that are made after each sample.
+        Number of drafts that are made after each sample.
 
     Attributes
     ----------
     rows
-        int64 ``[max_num_reqs]``: row of each slot's sample; `NO_PREVIOUS_ROW` if it has none.
+        int64 ``[max_num_reqs]``: the row of each request's sample; `NO_PREVIOUS_ROW` if it has
+        none.
     num_older
-        Rows before those of the last step.
+        Number of rows before those of the last step.
     """
 
     def __init__(self, max_num_reqs: int, num_drafts: int = 0) -> None:
@@ -312,18 +296,18 @@ class Samples:
         self._by_row: torch.Tensor | None = None  # [num_rows], or as `Found.by_row` with drafts
 
     def forget(self, slot: int) -> None:
-        """A slot lost its request."""
+        """Drop the sample of a request row that lost its request."""
         self.rows[slot] = NO_PREVIOUS_ROW
 
     def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> Found:
-        """The samples from which a step continues.
+        """Return the samples from which a step continues.
 
         Parameters
         ----------
         slots
-            int ``[num_reqs]``: slot of each request of the batch.
+            int ``[num_reqs]``: the request row of each request, in the order of the batch.
         is_awaited
-            bool ``[num_reqs]``: whether a request continues from a sample.
+            bool ``[num_reqs]``: whether the request continues from a sample.
         """
         rows = np.where(is_awaited, self.rows[slots], NO_PREVIOUS_ROW)
         if self._by_row is None or not is_awaited.any():
@@ -338,7 +322,7 @@ class Samples:
         discard: np.ndarray,  # [num_reqs] bool
         drafts: torch.Tensor | None = None,  # [num_reqs, num_drafts] int32
     ) -> None:
-        """Take note of a step's samples, but for requests whose sample doesn't count."""
+        """Keep a step's samples, except those of requests whose sample doesn't count."""
         if drafts is not None:
             sampled_token_ids = torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)
         self.rows[slots] = NO_PREVIOUS_ROW
@@ -356,7 +340,7 @@ class Samples:
 
 
 def _runs_of(by_row: torch.Tensor, rows: np.ndarray) -> list[torch.Tensor]:
-    """Ascending rows as views: indices would have to be copied to the device."""
+    """Return the ascending rows as views, because indices would have to be copied to the device."""
     borders = np.flatnonzero(np.diff(rows) > 1) + 1
     runs = np.split(rows, borders)
     return [by_row[run[0] : run[-1] + 1] for run in runs]

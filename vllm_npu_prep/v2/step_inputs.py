@@ -1,4 +1,4 @@
-"""A prepared step as upstream's V2 code reads it."""
+"""A prepared step in the form that upstream's V2 code reads."""
 
 import numpy as np
 import torch
@@ -11,17 +11,13 @@ from vllm_npu_prep.v2.verification import VerifiedBatch
 
 
 class StepInputs:
-    """Makes upstream's ``InputBatch`` of a prepared step: views of its arrays, and constants.
+    """Makes upstream's ``InputBatch`` of a prepared step, from views of its arrays and constants.
 
     Parameters
     ----------
-    max_num_reqs
-        Of a step.
-    device
-        Of the constants.
     always_masks
-        Whether steps without padding have a mask of it, too: experts see tokens of other ranks,
-        and each rank has to have one.
+        Whether steps without padding have a padding mask, too: experts that see tokens of other
+        ranks need one of every rank.
     """
 
     def __init__(
@@ -34,16 +30,9 @@ class StepInputs:
         self._logit_borders = np.arange(max_num_reqs + 1, dtype=np.int32)
 
     def of_step(self, now: BatchReqState, in_flight: StepInFlight, structured: bool) -> InputBatch:
-        """The step for the model, which reads padding, too, and for the sampler, which doesn't.
+        """Return the step for the model, with padding, and for the sampler, without.
 
-        Parameters
-        ----------
-        now
-            Numbers of the batch.
-        in_flight
-            The step.
-        structured
-            Whether a request has a grammar.
+        `structured` says whether a request of the step has a grammar.
         """
         step, staged = in_flight.step, in_flight.staged
         arrays, num_reqs = staged.device, step.num_reqs
@@ -97,5 +86,6 @@ class StepInputs:
 
 
 def _leading(array: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    """The rows of real requests: `array` itself if there is no padding; a view takes a us."""
+    """Return the rows of real requests: `array` itself if nothing is padded, as a view takes a
+    microsecond."""
     return array if rows is None else array[rows]

@@ -1,4 +1,4 @@
-"""Budgets of thinking tokens, by slot."""
+"""Budgets of thinking tokens, by request row."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 
 
 class SlotThinkingBudget(ThinkingBudgetState):
-    """Upstream's state without Triton: counts on the device, where samples and drafts are.
+    """Upstream's state without Triton: it counts on the device, where samples and drafts are.
 
-    So a step waits for nothing, asynchronous steps and steps with drafts neither. The markers of
-    what a request arrives with are found by the host, which knows these tokens.
-
-    Parameters
-    ----------
-    req_states, reasoning_config
-        As upstream's.
+    So no step waits for the host, neither asynchronous steps nor steps with drafts. The host finds
+    the markers in the tokens with which a request arrives, because it knows these.
     """
 
     req_states: SlotStates  # type: ignore[assignment]
@@ -43,7 +38,7 @@ class SlotThinkingBudget(ThinkingBudgetState):
         self._last = SlotRows((req_states.max_num_reqs, 2), torch.int32, req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Note a request's budget, and where the markers are that it arrives with."""
+        """Keep a request's budget, and the places of markers in the tokens that it arrives with."""
         has_budget: bool = super().add_request(req_idx, sampling_params)
         if has_budget:
             token_ids = self.req_states.ids_at_arrival(req_idx)
@@ -51,7 +46,6 @@ class SlotThinkingBudget(ThinkingBudgetState):
         return has_budget
 
     def apply_staged_writes(self) -> None:
-        """Send what has arrived."""
         if self.enabled:
             self._reset_reqs.clear()  # of upstream's own markers
             self._last.apply_write()
@@ -60,12 +54,8 @@ class SlotThinkingBudget(ThinkingBudgetState):
     def apply(self, logits: torch.Tensor, ctx: Any) -> None:
         """Force the end of thinking in rows of requests whose budget is used up.
 
-        Parameters
-        ----------
-        logits
-            float32 ``[num_logits, vocab_size]``, changed.
-        ctx
-            Upstream's ``LogitsContext``.
+        `logits`, float32 ``[num_logits, vocab_size]``, are changed in place; `ctx` is upstream's
+        ``LogitsContext``.
         """
         if not self.enabled or not self.use_thinking_budget[ctx.idx_mapping_np].any():
             return

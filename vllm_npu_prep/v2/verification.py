@@ -16,30 +16,31 @@ from vllm_npu_prep.v2.sampler import DrawnDrafts, SlotSampler
 
 
 class VerifiedBatch(InputBatch):
-    """A step with drafts: its rows of logits, of which a request has one for each draft and one.
+    """A step with drafts: each request has one row of logits for each draft, and one more.
 
-    What upstream's kernels would expand is computed when somebody asks for it: a greedy step
-    without a grammar asks for nothing.
+    What upstream's kernels would expand to these rows is computed when it is read. A greedy step
+    without a grammar reads none of it.
     """
 
     step: PreparedStep
     arrays: DeviceArrays
 
     def of(self, step: PreparedStep, arrays: DeviceArrays) -> "VerifiedBatch":
-        """This batch, with the step and its arrays."""
+        """Set the step and its arrays, from which the rows are computed; return this batch."""
         self.step, self.arrays = step, arrays
         return self
 
     @property
     def _lengths(self) -> torch.Tensor | int:
-        """Rows of logits of each request: int32 ``[num_reqs]``, or one number for all."""
+        """Return the rows of logits per request: int32 ``[num_reqs]``, or one number if all are
+        equal."""
         num_reqs, num_logits = self.num_reqs, self.step.num_logits
         if num_logits == num_reqs * self.step.max_num_sampled_tokens:
             return num_logits // num_reqs
         return lengths_of(self.arrays.cu_num_sampled_tokens[:num_reqs])
 
     def _expanded(self, values: torch.Tensor) -> torch.Tensor:
-        """Each request's value for each of its rows, ``[num_logits]``."""
+        """Return each request's value for each of its rows, ``[num_logits]``."""
         lengths = self._lengths
         if isinstance(lengths, int):
             return values.repeat_interleave(lengths)
@@ -47,16 +48,17 @@ class VerifiedBatch(InputBatch):
 
     @property
     def expanded_idx_mapping(self) -> torch.Tensor:
-        """Slot of each row of logits, int64 ``[num_logits]``."""
+        """Return the request row of each row of logits, int64 ``[num_logits]``."""
         return self._expanded(self.idx_mapping)
 
     @expanded_idx_mapping.setter
-    def expanded_idx_mapping(self, _: Any) -> None:
-        """Computed."""
+    def expanded_idx_mapping(
+        self, _: Any
+    ) -> None: ...  # upstream's constructor assigns it; it is computed
 
     @property
     def expanded_local_pos(self) -> torch.Tensor:
-        """Place of each row among its request's, int32 ``[num_logits]``."""
+        """Return the place of each row among those of its request, int32 ``[num_logits]``."""
         rows = torch.arange(self.step.num_logits, dtype=torch.int32, device=self.idx_mapping.device)
         lengths = self._lengths
         if isinstance(lengths, int):
@@ -65,40 +67,44 @@ class VerifiedBatch(InputBatch):
         return rows - self._expanded(starts)
 
     @expanded_local_pos.setter
-    def expanded_local_pos(self, _: Any) -> None:
-        """Computed."""
+    def expanded_local_pos(
+        self, _: Any
+    ) -> None: ...  # upstream's constructor assigns it; it is computed
 
     @property
     def cu_num_logits(self) -> torch.Tensor:
-        """Borders between the rows of requests, int32 ``[num_reqs + 1]``."""
+        """Return the borders between the rows of requests, int32 ``[num_reqs + 1]``."""
         ends = self.arrays.cu_num_sampled_tokens[: self.num_reqs]
         return torch.nn.functional.pad(ends, (1, 0))
 
     @cu_num_logits.setter
-    def cu_num_logits(self, _: Any) -> None:
-        """Computed."""
+    def cu_num_logits(
+        self, _: Any
+    ) -> None: ...  # upstream's constructor assigns it; it is computed
 
 
 class SlotRejectionSampler(RejectionSampler):
-    """Verifies drafts; stands in for upstream's, which launches five kernels of Triton.
+    """Verifies drafts; a stand-in for upstream's sampler, which launches five Triton kernels.
 
-    A token is drawn from every row of logits, and drafts are accepted while they are what was
-    drawn. For drafts that were not drawn themselves this is the rule of upstream's
+    A token is drawn from every row of logits, and drafts are accepted as long as they equal the
+    tokens drawn. For drafts that were not drawn at random, this is the rule of upstream's
     ``_rejection_kernel`` and ``_resample_kernel`` (Leviathan et al., 2023): a draft is accepted
-    with the target's probability of it, and the token in place of a rejected one has the target's
-    probabilities without the draft. Greedy tokens are upstream's; random ones have the same
-    probabilities, and those of a request with a seed are the same with and without speculation.
+    with the target's probability of it, and the token in place of a rejected draft follows the
+    target's probabilities without that draft. Greedy tokens are the same as upstream's. Random ones
+    have the same probabilities, and a request with a seed gets the same tokens with and without
+    speculation.
 
-    For drafts that were drawn the sampler applies the kernels' rule to each row
-    (`vllm_npu_prep.ops.slot_rejection`): its token is the draft if that is accepted, and else
-    another one.
+    For drafts that were drawn at random, the sampler applies the kernels' rule to each row
+    (`vllm_npu_prep.ops.slot_rejection`): the row's token is the draft if it is accepted, and
+    another token if not.
 
     Parameters
     ----------
     sampler
-        Draws tokens.
+        Draws the tokens.
     spec_config, device, watermark_key
-        As upstream's; what they ask for beside this is refused.
+        Upstream's arguments; only the number of drafts is read, and what else they can ask for has
+        been refused.
     """
 
     sampler: SlotSampler
@@ -121,24 +127,23 @@ class SlotRejectionSampler(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Sample each request's tokens.
+        """Sample the tokens of each request.
 
         Parameters
         ----------
         logits
             ``[num_logits, vocab_size]``.
-        input_batch
-            A `VerifiedBatch`.
         draft_logits
-            ``[max_num_reqs, num_speculative_tokens, vocab_size]``, by slot; None: drafts were not
-            drawn.
+            ``[max_num_reqs, num_speculative_tokens, vocab_size]``, by request row; None if drafts
+            were not drawn at random.
         invalid_drafts
-            bool ``[num_logits]``: rows of drafts that a grammar forbids; None: there are none.
+            bool ``[num_logits]``: rows of drafts that a grammar forbids; None if there are none.
 
         Returns
         -------
         SamplerOutput
-            int64 ``[num_reqs, 1 + most drafts of a request]``, -1 after a request's last token.
+            int64 ``[num_reqs, 1 + most drafts of a request]``, with -1 after a request's last
+            token.
         """
         assert isinstance(input_batch, VerifiedBatch)
         step, arrays = input_batch.step, input_batch.arrays
@@ -168,19 +173,19 @@ class SlotRejectionSampler(RejectionSampler):
 
 
 class Accepted(NamedTuple):
-    """What verification left of a step's tokens; everything is on the device.
+    """Which of a step's tokens verification has accepted; all arrays are on the device.
 
     Attributes
     ----------
     next_token_ids
-        int32 ``[num_reqs]``: the last token that counts; where nothing was sampled, the next one of
-        the prompt.
+        int32 ``[num_reqs]``: the last token that counts; where nothing was sampled, the prompt's
+        next token.
     num_valid_tokens
-        int32 ``[num_reqs]``: sampled tokens that count, 0 for a discarded sample.
+        int32 ``[num_reqs]``: the number of sampled tokens that count, 0 for a discarded sample.
     num_rejected_tokens
-        int32 ``[num_reqs]``: drafts of the step that were rejected.
+        int32 ``[num_reqs]``: the number of the step's drafts that were rejected.
     last_token_indices
-        int32 ``[num_reqs]``: each request's last token of the step that wasn't rejected.
+        int32 ``[num_reqs]``: each request's last token of the step that was not rejected.
     """
 
     next_token_ids: torch.Tensor
@@ -192,19 +197,11 @@ class Accepted(NamedTuple):
 def count_accepted(
     sampled_token_ids: torch.Tensor, step: PreparedStep, arrays: DeviceArrays, vocab_size: int
 ) -> Accepted:
-    """Count a step's accepted tokens, by the kernels of V1's drafters.
+    """Count a step's accepted tokens, with the kernels of V1's drafters.
 
-    Upstream's V2 has them in ``_get_num_sampled_and_rejected_kernel``, ``_post_update_kernel`` and
-    ``_prepare_prefill_inputs_kernel``.
-
-    Parameters
-    ----------
-    sampled_token_ids
-        int64 ``[num_reqs, width]``, -1 after a request's last token.
-    step, arrays
-        The step.
-    vocab_size
-        Tokens.
+    Upstream's V2 runner does this in ``_get_num_sampled_and_rejected_kernel``,
+    ``_post_update_kernel`` and ``_prepare_prefill_inputs_kernel``. `sampled_token_ids` are int64
+    ``[num_reqs, width]`` with -1 after a request's last token.
     """
     num_reqs, width = sampled_token_ids.shape
     numbers = torch.empty(4, num_reqs, dtype=torch.int32, device=sampled_token_ids.device)

@@ -1,4 +1,4 @@
-"""What checks of a step read of the batch, by the names that V1's input batch has."""
+"""What checks of a step read of the batch, under the names that V1's input batch has."""
 
 from typing import TYPE_CHECKING
 
@@ -12,21 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NOBODY = ""
-"""In place of a request whose sample was discarded."""
+"""Stands for a request whose sample was discarded."""
 
 
 class WatchedBatch:
     """The batch of the step in flight.
 
-    Parameters
-    ----------
-    states
-        The requests.
-
     Attributes
     ----------
     now
-        The batch and the samples that it continues from.
+        The batch, and the samples from which it continues.
     """
 
     now: tuple[BatchReqState, Found]
@@ -36,14 +31,10 @@ class WatchedBatch:
         self._sampled: list[str] = []  # request of each row of samples, in the full check
 
     def follow(self, req_ids: list[str], discard: np.ndarray) -> None:
-        """Take note of who sampled in a step, by name, where `Samples` does by slot.
+        """Note by name which requests sampled in a step; `Samples` notes it by request row.
 
-        Parameters
-        ----------
-        req_ids
-            Of the batch.
-        discard
-            bool ``[num_reqs]``: requests whose sample doesn't count.
+        The full check compares the two. `discard`, bool ``[num_reqs]``, marks samples that don't
+        count.
         """
         known = self._states.req_id_to_index.keys() - req_ids
         sampled = [NOBODY if thrown else name for name, thrown in zip(req_ids, discard)]
@@ -51,17 +42,16 @@ class WatchedBatch:
 
     @property
     def req_ids(self) -> list[str]:
-        """Requests in the order of the batch."""
         return self.now[0].req_ids
 
     @property
     def prev_sampled_token_ids(self) -> torch.Tensor:
-        """The samples that requests continue from, ``[num_rows, 1]``."""
+        """Return the samples from which requests continue, ``[num_rows, 1]``."""
         return self.now[1].by_row[:, :1]
 
     @property
     def prev_req_id_to_index(self) -> "Mapping[str, int]":
-        """Row of each request past its prompt in `prev_sampled_token_ids`."""
+        """Return the row in `prev_sampled_token_ids` of each request past its prompt."""
         states, batch = self._states, set(self.req_ids)
         found = {req_id: row for row, req_id in enumerate(self._sampled) if req_id in batch}
         slots = {req_id: states.req_id_to_index[req_id] for req_id in found}
