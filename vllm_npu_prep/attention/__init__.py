@@ -1,1 +1,1 @@
-"""Attention: metadata, backend, masks on the device, and the kernel families."""
+"""Attention: metadata, the backend, the KV cache, masks on the device, and the kernel families."""

@@ -1,4 +1,4 @@
-"""The attention backend: builds `AscendMetadata` and hands layers to a kernel family."""
+"""The attention backend: it builds `AscendMetadata` and passes layers to a kernel family."""
 
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -46,7 +46,7 @@ ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
 
 class AscendAttentionBackend(AttentionBackend):
-    """vLLM's view of this plugin's attention."""
+    """What vLLM asks of this plugin's attention: its classes, and what they support."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [
@@ -57,54 +57,51 @@ class AscendAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name under which vLLM registers out-of-tree backends."""
+        """Return the name under which vLLM registers out-of-tree backends."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImplBase]:
-        """Class of a layer's attention."""
         return AscendAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type["AscendMetadataBuilder"]:
-        """Class of the metadata builder."""
         return AscendMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        """Any block size; the limits of a kernel family are checked at start-up."""
+        """Allow any block size: start-up checks the limits of the kernel family."""
         return [MultipleOf(1)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Block size if the user gives none."""
+        """Return the block size that is used if the user gives none."""
         return DEFAULT_BLOCK_SIZE
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """One contiguous region for each layer (see `kv_cache`)."""
+        """Return the layout with one contiguous region for each layer (see `kv_cache`)."""
         return (KVCacheLayout.LBNHC,)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Supported: windows narrow the mask."""
+        """Return True: windows narrow the mask."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Supported: such groups have no causal mask."""
+        """Return True: groups that are not causal have no causal mask."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders, and encoders without a decoder."""
         return attn_type in ATTN_TYPES
 
 
 class VirtualRequests(NamedTuple):
-    """The requests that a group with chunks sees, as `AscendMetadata` has them."""
+    """The requests that a group with attention chunks sees, in the fields of `AscendMetadata`."""
 
     query_start_loc: torch.Tensor
     query_start_loc_np: np.ndarray
@@ -117,14 +114,9 @@ class VirtualRequests(NamedTuple):
 
 
 def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequests:
-    """The virtual requests of a step (`vllm_npu_prep.prep.local_attention`).
+    """Return the virtual requests of a step (`vllm_npu_prep.prep.local_attention`).
 
-    Only full graphs see the padding rows after these.
-
-    Parameters
-    ----------
-    step, staged
-        The prepared step and its arrays.
+    The padding rows after them are included in full graphs only.
     """
     arrays, host, local = staged.device, staged.np, step.local
     assert local is not None
@@ -145,19 +137,20 @@ def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequest
 class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     """The only constructor of `AscendMetadata`.
 
-    `build_step` serves the steps that the runner prepared; `build` serves vLLM's own callers (dummy
-    runs, drafters), which know a step only as `CommonAttentionMetadata`.
+    `build_step` serves the steps that the runner prepared. `build` serves vLLM's own callers (dummy
+    runs and drafters), which know a step only as `CommonAttentionMetadata`.
 
     Attributes
     ----------
     latent
         How steps are split for latent attention; None without it, and if prefills are absorbed.
     holds_states
-        False: those of linear attention have another builder (`attention.states`).
+        False: recurrent states have another builder (`attention.states`).
     num_drafts
-        0: K and V of a draft are in the slot of its position, states have blocks of their own.
+        0: K and V of a draft are in the slot of its position, while a recurrent state of a draft
+        needs a block of its own.
     kernel_block_size
-        Tokens of a block as kernels see it (`attention.kernel_blocks`).
+        The number of tokens of a block as kernels see it (`attention.kernel_blocks`).
     """
 
     latent: LatentSplit | None = None
@@ -193,7 +186,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.kernel_block_size = kv_cache_spec.block_size // count
         rows = vllm_config.scheduler_config.max_num_seqs
         self._kernel_blocks = KernelBlockTables(count, rows, device) if count > 1 else None
-        # By state: the plan if it is the same for all sizes, else None
+        # For each attention state, the mask's plan if it is the same for all sizes, else None
         plans = [self._plan(state, 1, 1, self.causal) for state in AttentionState]
         of_any_size = (MaskKind.NONE, MaskKind.COMPRESSED)
         self._plans_of_any_size = [plan if plan.kind in of_any_size else None for plan in plans]
@@ -202,10 +195,10 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Which full graphs can contain attention: those whose mask has a constant shape.
+        """Allow attention in full graphs only where the mask has a constant shape.
 
-        Graphs read K and V from the cache, which encoder-only layers don't have; and ranks that
-        share contexts exchange queries and results between kernels.
+        Encoder-only layers are excluded, because graphs read K and V from the cache; decode context
+        parallelism is, because ranks exchange queries and results between kernels.
         """
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             return AttentionCGSupport.NEVER
@@ -220,7 +213,6 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     def _plan(
         self, state: AttentionState, num_input_tokens: int, max_seq_len: int, causal: bool = True
     ) -> MaskPlan:
-        """Mask of this group in a step of these sizes."""
         return plan_mask(
             state,
             self.decisions.mask_form,
@@ -232,7 +224,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         )
 
     def for_layers(self, metadata: AscendMetadata) -> Any:
-        """The metadata of a prepared step in the form that layers read."""
+        """Return the metadata of a prepared step in the form that layers read."""
         return metadata
 
     def build_step(
@@ -243,19 +235,15 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         block_table: torch.Tensor | None,
         masks: dict[MaskPlan, torch.Tensor | None],
     ) -> AscendMetadata:
-        """Metadata of a prepared step for one KV-cache group: views, and no device read-back.
+        """Build the metadata of a prepared step for one KV-cache group: views, and no read-back.
 
         Parameters
         ----------
-        step
-            The prepared step.
         group
-            Index of the KV-cache group.
-        staged
-            The step's arrays on the host and on the device.
+            The index of the KV-cache group.
         block_table
             int32 ``[num_reqs_padded, max_num_blocks]`` on the device; with chunked local attention,
-            that of virtual requests; None for encoder-only groups, which have no slots either.
+            the table of virtual requests; None for encoder-only groups, which have no slots either.
         masks
             Masks that other groups made for this step; this group's mask is added.
         """
@@ -307,9 +295,10 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         return metadata
 
     def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> SharedStep | None:
-        """How the step attends over contexts that ranks share; None if it has none.
+        """Return what decode context parallelism needs for the step; None if it reads no context.
 
-        A decode's own token is in the cache of one rank. Prompts see their own tokens apart.
+        A decode's own token is in the cache of one rank. Prompts attend over their own tokens
+        separately.
         """
         arrays, host = staged.device, staged.np
         if metadata.attn_state is AttentionState.PrefillNoCache:
@@ -328,10 +317,10 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> AscendMetadata:
-        """Metadata from vLLM's common metadata, with its host values.
+        """Build metadata from vLLM's common metadata and its host values.
 
         The common metadata doesn't tell which tokens are drafts, so a batch with drafts gets the
-        general state.
+        general attention state.
         """
         del common_prefix_len, fast_build
         assert self.attention_chunk_size is None, "drafters have no chunks"
@@ -371,7 +360,13 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
 
 
 class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
-    """One layer's attention: writes K and V, then attends, both through the kernel family."""
+    """The attention of one layer: it writes K and V, then attends, both through the kernel family.
+
+    Raises
+    ------
+    PrepError
+        If the layer asks for attention that the kernels don't have.
+    """
 
     can_return_lse_for_decode = True
     supports_dcp = True
@@ -405,7 +400,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
-        self.attention_chunk_size: int | None = None  # vLLM tells the layer (`unwrap_backends`)
+        self.attention_chunk_size: int | None = None  # `unwrap_backends` sets it from the layer
         self.shares_kv = kv_sharing_target_layer_name is not None
         self.has_cache = attn_type == AttentionType.DECODER
         self.layer_shape = LayerShape(
@@ -432,7 +427,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one layer's attention; padding is never cached, and read in full graphs only."""
+        """Compute a layer's attention. Padding is never cached, and is attended to in full graphs
+        only."""
         del output_scale, output_block_scale
         if attn_metadata is None:  # no cache exists yet, or a piecewise graph is being captured
             return output.zero_()

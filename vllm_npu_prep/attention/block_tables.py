@@ -1,4 +1,4 @@
-"""Block tables of which the device keeps a copy: each step sends new entries only."""
+"""Block tables with a copy on the device, to which each step sends only new entries."""
 
 import numpy as np
 import torch
@@ -8,25 +8,24 @@ from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 
 
 class DeviceBlockTables(MultiGroupBlockTable):
-    """The block tables of all KV-cache groups, with the device's copy changed entry by entry.
+    """The block tables of all KV-cache groups, whose device copy is changed entry by entry.
 
-    In every step, upstream copies each row of the batch in its full width (``max_model_len``).
-    Here the tables are flat, one after the other, on the host and on the device. The step's one
-    copy includes the entries that the device doesn't have yet (`list_block_changes`): those past
-    `num_synced_blocks`, which is reset if a row is replaced. After the rows of requests come
-    `PADDING_ROWS`, which nothing writes.
+    Upstream copies each row of the batch in full width (``max_model_len``) in every step. Here the
+    tables are flat, one after the other, on the host and on the device. The step's one copy
+    includes the entries that the device doesn't have yet (`list_block_changes`): those past
+    `num_synced_blocks`, which is reset when a row is replaced. The rows of requests are followed by
+    `PADDING_ROWS`, which are never written.
 
     Parameters
     ----------
     upstream
-        The tables that vLLM's input batch made, still empty. Their memory is replaced. A model
+        The tables that vLLM's input batch made, still empty; their memory is replaced. A model
         without a KV cache has none.
     max_num_reqs
-        Rows of each table.
-    device
-        Where the device's tables are.
+        Number of rows of each table.
     blocks_per_chunk
-        Row lengths are multiples of this, for layers that view a row as chunks.
+        Row lengths are rounded up to a multiple of this, for layers that view a row as attention
+        chunks.
     """
 
     def __init__(
@@ -63,14 +62,15 @@ class DeviceBlockTables(MultiGroupBlockTable):
             buffer.np = buffer.cpu.numpy()
             buffer.gpu = on_device.view(num_rows, -1)
             table.num_blocks_per_row = num_blocks
-        # Row of each request at the last call of `mark_rows`, -1 for those it left out.
+        # The row of each request at the last call of `mark_rows`; -1 for those it left out
         self.previous_rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)  # [max_num_reqs]
         self._rows = np.arange(max_num_reqs)
         self.is_prepared = False  # True: the device's rows belong to a prepared dummy run
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
+        """Return the leading rows of the device's tables, int32 ``[num_reqs, max_num_blocks]`` per
+        group."""
         rows = self._device_rows.get(num_reqs)
         if rows is None:
             rows = tuple(table.get_device_tensor(num_reqs) for table in self.block_tables)
@@ -78,44 +78,38 @@ class DeviceBlockTables(MultiGroupBlockTable):
         return rows
 
     def mark_rows(self, left_out: np.ndarray) -> None:
-        """Remember the current rows as the previous ones; from then on they follow their requests.
+        """Remember the current rows as previous rows, which follow their requests from then on.
 
-        Parameters
-        ----------
-        left_out
-            bool ``[num_reqs]``: requests to leave out.
+        `left_out`, bool ``[num_reqs]``, marks requests that get no previous row.
         """
         num_reqs = len(left_out)
         self.previous_rows[:num_reqs] = self._rows[:num_reqs]
         self.previous_rows[:num_reqs][left_out] = NO_PREVIOUS_ROW
 
     def forget(self) -> None:
-        """Send every row again, because the device's tables may hold anything."""
+        """Let every row be sent again, because the device's tables may hold anything."""
         self.num_synced_blocks[:] = 0
         self.num_device_blocks[:] = self.max_num_blocks[:, None]
 
     def add_row(self, block_ids: tuple[list[int], ...], row_idx: int) -> None:
-        """A row gets another request.
+        """Give a row to another request, of which the device has nothing.
 
-        A request that returns had been removed before, and upstream then forgets its sample too.
+        A request that comes back was removed before, and upstream then forgets its sample, too.
         """
         super().add_row(block_ids, row_idx)
         self.num_synced_blocks[:, row_idx] = 0
         self.previous_rows[row_idx] = NO_PREVIOUS_ROW
 
     def clear_row(self, row_idx: int) -> None:
-        """A row loses its request."""
         super().clear_row(row_idx)
         self.num_synced_blocks[:, row_idx] = 0
 
     def move_row(self, src: int, tgt: int) -> None:
-        """A request moves to a free row."""
         super().move_row(src, tgt)
         self.num_synced_blocks[:, [src, tgt]] = 0
         self.previous_rows[tgt] = self.previous_rows[src]
 
     def swap_row(self, src: int, tgt: int) -> None:
-        """Two requests change places."""
         super().swap_row(src, tgt)
         self.num_synced_blocks[:, [src, tgt]] = 0
         self.previous_rows[[src, tgt]] = self.previous_rows[[tgt, src]]
@@ -128,6 +122,5 @@ class DeviceBlockTables(MultiGroupBlockTable):
         self.forget()
 
     def clear(self) -> None:
-        """Empty the tables on both sides."""
         super().clear()
         self.forget()

@@ -1,11 +1,11 @@
 """Decode context parallelism: attention over contexts that several ranks share.
 
 Each rank keeps a part of every request's K and V (`vllm_npu_prep.prep.context_shards`). The ranks
-give each other their queries, and each attends with all of them over what it keeps. Then each rank
-gets, for its own heads, the results of all ranks, weighted by their shares of the sum of
-exponentials: by their log-sum-exp (LSE). What a step computes itself is on every rank. A prompt's
-own tokens are attended to apart, and merged likewise; a decode's only token is in the cache
-already. vLLM's ``FlashAttentionImpl._forward_with_dcp`` and ``cp_lse_ag_out_rs`` do the same.
+exchange their queries, and each attends with all of them over the part that it keeps. Then each
+rank gets, for its own heads, the results of all ranks, weighted by their log-sum-exp (LSE). The
+tokens of the step itself are on every rank: a prompt attends over its own tokens separately, and
+the result is merged in the same way; a decode's only token is in the cache already. vLLM's
+``FlashAttentionImpl._forward_with_dcp`` and ``cp_lse_ag_out_rs`` do the same.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class Share(NamedTuple):
-    """Attention over some of the keys. ``T`` tokens, ``H`` heads, ``D`` their size."""
+    """Attention over some of the keys: ``T`` tokens, ``H`` heads of size ``D``."""
 
     output: torch.Tensor  # [T, H, D]
-    lse: torch.Tensor  # [T, H] float32: log of the sum of exponentials, base e; -inf: of no key
+    lse: torch.Tensor  # [T, H] float32: log-sum-exp, base e; -inf if there was no key
 
 
 @dataclass(frozen=True)
 class SharedStep:
-    """How a step attends over contexts that ranks share.
+    """How a step attends under decode context parallelism.
 
     Attributes
     ----------
     rows
-        Metadata of what this rank keeps: every query sees all of it. A request of which it keeps
-        nothing has one row, because kernels want one; `has_rows` leaves its result out.
+        Metadata of what this rank keeps, which every query sees in full. A request of which this
+        rank keeps nothing has one row, because kernels need one; `has_rows` leaves its result out.
     own
         Metadata of the step's own K and V; None if `rows` has them.
     has_rows
-        bool ``[T]``, tokens of requests of which this rank keeps something; None: all.
+        bool ``[T]``: tokens of requests of which this rank keeps something; None if it does of all.
     """
 
     rows: AscendMetadata
@@ -52,7 +52,8 @@ class SharedStep:
 
 
 def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards | None:
-    """The part of each context that this rank keeps; None without decode context parallelism."""
+    """Return the part of each context that this rank keeps; None without decode context
+    parallelism."""
     if parallel_config.decode_context_parallel_size == 1:
         return None
     from vllm.distributed import get_dcp_group  # merging needs no vLLM: `verify-device` does it
@@ -66,7 +67,7 @@ def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards | No
 
 
 def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How much each share counts.
+    """Return how much each share counts.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns
     -------
     weights, lse
-        float32 ``[shares, T, H]``, whose sum over the shares is 1, or 0 where none has a key; and
-        the LSE over all keys, ``[T, H]``.
+        float32 ``[shares, T, H]``, whose sum over the shares is 1, or 0 where no share has a key;
+        and the log-sum-exp over all keys, ``[T, H]``.
     """
     lse = torch.logsumexp(lses, 0)
     weights = (lses - lse).exp()
@@ -85,27 +86,19 @@ def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def merge_shares(shares: Sequence[Share]) -> Share:
-    """Attention over the keys of all shares, of which no two have the same key.
-
-    Parameters
-    ----------
-    shares
-        Of the same queries.
-    """
+    """Return the attention over the keys of all shares, which have no key in common."""
     weights, lse = weights_of(torch.stack([share.lse for share in shares]))
     parts = [share.output.float() * w.unsqueeze(-1) for share, w in zip(shares, weights)]
     return Share(sum(parts[1:], parts[0]).to(shares[0].output.dtype), lse)
 
 
 def merge_over_ranks(mine: Share, group: Any) -> Share:
-    """Attention over the keys of all ranks, for this rank's heads.
+    """Return the attention over the keys of all ranks, for this rank's heads.
 
     Parameters
     ----------
     mine
-        Over this rank's keys, for the heads of all ranks, rank after rank.
-    group
-        vLLM's group of the ranks.
+        Attention over this rank's keys, for the heads of all ranks in the order of ranks.
     """
     lses = group.all_gather(mine.lse.unsqueeze(0).contiguous(), dim=0)
     weights, lse = weights_of(lses)
@@ -124,14 +117,10 @@ def rows_of(
     lens: torch.Tensor,  # [R] int32
     lens_np: np.ndarray,  # [R] int32
 ) -> SharedStep:
-    """A step, or its decodes, over what this rank keeps.
+    """Return how a step, or its decodes, attends over what this rank keeps.
 
-    Parameters
-    ----------
-    metadata
-        Of the requests.
-    lens, lens_np
-        How many rows of each request this rank keeps, on the device and on the host.
+    `lens` and `lens_np` are the numbers of rows of each request that this rank keeps, on the device
+    and on the host.
     """
     at_least_one = np.maximum(lens_np, 1)
     rows = replace(
@@ -156,14 +145,9 @@ def rows_of(
 
 
 def own_of(metadata: AscendMetadata, mask: torch.Tensor | None) -> AscendMetadata:
-    """A step over its own K and V, as if nothing had been computed before.
+    """Return the metadata of a step over its own K and V, as if nothing had been computed before.
 
-    Parameters
-    ----------
-    metadata
-        Of the step.
-    mask
-        That of prompts of such lengths.
+    `mask` is the mask of prompts of these lengths.
     """
     return replace(
         metadata,
@@ -186,16 +170,9 @@ def attend_shared(
     output: torch.Tensor,  # [T, num_heads, head_size], written
     group: Any,
 ) -> None:
-    """One layer's attention, whose K and V are in the cache already.
+    """Attend over a context that several ranks share; the step's K and V are in the cache already.
 
-    Parameters
-    ----------
-    kernels, query, key, value, kv_cache, layer, output
-        As `AttentionKernels.attend` has them. All ranks that share contexts have the same K/V head.
-    shared
-        The step.
-    group
-        vLLM's group of the ranks.
+    The tensors are those of `AttentionKernels.attend`. All ranks of `group` have the same K/V head.
     """
     queries = group.all_gather(query, dim=1).contiguous()
     of_all = replace(layer, num_heads=queries.shape[1])
@@ -211,13 +188,16 @@ def attend_shared(
 
 
 def _empty_share(queries: torch.Tensor, size: int) -> Share:
-    """Memory for a result: of `queries` ``[T, H, ...]``, with heads of `size`."""
+    """Allocate a result for `queries` ``[T, H, ...]``, with heads of this size."""
     lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
     return Share(queries.new_empty(*queries.shape[:2], size), lse)
 
 
 def only_rows(share: Share, has_rows: torch.Tensor | None) -> Share:
-    """The same without what tokens saw whose request has no row here: that was no key of theirs."""
+    """Return `share` without a key for tokens whose request has no row on this rank.
+
+    The row that kernels read for such a request is not its own.
+    """
     if has_rows is None:
         return share
     output = torch.where(has_rows[:, None, None], share.output, 0.0)

@@ -1,4 +1,7 @@
-"""What each kernel family can do. Without vLLM: the platform reads it while vLLM loads."""
+"""What each kernel family can do.
+
+The module doesn't import vLLM, because the platform reads it while vLLM loads.
+"""
 
 from dataclasses import dataclass
 
@@ -7,42 +10,40 @@ import torch
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 
 DEFAULT_BLOCK_SIZE = 128
-"""Block size unless the user gives one: what Ascend kernels are made for."""
+"""The block size if the user gives none; Ascend kernels are made for it."""
 
 KV_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
-"""KV connectors of vLLM over planes, which all families have."""
+"""The KV connectors of vLLM that read planes, as all families have them."""
 
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """What a kernel family can do: the only source of start-up checks.
+    """What a kernel family can do: the only source of the checks at start-up.
 
     Attributes
     ----------
     name
-        Value of ``{"npu_prep": {"attention": name}}``.
+        The value of ``{"npu_prep": {"attention": name}}``.
     device_type
-        Device that runs it.
+        The device that runs it.
     mask_forms
-        Forms of masks that it takes, the default first.
+        The forms of masks that it takes, the default first.
     dtypes
         Dtypes of query, key, value and cache.
     block_size_multiple, max_block_size
-        Block sizes are multiples of this, up to that, in tokens. Of ``fia``, the release of CANN
-        may take fewer (`vllm_npu_prep.attention.fused_releases`).
+        Block sizes, in tokens, are multiples of the first, up to the second. For ``fia`` a release
+        of CANN may take fewer (`vllm_npu_prep.attention.fused_releases`).
     head_size_multiple, max_head_size
-        Head sizes it takes.
-    logits_soft_cap, kv_sharing
-        Whether it supports them.
+        The same for head sizes.
     mla
-        Whether its device computes attention over latent rows.
+        Whether it computes latent attention.
     lse
-        Whether it tells the sums of exponentials, by which shares of a context are merged.
+        Whether it returns the log-sum-exp, by which parts of a context are merged.
     kv_connectors
         KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`).
     mask_values
-        Masked value of dense masks by dtype of the model and kind of mask; None: bool masks, in
-        which True means masked. The value of an entry that is not masked is always 0.
+        The masked value of dense masks, by dtype of the model and kind of mask; the value of other
+        entries is always 0. None for bool masks, in which True means masked.
     """
 
     name: str
@@ -62,7 +63,7 @@ class KernelFamily:
 
     @property
     def mask_itemsize(self) -> int:
-        """Bytes of one element of a dense mask."""
+        """Return the bytes of one element of a dense mask."""
         return 1 if self.mask_values is None else max(dtype.itemsize for dtype in self.mask_values)
 
 
@@ -120,4 +121,4 @@ ATB = KernelFamily(
 )
 
 KERNEL_FAMILIES = {family.name: family for family in (REFERENCE, FIA, ATB)}
-"""Every family by name; the first of a device type is its default."""
+"""All families by name; the first one of a device type is its default."""

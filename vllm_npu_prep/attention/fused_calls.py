@@ -1,4 +1,4 @@
-"""The calls of the fused operator that an engine makes, and what its CANN makes of them."""
+"""The calls of the fused attention operator that an engine makes, and the rules of its CANN."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,13 @@ OTHER_FORMS = (Form.PROMPT, Form.CHUNK, Form.DECODE)
 
 
 def block_size_of(vllm_config: "VllmConfig") -> int:
-    """Block size that the user gave, or the one that the backend prefers."""
+    """Return the block size that the user gave, or the one that the backend prefers."""
     cache = vllm_config.cache_config
     return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
 
 
 def head_sizes_of(model: "ModelConfig") -> tuple[int, ...]:
-    """Head sizes of a model's layers; some models have larger heads in layers without a window."""
+    """Return the head sizes of a model's layers; layers without a window may have larger heads."""
     larger = getattr(model.hf_text_config, "global_head_dim", None)
     return tuple(dict.fromkeys((model.get_head_size(), larger or model.get_head_size())))
 
@@ -37,16 +37,16 @@ def head_sizes_of(model: "ModelConfig") -> tuple[int, ...]:
 def calls_of(
     model: "ModelConfig", parallel: "ParallelConfig", block_size: int
 ) -> Iterator[FusedCall]:
-    """Every call that a rank makes for a model.
+    """Yield every kind of call that a rank makes for a model.
 
     Parameters
     ----------
     model
         The served model, or a drafter.
     parallel
-        Tensor parallelism divides its heads.
+        Its tensor parallelism divides the heads.
     block_size
-        Of the cache, in tokens.
+        The block size of the cache, in tokens.
     """
     if model.attn_type == "encoder_only" or model.use_mla:  # no calls of this operator
         return
@@ -66,14 +66,9 @@ def _forms(model: "ModelConfig") -> tuple[Form, ...]:
 
 
 def rules_of(vllm_config: "VllmConfig", cann: str | None = None) -> FusedRules:
-    """The rules of a version of CANN; those of the newest if it is not known, or too old.
+    """Return the rules of a version of CANN; those of the newest if it is unknown or too old.
 
-    Parameters
-    ----------
-    vllm_config
-        The engine's config.
-    cann
-        Version of CANN; by default the installed one.
+    `cann` is the installed version if it is None.
     """
     if cann is None:
         cann = cann_version(vllm_config.device_config.device_type)
@@ -83,7 +78,7 @@ def rules_of(vllm_config: "VllmConfig", cann: str | None = None) -> FusedRules:
 
 
 def batch_limits(vllm_config: "VllmConfig") -> BatchLimits:
-    """What the batches of an engine have to keep; nothing with other kernel families."""
+    """Return the limits of an engine's batches; kernel families other than ``fia`` have none."""
     if decisions_of(vllm_config).attention != "fia":
         return BatchLimits()
     models: list[Any] = [vllm_config.model_config]

@@ -8,7 +8,7 @@ release      kernels for calls without rope and quantisation, in the layout TND
 9.0 and 9.1  FAI: any heads of up to 256; in a cache, blocks of 16 to 512. V3: everything else
 8.5          V3: heads of 64 and 128, except what is FAI's. FAI: grouped queries without a window,
              heads of up to 256; in a cache, blocks of 16 to 512. PFA: everything else
-8.3          PFA: everything; read only
+8.3          PFA: everything
 ===========  ======================================================================================
 
 Sources: CANN's published ops-transformer (GitHub ``mirror-cann/ops-transformer``), tags v8.5.0,
@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_LENGTHS = 4096
-"""Most requests of a call in PFA, and by the documentation in every kernel."""
+"""The most requests of a call of PFA, and by the documentation of every kernel."""
 
 
 class Form(StrEnum):
-    """How the plugin calls the operator; encoders call another one."""
+    """How the plugin calls the operator. Encoders call another operator."""
 
     PROMPT = "prompts"  # fresh K and V, sparse_mode 3
     CHUNK = "chunks of prompts"  # in the cache, sparse_mode 3
@@ -42,17 +42,17 @@ class Form(StrEnum):
 
     @property
     def is_paged(self) -> bool:
-        """Whether K and V are in the cache."""
+        """Return whether K and V are in the cache."""
         return self not in (Form.PROMPT, Form.WINDOW)
 
     @property
     def has_window(self) -> bool:
-        """Whether the mask is a band."""
+        """Return whether the mask is a band."""
         return self in (Form.WINDOW, Form.PAGED_WINDOW)
 
 
 class Kernel(StrEnum):
-    """Kernels behind the operator, by the names of CANN's sources."""
+    """The kernels behind the operator, by the names in CANN's sources."""
 
     FAI = "FAI"
     V3 = "V3"
@@ -65,16 +65,14 @@ class FusedCall:
 
     Attributes
     ----------
-    form
-        See `Form`.
     dtype
-        Of query, key and value, as torch prints it: ``torch.bfloat16``.
+        Dtype of query, key and value, as torch prints it: ``torch.bfloat16``.
     num_heads, num_kv_heads
-        Of one rank.
+        The heads of one rank.
     head_size
-        Of query, key and value.
+        Head size of query, key and value.
     block_size
-        Of the cache, in tokens.
+        Block size of the cache, in tokens.
     """
 
     form: Form
@@ -109,18 +107,18 @@ def _of_90(call: FusedCall) -> Kernel:
 
 @dataclass(frozen=True)
 class Release:
-    """A release of CANN, or several that choose alike.
+    """A release of CANN, or several releases that choose kernels alike.
 
     Attributes
     ----------
     name
-        In messages.
+        Its name in messages.
     first
-        Its first version.
+        Its first version, major and minor number.
     kernel_of
-        The kernel that a call reaches.
+        Returns the kernel that a call reaches.
     head_sizes_of_v3
-        Head sizes that V3 takes.
+        The head sizes that V3 takes.
     """
 
     name: str
@@ -134,29 +132,22 @@ RELEASES = (
     Release("8.5", (8, 5), _of_85, (64, 128)),
     Release("8.3", (8, 3), _of_83),
 )
-"""Known releases, the newest first. A newer one than the first is taken for it."""
+"""The known releases, the newest first; a newer version counts as the newest."""
 
 OLDEST = RELEASES[-1]
 
 
 def version_of(text: str) -> tuple[int, int] | None:
-    """Major and minor number of a version; None if the text has none."""
+    """Return the major and minor number of a version; None if the text has none."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def release_of(version: str) -> Release | None:
-    """Release of a version of CANN.
+    """Return the release of a version of CANN; None if it is older than `OLDEST`.
 
-    Parameters
-    ----------
-    version
-        As CANN reports it, such as ``8.5.0`` or ``9.1.0``; an unknown one counts as the newest.
-
-    Returns
-    -------
-    Release
-        None for one that is older than `OLDEST`.
+    The version is as CANN reports it, such as ``8.5.0``; an unknown one counts as the newest
+    release.
     """
     numbers = version_of(version)
     if numbers is None:
@@ -166,23 +157,22 @@ def release_of(version: str) -> Release | None:
 
 @dataclass(frozen=True)
 class FusedRules:
-    """What the installed operator takes.
+    """Which calls the installed operator takes.
 
     Attributes
     ----------
-    release
-        Of CANN.
     documented
-        Whether calls also keep what only the documentation demands: blocks of 128 tokens, at most
-        `MAX_LENGTHS` requests, and a cache with room for all blocks of a batch, shared ones counted
-        for each request.
+        Whether calls also have to keep what only the documentation demands: blocks of 128 tokens,
+        at most `MAX_LENGTHS` requests, and a cache with room for all blocks of a batch, where
+        shared blocks are counted for each request.
     """
 
     release: Release
     documented: bool = False
 
     def refusal(self, call: FusedCall) -> str | None:
-        """What the call breaks, in words that go on after "takes"; None if it is taken."""
+        """Return what the operator takes instead, to follow "takes" in a message; None if it takes
+        it."""
         if call.head_size > 256:
             return "heads of up to 256"
         kernel, size, paged = self.release.kernel_of(call), call.block_size, call.form.is_paged
@@ -217,20 +207,20 @@ class FusedRules:
         return None
 
     def limits(self, calls: Iterable[FusedCall]) -> "BatchLimits":
-        """What batches of an engine that makes these calls have to keep."""
+        """Return the limits that batches of these calls have to keep."""
         kernels = {self.release.kernel_of(call) for call in calls}
         return BatchLimits(self.documented or Kernel.PFA in kernels)
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of one call that depend on the batch.
+    """The limits of a call that depend on the batch.
 
     Attributes
     ----------
     apply
         Whether a call may have at most `MAX_LENGTHS` requests, whose blocks together are at most
-        those of the cache, shared ones counted for each request.
+        those of the cache, where shared blocks are counted for each request.
     """
 
     apply: bool = False

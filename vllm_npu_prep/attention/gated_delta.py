@@ -1,11 +1,11 @@
 """The gated delta net of Qwen3-Next and Qwen3.5: vLLM's layer, with its core computed by torch.
 
-vLLM's layer projects its input, hands queries, keys, values and gates to its core, and projects
-what comes back. The core is Triton kernels or compiled ones. Here it is `forward_core`: decodes,
+vLLM's layer projects its input, passes queries, keys, values and gates to its core, and projects
+the result. Upstream's core is Triton kernels or compiled ones. Here it is `forward_core`: decodes,
 which come first in the batch, are computed together, and prefills one after the other.
 
-A block that another request or another group left may hold any bits, not-a-numbers included: an
-empty state is filled with zeros, never multiplied by them.
+A block that another request or another group left may hold any bits, NaNs included. An empty
+recurrent state is therefore filled with zeros, and never multiplied by them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
-    """vLLM's layer over states of this plugin's cache.
+    """vLLM's layer over the recurrent states in this plugin's cache.
 
     Attributes
     ----------
     fused
-        Computes the core on NPUs; None on the CPU fallback.
+        Computes the core on NPUs; None on the CPU.
     """
 
     fused: "FusedDelta | None" = None
@@ -42,17 +42,16 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         self._fuses_norm = "rms_norm" in fused_operators(get_current_vllm_config())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """The backend whose builder makes `StateMetadata`."""
         return StateBackend
 
     def bind_kv_cache(self, kv_cache: Any) -> None:
-        """Take the parts of the states of all blocks (`vllm_npu_prep.attention.kv_cache`).
+        """Take both parts of the recurrent states of all blocks (`attention.kv_cache`).
 
         Parameters
         ----------
         kv_cache
             Inputs of the convolution ``[num_blocks, kernel_size - 1, width]``, and states of the
-            rule ``[num_blocks, H, value_dim, key_dim]``; each block's part is contiguous.
+            recurrence ``[num_blocks, H, value_dim, key_dim]``; each block's part is contiguous.
         """
         self.kv_cache = kv_cache
         conv_states, states = self._parts()
@@ -105,16 +104,15 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         output: torch.Tensor,
         metadata: StateMetadata,
     ) -> None:
-        """Convolve, apply the rule, and keep the new states.
+        """Convolve, apply the gated delta rule, and write the new recurrent states.
 
         Parameters
         ----------
         mixed, b, a
-            Of each token: queries, keys and values; what rates and decays are made of.
+            For each token: queries, keys and values together; what the rates are computed from; and
+            what the decays are computed from.
         output
-            Written, but for padding outside of full graphs.
-        metadata
-            Where the states are.
+            Written, except for padding outside of full graphs.
         """
         decodes, end = metadata.num_decode_tokens, metadata.num_actual_tokens
         fused, tokens = self.fused, slice(decodes)
@@ -134,17 +132,17 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             self._prefill(mixed[tokens], b[tokens], a[tokens], output[tokens], metadata)
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both parts of the states of all blocks; vLLM's types don't agree on what a cache is.
+        """Return both parts of the recurrent states of all blocks.
 
-        With speculation, vLLM makes room in the first one for the inputs of drafts. It is not used:
-        each draft has a state of its own, both parts of it.
+        With speculation, vLLM makes room in the first part for the inputs of drafts. It is not used
+        here, because each draft has a state of its own, with both parts.
         """
         cache: Any = self.kv_cache
         inputs, states = cache
         return inputs[:, : self.conv_kernel_size - 1], states
 
     def _convolution(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight ``[width, kernel_size]`` and bias of the convolution."""
+        """Return the weight ``[width, kernel_size]`` and the bias of the convolution."""
         convolution: Any = self.conv1d
         return convolution.weight.squeeze(1), convolution.bias
 
@@ -162,7 +160,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         output: torch.Tensor,
         metadata: StateMetadata,
     ) -> None:
-        """One token of each request; in a full graph padding, too, over the null block."""
+        """Compute one token of each request; in a full graph also padding, over the null block."""
         conv_states, states = self._parts()
         rows = slice(0, metadata.num_decodes)
         source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows]
@@ -185,9 +183,9 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         output: torch.Tensor,
         metadata: StateMetadata,
     ) -> None:
-        """A token of each request and its drafts, one after the other; each leaves a state.
+        """Compute a token of each request and its drafts, one after the other; each leaves a state.
 
-        In a full graph all requests have as many.
+        In a full graph, all requests have the same number of drafts.
         """
         conv_states, states = self._parts()
         assert metadata.decode_lens is not None and metadata.token_state_indices is not None
@@ -218,7 +216,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         output: torch.Tensor,
         metadata: StateMetadata,
     ) -> None:
-        """The requests after the decodes, one after the other."""
+        """Compute the requests after the decodes, one after the other."""
         conv_states, states = self._parts()
         rows = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows].long()
@@ -241,10 +239,10 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
 
 def register_layer() -> None:
-    """Let our layer stand in for vLLM's, before a model is made."""
+    """Register this plugin's layer in place of vLLM's, before a model is made."""
     theirs: Any = QwenGatedDeltaNetAttention
     ours: Any = AscendGatedDeltaNetAttention
     if theirs.__name__ not in op_registry_oot:
-        switch = theirs.name  # by which users switch vLLM's layer
+        switch = theirs.name  # the name by which users switch vLLM's layer
         PluggableLayer.register_oot(ours, name=theirs.__name__)
         ours.name = switch

@@ -1,8 +1,9 @@
-"""Blocks of the KV cache as kernels of attention see them, where states make blocks large.
+"""Blocks of the KV cache as attention kernels see them, where recurrent states make blocks large.
 
-A state of a large model fills the K of 512 to 2048 tokens, and a block of the cache is as large.
-Fused attention takes blocks of up to 128 to 1024 tokens, by head size and release of CANN. So its
-kernels see a block as several, which are neighbours in either plane.
+A recurrent state of a large model takes as many bytes as the K of 512 to 2048 tokens, and blocks of
+the cache are that large. Fused attention takes blocks of at most 128 to 1024 tokens, depending on
+the head size and on the release of CANN. So its kernels see a block as several blocks, which are
+neighbours in each plane.
 """
 
 import torch
@@ -13,48 +14,32 @@ from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 
 MULTIPLE = 16
-"""Kernel blocks are multiples of this, if they can be."""
+"""Kernel blocks are multiples of this many tokens where the block size allows it."""
 
 
 def kernel_block_size(block_size: int) -> int:
-    """Tokens of a kernel block: the largest divisor of a block that fused attention always takes.
-
-    Parameters
-    ----------
-    block_size
-        Of the KV cache, in tokens.
-    """
+    """Return the tokens of a kernel block: the block size's largest divisor that kernels take."""
     sizes = range(min(block_size, DEFAULT_BLOCK_SIZE), 0, -1)
     divisors = [size for size in sizes if block_size % size == 0]
     return next((size for size in divisors if size % MULTIPLE == 0), divisors[0])
 
 
 def blocks_per_block(vllm_config: VllmConfig, block_size: int) -> int:
-    """Kernel blocks of a block: 1, but for models with states on NPUs.
-
-    Parameters
-    ----------
-    vllm_config
-        The engine's config.
-    block_size
-        Of the KV cache, in tokens.
-    """
+    """Return how many kernel blocks a block has: 1, except for models with states on NPUs."""
     if not vllm_config.model_config.is_hybrid or decisions_of(vllm_config).attention != "fia":
         return 1
     return block_size // kernel_block_size(block_size)
 
 
 class KernelBlockTables:
-    """Block tables of one group in kernel blocks, at one address.
+    """The block tables of one group, counted in kernel blocks and kept at one address.
 
     Parameters
     ----------
     count
-        Kernel blocks of a block.
+        The number of kernel blocks of a block.
     max_num_reqs
-        Rows, but for padding.
-    device
-        Where they are.
+        The number of rows without padding.
     """
 
     def __init__(self, count: int, max_num_reqs: int, device: torch.device) -> None:
@@ -63,7 +48,7 @@ class KernelBlockTables:
         self._tables: torch.Tensor | None = None  # int32 [num_rows, max_num_blocks, count]
 
     def of(self, block_table: torch.Tensor) -> torch.Tensor:
-        """Rows of a block table in kernel blocks: one launch, once a step.
+        """Return rows of a block table, counted in kernel blocks: one launch per step.
 
         Parameters
         ----------
@@ -73,7 +58,7 @@ class KernelBlockTables:
         Returns
         -------
         torch.Tensor
-            int32 ``[num_reqs, max_num_blocks * count]``.
+            int32 ``[num_reqs, max_num_blocks * count]``, overwritten by the next call.
         """
         num_reqs, width = block_table.shape
         if self._tables is None:

@@ -1,16 +1,16 @@
-"""The KV cache: two contiguous planes for each layer, K and V, or latent rows and rotated keys.
-
-Layers with states share the regions of attention layers: a block belongs to one group at a time,
-and in either plane has one row of half a page. A state has two parts. The rule's is at the
-beginning of a row of the first plane, the convolution's of one of the second, so that a state
-touches no bytes of another block.
+"""The KV cache: two contiguous planes per layer, for K and V or for latent rows and rotated keys.
 
 A layer's cache is ``(2, num_blocks, block_size, num_kv_heads, head_size)``, because Ascend kernels
-take K and V each as a contiguous ``(num_blocks, block_size, ...)``. Planes of latent attention have
-unequal widths, which no single tensor has: its cache is ``(num_blocks, page)``, whose memory is one
-plane after the other (`vllm_npu_prep.attention.kernels.latent.planes_of`). vLLM plans the bytes
-(which layers, how many blocks, where in the one allocation) and interleaves K and V inside a block;
-we view the same bytes as planes.
+take K and V each as a contiguous ``(num_blocks, block_size, ...)``. The planes of latent attention
+have different widths, which no single tensor can have. Its cache is ``(num_blocks, page)``, whose
+memory is one plane after the other (`vllm_npu_prep.attention.kernels.latent.planes_of`). vLLM plans
+the bytes (which layers, how many blocks, where in the one allocation) and interleaves K and V
+within a block; here the same bytes are viewed as planes.
+
+Layers with recurrent states share memory with attention layers: a block belongs to one group at a
+time, and has a row of half a page in each plane. A state has two parts. The recurrence's part is at
+the beginning of the block's row in the first plane, and the convolution's in the second, so that a
+state touches no bytes of another block.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,35 +47,30 @@ PLANE_SPECS = {
     ChunkedLocalAttentionSpec: 2,
     MLAAttentionSpec: 1,
 }
-"""Supported kinds of KV cache, all planes of whole blocks. The number tells how often a page has
-``head_size`` elements of each token: a latent row and its rotated key have them together."""
+"""The supported kinds of KV cache. The number says how many times a page has ``head_size`` elements
+of each token: twice for K and V, once for a latent row together with its rotated key."""
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Attributes of layers and specs that narrow attention."""
+"""The attributes of layers and specs that limit how far attention looks back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyGroupSpec(EncoderOnlyAttentionSpec):
-    """Encoder-only layers with one window; upstream's spec mixes all windows in one group.
+    """Encoder-only layers with one window size; upstream's spec mixes all windows in one group.
 
     Attributes
     ----------
     sliding_window
-        Tokens see each other up to ``sliding_window - 1`` positions away; None: everything.
+        Tokens see each other up to ``sliding_window - 1`` positions away; None for no limit.
     """
 
     sliding_window: int | None = None
 
 
 def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVCacheGroupSpec]:
-    """The model's encoder-only layers, one group for each window, without cache or block tables.
+    """Return the model's encoder-only layers, one group per window, without cache or block tables.
 
-    Parameters
-    ----------
-    vllm_config
-        The engine's config, whose model has been built.
-    dtype
-        Of K and V.
+    The model has to be built already. `dtype` is that of K and V.
     """
     groups: dict[EncoderOnlyGroupSpec, list[str]] = {}
     for layer_name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
@@ -94,17 +89,10 @@ def encoder_only_groups(vllm_config: VllmConfig, dtype: torch.dtype) -> list[KVC
 def split_by_window(
     groups: list[AttentionGroup], layers: Mapping[str, Any]
 ) -> list[AttentionGroup]:
-    """Split groups so that all layers of one have the same window or attention chunk size.
+    """Split groups so that all layers of a group have the same window or attention chunk size.
 
     Without the hybrid KV-cache manager, vLLM gives layers with windows or chunks full caches, in
-    one group with full attention, and the group's spec has the window of only some layers.
-
-    Parameters
-    ----------
-    groups
-        Attention groups of one KV-cache group.
-    layers
-        Attention layers by name.
+    one group with full attention, and the group's spec has the window of only some of its layers.
     """
     split: list[AttentionGroup] = []
     for group in groups:
@@ -127,38 +115,37 @@ def allocate_planes(
     memory: Memory,
     kernel_blocks_of: Callable[[int], int] = lambda block_size: 1,
 ) -> dict[str, Any]:
-    """Allocate the cache that `config` plans, a buffer for each layer, viewed as planes.
+    """Allocate the cache that `config` plans, with one buffer per layer, viewed as planes.
 
-    vLLM plans one region of tens of GB. One operator over that many elements, such as the one that
+    vLLM plans one region of tens of GB. An operator over that many elements, such as the one that
     zeroes them, may count them in 32 bits, and nothing needs the layers to be neighbours. Layers
     that share a region, as groups of the hybrid cache do, share a buffer.
 
     Parameters
     ----------
-    config
-        vLLM's plan of the KV cache.
     memory
-        What it is made of: the device's own memory, or some that can sleep.
+        Allocates the buffers: from the device, or from a pool that sleep mode can release.
     kernel_blocks_of
-        How many blocks attention sees in one of that size (`attention.kernel_blocks`).
+        Returns how many blocks attention kernels see in a block of a size
+        (`attention.kernel_blocks`).
 
     Returns
     -------
     dict
-        Layer name to ``(2, num_blocks, block_size, num_kv_heads, head_size)``, or to
-        ``(num_blocks, page)`` for latent attention, or for states to both parts of those of all
+        For each layer name, ``(2, num_blocks, block_size, num_kv_heads, head_size)``; for latent
+        attention ``(num_blocks, page)``; for recurrent states both parts of the states of all
         blocks.
 
     Raises
     ------
     PrepError
-        If a layer's cache can't be equal planes, or layers that share bytes would split them
+        If a layer's cache can't be equal planes, or if layers that share bytes would split them
         differently.
     """
     if not config.kv_cache_tensors:
         return {}
     caches: dict[str, Any] = {}
-    regions: dict[int, tuple[int, int]] = {}  # start of a region of the plan -> end, planes
+    regions: dict[int, tuple[int, int]] = {}  # start of a region of the plan: its end, its planes
     buffers: dict[int, torch.Tensor] = {}  # by start of the region
     for tensor in config.kv_cache_tensors:
         for index, layer_name in enumerate(tensor.layers):
@@ -210,7 +197,7 @@ def _layer_spec(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
 def _states_of(
     layer_name: str, spec: MambaSpec, buffer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both parts of the states of all blocks: the convolution's and the rule's."""
+    """Return the convolution's part and the recurrence's part of the states of all blocks."""
     sizes, half = state_bytes(spec), spec.page_size_bytes // 2
     if len(sizes) != 2 or max(sizes) > half or spec.page_size_bytes % 2:
         raise PrepError(
@@ -246,14 +233,9 @@ def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec | MambaSpec
 def single_planes(
     kv_caches: Iterable[Any], caches: Mapping[str, Any], layers: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """The planes of all layers, each of which has a block in each row of its first dimension.
+    """Return the planes of all layers; each row of a plane's first dimension is a block.
 
-    Parameters
-    ----------
-    kv_caches
-        Caches in the order of layers.
-    caches, layers
-        Caches and attention layers by name.
+    `kv_caches` are in the order of layers; `caches` and `layers` have caches and layers by name.
     """
     shapes: dict[int, Any] = {
         id(cache): getattr(getattr(layers[name], "impl", None), "shape", None)
@@ -271,13 +253,7 @@ def single_planes(
 
 
 def planes_by_layer(caches: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Caches in the form in which a KV connector can find blocks: of latent layers both planes.
-
-    Parameters
-    ----------
-    caches, layers
-        Caches and attention layers by name.
-    """
+    """Return caches as a KV connector needs them to find blocks: latent layers as two planes."""
     return {
         name: planes_of(cache, layers[name].impl.shape)
         if isinstance(cache, torch.Tensor) and cache.dim() == 2
@@ -287,23 +263,20 @@ def planes_by_layer(caches: Mapping[str, Any], layers: Mapping[str, Any]) -> dic
 
 
 def zero_new_blocks(planes: Sequence[torch.Tensor], block_ids: list[int]) -> None:
-    """Zero newly allocated blocks in every plane, if numbers are of several types.
+    """Zero newly allocated blocks in every plane, if the planes have several dtypes.
 
-    Of one type, what another layer left are numbers, and nobody reads them: a state that holds
-    nothing is not read, and attention ends at a request's last token.
+    With one dtype, what another layer left in a block are numbers, and nobody reads them: an empty
+    recurrent state is not read, and attention ends at a request's last token.
 
     Parameters
     ----------
     planes
-        Of all layers, each with a block in each row.
-    block_ids
-        The blocks.
+        The planes of all layers; each row is a block.
     """
     if len({plane.dtype for plane in planes}) > 1:
         zero_blocks(planes, block_ids)
 
 
 def zero_blocks(planes: Iterable[torch.Tensor], block_ids: list[int]) -> None:
-    """Zero newly allocated blocks in every plane."""
     for plane in planes:
         plane[block_ids] = 0

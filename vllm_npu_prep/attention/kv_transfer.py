@@ -1,10 +1,10 @@
-"""KV connectors of vLLM over planes.
+"""KV connectors of vLLM that read and write planes.
 
-vLLM 0.32 hands connectors each layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 *
-head_size]``, K and V of a head side by side, or a latent row and its rotated key; here these are
-planes. What is stored outside keeps upstream's form. `vllm_npu_prep.startup` says which connectors
-a kernel family takes, and the platform names this module as the place to find them
-(``kv_connector_module_path``).
+vLLM 0.32 passes connectors each layer's cache as ``[num_blocks, num_kv_heads, block_size, 2 *
+head_size]``, with K and V of a head side by side, or a latent row and its rotated key; here these
+are planes. What is stored outside of the engine keeps upstream's form. `vllm_npu_prep.startup` says
+which connectors a kernel family takes, and the platform names this module as the place where vLLM
+finds them (``kv_connector_module_path``).
 """
 
 import copy
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 __all__ = ["ExampleConnector", "OffloadingConnector", "PlaneOffloadingSpec"]
 
 STORED = "kv_cache"
-"""Name of the one tensor of a file."""
+"""The name of the only tensor in a file."""
 
 
 def read_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
-    """What some slots hold, as it is stored.
+    """Return the contents of slots in the form in which they are stored.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def read_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Ten
     Returns
     -------
     torch.Tensor
-        ``[num_tokens, heads, sum of widths]`` on the host, contiguous; of latent planes
+        ``[num_tokens, heads, sum of widths]`` on the host, contiguous; for latent planes
         ``[num_tokens, sum of widths]``.
     """
     on_device = slots.to(planes[0].device)
@@ -60,15 +60,7 @@ def read_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Ten
 
 
 def write_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor, stored: torch.Tensor) -> None:
-    """Put what `read_slots` returned into slots of a cache.
-
-    Parameters
-    ----------
-    planes, slots
-        As `read_slots` takes them.
-    stored
-        What it returned, on the host.
-    """
+    """Write what `read_slots` returned, a tensor on the host, into slots of a cache."""
     on_device = slots.to(planes[0].device)
     rows = stored.to(on_device.device).view(len(slots), planes[0].shape[2], -1)
     for plane, part in zip(planes, rows.split([plane.shape[-1] for plane in planes], dim=-1)):
@@ -77,47 +69,45 @@ def write_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor, stored: tor
 
 @dataclass
 class LayersOfRank(KVConnectorHandshakeMetadata):
-    """What a rank tells the scheduler's connector.
-
-    Attributes
-    ----------
-    names
-        Of the layers that it stores and loads.
-    """
+    """The names of the layers that a rank stores and loads, for the scheduler's connector."""
 
     names: tuple[str, ...]
 
 
 class ExampleConnector(example_connector.ExampleConnector):
-    """vLLM's connector over a shared folder, a file for each prompt and layer.
+    """vLLM's connector over a shared folder, with a file for each prompt and layer.
 
-    Upstream's has limits that would end an engine or change tokens:
+    Upstream's connector has faults that would end an engine or change tokens. They are avoided
+    here:
 
-    - of a prompt in chunks it stores the first one only: `limits` wants chunked prefill off;
-    - for a request that comes back after preemption it looks for files of its output too, which
-      nobody stored: such a request is computed again;
-    - it looks for one token less than it stores, so that a prompt of whole blocks and one token is
-      never found, or found by another prompt's name: here both count the same;
-    - a prompt counts as stored once its folder exists: here once each layer's file does, whole;
-    - its files are named by layers: here by ranks of tensor parallelism, too, each of which has
-      heads of its own;
-    - vLLM's scheduler knows the layers of the first pipeline stage only: here each rank tells of
-      its own, so that a prompt counts as stored once all stages have stored it;
-    - it shares prompts whose ``cache_salt`` says that they are not to be shared.
+    - Upstream stores only the first chunk of a prompt in chunks: start-up demands that chunked
+    prefill is off.
+    - For a request that comes back after preemption, upstream also looks for files of its output,
+    which were never stored: here such a request is computed again.
+    - Upstream looks for one token less than it stores, so that a prompt of whole blocks and one
+    token is never found, or found under another prompt's name: here both count the same tokens.
+    - Upstream takes a prompt as stored once its folder exists: here the complete file of each layer
+    has to exist.
+    - Upstream names files by layers: here also by tensor-parallel ranks, each of which has its own
+    heads.
+    - vLLM's scheduler knows only the layers of the first pipeline stage: here each rank reports its
+    layers, so that a prompt counts as stored once all stages have stored it.
+    - Upstream shares prompts whose ``cache_salt`` says that they must not be shared: here they are
+    neither stored nor loaded.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         self._layer_names = tuple(name for group in groups for name in group.layer_names)
-        self._files_of_prompt: list[str] = []  # of all ranks, which tell of them
+        self._files_of_prompt: list[str] = []  # of all ranks, which report their layers
         self._salted: set[str] = set()  # ids of requests
         self._parts = vllm_config.parallel_config.tensor_parallel_size
         is_worker = role is KVConnectorRole.WORKER
         self._part = get_tensor_model_parallel_rank() if is_worker else None
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Load what this step's requests found, before its forward pass."""
+        """Load what the folder has of this step's requests, before the forward pass."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, example_connector.ExampleConnectorMetadata)
         for request in metadata.requests:
@@ -160,17 +150,20 @@ class ExampleConnector(example_connector.ExampleConnector):
         return self._generate_filename_debug(name, request.token_ids, request.mm_hashes)
 
     def _name(self, layer_name: str, part: int) -> str:
-        """Of a file, without its ending; one rank names it by the layer, as upstream."""
+        """Return a file's name without its ending; with one rank it is the layer's name."""
         return layer_name if self._parts == 1 else f"{layer_name}.part{part}of{self._parts}"
 
     def get_handshake_metadata(self) -> LayersOfRank:
-        """The layers of this rank, for `set_xfer_handshake_metadata_pp_aware`."""
+        """Return this rank's layers, for `set_xfer_handshake_metadata_pp_aware`."""
         return LayersOfRank(self._layer_names)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn which files make a prompt, from ranks by stage and by tensor parallelism."""
+        """Set which files make up a prompt.
+
+        The keys of `metadata` are a pipeline stage and a tensor-parallel rank.
+        """
         layers = {rank: cast("LayersOfRank", each).names for rank, each in metadata.items()}
         self._files_of_prompt = [
             f"{self._name(name, part)}.safetensors"
@@ -181,7 +174,8 @@ class ExampleConnector(example_connector.ExampleConnector):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens of a prompt that are in the folder and not in the prefix cache."""
+        """Return the number of a prompt's tokens that are in the folder and not in the prefix
+        cache."""
         if request.cache_salt:
             self._salted.add(request.request_id)
             return 0, False
@@ -193,7 +187,6 @@ class ExampleConnector(example_connector.ExampleConnector):
         return num_stored - num_computed_tokens, False
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
-        """What this step loads and stores."""
         new_reqs = scheduler_output.scheduled_new_reqs
         shared = copy.copy(scheduler_output)
         shared.scheduled_new_reqs = [new for new in new_reqs if new.req_id not in self._salted]
@@ -207,5 +200,5 @@ class ExampleConnector(example_connector.ExampleConnector):
         return all(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)
 
     def _num_stored(self, num_prompt_tokens: int) -> int:
-        """Whole blocks, with a token left to compute."""
+        """Return the tokens in whole blocks, so that at least one token is left to compute."""
         return example_connector.align_to_block_size(num_prompt_tokens, self._block_size)

@@ -1,7 +1,7 @@
-"""Latent attention's half of the metadata: which requests are prefills, and how to read contexts.
+"""Latent attention's part of the metadata: which requests are prefills, and how contexts are read.
 
-`vllm_npu_prep.prep.latent` splits the step and plans its context chunks; here are the tensors that
-kernels read, all of them views of the step's arrays and block tables.
+`vllm_npu_prep.prep.latent` splits the step and plans its context chunks. Here are the tensors that
+kernels read; all of them are views of the step's arrays and block tables.
 """
 
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ T = TypeVar("T", np.ndarray, torch.Tensor)
 
 
 class LatentArrays(NamedTuple, Generic[T]):
-    """A step's arrays of latent attention, on the host or on the device."""
+    """A step's arrays for latent attention, on the host or on the device."""
 
     prefill_query_start_loc: T  # [num_prefills + 1] int32
-    context_piece_reqs: T  # [num_pieces] int32, as the next three
+    context_piece_reqs: T  # [num_pieces] int32, like the next three
     context_piece_starts: T
     context_piece_lens: T
     context_piece_chunks: T
@@ -34,20 +34,20 @@ class LatentArrays(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """What is gathered of the cache at once: pieces of contexts of requests that are neighbours.
+    """What is gathered from the cache at once: pieces of the contexts of consecutive requests.
 
     Attributes
     ----------
     tokens
-        Queries that attend over the chunk, among those of prefills.
+        The queries that attend over the chunk, among those of prefills.
     query_ends, kv_ends
         Cumulative lengths of each request's queries and of its piece, for kernels that take lists.
     starts, lens
-        First position and length of each piece, int32 ``[n]`` on the device.
+        The first position and the length of each piece, int32 ``[n]`` on the device.
     block_tables
         Rows of the requests, int32 ``[n, max_num_blocks]``.
     ranks
-        How the rows are gathered if several ranks share contexts.
+        How rows are gathered under decode context parallelism (`attention.latent_ranks.RankRows`).
     """
 
     tokens: slice
@@ -56,11 +56,11 @@ class ContextChunk:
     starts: torch.Tensor
     lens: torch.Tensor
     block_tables: torch.Tensor
-    ranks: Any = None  # if ranks share contexts (`attention.latent_ranks.RankRows`)
+    ranks: Any = None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the cache that the chunk reads."""
+        """Return the number of rows of the cache that the chunk reads."""
         return self.kv_ends[-1]
 
 
@@ -71,18 +71,18 @@ class Prefills:
     Attributes
     ----------
     first_token
-        Of the step; the decodes' tokens come before it.
+        The place of their first token in the step; the tokens of decodes come before it.
     num_tokens
-        Of all prefills.
+        The number of tokens of all prefills.
     query_ends
-        Cumulative lengths of queries, counted from the first prefill's.
+        Cumulative lengths of queries, counted from the first prefill.
     query_start_loc
-        The same on the device, int32 ``[num_prefills + 1]``.
+        The same on the device with a leading 0, int32 ``[num_prefills + 1]``.
     computed
-        Positions of each request that are in the cache already: how far into its sequence its
-        queries begin.
+        The number of each request's positions that are in the cache already; its queries begin
+        there.
     chunks
-        In which the contexts are read, in order.
+        The chunks in which contexts are read, in order.
     """
 
     first_token: int
@@ -95,7 +95,8 @@ class Prefills:
 
 @dataclass(frozen=True)
 class Halves:
-    """A step's decodes, which attend over latent rows as they are, and its prefills."""
+    """A step's decodes, which attend over latent rows directly (None without any), and its
+    prefills."""
 
     decodes: AscendMetadata | None
     prefills: Prefills
@@ -107,14 +108,14 @@ def split_metadata(
     host: LatentArrays[np.ndarray],
     device: LatentArrays[torch.Tensor],
 ) -> Halves:
-    """Split a step's metadata.
+    """Split a step's metadata into decodes and prefills.
 
     Parameters
     ----------
     metadata
-        Of the step, without padding requests, with at least one prefill.
+        The step's, without padding requests, and with at least one prefill.
     num_decodes
-        Leading requests that are decodes.
+        The number of requests at the beginning that are decodes.
     host, device
         The step's arrays, without padding.
     """
@@ -177,16 +178,14 @@ def _chunks(
 def make_latent_split(
     vllm_config: "VllmConfig", decode_threshold: int, block_size: int
 ) -> LatentSplit | None:
-    """How an engine splits its steps for latent attention; None if prefills are absorbed, too.
+    """Return how an engine splits its steps for latent attention; None if prefills are absorbed.
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
     decode_threshold
-        Most tokens of a decode.
+        The largest number of tokens of a decode.
     block_size
-        Of the cache, in tokens.
+        The block size of the cache, in tokens.
     """
     if absorbs_prefills(vllm_config):
         return None
@@ -197,26 +196,19 @@ def make_latent_split(
 
 
 def find_latent_split(builders: Iterable[tuple[int, Any, list[str]]]) -> LatentSplit | None:
-    """How an engine with these metadata builders splits its steps; None for other models."""
+    """Return how an engine with these builders splits its steps; None for other models."""
     return next((each.latent for _, each, _ in builders if each.latent is not None), None)
 
 
 def absorbs_prefills(vllm_config: "VllmConfig") -> bool:
-    """Whether prefills attend over latent rows as decodes do."""
+    """Return whether prefills attend over latent rows as decodes do."""
     return parse_config(vllm_config.additional_config).latent_prefill == "absorbed"
 
 
 def describe(split: LatentSplit, vllm_config: "VllmConfig", itemsize: int) -> str:
-    """The line that tells at start-up what reading contexts may take.
+    """Return the line that tells at start-up how much memory reading contexts may take.
 
-    Parameters
-    ----------
-    split
-        How steps are split.
-    vllm_config
-        The engine's config.
-    itemsize
-        Bytes of an element of the cache.
+    `itemsize` is the bytes of an element of the cache.
     """
     model = vllm_config.model_config
     text = model.hf_text_config

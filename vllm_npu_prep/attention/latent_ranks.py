@@ -1,9 +1,9 @@
-"""Latent attention over contexts that several ranks share.
+"""Latent attention under decode context parallelism.
 
 Decodes attend over the latent rows that each rank keeps (`context_parallel`). A prefill projects
 latent rows to K and V of its own heads, so it needs the rows of all ranks. Each rank gathers what
-it keeps of a chunk's pieces, padded to as many rows as the first rank keeps, and the ranks give
-each other these. vLLM's ``_context_parallel_compute_prefill_context`` does the same.
+it keeps of a chunk's pieces, padded to as many rows as the first rank keeps, and the ranks exchange
+these rows. vLLM's ``_context_parallel_compute_prefill_context`` does the same.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ class RankRows:
     Attributes
     ----------
     local
-        The chunk's pieces in rows of this rank, the same number on every rank.
+        The chunk's pieces in rows of this rank; their number is the same on every rank.
     order
-        Where each row of the chunk is among the rows of all ranks, int64 ``[num_rows]``.
+        The place of each row of the chunk among the rows of all ranks, int64 ``[num_rows]``.
     """
 
     local: ContextChunk
@@ -49,14 +49,9 @@ class RankRows:
 
 
 def share_halves(metadata: AscendMetadata, shards: ContextShards, staged: StagedArrays) -> None:
-    """Let decodes attend over what this rank keeps, and prefills over what all ranks do.
+    """Let decodes attend over what this rank keeps, and prefills over what all ranks keep.
 
-    Parameters
-    ----------
-    metadata
-        Of a prepared step, with its halves; changed.
-    shards, staged
-        The part of each context that this rank keeps, and the step's arrays.
+    `metadata` is that of a prepared step, with its halves, and is changed.
     """
     decodes, halves = metadata, metadata.halves
     if halves is not None:
@@ -76,18 +71,14 @@ def attend_shared_decodes(
     shared: SharedStep,
     num_rows: int,
 ) -> torch.Tensor:
-    """Decodes of one layer, whose rows are in the cache already.
+    """Attend with the decodes of a layer, whose latent rows are in the cache already.
 
     Parameters
     ----------
-    kernels, shape, planes
-        Of the layer.
     queries
-        Of this rank's heads.
-    shared
-        The decodes.
+        The queries of this rank's heads.
     num_rows
-        Of the result.
+        The number of rows of the result.
 
     Returns
     -------
@@ -111,13 +102,16 @@ def attend_shared_decodes(
 
 
 def share_prefills(prefills: Prefills, shards: ContextShards) -> Prefills:
-    """Prefills whose contexts are gathered from all ranks."""
+    """Return the prefills, with contexts that are gathered from all ranks."""
     chunks = (replace(chunk, ranks=_rank_rows(chunk, shards)) for chunk in prefills.chunks)
     return replace(prefills, chunks=tuple(chunks))
 
 
 def _rank_rows(chunk: ContextChunk, shards: ContextShards) -> RankRows:
-    """Pieces begin with a block, so with the first rank's first row; found without the host."""
+    """Return what this rank gathers for a chunk, computed without waiting for the device.
+
+    A piece begins at a block, and so with the first row of the first rank.
+    """
     size, num_ranks = shards.interleave_size, shards.world_size
     in_turn = size * num_ranks
     lens = np.diff(chunk.kv_ends, prepend=0)
@@ -146,14 +140,9 @@ def _divided(numbers: torch.Tensor, by: int) -> torch.Tensor:
 def gather(
     kernels: LatentKernels, planes: Planes, chunk: ContextChunk
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a chunk's pieces, one after the other: latent and rotated, ``[S, 1, width]``.
+    """Return the rows of a chunk's pieces in order: latent and rotated, ``[S, 1, width]``.
 
-    Parameters
-    ----------
-    kernels, planes
-        Of the layer.
-    chunk
-        What is gathered, of this rank alone or of all that share contexts.
+    The chunk's `ranks` decide whether this rank's cache is read alone, or those of all ranks.
     """
     if chunk.ranks is None:
         return kernels.gather(planes, chunk)

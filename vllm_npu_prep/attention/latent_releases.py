@@ -1,14 +1,14 @@
 """Which layers of latent attention the fused operator takes, by release of CANN.
 
-Both forms of call with rope reach kernel V3: over latent rows, and over projected heads of 128.
-Other projected heads are joined with their rotated part, which makes a call like any other. Decodes
-are given heads of zeros up to the next of `NUM_HEADS`; vllm-project/vllm-ascend does both.
+Two forms of call with rope reach kernel V3: over latent rows, and over projected heads of size 128.
+Projected heads of another size are joined with their rotated part, which makes an ordinary call.
+Decodes get heads of zeros up to the next number in `NUM_HEADS`; vllm-project/vllm-ascend does both.
 
 Sources: CANN's published ops-transformer (GitHub ``mirror-cann/ops-transformer``), tag v8.5.0
 (``CheckFeatureHeadDim`` and ``CheckFeatureMlaNoQuantShape``) and branch 9.1.0
-(``rope_checker.cpp``, ``CheckHeadNum``, ``CheckBlockSizeNonQuant910B``); for what only
-documentation demands, the docstring of ``torch_npu.npu_fused_infer_attention_score_v2``. Of
-releases before 8.5 no source is published. Nothing was run on hardware.
+(``rope_checker.cpp``, ``CheckHeadNum``, ``CheckBlockSizeNonQuant910B``); for what only the
+documentation demands, the docstring of ``torch_npu.npu_fused_infer_attention_score_v2``. No source
+is published of releases before 8.5. Nothing was run on hardware.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ KV_LORA_RANK, ROPE_SIZE, HEAD_SIZE = 512, 64, 128
 
 @dataclass(frozen=True)
 class LatentLayers:
-    """What decides whether calls of a model's layers are taken.
+    """What decides whether the calls of a model's layers are taken.
 
     Attributes
     ----------
     num_heads
-        Of one rank.
+        The heads of one rank.
     kv_lora_rank, rope_size
-        Of a latent row and of a rotated key.
+        Sizes of a latent row and of a rotated key.
     key_size, value_size
-        Of a head of projected K and V.
+        Sizes of a head of projected K and V.
     dtype
         As torch prints it: ``torch.bfloat16``.
     block_size
-        Of the cache, in tokens.
+        The block size of the cache, in tokens.
     """
 
     num_heads: int
@@ -51,7 +51,7 @@ class LatentLayers:
 
 
 def latent_layers_of(vllm_config: "VllmConfig", block_size: int) -> LatentLayers | None:
-    """The latent attention layers of an engine's model; None if it has none."""
+    """Return the latent attention layers of an engine's model; None if it has none."""
     model = vllm_config.model_config
     if not model.use_mla:
         return None
@@ -68,15 +68,8 @@ def latent_layers_of(vllm_config: "VllmConfig", block_size: int) -> LatentLayers
 
 
 def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
-    """What a call breaks, in words that go on after "takes"; None if all calls are taken.
-
-    Parameters
-    ----------
-    layers
-        Of the model.
-    rules
-        Of the installed release.
-    """
+    """Return what the operator takes instead, to follow "takes" in a message; None if it takes all
+    calls."""
     if rules.release is OLDEST:
         return "no latent attention that is known (CANN 8.5 and newer do)"
     if layers.kv_lora_rank != KV_LORA_RANK:
@@ -101,7 +94,7 @@ def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
 
 
 def _takes_projected(layers: LatentLayers, rules: FusedRules) -> bool:
-    """Whether prefills' calls are taken: with rope, or of heads that have it joined to them."""
+    """Return whether the calls of prefills are taken: with rope, or with it joined to the heads."""
     if {layers.key_size, layers.value_size} == {HEAD_SIZE}:
         return True
     heads, size = layers.num_heads, layers.key_size + layers.rope_size

@@ -1,6 +1,6 @@
-"""Layers of a model that this plugin computes: all others are refused before weights are loaded.
+"""The layers of models that this plugin computes; others are refused before weights are loaded.
 
-A model's config doesn't tell what its layers ask of attention; layers do, once they are made.
+A model's config doesn't tell what its layers need of attention; the layers do, once they are made.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm_npu_prep.errors import PrepError
 
 COMPUTED = (Attention, ChunkedLocalAttention, EncoderOnlyAttention, MLAAttention)
-"""vLLM's layers beside this plugin's; those derived from them differ in what they keep or see."""
+"""vLLM's layers that run here, not their subclasses: these keep or see something else."""
 
 ASKED = {
     "has_sink": ("attention sinks", "the softmax of its kernels gets the scores of tokens only"),
@@ -27,11 +27,11 @@ ASKED = {
         "windows move over prompts, too",
     ),
 }
-"""What a layer may ask of attention, by vLLM's name of it: what that is, and why it is refused."""
+"""What a layer may ask of attention and is refused, by vLLM's name: what it is, and why."""
 
 
 def refuse_what_is_asked(config: Any) -> None:
-    """Raise if a layer asks for attention that no kernel family has.
+    """Raise if a layer needs attention that no kernel family has.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def refuse_what_is_asked(config: Any) -> None:
     Raises
     ------
     PrepError
-        Names it.
+        The message names what the layer needs.
     """
     for name, (what, why) in ASKED.items():
         if getattr(config, name):
@@ -56,12 +56,12 @@ def refuse_other_layers(layers: Mapping[str, Any]) -> None:
     Parameters
     ----------
     layers
-        By name, as vLLM's ``static_forward_context`` has them.
+        By name, as in vLLM's ``static_forward_context``.
 
     Raises
     ------
     PrepError
-        Names the first of each kind.
+        The message names the first layer of each kind.
     """
     others: dict[str, str] = {}
     for name, layer in layers.items():

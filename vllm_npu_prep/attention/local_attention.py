@@ -1,7 +1,7 @@
 """Chunked local attention on the device: block tables of virtual requests, gathered in one launch.
 
 vLLM's ``ChunkedLocalAttention`` wraps the backend: its builder splits a step's common metadata on
-the host, needs copies of its own, and allows no full graph. Here the prepared step already has its
+the host, makes copies of its own, and allows no full graph. Here the prepared step already has its
 virtual requests (`vllm_npu_prep.prep.local_attention`), and the spec has the chunk size.
 """
 
@@ -18,7 +18,7 @@ from vllm_npu_prep.prep.local_attention import LocalGroups
 
 
 def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> None:
-    """Give layers with chunked local attention `backend` in place of vLLM's subclass of it."""
+    """Give layers with chunked local attention `backend` instead of vLLM's subclass of it."""
     for layer in layers:
         chunk_size = getattr(layer, "attention_chunk_size", None)
         if chunk_size is not None:
@@ -26,22 +26,17 @@ def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> N
 
 
 def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalGroups | None:
-    """The KV-cache groups that have layers with chunked local attention.
+    """Return the KV-cache groups with chunked local attention; None if no layer has it.
 
     Parameters
     ----------
     attn_groups
-        Attention groups of each KV-cache group.
-
-    Returns
-    -------
-    LocalGroups or None
-        None if no layer has it.
+        The attention groups of each KV-cache group.
 
     Raises
     ------
     PrepError
-        For chunks that are not whole blocks, or not the same for all layers.
+        If chunks are not whole blocks, or differ between layers.
     """
     found: dict[int, tuple[int, int]] = {}
     for group, parts in enumerate(attn_groups):
@@ -63,18 +58,17 @@ def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalG
 
 
 class LocalBlockTables:
-    """Block tables of the virtual requests of each step, at one address for each layout.
+    """The block tables of the virtual requests of each step, at one address for each layout.
 
     Parameters
     ----------
-    device
-        Where they are.
     entries
-        int32, the device's block tables of all groups one after the other; rows are whole chunks.
+        int32: the device's block tables of all groups, one after the other. Rows are whole
+        attention chunks.
     local
-        The groups that need them.
+        The groups that need such tables.
     max_num_reqs
-        Most virtual requests of a step.
+        The largest number of virtual requests of a step.
     """
 
     def __init__(
@@ -91,17 +85,17 @@ class LocalBlockTables:
         self._device = device
 
     def gather(self, table_rows: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Block tables of a step's virtual requests, padding included.
+        """Return the block tables of a step's virtual requests, padding included; one launch.
 
         Parameters
         ----------
         table_rows
-            ``chunk_local_table_rows`` of the step on the device.
+            The step's ``chunk_local_table_rows`` on the device.
 
         Returns
         -------
         dict
-            By KV-cache group: int32 ``[V, blocks_per_chunk]``.
+            By KV-cache group: int32 ``[V, blocks_per_chunk]``, overwritten by the next step.
         """
         device, table_rows = self._device, table_rows.view(-1)
         gathered = self._gathered[: len(table_rows)]

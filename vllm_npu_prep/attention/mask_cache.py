@@ -1,4 +1,4 @@
-"""Masks on the device: gathered from one cached causal matrix, never uploaded, never changed."""
+"""Masks on the device, gathered from one cached causal matrix: never uploaded, never changed."""
 
 import torch
 
@@ -6,28 +6,24 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE, MaskKind, MaskPlan
 
 SMALLEST_MATRIX = 128
-"""Side of the first causal matrix; it doubles until the longest sequence fits."""
+"""The side of the first causal matrix; it is doubled until the longest sequence fits."""
 
 
 class MaskCache:
-    """Makes the mask of a plan on one device.
+    """Makes the masks that `vllm_npu_prep.prep.mask` plans, on one device.
+
+    A matrix that has been returned is never written again: a larger one is a new tensor, so that
+    metadata in flight keeps its mask (vllm-project/vllm-ascend 1678).
 
     Parameters
     ----------
-    device
-        Where masks live.
     max_model_len
-        Longest sequence; no matrix is larger.
+        The length of the longest sequence; no matrix is larger.
     budget_bytes
-        Most memory that one causal matrix may take.
+        The most memory that one causal matrix may take.
     dtype, masked_values
-        Dense masks as the kernel family takes them (`KernelFamily.mask_values`): their masked value
-        by kind of mask; None: bool.
-
-    Notes
-    -----
-    A matrix that has been handed out is never written again: growing makes a new one, so that
-    metadata in flight keeps its mask (vllm-project/vllm-ascend 1678).
+        The dtype of dense masks, and their masked value by kind of mask
+        (`KernelFamily.mask_values`); without values, dense masks are bool.
     """
 
     def __init__(
@@ -43,24 +39,23 @@ class MaskCache:
         self.budget_bytes = budget_bytes
         self.dtype = torch.bool if masked_values is None else dtype
         self.masked_values = masked_values or {}
-        # By sliding window and masked value
+        # The keys are the sliding window and the masked value
         self._matrices: dict[tuple[int | None, float], torch.Tensor] = {}
         self._compressed: torch.Tensor | None = None
 
     def build(self, plan: MaskPlan, positions: torch.Tensor) -> torch.Tensor | None:
-        """Mask of `plan`.
+        """Return the mask of `plan`; None if it needs none.
 
         Parameters
         ----------
-        plan
-            What `vllm_npu_prep.prep.mask.plan_mask` decided.
         positions
-            int64 ``[num_actual_tokens]`` on the device, padding excluded.
+            int64 ``[num_actual_tokens]`` on the device, without padding.
 
         Returns
         -------
         torch.Tensor or None
-            Of shape ``plan.shape``; the family's dtype for dense kinds, int8 for the constant.
+            Its shape is ``plan.shape``, its dtype the family's for dense kinds, and int8 for the
+            constant.
 
         Raises
         ------
@@ -106,7 +101,7 @@ class MaskCache:
         return matrix
 
     def constant(self) -> torch.Tensor:
-        """The mask of every compressed plan, int8 ``[2048, 2048]``."""
+        """Return the mask of every compressed plan, int8 ``[2048, 2048]``."""
         if self._compressed is None:
             size = COMPRESSED_MASK_SIZE
             ones = torch.ones(size, size, dtype=torch.int8, device=self.device)

@@ -15,11 +15,11 @@ from vllm_npu_prep.prep.state import AttentionState
 
 @dataclass
 class AscendMetadata(AttentionMetadata):
-    """Attention metadata of one KV-cache group for one step.
+    """The attention metadata of one KV-cache group for one step.
 
-    With chunked local attention, requests are virtual ones (`prep.local_attention`).
+    With chunked local attention, requests are virtual requests (`prep.local_attention`).
 
-    ``R`` is the number of requests that attention sees and ``T`` the number of tokens; both
+    ``R`` is the number of requests that attention sees, and ``T`` the number of tokens; both
     include padding in full graphs only. Host values (``_np``) were computed on the host, not read
     back from the device.
     """
@@ -41,23 +41,22 @@ class AscendMetadata(AttentionMetadata):
     num_actual_tokens: int  # tokens that were scheduled
     num_input_tokens: int  # tokens after graph padding
     sliding_window: int | None = None
-    attention_chunk_size: int | None = None  # if given, requests are virtual, of one chunk each
-    causal: bool = True  # False: tokens see each other both ways, over K and V of this step alone
+    attention_chunk_size: int | None = None  # if set, requests are virtual, with one chunk each
+    causal: bool = True  # False: tokens see each other both ways, over this step's K and V only
     in_full_graph: bool = False  # attention is inside a graph, and sees padding
     kernel_plan: Any = None  # computed once by the kernel family for all layers of the step
     tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
-    # Over contexts that ranks share (`attention.context_parallel.SharedStep`)
+    # Under decode context parallelism (`attention.context_parallel.SharedStep`)
     shared: Any = None
-    halves: Any = None  # of latent attention, if there are prefills (`attention.latent.Halves`)
+    halves: Any = None  # of latent attention with prefills (`attention.latent.Halves`)
 
     @property
     def num_attended_tokens(self) -> int:
-        """Tokens that attention sees."""
         return self.num_input_tokens if self.in_full_graph else self.num_actual_tokens
 
     @cached_property
     def query_lens(self) -> np.ndarray:
-        """Tokens of each request, int32 ``[R]`` on the host."""
+        """Return the number of tokens of each request, int32 ``[R]`` on the host."""
         return np.diff(self.query_start_loc_np)
 
 
@@ -67,7 +66,7 @@ def common_metadata(
     block_table: torch.Tensor,  # [num_reqs_padded, max_num_blocks] int32
     slot_mapping: torch.Tensor,  # [num_input_tokens] int32
 ) -> CommonAttentionMetadata:
-    """The step, without padding requests, as vLLM's common metadata, which drafters read."""
+    """Return the step without padding as vLLM's common metadata, which drafters read."""
     num_reqs, num_tokens = step.num_reqs, step.total_num_scheduled_tokens
     arrays, cpu = staged.device, staged.cpu
     return CommonAttentionMetadata(

@@ -1,12 +1,12 @@
 """Latent attention (MLA): decodes over latent rows, prefills over K and V projected from them.
 
-The cache keeps for each token its latent vector and its rotated key, as two planes. vLLM's layer
-projects the queries of *decodes* into the space of latent rows and the result out of it; in between
-is attention of many query heads over one K/V head, the *absorbed* form. *Prefills* project latent
-rows to K and V of every head, which takes fewer operations for many queries: first those of the
-step's own tokens, then their context, chunk by chunk (`vllm_npu_prep.prep.latent`), merged by their
-log-sum-exp. With ``{"npu_prep": {"latent_prefill": "absorbed"}}`` all requests take the path of
-decodes: the reference that prefills are held against.
+The cache keeps the latent vector and the rotated key of each token, in two planes. For *decodes*,
+vLLM's layer projects queries into the space of latent rows and the result out of it; in between is
+attention of many query heads over one K/V head, the *absorbed* form. *Prefills* project latent rows
+to K and V of every head, which takes fewer operations for many queries: first those of the step's
+own tokens, then those of their context, chunk by chunk (`vllm_npu_prep.prep.latent`), merged by
+their log-sum-exp. With ``{"npu_prep": {"latent_prefill": "absorbed"}}`` all requests take the path
+of decodes: the reference for prefills.
 """
 
 from collections.abc import Callable
@@ -59,11 +59,11 @@ from vllm_npu_prep.quantization.loaded import dequantize
 
 @dataclass
 class MLALayerMetadata(AttentionMetadata):
-    """A step as vLLM's MLA layer reads it.
+    """A step in the form that vLLM's MLA layer reads.
 
-    The layer cuts its tensors at ``num_actual_tokens`` and doesn't write the rest of its output. We
-    report all tokens, so nothing is cut: the step decides which tokens attention sees, and the
-    output of all others is zero.
+    The layer cuts its tensors at ``num_actual_tokens`` and doesn't write the rest of its output.
+    Here that is the number of all tokens, so nothing is cut: `step` decides which tokens attention
+    sees, and the output of all others is zero.
     """
 
     step: AscendMetadata
@@ -80,63 +80,59 @@ class MLALayerMetadata(AttentionMetadata):
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens that take the path of decodes; without prefills all, padding included."""
+        """Return the tokens on the path of decodes; without prefills all, padding included."""
         return self.step.num_input_tokens if self.prefill is None else self.prefill.first_token
 
     @property
     def num_decodes(self) -> int:
-        """Requests that take the path of decodes."""
+        """Return the number of requests that take the path of decodes."""
         return 0 if self.decode is None else len(self.decode.seq_lens_np)
 
     @property
     def num_prefills(self) -> int:
-        """Requests that take the path of prefills."""
+        """Return the number of requests that take the path of prefills."""
         return 0 if self.prefill is None else len(self.prefill.query_ends)
 
     @property
     def decode(self) -> AscendMetadata | None:
-        """The decodes; all requests if there are no prefills."""
+        """Return the decodes, or all requests if there are no prefills."""
         return self.step if self._halves is None else self._halves.decodes
 
     @property
     def prefill(self) -> Prefills | None:
-        """The prefills, if there are any."""
         return None if self._halves is None else self._halves.prefills
 
 
 class AscendMLABackend(AscendAttentionBackend):
-    """vLLM's view of this plugin's attention over latent rows."""
+    """What vLLM asks of this plugin's latent attention."""
 
     forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImplBase]:
-        """Class of a layer's attention."""
         return AscendMLAImpl
 
     @staticmethod
     def get_builder_cls() -> type["AscendMLAMetadataBuilder"]:
-        """Class of the metadata builder."""
         return AscendMLAMetadataBuilder
 
     @classmethod
     def is_mla(cls) -> bool:
-        """It serves vLLM's MLA layers, and no others."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Unsupported: latent rows have no cache with a window."""
+        """Return False: latent rows have no cache with a window."""
         return False
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Unsupported: attention over latent rows is causal."""
+        """Return False: attention over latent rows is causal."""
         return False
 
 
 class AscendMLAMetadataBuilder(AscendMetadataBuilder):
-    """Builds the same `AscendMetadata`, split; layers get it as `MLALayerMetadata`."""
+    """Builds `AscendMetadata` with its halves; layers get it as `MLALayerMetadata`."""
 
     def __init__(
         self,
@@ -161,14 +157,15 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Full graphs contain decodes alone, with or without drafts: prefills need the host."""
+        """Allow full graphs of decodes only, with or without drafts: prefills need values of the
+        host."""
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         if absorbs_prefills(vllm_config):
             return support
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
     def for_layers(self, metadata: AscendMetadata) -> MLALayerMetadata:
-        """The metadata of a prepared step in the form that MLA layers read."""
+        """Return the metadata of a prepared step in the form that MLA layers read."""
         return MLALayerMetadata(metadata)
 
     def build_step(
@@ -179,7 +176,6 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         block_table: torch.Tensor | None,
         masks: dict[MaskPlan, torch.Tensor | None],
     ) -> AscendMetadata:
-        """Metadata of a prepared step, with its halves if it has prefills."""
         metadata = super().build_step(step, group, staged, block_table, masks)
         latent = step.latent
         if latent is not None and latent.num_prefills and not metadata.in_full_graph:
@@ -194,7 +190,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         return metadata
 
     def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> None:
-        """Nothing yet: the halves are shared, once they are known."""
+        """Do nothing: `build_step` shares the halves once they are known."""
 
     def build(
         self,
@@ -202,7 +198,6 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """Metadata from vLLM's common metadata, as a `MLALayerMetadata`."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.latent is not None:
             num_decodes, arrays = split_common(metadata, self.latent)
@@ -219,14 +214,14 @@ LATENT_ARRAYS = LatentArrays._fields
 def split_common(
     metadata: AscendMetadata, latent: LatentSplit
 ) -> tuple[int, LatentArrays[np.ndarray]]:
-    """Split a step that the runner has not prepared: a dummy run's.
+    """Split a step that the runner has not prepared, such as a dummy run's.
 
     Returns
     -------
     num_decodes
-        Leading requests that are decodes.
+        The number of requests at the beginning that are decodes.
     LatentArrays
-        On the host, without padding.
+        The split on the host, without padding.
     """
     num_reqs = len(metadata.seq_lens_np)
     most = latent.max_pieces(metadata.num_input_tokens, num_reqs)
@@ -259,17 +254,13 @@ def attend_prefills(
 
     Parameters
     ----------
-    kernels, shape, planes
-        Of the layer.
     own
         Queries, keys and values of the prefills' tokens.
-    prefills, metadata
-        Of the step.
     output
         ``[num_tokens, num_heads, v_head_dim]``, written.
     project
-        Makes keys and values of latent rows ``[S, kv_lora_rank]`` and rotated keys, beside both
-        parts of given queries.
+        Takes both parts of queries, latent rows ``[S, kv_lora_rank]`` and rotated keys, and returns
+        these queries with the keys and values that the rows stand for.
     """
     wants_lse = bool(prefills.chunks)
     attended = kernels.attend_prompts(own, prefills, metadata, shape, output, wants_lse)
@@ -284,7 +275,7 @@ def attend_prefills(
 
 
 class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
-    """One layer's attention over latent rows, through the kernel family."""
+    """The attention of one layer over latent rows, through the kernel family."""
 
     can_return_lse_for_decode = True
     supports_dcp = True
@@ -332,8 +323,9 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Dequantise the weights that make K and V of latent rows; vLLM's layer reads them next.
 
-        Decodes absorb these weights, so they can't round what is multiplied by them. Prefills use
-        the same numbers: a token has the same K and V in both halves of a step.
+        Decodes absorb these weights into queries and results, so the activations that they multiply
+        can't be rounded. Prefills use the same numbers, so that a token has the same K and V in
+        both halves of a step.
         """
         del act_dtype
         dequantize(self.kv_b_proj)
@@ -353,7 +345,6 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         k_scale: torch.Tensor,
         skip_scale: bool = False,  # from vLLM 0.33 on
     ) -> None:
-        """Write the step's rows."""
         del kv_cache_dtype, k_scale, skip_scale
         if kv_cache.numel() == 0:  # no cache exists yet
             return
@@ -368,14 +359,14 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         attn_metadata: MLALayerMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Decodes: attend over the cache, which has the step's own rows already.
+        """Attend with decodes over the cache, which has the step's own rows already.
 
         Returns
         -------
         torch.Tensor
             ``[num_decode_tokens, num_heads, kv_lora_rank]``, zero where attention sees no token.
         None
-            No log-sum-exp: nothing is merged.
+            There is no log-sum-exp, because nothing is left to merge.
         """
         assert isinstance(q, tuple)
         step = attn_metadata.decode
@@ -416,7 +407,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         output: torch.Tensor,  # [num_tokens, num_heads * v_head_dim], written
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Prefills, as vLLM's layer hands them over."""
+        """Attend with prefills, in the form in which vLLM's layer passes them."""
         del k_scale, output_scale
         sizes = [self.shape.qk_nope_head_dim, self.shape.qk_rope_head_dim]
         query, query_rope = q.split(sizes, -1)
@@ -434,7 +425,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         attn_metadata: MLALayerMetadata,
         output: torch.Tensor,  # [num_tokens, num_heads * v_head_dim], written
     ) -> None:
-        """Prefills: attend over their own K and V, then over their contexts, chunk by chunk."""
+        """Attend with prefills over their own K and V, then over their contexts, chunk by chunk."""
         prefills, shape = attn_metadata.prefill, self.shape
         assert prefills is not None
         seen = prefills.num_tokens  # padding tokens come after them
@@ -459,7 +450,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         latent: torch.Tensor,
         rope: torch.Tensor,
     ) -> Projected:
-        """Queries, and K and V that latent rows stand for."""
+        """Return the queries, with the K and V that latent rows stand for."""
         shape = self.shape
         projected = self.kv_b_proj(latent)[0].unflatten(1, (shape.num_heads, -1))
         key, value = projected.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)

@@ -1,16 +1,17 @@
-"""Blocks of K and V in host memory: vLLM's offloading (``--kv-offloading-size``) over planes.
+"""KV offloading: blocks of K and V in host memory (``--kv-offloading-size``), for caches in planes.
 
-vLLM's scheduler decides which blocks the host keeps, and when they come back; what a step loads and
-stores arrives as jobs. Upstream's worker copies pages that hold K and V together, with CUDA
-streams. Here each plane has host memory of its own, and blocks that are neighbours on both sides
-are copied at once, on two streams beside the one that computes: one for loads, one for stores.
+vLLM's scheduler decides which blocks the host keeps and when they come back; a step's loads and
+stores arrive as jobs. Upstream's worker copies pages that hold K and V together, with CUDA streams.
+Here each plane has its own host memory, and blocks that are neighbours on both sides are copied at
+once, on two streams beside the one that computes: one for loads and one for stores.
 
-Order comes from upstream's rules and from events:
+The order follows from upstream's rules and from events:
 
-- a job begins after all work issued before it, so a store reads what the steps wrote, and a load
-  comes after its blocks were zeroed or read;
-- a request whose blocks are loaded is scheduled once the load's event has happened;
-- a block that is stored is given to another request only after `wait`, which upstream calls then.
+- A job begins after all work issued before it. So a store reads what the steps wrote, and a load
+comes after its blocks were zeroed or read.
+- A request whose blocks are loaded is scheduled once the load's event has happened.
+- A block that is being stored is given to another request only after `wait`, which upstream calls
+before it does so.
 
 So no step waits for a copy, on the host or on the device.
 """
@@ -46,18 +47,19 @@ from vllm_npu_prep.errors import PrepError
 logger = init_logger(f"vllm.{__name__}")
 
 CPU_BYTES = "cpu_bytes_to_use"
-"""Key of upstream's configuration: bytes of host memory of all ranks together."""
+"""The key in upstream's configuration of the bytes of host memory, of all ranks together."""
 
 
 def rows_of_blocks(part: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The bytes of one plane, a row for each block.
+    """Return the bytes of one plane, with a row for each block.
 
     Parameters
     ----------
     part
-        ``[num_blocks * n, ...]``: a plane, in blocks as kernels count them, or a part of states.
+        ``[num_blocks * n, ...]``: a plane, in blocks as kernels count them, or a part of the
+        recurrent states.
     num_blocks
-        Blocks as vLLM counts them.
+        The number of blocks as vLLM counts them.
 
     Returns
     -------
@@ -72,16 +74,10 @@ def rows_of_blocks(part: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def planes_by_block(cache: Any, layer: Any, num_blocks: int) -> list[torch.Tensor]:
-    """The planes of a layer's cache, as `rows_of_blocks` gives them.
+    """Return the planes of a layer's cache in the form of `rows_of_blocks`.
 
-    Parameters
-    ----------
-    cache
-        As `vllm_npu_prep.attention.kv_cache.allocate_planes` made it.
-    layer
-        The attention layer, whose shape says where latent planes begin.
-    num_blocks
-        Blocks of the cache.
+    `cache` is what `vllm_npu_prep.attention.kv_cache.allocate_planes` made; the shape of `layer`
+    says where latent planes begin.
     """
     is_latent = isinstance(cache, torch.Tensor) and cache.dim() == 2
     parts = planes_of(cache, layer.impl.shape) if is_latent else cache
@@ -89,10 +85,10 @@ def planes_by_block(cache: Any, layer: Any, num_blocks: int) -> list[torch.Tenso
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """vLLM's connector to host memory, whose worker is given planes."""
+    """vLLM's connector to host memory, whose worker gets planes."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Tell the worker of all planes: each once, with the groups whose blocks it holds."""
+        """Pass all planes to the worker, each once, with the groups whose blocks it holds."""
         assert self.connector_worker is not None
         config, layers = self._kv_cache_config, self._layers()
         places: dict[int, int] = {}  # address of a plane -> its index
@@ -115,12 +111,12 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
 
 class PlaneOffloadingSpec(CPUOffloadingSpec):
-    """What vLLM's offloading consists of here: upstream's books of the host's blocks, our copies.
+    """The parts of vLLM's offloading: upstream's accounting of host blocks, this plugin's copies.
 
     Raises
     ------
     PrepError
-        If the host memory that was asked for holds no block.
+        If the host memory that was asked for is too small for one block.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -132,12 +128,12 @@ class PlaneOffloadingSpec(CPUOffloadingSpec):
             )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker of this rank, with its host memory.
+        """Make the worker of this rank, with its host memory.
 
         Raises
         ------
         PrepError
-            If the host has less memory left than this rank's part.
+            If the host has less free memory than this rank's part.
         """
         made = PlaneOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
         logger.info(
@@ -150,22 +146,21 @@ class PlaneOffloadingSpec(CPUOffloadingSpec):
 
 
 class _Direction:
-    """Loads or stores: jobs in order, on a stream of their own."""
+    """The jobs of one direction, loads or stores, in order and on their own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = copy_stream(device)
-        self._jobs: deque[tuple[TransferResult, Transfer, float]] = deque()  # with its beginning
+        self._jobs: deque[tuple[TransferResult, Transfer, float]] = deque()  # and when it began
 
     def begin(self, job_id: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Issue the copies of a job."""
         result = TransferResult(job_id, True, sum(target.nbytes for target, _ in pairs))
         self._jobs.append((result, self._stream.copy(pairs), time.monotonic()))
 
     def finished(self) -> Iterator[TransferResult]:
-        """Jobs that have ended since the last call, in order.
+        """Yield the jobs that have ended since the last call, in order.
 
-        Their times, for vLLM's metrics, are from when they were issued until now: to ask events of
-        a device for more would be a call that waits.
+        Their times, for vLLM's metrics, are from when they were issued until now, because asking a
+        device's events for more would wait.
         """
         while self._jobs and self._jobs[0][1].is_done():
             result, _, begin = self._jobs.popleft()
@@ -173,7 +168,7 @@ class _Direction:
             yield result
 
     def wait(self, job_ids: set[int] | None = None) -> None:
-        """Wait on the host for some jobs; None: for all."""
+        """Wait on the host for these jobs, or for all if None."""
         for result, transfer, _ in self._jobs:
             if job_ids is None or result.job_id in job_ids:
                 transfer.wait()
@@ -185,21 +180,21 @@ class PlaneOffloadingWorker(OffloadingWorker):
     Parameters
     ----------
     kv_caches
-        All planes, and for each KV-cache group those of its layers.
+        All planes, and for each KV-cache group the planes of its layers.
     blocks_per_chunk
-        Blocks of the device that the host keeps together.
+        The number of the device's blocks that the host keeps together.
     num_chunks
-        Chunks that the host keeps.
+        The number of chunks that the host keeps.
 
     Attributes
     ----------
     nbytes
-        Host memory that it takes.
+        The bytes of host memory that it takes.
 
     Raises
     ------
     PrepError
-        If the host has less memory left.
+        If the host has less free memory than that.
     """
 
     def __init__(
@@ -226,7 +221,6 @@ class PlaneOffloadingWorker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Begin to copy blocks to the host."""
         pairs = [(host, plane) for plane, host in self._neighbours(src_spec, dst_spec)]
         self._stores.begin(job_id, pairs)
         return True
@@ -238,22 +232,21 @@ class PlaneOffloadingWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        """Begin to copy blocks to the device; loads wait for no stores, so all are expedited."""
+        """Begin to copy blocks to the device. Loads wait for no stores, so all are expedited."""
         del expedited  # new in vLLM 0.33.0
         self._loads.begin(job_id, list(self._neighbours(dst_spec, src_spec)))
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call."""
         return [*self._stores.finished(), *self._loads.finished()]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait on the host for some jobs: their blocks are about to be given to others."""
+        """Wait on the host for jobs whose blocks are about to be given to other requests."""
         self._stores.wait(job_ids)
         self._loads.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Wait for all jobs, and let go of the host memory."""
+        """Wait for all jobs, and free the host memory."""
         self._stores.wait()
         self._loads.wait()
         self._host.clear()
@@ -261,9 +254,9 @@ class PlaneOffloadingWorker(OffloadingWorker):
     def _neighbours(
         self, device: GPULoadStoreSpec, host: LoadStoreSpec
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Rows of a plane and of its host memory that belong together, as many as are neighbours.
+        """Yield rows of a plane and of its host memory, as many together as are neighbours in both.
 
-        A request's first block may lie within a chunk, whose blocks before it are left out.
+        A request's first block may lie within a chunk, whose earlier blocks are then left out.
         """
         assert isinstance(host, BlockIDsLoadStoreSpec)
         size = self._blocks_per_chunk

@@ -1,4 +1,4 @@
-"""How large blocks are in an engine whose model has states, and why."""
+"""How large blocks are in an engine whose model has recurrent states, and why."""
 
 from dataclasses import dataclass
 from math import prod
@@ -13,12 +13,9 @@ from vllm_npu_prep.attention.fused_calls import block_size_of
 
 
 def find_state_page(vllm_config: VllmConfig) -> "StatePage | None":
-    """How blocks are sized in an engine whose model has states; None for other models.
+    """Return how blocks are sized for a model with recurrent states; None for other models.
 
-    Parameters
-    ----------
-    vllm_config
-        The engine's config, whose block size is the one asked for, or the default.
+    The block size of `vllm_config` is the one asked for, or the default.
     """
     model = vllm_config.model_config
     if not model.is_hybrid:
@@ -45,18 +42,18 @@ def find_state_page(vllm_config: VllmConfig) -> "StatePage | None":
 
 @dataclass(frozen=True)
 class StatePage:
-    """A block that has room for a state in its halves, and for K and V of so many tokens.
+    """A block with room for a recurrent state in its two halves, and for K and V of whole tokens.
 
     Attributes
     ----------
     asked
-        Block size that was asked for, or the default.
+        The block size that was asked for, or the default.
     block_size
-        The smallest multiple of it whose K holds the larger part of a state.
+        The smallest multiple of it whose K has room for the larger part of a state.
     token_bytes
-        K and V of one token in one layer.
+        The bytes of K and V of one token in one layer.
     parts
-        Bytes of both parts of a state, the convolution's and the rule's.
+        The bytes of both parts of a state, the convolution's and the recurrence's.
     """
 
     asked: int
@@ -66,16 +63,16 @@ class StatePage:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the larger part of a state fills half a block, as NPUs need it."""
+        """Return whether the larger part of a state fills half a block, as NPUs need it."""
         return 2 * max(self.parts) == self.page_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block in one layer."""
+        """Return the bytes of a block in one layer."""
         return self.block_size * self.token_bytes
 
     def describe(self) -> str:
-        """The line that tells at start-up what blocks hold, and why they have their size."""
+        """Return the line that tells at start-up what blocks hold, and why they have their size."""
         state, page = sum(self.parts), self.page_bytes
         larger = "rule" if self.parts[1] == max(self.parts) else "convolution"
         why = f"asked for: {self.asked}; " if self.block_size != self.asked else ""
@@ -86,5 +83,6 @@ class StatePage:
 
 
 def state_bytes(spec: MambaSpec) -> list[int]:
-    """Bytes of each part of a state: of the convolution's inputs, and of the recurrence."""
+    """Return the bytes of each part of a state: the convolution's inputs, and the recurrence's
+    state."""
     return [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes)]

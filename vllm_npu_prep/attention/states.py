@@ -1,8 +1,8 @@
-"""Attention groups that hold states: what layers with linear attention read of a step.
+"""Attention groups that hold recurrent states: what layers with linear attention read of a step.
 
-A state group has neither slots nor a mask. Its layers get `StateMetadata`: each request's block,
-whether it holds anything yet, and where prefills begin; all of them views of the step's arrays
-(`vllm_npu_prep.prep.states`).
+Such a group has neither slots nor a mask. Its layers get `StateMetadata`: each request's block,
+whether the block holds a state yet, and where prefills begin. All of it is views of the step's
+arrays (`vllm_npu_prep.prep.states`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,11 +32,11 @@ from vllm_npu_prep.prep.states import StateGroups
 
 @dataclass
 class StateMetadata(AttentionMetadata):
-    """What layers with states read of one step.
+    """What layers with recurrent states read of one step.
 
     ``R`` is the number of requests, with padding in full graphs only. In a full graph all requests
-    are decodes, of one token or with speculation of ``1 + num_drafts``, padding included; its
-    states are those of the null block.
+    are decodes, of one token or with speculation of ``1 + num_drafts`` tokens, padding included;
+    the states of padding are those of the null block.
     """
 
     attn_state: AttentionState
@@ -51,64 +51,63 @@ class StateMetadata(AttentionMetadata):
     num_actual_tokens: int  # tokens that were scheduled
     num_input_tokens: int  # tokens after graph padding
     in_full_graph: bool = False
-    # With speculation, of decodes: the block to which the state after each token is written, how
-    # many tokens of a request's last step count, and the tokens of each, on the host
+    # For decodes with speculation: the block to which the state after each token is written, how
+    # many tokens of a request's last step count, and the tokens of each request, on the host
     token_state_indices: torch.Tensor | None = None  # [num_decode_tokens] int32
     num_accepted_tokens: torch.Tensor | None = None  # [R] int32
     decode_lens: list[int] | None = None
-    tasks: Any = None  # of graphs: a state layer's operators take no lists, and need none
-    # What a group's first layer makes for all of them (`attention.kernels.fused_delta`)
-    rows_to_write: torch.Tensor | None = None  # int64: of decodes
+    tasks: Any = None  # unused: operators of state layers take no lists that graphs have to update
+    # What the first layer of a group makes for all its layers (`attention.kernels.fused_delta`)
+    rows_to_write: torch.Tensor | None = None  # int64: for decodes
     ones: torch.Tensor | None = None  # [decodes] int32
-    rows_of_decodes: torch.Tensor | None = None  # int64: to read, with speculation
+    rows_of_decodes: torch.Tensor | None = None  # int64: rows to read, with speculation
     decode_query_lens: torch.Tensor | None = None  # [decodes] int32, with speculation
-    accepted: torch.Tensor | None = None  # [decodes] int32: at most these
+    accepted: torch.Tensor | None = None  # [decodes] int32: at most `decode_query_lens`
     prefill_query_lens: torch.Tensor | None = None  # [num_prefills] int32
     is_empty: torch.Tensor | None = None  # [num_prefills, 1, 1] bool
-    rows_to_read: torch.Tensor | None = None  # int64: of prefills
+    rows_to_read: torch.Tensor | None = None  # int64: for prefills
     rows_of_prefills: torch.Tensor | None = None  # int64
     blocks_of_prefills: torch.Tensor | None = None  # [num_prefills] int64
 
     @property
     def num_prefills(self) -> int:
-        """Requests after the decodes."""
         return len(self.prefill_ends)
 
     @property
     def uniform_decode_len(self) -> int:
-        """Tokens of each decode; 0 if they have different numbers of drafts."""
+        """Return the tokens of each decode; 0 if they have different numbers of drafts."""
         lens = self.decode_lens
         return 0 if not lens or min(lens) != max(lens) else lens[0]
 
 
 class StateBackend(AttentionBackend):
-    """vLLM's view of layers with states; none of them calls it to attend."""
+    """What vLLM asks of layers with recurrent states; none of them attends through it."""
 
     @staticmethod
     def get_name() -> str:
-        """Name of upstream's backend of gated delta nets, by which vLLM knows the layers."""
+        """Return the name of upstream's backend of gated delta nets, by which vLLM knows the
+        layers."""
         return "GDN_ATTN"
 
     @staticmethod
     def get_builder_cls() -> type["StateMetadataBuilder"]:
-        """Class of the metadata builder."""
         return StateMetadataBuilder
 
     @classmethod
     def is_ssm(cls) -> bool:
-        """True: its block size is not chosen with those of attention."""
+        """Return True, so that its block size is not chosen with those of attention."""
         return True
 
 
 class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
-    """The only constructor of `StateMetadata`; it answers what `AscendMetadataBuilder` does.
+    """The only constructor of `StateMetadata`, with the interface of `AscendMetadataBuilder`.
 
     Attributes
     ----------
     holds_states
         True; builders of attention have False.
     num_drafts
-        Most drafts of a request, each of which has a state; 0 without speculation.
+        The most drafts of a request, each of which has a state; 0 without speculation.
     """
 
     holds_states = True
@@ -128,20 +127,19 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decisions: Decisions = decisions_of(vllm_config)
         self._layers = vllm_config.compilation_config.static_forward_context
-        self._moves = device.type == "npu"  # whose operator writes a state where it has read it
-        self.num_moved = 0  # requests whose states were moved, of all steps
+        self._moves = device.type == "npu"  # its operator writes a state where it reads it
+        self.num_moved = 0  # requests whose states were moved, in all steps together
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec | AttentionSpec
     ) -> AttentionCGSupport:
-        """Full graphs of decodes: prefills are as many products as they are long."""
+        """Allow full graphs of decodes only: a prefill is as many products as it is long."""
         if vllm_config.speculative_config is not None:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def for_layers(self, metadata: StateMetadata) -> StateMetadata:
-        """The metadata of a prepared step in the form that layers read."""
         return metadata
 
     def build_step(
@@ -152,18 +150,14 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         block_table: torch.Tensor | None,
         masks: dict[MaskPlan, torch.Tensor | None],
     ) -> StateMetadata:
-        """Metadata of a prepared step for one state group: views, and no device read-back.
+        """Build the metadata of a prepared step for one state group: views, and no read-back.
 
         Parameters
         ----------
-        step
-            The prepared step.
         group
-            Index of the KV-cache group.
-        staged
-            The step's arrays on the host and on the device.
+            The index of the KV-cache group.
         block_table, masks
-            Not read: the step has found the entries.
+            Not read: the step has found the entries already.
         """
         del block_table, masks
         states, arrays = step.states, staged.device
@@ -205,7 +199,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         )
 
     def _move_states(self, num_decodes: int, index: int, staged: StagedArrays) -> None:
-        """Bring states of decodes to the blocks that the step writes, before its forward pass."""
+        """Copy states of decodes to the blocks that the step writes, before its forward pass."""
         host, rows = staged.np, slice(num_decodes)
         target = host.state_indices[index, rows]
         if self.num_drafts:  # where the operator reads it: among the blocks of its own tokens
@@ -231,7 +225,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> StateMetadata:
-        """Metadata from vLLM's common metadata, for dummy runs: all requests are prefills."""
+        """Build metadata from vLLM's common metadata for dummy runs; all requests are prefills."""
         common = common_attn_metadata
         num_reqs = common.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1]
@@ -252,12 +246,9 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
 
 
 def find_state_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> StateGroups | None:
-    """The KV-cache groups that hold states; None for models without any.
+    """Return the KV-cache groups that hold recurrent states; None for models without any.
 
-    Parameters
-    ----------
-    builders
-        KV-cache group, builder and layers of each attention group.
+    `builders` has the KV-cache group, the builder and the layers of each attention group.
     """
     found = {group: builder for group, builder, _ in builders if builder.holds_states}
     if not found:
@@ -273,14 +264,14 @@ def move_states(
     target: np.ndarray,  # [R] int32: where they leave them
     has_state: np.ndarray,  # [R] bool
 ) -> int:
-    """Copy states of decodes that enter another block, and empty those of decodes without one.
+    """Copy states of decodes that enter another block, and zero those of decodes without a state.
 
     Block ids are the host's, so nothing is read back or sent.
 
     Returns
     -------
     int
-        How many requests it concerned.
+        The number of requests whose states were copied or zeroed.
     """
     rows = np.flatnonzero((source != target) | ~has_state)
     for row in rows.tolist():

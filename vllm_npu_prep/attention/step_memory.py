@@ -1,8 +1,8 @@
-"""How much memory attention takes beside what the largest step shows: a bound for every length.
+"""A bound of the memory that attention takes beyond the profiled step, for any length.
 
 The step that vLLM measures at start-up has no context, so its attention reads nothing. What real
-steps take on top does not follow the length of a prompt: a mask of constant size, or dense ones
-within their budget; and a piece of the work at a time (`KernelFamily` by `KernelFamily`).
+steps take beyond it doesn't depend on the length of a prompt: a mask of constant size or dense
+masks within their budget, and the working memory of kernels, which work piece by piece.
 """
 
 from collections.abc import Iterable
@@ -22,20 +22,18 @@ def attention_bytes(
     max_seq_len: int,
     chunk_rows: int,
 ) -> int:
-    """Most memory that attention takes beside its inputs and results, in bytes.
+    """Return the most memory, in bytes, that attention takes beside its inputs and results.
 
     Parameters
     ----------
     layers
-        vLLM's layers; those without a cache of K and V or of latent rows are passed over.
-    decisions
-        Of start-up.
+        vLLM's layers; those without a cache of K and V or of latent rows don't count.
     itemsize
-        Of the cache's elements, in bytes.
+        The bytes of an element of the cache.
     max_seq_len
-        Longest sequence, in tokens.
+        The length of the longest sequence, in tokens.
     chunk_rows
-        Most latent rows that are gathered at once.
+        The most latent rows that are gathered at once.
     """
     working = [0]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Kernel families with one small interface: one file for each."""
+"""The kernel families, with one small interface and one file for each family."""
 
 import importlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ NO_LIMITS = BatchLimits()
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The constants of one attention layer."""
+    """The constants of one attention layer, as one rank has it."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,7 +26,7 @@ class LayerShape:
 
 
 class AttentionKernels(Protocol):
-    """The verbs of a kernel family; those of latent attention are in `latent`."""
+    """The interface of a kernel family; `latent` has that of latent attention."""
 
     family: KernelFamily
     workspace_serves_all_lengths: bool  # False: a new one is needed when lengths change
@@ -55,20 +55,18 @@ class AttentionKernels(Protocol):
         """Compute attention; K and V of the step are given, and are in the cache already.
 
         If ``metadata.causal`` is False, every token attends to all tokens of its request: to those
-        of this step, or without `key` to the leading ``seq_lens`` rows of its blocks.
-
-        `lse` gets the log of each sum of exponentials, base e.
-
-        Padding tokens of a full graph are included; they attend to nothing.
+        of this step, or, if `key` is None, to the first ``seq_lens`` rows of its blocks. `lse` gets
+        the log-sum-exp of the scores, base e. In full graphs, padding tokens are included and
+        attend to nothing.
         """
 
     def workspace(self, call: "AttentionCall", metadata: AscendMetadata) -> torch.Tensor | None:
-        """Workspace for `call` inside a graph; None if the operator needs none."""
+        """Return a workspace for `call` inside a graph; None if the operator needs none."""
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
-        """Most bytes that a layer's attention takes beside its inputs, results and masks.
+        """Return the most bytes that attention takes beside its inputs, results and masks.
 
-        What an operator takes for itself is not known here.
+        The memory that an operator allocates internally is not known here.
         """
 
 
@@ -76,7 +74,8 @@ class AttentionKernels(Protocol):
 class AttentionCall:
     """One layer's attention inside a full graph, with everything but the step's metadata.
 
-    It reads K and V from the cache: no full graph is captured for a state that reads the step's.
+    It reads K and V from the cache: no full graph is captured for an attention state that reads the
+    step's own.
     """
 
     layer_name: str
@@ -92,7 +91,7 @@ class AttentionCall:
         reference: Callable[[torch.Tensor], torch.Tensor],
         workspace: torch.Tensor | None,
     ) -> "AttentionCall":
-        """The same call over references to its tensors, with a workspace."""
+        """Return the same call over references to its tensors, with a workspace."""
         return replace(
             self,
             query=reference(self.query),
@@ -101,7 +100,6 @@ class AttentionCall:
         )
 
     def __call__(self, metadata: AscendMetadata) -> None:
-        """Attend."""
         self.kernels.attend(
             self.query,
             None,
@@ -115,14 +113,9 @@ class AttentionCall:
 
 
 def make_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> AttentionKernels:
-    """Kernels of a family that start-up accepted; imports that family only.
+    """Make the kernels of a family that start-up accepted; no other family is imported.
 
-    Parameters
-    ----------
-    name
-        Of the family.
-    limits
-        What each call of ``fia`` has to keep.
+    `limits` are those that each call of ``fia`` has to keep.
     """
     if name == "fia":
         return importlib.import_module(f"{__name__}.fia").FiaKernels(limits)

@@ -1,7 +1,7 @@
-"""The ATB family (A2, A3): one operator per state, dense masks as in the reference documents.
+"""The ATB family (A2, A3): one operator per attention state, and dense masks.
 
 Sources: the schemas of ``torch_npu._npu_flash_attention``, ``_npu_paged_attention`` and
-``_npu_paged_attention_splitfuse``. Their lengths are host tensors.
+``_npu_paged_attention_splitfuse``. They take lengths as host tensors.
 """
 
 import torch
@@ -27,7 +27,6 @@ class AtbKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write K and V to their slots."""
         torch_npu._npu_reshape_and_cache(
             key=key,
             value=value,
@@ -48,7 +47,7 @@ class AtbKernels:
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the operator of the step's state."""
+        """Attend with the operator of the step's attention state."""
         assert lse is None, "these operators return no log-sum-exp"
         shape = {
             "num_heads": layer.num_heads,
@@ -85,7 +84,7 @@ class AtbKernels:
         )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
-        """The workspace of paged attention for these lengths; only decodes are captured."""
+        """Return the workspace of paged attention for these lengths; only decodes are captured."""
         _, seq_lens = _host_lengths(metadata)
         return torch_npu._npu_paged_attention_get_workspace(
             query=call.query,
@@ -100,19 +99,19 @@ class AtbKernels:
         )
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
-        """0: operators read the cache where it is."""
+        """Return 0: the operators read the cache in place."""
         return 0
 
 
 def _square_mask(metadata: AscendMetadata, query: torch.Tensor) -> torch.Tensor:
-    """Mask of flash attention, which demands one: without a mask, zeros, which mask nothing.
+    """Return the mask of flash attention, which demands one: zeros mask nothing.
 
     In float16 the mask is added to the scores; in bfloat16 its entries are flags. It is made once
-    for all layers of a group in a step; the budget of dense masks includes it at start-up.
+    per step for all layers of a group; the budget of dense masks includes it at start-up.
     """
     if metadata.attn_mask is None:
         metadata.attn_mask = query.new_zeros(metadata.max_seq_len, metadata.max_seq_len)
-        if metadata.sliding_window is not None:  # of an encoder: both ways
+        if metadata.sliding_window is not None:  # an encoder's, which reaches both ways
             assert ATB.mask_values is not None
             near = torch.ones_like(metadata.attn_mask, dtype=torch.bool)
             near = near.triu_(1 - metadata.sliding_window).tril_(metadata.sliding_window - 1)
@@ -122,7 +121,7 @@ def _square_mask(metadata: AscendMetadata, query: torch.Tensor) -> torch.Tensor:
 
 
 def _host_lengths(metadata: AscendMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and sequence lengths as int32 host tensors, made once for all layers."""
+    """Return query and sequence lengths as int32 host tensors, made once for all layers."""
     if metadata.kernel_plan is None:
         metadata.kernel_plan = (
             torch.from_numpy(metadata.query_lens),

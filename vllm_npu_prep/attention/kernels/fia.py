@@ -1,8 +1,8 @@
-"""The fused infer attention family (A2, A3): one operator for every state, compressed masks.
+"""The fused infer attention family (A2, A3): one operator for every state, and compressed masks.
 
 Sources: the schema and docstring of ``torch_npu.npu_fused_infer_attention_score``; its use in the
-TND layout with a block table follows what the Ascend community runs (the docstring is stricter; to
-be confirmed on hardware). Encoders, which have no cache and no causal mask, call
+TND layout with a block table follows what the Ascend community runs (the docstring is stricter;
+this is to be confirmed on hardware). Encoders, which have no cache and no causal mask, call
 ``torch_npu.npu_fusion_attention``: the first operator was reported to give a uniform average
 without a mask over fresh K and V (vllm-project/vllm-ascend 13699).
 """
@@ -26,7 +26,7 @@ BAND_MODE = 4  # the same with a lower limit, `pre_tokens` before the diagonal
 
 
 MAX_ENCODED = 1024
-"""Most requests of one call of ``npu_fusion_attention`` in TND (op-plugin's documentation)."""
+"""The most requests of a call of ``npu_fusion_attention`` in TND (op-plugin's documentation)."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,9 @@ class Part:
     Attributes
     ----------
     query_ends
-        Cumulative query lengths.
-    seq_lens
-        Of each request.
+        Cumulative query lengths, counted from the part's first token.
     requests, tokens
-        Which of the step's; None: all.
+        The part's requests and tokens among those of the step; None for all.
     """
 
     query_ends: list[int]
@@ -67,7 +65,7 @@ class FiaKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write K and V; ``cache_mode`` is given because its default is the layout of 310P."""
+        """Write K and V. ``cache_mode`` is given because its default is the layout of 310P."""
         key_cache, value_cache = self._planes(kv_cache)
         torch_npu.npu_scatter_pa_kv_cache(
             key, value, key_cache, value_cache, slot_mapping, cache_mode="Norm"
@@ -107,22 +105,22 @@ class FiaKernels:
             )
 
     def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor:
-        """A workspace large enough for all lengths, in elements of the query's dtype."""
+        """Return a workspace for all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             call.query,
             **self._arguments(None, None, call.kv_cache, metadata, call.layer, _plan(metadata)[0]),
         )
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
-        """0: operators read the cache where it is."""
+        """Return 0: the operators read the cache in place."""
         return 0
 
     def _parts(
         self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: AscendMetadata
     ) -> list[Part]:
-        """The calls that serve a step, found once for all layers.
+        """Return the calls that serve a step, found once for all layers.
 
-        Of a full graph there is one call: `vllm_npu_prep.runner.padding` keeps other steps out.
+        A full graph has one call: `vllm_npu_prep.runner.padding` runs other steps eagerly.
         """
         unplanned = metadata.kernel_plan is None
         if unplanned and self.limits.apply and not metadata.in_full_graph:
@@ -142,10 +140,10 @@ class FiaKernels:
         layer: LayerShape,
         part: Part,
     ) -> dict[str, Any]:
-        """Arguments after the query.
+        """Return the arguments after the query.
 
-        Lengths are host lists: those of queries are cumulative; those of K and V are cumulative for
-        the step's own K and V, and one for each request if K and V are paged.
+        Lengths are host lists. Those of queries are cumulative. Those of K and V are cumulative for
+        the step's own K and V, and one number per request for K and V in the cache.
         """
         paged: dict[str, Any] = {}
         if _is_fresh(key, metadata):
@@ -176,7 +174,7 @@ class FiaKernels:
         }
 
     def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """K and V of the layer's cache, ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        """Return K and V of a cache, ``[num_blocks, block_size, num_kv_heads, head_size]``."""
         if self._kv_cache is not kv_cache:  # views cost a device's host several microseconds each
             self._kv_cache, self._kv = kv_cache, kv_cache.unbind()
             self._flat = [plane.flatten(2) for plane in self._kv]
@@ -184,9 +182,9 @@ class FiaKernels:
 
 
 def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
-    """How the kernel applies the constant mask to queries and keys.
+    """Return how the kernel applies the constant mask to queries and keys.
 
-    Limits of a band are inclusive: with a window of W, a token sees W - 1 tokens before itself.
+    The limits of a band are inclusive: with a window of W, a token sees W - 1 tokens before itself.
     """
     window = metadata.sliding_window
     if window is not None:
@@ -195,7 +193,7 @@ def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
 
 
 def _is_fresh(key: torch.Tensor | None, metadata: AscendMetadata) -> bool:
-    """Whether a step reads its own K and V, and not the cache."""
+    """Return whether a step reads its own K and V instead of the cache."""
     return key is not None and metadata.attn_state == AttentionState.PrefillNoCache
 
 
@@ -207,7 +205,7 @@ def _encode(
     layer: LayerShape,
     output: torch.Tensor,
 ) -> None:
-    """Attend both ways over the step's own K and V: encoders, which are never captured."""
+    """Attend both ways over the step's own K and V, for encoders, which are never captured."""
     if metadata.kernel_plan is None:
         metadata.kernel_plan = _split(metadata, MAX_ENCODED)
     band: dict[str, Any] = {}
@@ -234,14 +232,13 @@ def _encode(
 
 
 def _plan(metadata: AscendMetadata) -> list[Part]:
-    """Lengths as lists, made once for all layers of a step; one part, unless a step was split."""
+    """Return the parts of a step, made once for all its layers; one part unless it was split."""
     if metadata.kernel_plan is None:
         metadata.kernel_plan = [_whole(metadata)]
     return metadata.kernel_plan
 
 
 def _whole(metadata: AscendMetadata) -> Part:
-    """All requests of a step."""
     return Part(metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist())
 
 
@@ -251,23 +248,21 @@ def _split(
     block_size: int = 1,
     most_blocks: int = 1 << 62,
 ) -> list[Part]:
-    """Cut a step into runs of requests that keep the limits of one call.
+    """Cut a step into runs of requests that each keep the limits of one call.
 
     Parameters
     ----------
-    metadata
-        Of the step.
     most_requests
-        Of a call.
+        The most requests of a call.
     block_size
-        Of the cache, in tokens.
+        The block size of the cache, in tokens.
     most_blocks
-        Most blocks of a call, shared ones counted for each request.
+        The most blocks of a call, where shared blocks are counted for each request.
 
     Returns
     -------
     list of Part
-        One if one call serves the step.
+        One part if one call serves the step.
     """
     blocks = (-(-metadata.seq_lens_np // block_size)).tolist()
     if len(blocks) <= most_requests and sum(blocks) <= most_blocks:

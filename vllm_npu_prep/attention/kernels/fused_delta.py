@@ -1,12 +1,12 @@
-"""Gated delta nets on NPUs: the rule by torch_npu's operators, the convolution by torch's own.
+"""Gated delta nets on NPUs: the recurrence by torch_npu's operators, the convolution by torch's.
 
 Sources: schemas and docstrings of ``npu_recurrent_gated_delta_rule`` (decodes, over states in the
 cache) and ``npu_chunk_gated_delta_rule`` (prefills, over states that are gathered), and what CANN's
-``ops-transformer`` checks: everything in bfloat16 but decays, heads of 128.
+``ops-transformer`` checks: everything is in bfloat16 except decays, and heads are of size 128.
 
-The first operator writes a state where it has read it. So before a step's forward pass, states of
-decodes that enter another block are brought there, and those of decodes that have none are emptied
-(`vllm_npu_prep.attention.states.move_states`). A graph then holds decodes of any step.
+The first operator writes a state where it reads it. So before a step's forward pass, states of
+decodes that enter another block are copied there, and those of decodes without a state are zeroed
+(`vllm_npu_prep.attention.states.move_states`). Therefore a graph serves the decodes of any step.
 """
 
 from itertools import accumulate
@@ -22,7 +22,7 @@ from vllm_npu_prep.attention.states import StateMetadata
 
 
 class DeltaShape(NamedTuple):
-    """Sizes of a layer, as a rank has it."""
+    """The sizes of a layer, as one rank has it."""
 
     num_k_heads: int
     num_v_heads: int
@@ -31,18 +31,18 @@ class DeltaShape(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Elements of queries and keys of one token."""
+        """Return the number of elements of queries and keys of one token."""
         return 2 * self.num_k_heads * self.key_dim
 
 
 class DeltaWeights(NamedTuple):
-    """What the operators get of a layer's parameters, in float32."""
+    """The layer's parameters in float32, in the form that the operators take."""
 
     taps: torch.Tensor  # [kernel_size, width]
     bias: torch.Tensor | None  # [width]
     decay: torch.Tensor  # [num_v_heads]: the negative of A
     dt_bias: torch.Tensor  # [num_v_heads]
-    norm: torch.Tensor  # [key_dim]: makes a mean of squares a sum
+    norm: torch.Tensor  # [key_dim]: turns RMS norm's mean of squares into a sum
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class DeltaWeights(NamedTuple):
         dt_bias: torch.Tensor,
         key_dim: int,
     ) -> "DeltaWeights":
-        """Made once, when the cache is bound."""
+        """Convert the parameters, once, when the cache is bound."""
         decay = -a_log.detach().float().exp()
         return cls(
             weight.detach().t().float().contiguous(),
@@ -64,16 +64,16 @@ class DeltaWeights(NamedTuple):
         )
 
     def refresh(self, new: "DeltaWeights") -> None:
-        """Take new weights in place."""
+        """Copy new weights in place, so that graphs read them."""
         for mine, other in zip(self, new):
             if mine is not None and other is not None:
                 mine.copy_(other)
 
 
 class RuleArguments(NamedTuple):
-    """What both operators get of some tokens."""
+    """The arguments of both operators for some tokens."""
 
-    query: torch.Tensor  # [T, num_k_heads, key_dim] bfloat16, of length 1
+    query: torch.Tensor  # [T, num_k_heads, key_dim] bfloat16, vectors of length 1
     key: torch.Tensor  # the same
     value: torch.Tensor  # [T, num_v_heads, value_dim] bfloat16
     beta: torch.Tensor  # [T, num_v_heads] bfloat16, between 0 and 1
@@ -83,8 +83,9 @@ class RuleArguments(NamedTuple):
 class StateRows:
     """The convolution's parts of the states of all blocks, as rows of a contiguous matrix.
 
-    A part is the beginning of a row of the second plane. Operators over such a view would copy the
-    whole plane first; over the plane as rows of a common divisor they don't.
+    A part is the beginning of a row of the second plane. Operators over such a strided view would
+    first copy the whole plane. They don't if the plane is seen as rows whose length divides both
+    the part and the stride.
 
     Parameters
     ----------
@@ -102,31 +103,26 @@ class StateRows:
         self._offsets = torch.arange(count // self.unit, device=parts.device)
 
     def indices(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Rows of some blocks, int64 ``[len(blocks) * rows]``."""
+        """Return the matrix rows of blocks, int64 ``[len(blocks) * rows per part]``."""
         rows = torch.add(self._offsets, blocks.unsqueeze(1), alpha=self.rows_of_block)
         return rows.flatten()
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
-        """The parts of some blocks, ``[R, kernel_size - 1, width]``."""
+        """Return the parts at these matrix rows, ``[R, kernel_size - 1, width]``."""
         return self.plane.index_select(0, indices).view(-1, *self.shape)
 
     def write(self, indices: torch.Tensor, parts: torch.Tensor) -> None:
-        """Replace the parts of some blocks."""
         self.plane.index_copy_(0, indices, parts.reshape(-1, self.unit))
 
 
 class FusedDelta:
-    """The core of one layer on an NPU.
+    """The core of one gated delta net layer on an NPU.
 
     Parameters
     ----------
-    shape
-        Sizes of the layer.
-    weights
-        Its parameters.
     conv_states, states
-        Both parts of the states of all blocks, in bfloat16: ``[num_blocks, kernel_size - 1,
-        width]``, and ``[num_blocks, num_v_heads, value_dim, key_dim]``, contiguous.
+        Both parts of the recurrent states of all blocks, in bfloat16: ``[num_blocks, kernel_size -
+        1, width]``, and ``[num_blocks, num_v_heads, value_dim, key_dim]``, contiguous.
     """
 
     def __init__(
@@ -148,14 +144,15 @@ class FusedDelta:
         a: torch.Tensor,  # [T, num_v_heads]
         metadata: StateMetadata,
     ) -> torch.Tensor:
-        """One token of each request; in a full graph padding, too, over the null block.
+        """Compute one token of each request; in a full graph also padding, over the null block.
 
-        The operator wants as many blocks as tokens. Only padding can exceed them.
+        The operator demands at least as many blocks as tokens. Only padding can have more tokens,
+        and is then computed by several calls.
         """
         if metadata.decode_lens is not None:
             return self._decode_drafts(mixed, b, a, metadata)
         blocks = metadata.state_indices[: len(mixed)]
-        if metadata.rows_to_write is None:  # the group's first layer; in a graph, a part of it
+        if metadata.rows_to_write is None:  # in the group's first layer; graphs contain it
             metadata.rows_to_write = self.rows.indices(blocks)
             metadata.ones = torch.ones_like(blocks)
         inputs = torch.cat((self.rows.read(metadata.rows_to_write), mixed.unsqueeze(1)), 1)
@@ -182,15 +179,16 @@ class FusedDelta:
     def _decode_drafts(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
     ) -> torch.Tensor:
-        """A token of each request and its drafts; the operator keeps the state after each.
+        """Compute a token and the drafts of each request; the operator keeps a state for each
+        token.
 
-        It reads the state after the last token that counts from that token's block. If the step
-        has fewer tokens of the request, the state was brought to its last block.
+        It finds the state after the last token that counts in that token's block. If the step has
+        fewer tokens of the request, the state was copied to the block of its last token.
         """
         blocks, reqs = metadata.token_state_indices, slice(metadata.num_decodes)
         assert blocks is not None and metadata.decode_lens is not None
         uniform = metadata.uniform_decode_len
-        if metadata.rows_to_write is None:  # the group's first layer; in a graph, a part of it
+        if metadata.rows_to_write is None:  # in the group's first layer; graphs contain it
             assert metadata.num_accepted_tokens is not None
             metadata.rows_to_write = self.rows.indices(blocks)
             starts = metadata.query_start_loc[: metadata.num_decodes + 1]
@@ -235,7 +233,7 @@ class FusedDelta:
         last: torch.Tensor,  # [R, kernel_size - 1, width]
         length: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve requests of as many tokens each.
+        """Convolve requests that have `length` tokens each.
 
         Returns
         -------
@@ -258,7 +256,7 @@ class FusedDelta:
         last: torch.Tensor,  # [R, kernel_size - 1, width]
         ends: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for requests with different numbers of drafts, one after the other."""
+        """Convolve requests with different numbers of tokens, one after the other."""
         starts = [0, *ends[:-1]]
         parts = [
             self._convolve_drafts(mixed[start:end], last[row : row + 1], end - start)
@@ -269,10 +267,10 @@ class FusedDelta:
     def prefill(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
     ) -> torch.Tensor:
-        """The requests after the decodes, all by the same calls."""
+        """Compute the requests after the decodes, all by the same calls."""
         reqs = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[reqs], metadata.state_indices[reqs]
-        if metadata.prefill_query_lens is None:  # the group's first layer
+        if metadata.prefill_query_lens is None:  # in the group's first layer
             starts = metadata.prefill_query_start_loc
             metadata.prefill_query_lens = starts[1:] - starts[:-1]
             metadata.is_empty = ~metadata.has_initial_state[reqs].view(-1, 1, 1)
@@ -306,7 +304,7 @@ class FusedDelta:
         last: torch.Tensor,  # [R, kernel_size - 1, width]: inputs before each sequence's own
         ends: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve all sequences at once, each behind its last inputs.
+        """Convolve all sequences at once, each placed behind its last inputs.
 
         Returns
         -------
@@ -326,7 +324,7 @@ class FusedDelta:
         sums = inputs[before:] * taps[before]
         for tap in range(before):
             sums += inputs[tap : tap + count] * taps[tap]
-        # Between two sequences lie sums over both
+        # Sums over two sequences lie between them, and are left out
         own = [slice(s + before * i, e + before * i) for i, (s, e) in enumerate(zip(starts, ends))]
         convolved = sums if len(own) == 1 else torch.cat([sums[rows] for rows in own])
         return convolved, torch.stack([inputs[rows.stop : rows.stop + before] for rows in own])
@@ -337,7 +335,7 @@ class FusedDelta:
         b: torch.Tensor,
         a: torch.Tensor,
     ) -> RuleArguments:
-        """Activate queries, keys and values, and make decays and rates of the gates."""
+        """Activate queries, keys and values, and compute decays and rates from the gates."""
         shape, weights = self.shape, self.weights
         if weights.bias is not None:
             convolved = convolved + weights.bias
@@ -365,14 +363,15 @@ def gated_norm(
     epsilon: float,
     activation: str,
 ) -> torch.Tensor:
-    """vLLM's ``RMSNormGated`` without groups: the norm of each head, times an activated gate."""
+    """Compute vLLM's ``RMSNormGated`` without groups: the norm of each head, times an activated
+    gate."""
     gate = z.sigmoid() if activation == "sigmoid" else functional.silu(z)
     normed, _ = torch_npu.npu_rms_norm(x, weight, epsilon)
     return normed.mul_(gate)
 
 
 def pieces(num_tokens: int, at_most: int) -> list[slice]:
-    """Tokens of each call, of which one has at most so many."""
+    """Return the tokens of each call, where a call has at most `at_most` tokens."""
     return [
         slice(start, min(start + at_most, num_tokens)) for start in range(0, num_tokens, at_most)
     ]

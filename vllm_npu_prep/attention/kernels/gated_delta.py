@@ -1,4 +1,4 @@
-"""Gated delta nets in torch: the convolution before the rule, the rule by token and by chunk.
+"""Gated delta nets in torch: the convolution, and the gated delta rule by token and by chunk.
 
 A head's state ``S`` ``[value_dim, key_dim]`` maps keys to values. Token ``i`` with key ``k``, value
 ``v``, decay ``g`` (a logarithm, at most 0) and rate ``beta`` changes it and reads it by a query::
@@ -6,8 +6,8 @@ A head's state ``S`` ``[value_dim, key_dim]`` maps keys to values. Token ``i`` w
     S_i = exp(g_i) S_(i-1) + u_i k_i^T    with    u_i = beta_i (v_i - exp(g_i) S_(i-1) k_i)
     o_i = S_i q_i
 
-Inserting the first line into itself gives a chunk at once. With ``G_i``, the sum of the decays up
-to ``i``, the ``u`` of a chunk solve a triangular system::
+Inserting the first line into itself gives a whole chunk at once. With ``G_i``, the sum of the
+decays up to ``i``, the ``u`` of a chunk solve a triangular system::
 
     u_i + beta_i sum_(j<i) exp(G_i - G_j) (k_i k_j) u_j = beta_i (v_i - exp(G_i) S_0 k_i)
     o_i = exp(G_i) S_0 q_i + sum_(j<=i) exp(G_i - G_j) (q_i k_j) u_j
@@ -22,13 +22,13 @@ import torch
 from torch.nn import functional
 
 CHUNK = 64
-"""Tokens that are computed at once, as in transformers and in flash-linear-attention."""
+"""The tokens that are computed at once, as in transformers and in flash-linear-attention."""
 
 EPSILON = 1e-6  # added to squared lengths
 
 
 class RuleInputs(NamedTuple):
-    """What the rule gets of some tokens, in float32."""
+    """The inputs of the gated delta rule for some tokens, in float32."""
 
     query: torch.Tensor  # [T, H, key_dim], of length 1 / sqrt(key_dim)
     key: torch.Tensor  # [T, H, key_dim], of length 1
@@ -37,7 +37,6 @@ class RuleInputs(NamedTuple):
     rate: torch.Tensor  # [T, H], between 0 and 1
 
     def of_tokens(self, tokens: slice) -> "RuleInputs":
-        """The same of some of the tokens."""
         return RuleInputs(*(each[tokens] for each in self))
 
 
@@ -50,7 +49,7 @@ def rule_inputs(
     key_dim: int,
     value_dim: int,
 ) -> RuleInputs:
-    """Split what comes out of the convolution, and make decays and rates of the gates.
+    """Split the output of the convolution, and compute decays and rates from the gates.
 
     Parameters
     ----------
@@ -58,11 +57,11 @@ def rule_inputs(
         Queries, keys and values of all heads, one after the other. Several heads of values may
         share a head of keys.
     a, b
-        What decays and rates are made of.
+        What decays and rates are computed from.
     a_log, dt_bias
         The layer's parameters.
     key_dim, value_dim
-        Of one head.
+        The sizes of one head.
     """
     num_v_heads = a.shape[-1]
     width = (mixed.shape[-1] - num_v_heads * value_dim) // 2
@@ -89,7 +88,7 @@ def convolve(
     bias: torch.Tensor | None,  # [width]
     last: torch.Tensor,  # [kernel_size - 1, width]: inputs before x
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve one sequence over its tokens, each channel by itself, and apply SiLU.
+    """Convolve one sequence over its tokens, each channel separately, and apply SiLU.
 
     Returns
     -------
@@ -109,7 +108,7 @@ def convolve_next(
     bias: torch.Tensor | None,  # [width]
     last: torch.Tensor,  # [R, kernel_size - 1, width]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`convolve` for the next token of several sequences."""
+    """Do what `convolve` does for the next token of several sequences."""
     inputs = torch.cat((last.to(x.dtype), x.unsqueeze(1)), 1)
     convolved = (inputs * weight.t()).sum(1)
     if bias is not None:
@@ -121,7 +120,7 @@ def update_states(
     given: RuleInputs,  # of R sequences, one token each
     states: torch.Tensor,  # [R, H, value_dim, key_dim] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule for the next token of several sequences.
+    """Apply the rule to the next token of several sequences.
 
     Returns
     -------
@@ -140,7 +139,7 @@ def scan(
     given: RuleInputs,  # of one sequence
     state: torch.Tensor,  # [H, value_dim, key_dim] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule for the next tokens of one sequence, `CHUNK` at a time.
+    """Apply the rule to the next tokens of one sequence, `CHUNK` tokens at a time.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Kernels of latent attention: one interface, and a file for each family that has them."""
+"""The kernels of latent attention: one interface, and a file for each family that has them."""
 
 import importlib
 from collections.abc import Callable
@@ -24,16 +24,16 @@ class LatentShape(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """A layer's cache: two planes of unequal width, each contiguous."""
+    """A layer's cache: two planes of different widths, each contiguous."""
 
     latent: torch.Tensor  # [num_blocks, block_size, 1, kv_lora_rank]
     rope: torch.Tensor  # [num_blocks, block_size, 1, qk_rope_head_dim]
 
 
 class Projected(NamedTuple):
-    """Queries, and the K and V over which prefills attend.
+    """The queries of prefills, and the K and V over which they attend.
 
-    ``T`` query tokens, ``S`` rows, ``N`` heads.
+    There are ``T`` query tokens, ``S`` rows of K and V, and ``N`` heads.
     """
 
     query: torch.Tensor  # [T, N, qk_nope_head_dim]
@@ -44,22 +44,20 @@ class Projected(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention over some rows, and what it takes to merge it with attention over others."""
+    """Attention over some rows, with what is needed to merge it with attention over others."""
 
     output: torch.Tensor  # [T, N, v_head_dim]
-    lse: torch.Tensor  # [T, N] float32: log of the sum of exponentials of scores, base e
+    lse: torch.Tensor  # [T, N] float32: log-sum-exp of the scores, base e
 
 
 def planes_of(kv_cache: torch.Tensor, shape: LatentShape) -> Planes:
-    """The planes of a layer's cache.
+    """Return the planes of a layer's cache.
 
     Parameters
     ----------
     kv_cache
         ``[num_blocks, bytes of a page / itemsize]``: vLLM's plan, whose memory is the latent plane
         and after it the rotated one.
-    shape
-        Of the layer.
     """
     num_blocks, page = kv_cache.shape
     widths = shape.kv_lora_rank, shape.qk_rope_head_dim
@@ -72,19 +70,20 @@ def with_heads(
     part: torch.Tensor,  # [T, N, width]
     num_heads: int,
 ) -> torch.Tensor:
-    """A contiguous tensor of so many heads; those that `part` doesn't have are zero."""
+    """Pad `part` with heads of zeros to `num_heads`; the result is contiguous."""
     missing = num_heads - part.shape[1]
     return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part.contiguous()
 
 
 class LatentKernels(Protocol):
-    """The verbs of a family with latent attention."""
+    """The interface of a family with latent attention."""
 
     family: KernelFamily
     workspace_serves_all_lengths: bool  # False: a new one is needed when lengths change
 
     def decode_heads(self, num_heads: int) -> int:
-        """Heads that `attend_latent` takes for a layer of so many; see `with_heads`."""
+        """Return the heads that `attend_latent` takes for a layer with `num_heads`; see
+        `with_heads`."""
 
     def write(
         self,
@@ -106,7 +105,8 @@ class LatentKernels(Protocol):
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,  # [T, N] float32, written
     ) -> None:
-        """Attend over latent rows, which have the step's own already; N is `decode_heads`'."""
+        """Attend over latent rows, which include the step's own; ``N`` is the result of
+        `decode_heads`."""
 
     def attend_prompts(
         self,
@@ -117,32 +117,33 @@ class LatentKernels(Protocol):
         output: torch.Tensor,  # [T, N, v_head_dim], written
         wants_lse: bool,
     ) -> Attended:
-        """Attend over the step's own K and V; what the mask hides is not seen."""
+        """Attend over the step's own K and V, as far as the mask allows."""
 
     def attend_context(self, given: Projected, chunk: ContextChunk, shape: LatentShape) -> Attended:
         """Attend over a context chunk, all of which comes before the queries."""
 
     def gather(self, planes: Planes, chunk: ContextChunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a chunk's pieces, one after the other: latent and rotated, ``[S, 1, width]``."""
+        """Return the rows of a chunk's pieces in order: latent and rotated, ``[S, 1, width]``."""
 
     def merge(self, first: Attended, second: Attended) -> Attended:
-        """Attention over both sets of rows."""
+        """Return the attention over both sets of rows."""
 
     def workspace(self, call: "LatentCall", metadata: Any) -> torch.Tensor | None:
-        """Workspace for `call` inside a graph; None if the operator needs none."""
+        """Return a workspace for `call` inside a graph; None if the operator needs none."""
 
     def working_bytes(
         self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
     ) -> int:
-        """Most bytes that a layer's attention takes beside its inputs, results and masks.
+        """Return the most bytes that attention takes beside its inputs, results and masks.
 
-        Context chunks have up to `chunk_rows` rows. What an operator takes for itself is not known.
+        Context chunks have up to `chunk_rows` rows. The memory that an operator allocates
+        internally is not known here.
         """
 
 
 @dataclass(frozen=True)
 class LatentCall:
-    """One layer's decodes inside a full graph, with everything but the step's metadata."""
+    """The decodes of one layer inside a full graph, with everything but the step's metadata."""
 
     layer_name: str
     kernels: LatentKernels
@@ -158,7 +159,7 @@ class LatentCall:
         reference: Callable[[torch.Tensor], torch.Tensor],
         workspace: torch.Tensor | None,
     ) -> "LatentCall":
-        """The same call over references to its tensors, with a workspace."""
+        """Return the same call over references to its tensors, with a workspace."""
         return replace(
             self,
             query=reference(self.query),
@@ -168,7 +169,7 @@ class LatentCall:
         )
 
     def __call__(self, metadata: Any) -> None:
-        """Attend; `metadata` is the layer's, all of whose requests are decodes."""
+        """Attend; `metadata` is a `MLALayerMetadata` without prefills."""
         self.kernels.attend_latent(
             self.query,
             self.query_rope,
@@ -181,13 +182,7 @@ class LatentCall:
 
 
 def make_latent_kernels(name: str) -> LatentKernels:
-    """Latent attention of a family that start-up accepted; imports that family only.
-
-    Parameters
-    ----------
-    name
-        Of the family.
-    """
+    """Make the kernels of a family that start-up accepted; no other family is imported."""
     module, kernels = {
         "fia": ("latent_fia", "LatentFiaKernels"),
         "reference": ("latent_reference", "LatentReferenceKernels"),

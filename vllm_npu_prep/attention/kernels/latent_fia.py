@@ -1,4 +1,4 @@
-"""Latent attention on the fused infer attention operator (A2, A3), in its second version.
+"""Latent attention on the second version of the fused infer attention operator (A2, A3).
 
 Sources: the schema and docstring of ``torch_npu.npu_fused_infer_attention_score_v2``; CANN's
 published checks of calls with rope (``rope_checker.cpp``, branch 9.1.0); vllm-project/vllm-ascend,
@@ -38,7 +38,7 @@ class LatentFiaKernels:
         self._no_lse: torch.Tensor | None = None
 
     def decode_heads(self, num_heads: int) -> int:
-        """The next power of two."""
+        """Return the next power of two."""
         return 1 << (num_heads - 1).bit_length()
 
     def write(
@@ -48,7 +48,7 @@ class LatentFiaKernels:
         planes: Planes,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write both planes in one launch; ``cache_mode``'s default is the layout of 310P."""
+        """Write both planes in one launch. ``cache_mode``'s default is the layout of 310P."""
         torch_npu.npu_scatter_pa_kv_cache(latent, rope, *planes, slot_mapping, cache_mode="Norm")
 
     def attend_latent(
@@ -82,7 +82,6 @@ class LatentFiaKernels:
         output: torch.Tensor,
         wants_lse: bool,
     ) -> Attended:
-        """Attend over the step's own K and V, causally."""
         ends = prefills.query_ends
         query, arguments = _projected(given, shape, ends, ends)
         lse = torch.empty(
@@ -99,7 +98,6 @@ class LatentFiaKernels:
         return Attended(output, lse.squeeze(-1) if wants_lse else lse)
 
     def attend_context(self, given: Projected, chunk: ContextChunk, shape: LatentShape) -> Attended:
-        """Attend over a chunk, every query over all of its request's piece."""
         query, arguments = _projected(given, shape, chunk.query_ends, chunk.kv_ends)
         output, lse = torch_npu.npu_fused_infer_attention_score_v2(
             query, **arguments, sparse_mode=NO_MASK_MODE, return_softmax_lse=True
@@ -107,7 +105,7 @@ class LatentFiaKernels:
         return Attended(output, lse.squeeze(-1))
 
     def gather(self, planes: Planes, chunk: ContextChunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a chunk's pieces in one launch."""
+        """Gather the rows of a chunk's pieces in one launch."""
         latent, rope = (plane.new_empty(chunk.num_rows, *plane.shape[2:]) for plane in planes)
         torch_npu.npu_gather_pa_kv_cache(
             *planes, chunk.block_tables, chunk.lens, latent, rope, seq_offset=chunk.starts
@@ -115,7 +113,6 @@ class LatentFiaKernels:
         return latent, rope
 
     def merge(self, first: Attended, second: Attended) -> Attended:
-        """Attention over both sets of rows."""
         parts = first, second
         output, lse = torch_npu.npu_attention_update(
             [part.lse.reshape(-1) for part in parts],
@@ -125,7 +122,7 @@ class LatentFiaKernels:
         return Attended(output.view_as(first.output), lse.view_as(first.lse))
 
     def workspace(self, call: LatentCall, metadata: Any) -> torch.Tensor:
-        """A workspace large enough for all lengths, in elements of the query's dtype."""
+        """Return a workspace for all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
             call.query, **_absorbed(call.query_rope, call.planes, metadata.decode, call.layer)
         )
@@ -133,7 +130,8 @@ class LatentFiaKernels:
     def working_bytes(
         self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
     ) -> int:
-        """A context chunk: its latent rows, and K and V of every head, once more where joined."""
+        """Count a context chunk twice, as parts may be joined: latent rows, and K and V of every
+        head."""
         latent = shape.kv_lora_rank + shape.qk_rope_head_dim
         of_head = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim
         return 2 * chunk_rows * itemsize * (latent + shape.num_heads * of_head)
@@ -142,7 +140,7 @@ class LatentFiaKernels:
 def _absorbed(
     query_rope: torch.Tensor, planes: Planes, metadata: AscendMetadata, shape: LatentShape
 ) -> dict[str, Any]:
-    """Arguments after the query, of attention over latent rows."""
+    """Return the arguments after the query, for attention over latent rows."""
     if metadata.kernel_plan is None:  # lists made once for all layers of a step
         ends, lengths = metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist()
         metadata.kernel_plan = ends, lengths
@@ -170,10 +168,11 @@ def _absorbed(
 def _projected(
     given: Projected, shape: LatentShape, query_ends: list[int], kv_ends: list[int]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Query and arguments of attention over projected K and V, apart from the mask.
+    """Return the query and the arguments of attention over projected K and V, without the mask.
 
-    Rotated parts are arguments of their own if the operator takes these heads so. Others, those of
-    GLM-4.7-Flash, are joined to heads as wide as the values.
+    Rotated parts are separate arguments if the operator takes heads of this size in that form.
+    Other heads, as those of GLM-4.7-Flash, are joined with them, which makes them as wide as the
+    values.
     """
     query, query_rope = given.query.contiguous(), given.query_rope.contiguous()
     key, key_rope = given.key, given.key_rope.expand(-1, shape.num_heads, -1)

@@ -1,7 +1,7 @@
 """Latent attention of the reference family: plain torch, for the CPU.
 
-As in `reference`, only the mask of the metadata decides which token sees which, and sums are kept
-in float32. Decodes go through its tiles; prefills are computed one request after the other.
+As in `reference`, only the mask of the metadata decides which token sees which, and sums are
+computed in float32. Decodes use its tiles; prefills are computed one request after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,6 @@ class LatentReferenceKernels:
     workspace_serves_all_lengths = True
 
     def decode_heads(self, num_heads: int) -> int:
-        """Any number, as it is."""
         return num_heads
 
     def write(
@@ -45,7 +44,7 @@ class LatentReferenceKernels:
         planes: Planes,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the step's rows; slots below 0 are skipped, as Ascend's writers do."""
+        """Write the step's rows; slots below 0 are skipped, as by Ascend's operators."""
         assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
         assert len(latent) == len(rope) == len(slot_mapping), "one slot for each token"
         slots = slot_mapping.long()
@@ -66,7 +65,7 @@ class LatentReferenceKernels:
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend over latent rows: a head's key is a latent row and its rotated key."""
+        """Attend over latent rows: a head's key is a latent row with its rotated key."""
         del workspace
         if metadata.kernel_plan is None:
             metadata.kernel_plan = plan_tiles(metadata, len(query))
@@ -88,7 +87,7 @@ class LatentReferenceKernels:
         output: torch.Tensor,
         wants_lse: bool,
     ) -> Attended:
-        """Attend over the step's own K and V; the mask is cut out of the step's."""
+        """Attend over the step's own K and V, with the prefills' part of the step's mask."""
         del wants_lse  # it costs nothing here
 
         def visible(request: int, first: int, last: int) -> torch.Tensor:
@@ -107,11 +106,9 @@ class LatentReferenceKernels:
         return Attended(output, attended.lse)
 
     def attend_context(self, given: Projected, chunk: ContextChunk, shape: LatentShape) -> Attended:
-        """Attend over a chunk: every query sees all of its request's piece."""
         return _attend(given, chunk.query_ends, chunk.kv_ends, shape)
 
     def gather(self, planes: Planes, chunk: ContextChunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a chunk's pieces, one after the other."""
         block_size = planes.latent.shape[1]
         slots = []
         for row, start, length in zip(chunk.block_tables, chunk.starts, chunk.lens):
@@ -122,20 +119,21 @@ class LatentReferenceKernels:
         return latent, rope
 
     def merge(self, first: Attended, second: Attended) -> Attended:
-        """Attention over both sets of rows: outputs weighted by their share of the sum."""
         lse = torch.logaddexp(first.lse, second.lse)
         outputs = [
             part.output.float() * (part.lse - lse).exp().unsqueeze(-1) for part in (first, second)
         ]
         return Attended((outputs[0] + outputs[1]).to(first.output.dtype), lse)
 
-    def workspace(self, call: LatentCall, metadata: object) -> None:
-        """None: torch allocates what it needs."""
+    def workspace(
+        self, call: LatentCall, metadata: object
+    ) -> None: ...  # torch allocates what it needs
 
     def working_bytes(
         self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
     ) -> int:
-        """Most memory of a tile of decodes, or of a context chunk with its K and V in float32."""
+        """Return the memory of a tile of decodes, or of a context chunk with its K and V in
+        float32."""
         heads, width = shape.num_heads, shape.kv_lora_rank
         decodes = tile_bytes(heads, 1, width + shape.qk_rope_head_dim, width, itemsize, max_seq_len)
         floats = torch.float32.itemsize
@@ -152,9 +150,9 @@ def _attend(
     shape: LatentShape,
     visible: Callable[[int, int, int], torch.Tensor] | None = None,
 ) -> Attended:
-    """Attention of each request's queries over its own rows, in float32, a few queries at a time.
+    """Attend with each request's queries over its own rows, in float32, a few queries at a time.
 
-    ``visible(request, first, last)`` gives the mask of some queries, True where a row is seen.
+    ``visible(request, first, last)`` returns the mask of some queries, True where a row is seen.
     """
     num_tokens, num_heads, _ = given.query.shape
     queries = torch.cat((given.query, given.query_rope), -1)

@@ -1,11 +1,11 @@
 """The reference family: paged attention in plain torch, vectorised over requests, for the CPU.
 
 Only the mask of the metadata decides which token sees which, so a wrong mask gives wrong tokens.
-Assertions repeat what the Ascend kernels demand, so the fallback rejects what an NPU would reject.
+Assertions repeat what Ascend kernels demand, so that the CPU rejects what an NPU would reject.
 Positions outside of a window are never read: their block may belong to another request.
 
-A step is cut into *chunks* of queries, and chunks of similar lengths run together as a *tile*. The
-cut depends on the step alone, so the first layer computes it for all.
+A step is cut into *chunks* of queries, and chunks of similar lengths are computed together as a
+*tile*. The cut depends on the step alone, so the first layer makes it for all layers.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE
 from vllm_npu_prep.prep.state import AttentionState
 
 TILE_PAIRS = 1 << 20
-"""Most query-key pairs of one tile: limits the size of its mask and of each head's scores."""
+"""The most query-key pairs of one tile; limits its mask and the scores of each head."""
 
 TILE_ROWS = 1 << 14
-"""Most rows of K and of V that one tile gathers, unless a single request has more."""
+"""The most rows of K and of V that one tile gathers, unless a single request has more."""
 
 KEPT_BYTES = 64 << 20
-"""What tiles of a step may take that are kept for the next layer. Others are made anew in each, so
-that memory grows with the length of a prompt, not with its square."""
+"""The bytes of a step's tiles that are kept for the next layer. Other tiles are made again by each
+layer, so that memory grows with the length of a prompt and not with its square."""
 
 FEWEST_CHUNK_TOKENS = 64
 """With a window, a chunk has as many tokens as the window, and at least this many."""
@@ -35,7 +35,7 @@ FEWEST_CHUNK_TOKENS = 64
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some queries of one request."""
+    """Consecutive queries of one request."""
 
     request: int
     start: int  # first query token in the batch
@@ -50,11 +50,12 @@ class Chunk:
 class Tile:
     """Chunks that are computed together, padded to the longest one.
 
-    ``B`` chunks, ``Q`` query tokens, ``S`` columns: positions from a chunk's first column on.
+    There are ``B`` chunks, ``Q`` query tokens, and ``S`` columns: positions from a chunk's first
+    column on.
     """
 
     token_indices: torch.Tensor  # [B * Q] int64, a chunk's last token repeated in padding
-    # Rows of the result without padding, [tokens] int64, and the tokens that they belong to
+    # Rows of the result that are not padding, [tokens] int64, and the tokens to which they belong
     result_rows: torch.Tensor
     result_tokens: torch.Tensor
     kv_indices: torch.Tensor  # [B * S] int64, rows of the K and V that are read
@@ -62,21 +63,20 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
         parts = self.token_indices, self.result_rows, self.result_tokens, self.kv_indices
         return sum(part.nbytes for part in (*parts, self.visible))
 
 
 @dataclass
 class TilePlan:
-    """How a step is cut, over its own K and V or over the cache; the first layer computes it.
+    """How a step is cut, over its own K and V or over the cache.
 
     Attributes
     ----------
     chunks
-        Of each tile.
+        The chunks of each tile.
     room
-        Bytes that further tiles may take which are kept.
+        The bytes that further tiles may take to be kept.
     """
 
     chunks: list[list[Chunk]]
@@ -84,7 +84,7 @@ class TilePlan:
     tiles: dict[int, Tile] = field(default_factory=dict)
 
     def each(self, metadata: AscendMetadata, block_size: int | None) -> Iterator[Tile]:
-        """The tiles, of which those that fit are kept."""
+        """Yield the tiles; those for which there is room are kept for the next layer."""
         for index, chunks in enumerate(self.chunks):
             tile = self.tiles.get(index)
             if tile is None:
@@ -108,7 +108,7 @@ class ReferenceKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write K and V to their slots; slots below 0 are skipped, as Ascend's writers do."""
+        """Write K and V to their slots; slots below 0 are skipped, as by Ascend's operators."""
         _check_cache(kv_cache, key)
         assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
         assert len(key) == len(value) == len(slot_mapping), "one slot for each token"
@@ -157,11 +157,11 @@ class ReferenceKernels:
             attend_tile(tile, query, own, seen, layer.scale, output, layer.logits_soft_cap, lse)
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
-    def workspace(self, call: AttentionCall, metadata: AscendMetadata) -> None:
-        """None: torch allocates what it needs."""
+    def workspace(
+        self, call: AttentionCall, metadata: AscendMetadata
+    ) -> None: ...  # torch allocates what it needs
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
-        """Most memory of a tile, and of those that are kept."""
         size = layer.head_size
         return tile_bytes(layer.num_heads, layer.num_kv_heads, size, size, itemsize, max_seq_len)
 
@@ -174,18 +174,10 @@ def tile_bytes(
     itemsize: int,
     max_seq_len: int,
 ) -> int:
-    """Most memory that tiles take: those that are kept, and the one that is computed.
+    """Return the most memory that tiles take: those that are kept, and the one that is computed.
 
-    A tile has at most `TILE_PAIRS` pairs, or those of one query and the longest sequence.
-
-    Parameters
-    ----------
-    num_heads, num_kv_heads, key_size, value_size
-        Of a layer.
-    itemsize
-        Of the cache, in bytes.
-    max_seq_len
-        In tokens.
+    A tile has at most `TILE_PAIRS` pairs, or those of one query with the longest sequence.
+    `itemsize` is the bytes of an element of the cache, `max_seq_len` is in tokens.
     """
     pairs, rows = max(TILE_PAIRS, max_seq_len), max(TILE_ROWS, max_seq_len)
     mask = 3 * torch.int32.itemsize + 3  # distances from each query, and whether they are seen
@@ -236,7 +228,7 @@ def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
 def plan_tiles(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
     """Cut the step into chunks, and group chunks whose lengths differ by less than a factor of two.
 
-    Padding requests attend to nothing: their output is never read.
+    Padding requests are left out: they attend to nothing.
     """
     _check_metadata(metadata, num_tokens)
     real = slice(0, metadata.num_reqs)
@@ -269,7 +261,7 @@ def plan_tiles(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
 def _columns(
     first_position: int, query_len: int, seq_len: int, window: int | None, causal: bool
 ) -> tuple[int, int]:
-    """First position that one of these query tokens may see, and the one after the last."""
+    """Return the first position that one of these query tokens may see, and the last plus one."""
     behind = first_position + query_len
     if window is None:
         return 0, behind if causal else seq_len
@@ -278,7 +270,10 @@ def _columns(
 
 
 def make_tile(metadata: AscendMetadata, block_size: int | None, chunks: list[Chunk]) -> Tile:
-    """Indices and mask of some chunks; over the cache, or over the step's K, V if not paged."""
+    """Make the indices and the mask of some chunks.
+
+    Rows are those of the cache, or those of the step's own K and V if `block_size` is None.
+    """
     numbers = [
         (c.request, c.start, c.query_len, c.first_position, c.first_column, c.num_columns)
         for c in chunks
@@ -319,9 +314,9 @@ def masked_pairs(
     columns: torch.Tensor,  # [B, S]
     begins_at_zero: bool = True,
 ) -> torch.Tensor | None:
-    """True where the metadata's mask hides a column, bool ``[B, Q, S]``; None if nowhere.
+    """Return where the metadata's mask hides a column, bool ``[B, Q, S]``; None if nowhere.
 
-    Without a window, columns are taken to be the positions from 0 on, if `begins_at_zero`.
+    With `begins_at_zero`, the columns are the positions from 0 on, unless there is a window.
     """
     mask, window = metadata.attn_mask, metadata.sliding_window
     if mask is not None and mask.dtype == torch.bool:
@@ -358,7 +353,7 @@ def expand_compressed(
     Returns
     -------
     torch.Tensor
-        Bool of the shape of `ahead`, True where masked.
+        bool, with the shape of `ahead`, True where masked.
     """
     last = mask.shape[0] - 1
     # The cells that can be looked up lie on the first column and the first row.
@@ -385,7 +380,7 @@ def attend_tile(
     logits_soft_cap: float | None = None,
     lse: torch.Tensor | None = None,  # [T, H] float32
 ) -> None:
-    """Attention of a tile's queries, written to their places in `output`, and in `lse`."""
+    """Compute attention of a tile's queries into their places in `output` and `lse`."""
     num_reqs, num_heads = tile.visible.shape[0], query.shape[1]
     query_len = len(tile.token_indices) // num_reqs
     q = query.index_select(0, tile.token_indices)
