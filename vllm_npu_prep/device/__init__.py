@@ -1,4 +1,4 @@
-"""The interface of devices, and the one place that chooses a device.
+"""The interface of devices, and the only place that chooses a device.
 
 A device module handles streams, events, pinned memory, copies and memory info. Code that uses it
 doesn't ask which device it runs on.
@@ -24,7 +24,7 @@ DEVICE_CHOICES = ("auto", "npu", "cpu")
 BLOCKING_ENV_VAR = "ASCEND_LAUNCH_BLOCKING"
 ALLOCATOR_ENV_VAR = "PYTORCH_NPU_ALLOC_CONF"
 PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
-"""Setting of `ALLOCATOR_ENV_VAR`: above so many MiB, pinned memory is not rounded up."""
+"""A setting of `ALLOCATOR_ENV_VAR`: pinned memory of more MiB than this is not rounded up."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,19 @@ class DeviceKind:
     Attributes
     ----------
     device_type
-        As in torch device strings.
+        As in torch's device strings.
     label
-        Name in messages.
+        The name in messages.
     dispatch_key
-        Key of torch's dispatcher.
+        The key of torch's dispatcher.
     dist_backend
-        Backend of collectives.
+        The backend of collectives.
     visible_env_var
-        Variable that lists the devices that a process may use.
-    pin_memory
-        Whether host memory can be page-locked for it.
+        The variable that lists the devices that a process may use.
     dtypes
-        Supported dtypes; ``--dtype auto`` falls back to the first.
+        The supported dtypes; ``--dtype auto`` falls back to the first.
     graph_streams
-        Streams that captured graphs may hold together; None: no such limit. Ascend devices have
+        How many streams captured graphs may hold together; None for no limit. Ascend devices have
         2048, of which vllm-project/vllm-ascend leaves 248 to everything else (1168, 3869, 9564).
     """
 
@@ -84,10 +82,10 @@ NPU_KIND = DeviceKind(
 
 
 class Memory(Protocol):
-    """What large buffers are made of."""
+    """Allocates large buffers: a device, or the memory pool of sleep mode."""
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """A large zeroed buffer on the device, int8 ``[nbytes]``."""
+        """Allocate a large zeroed buffer on the device, int8 ``[nbytes]``."""
 
 
 class Device(Memory, Protocol):
@@ -98,68 +96,73 @@ class Device(Memory, Protocol):
     computes_on_host: bool  # whether host threads do the model's work
 
     def bind_cpus(self) -> str:
-        """Run this process on CPUs near the device; says which, empty if nothing changed."""
+        """Run this process on CPUs near the device.
+
+        The returned text says on which; it is empty if nothing has changed.
+        """
 
     def allow_captures(self) -> str:
-        """Undo what the environment asks of this process and no graph can be captured with.
+        """Undo settings of the environment with which no graph can be captured.
 
-        Says what was changed; empty if nothing was.
+        The returned text says what was changed; it is empty if nothing was.
         """
 
     def record_event(self) -> object:
-        """Mark the current end of the current stream's work."""
+        """Return an event at the current end of the current stream's work."""
 
     def wait_event(self, event: object) -> bool:
-        """Wait on the host until `event` has happened; False if it had happened before."""
+        """Wait on the host until `event` has happened; return False if it had happened before."""
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        """Returns a function that copies the given number of leading bytes of `source` to `target`.
+        """Return a function that copies a number of leading bytes of `source` to `target`.
 
-        It copies in stream order, without waiting. Both are uint8 of one size; `source` is pinned.
+        It copies in stream order, without waiting. Both are uint8 of the same size; `source` is
+        pinned.
         """
 
     def native(self, tensor: torch.Tensor) -> Any:
-        """The form that is sliced and scattered fastest: a tensor, or numpy on the host."""
+        """Return the form that is sliced and scattered fastest: a tensor, or numpy on the host."""
 
     def scatter(self, target: Any, indices: Any, values: Any) -> None:
-        """``target[indices] = values`` in one launch; all native and of one dimension.
+        """Do ``target[indices] = values`` in one launch; all are native and have one dimension.
 
-        `indices` are int64, `values` have the target's dtype.
+        `indices` are int64, and `values` have the dtype of `target`.
         """
 
     def gather(self, target: Any, source: Any, rows: Any) -> None:
-        """``target[:] = source[rows]`` in one launch; all native, `rows` int32."""
+        """Do ``target[:] = source[rows]`` in one launch; all are native, and `rows` are int32."""
 
     def region(self, nbytes: int) -> Region:
-        """Zeroed memory that can be given back and mapped at its address again."""
+        """Allocate zeroed memory that can be released and mapped again at its address."""
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total memory in bytes."""
+        """Return free and total memory, in bytes."""
 
     def reset_peak_memory(self) -> None:
         """Start measuring the peak of allocated memory."""
 
     def peak_memory(self) -> int:
-        """Most bytes allocated at once since `reset_peak_memory`, less those allocated now."""
+        """Return the most bytes allocated at once since `reset_peak_memory`, less those allocated
+        now."""
 
     def memory_in_use(self) -> int:
-        """Bytes that this process has now: allocated on a device, or resident on the host."""
+        """Return the bytes that this process holds: on a device, or resident on the host."""
 
     def return_free_memory(self) -> None:
-        """Give pages back that the host's allocator keeps, if results are allocated there."""
+        """Release pages that the host's allocator keeps, if results are allocated on the host."""
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which graphs are captured, on a stream other than the default one."""
+        """Return a context for capturing graphs, on a stream other than the default one."""
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which upstream code may create streams and events."""
+        """Return a context in which upstream code may create streams and events."""
 
 
 def requested_device() -> str:
-    """Value of ``NPU_PREP_DEVICE``, lower case.
+    """Return the value of ``NPU_PREP_DEVICE``, in lower case.
 
     Raises
     ------
@@ -175,9 +178,9 @@ def requested_device() -> str:
 
 
 def choose_device() -> DeviceKind:
-    """Decide between the CPU fallback and NPUs.
+    """Choose between NPUs and the CPU fallback.
 
-    ``auto`` takes an NPU if torch_npu sees one and the CPU if torch_npu is absent. torch_npu
+    ``auto`` chooses an NPU if torch_npu sees one, and the CPU if torch_npu is absent. torch_npu
     without a visible NPU is an error; there is never a silent fallback to the CPU.
 
     Raises
@@ -203,7 +206,7 @@ def choose_device() -> DeviceKind:
 
 
 def make_device(device_type: str, index: int = 0) -> Device:
-    """Device object of the type that `choose_device` chose; `index` counts visible devices."""
+    """Make a device of the type that `choose_device` chose; `index` counts visible devices."""
     if device_type == "npu":
         from vllm_npu_prep.device.npu import NPUDevice
 
@@ -214,7 +217,7 @@ def make_device(device_type: str, index: int = 0) -> Device:
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """A new stream for copies between a device and the host."""
+    """Make a stream for copies between a device and the host."""
     if device.type == "npu":
         from vllm_npu_prep.device.npu import NPUCopyStream
 
@@ -225,16 +228,16 @@ def copy_stream(device: torch.device) -> CopyStream:
 
 
 def host_memory(device_type: str, nbytes: int) -> torch.Tensor:
-    """Host memory that a device copies from and to, int8 ``[nbytes]``; page-locked for NPUs."""
+    """Allocate host memory for copies with a device, int8 ``[nbytes]``; page-locked for NPUs."""
     if device_type == "npu":
         return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
     return torch.from_numpy(np.zeros(nbytes, np.int8))  # pages that are taken on first use
 
 
 def host_bytes(device_type: str, nbytes: int) -> int:
-    """What `host_memory` of so many bytes takes of the host.
+    """Return the bytes of the host that `host_memory` takes for `nbytes`.
 
-    Pinned memory is rounded up to a power of two, unless a threshold is set and it is above that.
+    Pinned memory is rounded up to a power of two, unless a threshold is set and exceeded.
     """
     if device_type != "npu":
         return nbytes
@@ -246,7 +249,7 @@ def host_bytes(device_type: str, nbytes: int) -> int:
 
 
 def device_name(device_type: str, index: int = 0) -> str:
-    """Name of a device for logs and metrics."""
+    """Return the name of a device for logs and metrics."""
     if device_type == "npu":
         from vllm_npu_prep.device.npu import soc_name
 
@@ -255,7 +258,7 @@ def device_name(device_type: str, index: int = 0) -> str:
 
 
 def set_device(device: torch.device) -> None:
-    """Make a device the calling thread's; the CPU needs none."""
+    """Make a device the current one of the calling thread; the CPU needs no such call."""
     if device.type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -263,7 +266,7 @@ def set_device(device: torch.device) -> None:
 
 
 def total_memory(device_type: str, index: int = 0) -> int:
-    """Memory of a device in bytes."""
+    """Return the memory of a device, in bytes."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -272,7 +275,7 @@ def total_memory(device_type: str, index: int = 0) -> int:
 
 
 def visible_devices(device_type: str) -> int | None:
-    """Devices among which this host's ranks are divided; None: no limit."""
+    """Return how many devices this host's ranks share; None for no limit."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -281,7 +284,7 @@ def visible_devices(device_type: str) -> int | None:
 
 
 def has_collectives(device_type: str) -> bool:
-    """Whether ranks on such devices can communicate."""
+    """Return whether ranks on such devices can communicate."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -290,7 +293,7 @@ def has_collectives(device_type: str) -> bool:
 
 
 def cann_version(device_type: str) -> str:
-    """Version of CANN, such as ``9.1.0``; empty where none is needed, or it can't be told."""
+    """Return the version of CANN, such as ``9.1.0``; empty if not needed or unknown."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -299,7 +302,7 @@ def cann_version(device_type: str) -> str:
 
 
 def driver_version(device_type: str) -> str:
-    """Version of the driver, such as ``25.5.1``; empty if none is needed, or it can't be told."""
+    """Return the version of the driver, such as ``25.5.1``; empty if not needed or unknown."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -308,7 +311,7 @@ def driver_version(device_type: str) -> str:
 
 
 def waits_for_launches(device_type: str) -> bool:
-    """Whether torch_npu waits on the host for each launch and each replay of a graph.
+    """Return whether torch_npu waits on the host for each launch and each replay of a graph.
 
     It reads the number at the beginning of the variable, as ``strtol`` does.
     """
@@ -317,7 +320,7 @@ def waits_for_launches(device_type: str) -> bool:
 
 
 def graph_pool(device_type: str) -> Any:
-    """Handle of a memory pool for graphs; None on the CPU."""
+    """Return the handle of a memory pool for graphs; None on the CPU."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -326,5 +329,5 @@ def graph_pool(device_type: str) -> Any:
 
 
 def free_memory() -> int:
-    """Free memory of the host in bytes."""
+    """Return the free memory of the host, in bytes."""
     return psutil.virtual_memory().available

@@ -1,8 +1,8 @@
-"""Collectives of vLLM's process groups that torch lacks: pieces of unequal size.
+"""Collectives of vLLM's process groups that torch lacks: those of pieces of different sizes.
 
 NPUs (HCCL) and the CPU fallback (gloo) run the same code: torch's collectives on pieces that are
-padded to one size, which both backends support. HCCL has uneven gathers of its own,
-but not on every product and topology.
+padded to one size, which both backends support. HCCL has uneven gathers of its own, but not on
+every product and topology.
 """
 
 from typing import Any
@@ -15,17 +15,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.forward_context import get_forward_context
 
 PADDING_IS_GATHERED = "padding_is_gathered"
-"""In the forward context: its mask of padding is that of the tokens of all ranks."""
+"""A key in the forward context: its padding mask is that of the tokens of all ranks already."""
 
 
 def union_over_ranks(items: set[int]) -> set[int]:
-    """What any rank of the engine has, told by way of the host; every rank has to call it.
-
-    Parameters
-    ----------
-    items
-        What this rank has.
-    """
+    """Return what any rank of the engine has, exchanged through the host; every rank has to call
+    it."""
     world = get_world_group()
     if world.world_size == 1:
         return items
@@ -61,9 +56,9 @@ class NPUCommunicator(DeviceCommunicatorBase):
         input_
             This rank's piece, ``[sizes[rank], ...]``, or several pieces of that length.
         dim
-            0.
+            Always 0.
         sizes
-            Length of each rank's piece; None: they are equal.
+            The length of each rank's piece; None if they are equal.
 
         Returns
         -------
@@ -88,16 +83,16 @@ class NPUCommunicator(DeviceCommunicatorBase):
     def reduce_scatterv(
         self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """This rank's piece of the sum of all ranks' inputs.
+        """Return this rank's piece of the sum of all ranks' inputs.
 
         Parameters
         ----------
         input_
             ``[sum(sizes), ...]``.
         dim
-            0.
+            Always 0.
         sizes
-            Length of each rank's piece; None: they are equal.
+            The length of each rank's piece; None if they are equal.
 
         Returns
         -------
@@ -120,9 +115,9 @@ class NPUCommunicator(DeviceCommunicatorBase):
         is_sequence_parallel: bool = False,
         *args: Any,
     ) -> Any:
-        """Tokens and their router logits from all ranks, as ``AgRsAll2AllManager`` does it.
+        """Gather tokens and their router logits from all ranks, as ``AgRsAll2AllManager`` does.
 
-        The forward pass's padding mask becomes that of these tokens.
+        The padding mask of the forward pass becomes that of these tokens.
         """
         assert self.all2all_manager is not None
         self._gather_padding(len(hidden_states), is_sequence_parallel)
@@ -131,19 +126,19 @@ class NPUCommunicator(DeviceCommunicatorBase):
         )
 
     def _gather_padding(self, num_tokens: int, is_sequence_parallel: bool) -> None:
-        """Exchange the masks of padding, once in a forward pass, in its first layer of experts.
+        """Gather the padding masks of all ranks, once per forward pass, in its first expert layer.
 
         Parameters
         ----------
         num_tokens
-            That this rank gives to the experts.
+            The number of tokens that this rank passes to the experts.
         is_sequence_parallel
-            Whether that is a part of the step: tensor parallel ranks share its tokens out in equal
+            Whether these are a part of the step: tensor-parallel ranks divide its tokens into equal
             parts, the last of which is padded.
         """
         context = get_forward_context()
         kept = context.additional_kwargs
-        if context.is_padding is None or PADDING_IS_GATHERED in kept:  # alike on all ranks
+        if context.is_padding is None or PADDING_IS_GATHERED in kept:  # the same on all ranks
             return
         mine = context.is_padding.view(torch.uint8)  # HCCL has no bool
         if is_sequence_parallel:
@@ -159,13 +154,12 @@ class NPUCommunicator(DeviceCommunicatorBase):
         kept[PADDING_IS_GATHERED] = True
 
     def combine(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """This rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` does it."""
+        """Return this rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` does."""
         assert self.all2all_manager is not None
         return self.all2all_manager.combine(*args, **kwargs)
 
 
 def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Pad `rows` with zeros to ``[length, ...]``; contiguous."""
     if len(rows) == length:
         return rows.contiguous()
     return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, length - len(rows)))

@@ -14,11 +14,11 @@ from vllm_npu_prep.device.regions import HostRegion
 from vllm_npu_prep.device.transfers import DoneTransfer
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-"""Where Linux takes and tells what a process holds (proc_pid_clear_refs(5), proc_pid_status(5))."""
+"""Linux files of a process's memory (proc_pid_clear_refs(5), proc_pid_status(5))."""
 
 
 class CPUDevice:
-    """The host itself as a device."""
+    """The host itself as a device; see `vllm_npu_prep.device.Device`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -26,24 +26,23 @@ class CPUDevice:
         self.computes_on_host = True
 
     def bind_cpus(self) -> str:
-        """Nothing: the host's threads compute on all of its CPUs."""
+        """Do nothing: the host's threads compute on all of its CPUs."""
         return ""
 
     def allow_captures(self) -> str:
-        """Nothing: graphs here are fakes."""
+        """Do nothing: graphs are fakes here."""
         return ""
 
     def record_event(self) -> object:
-        """An event without state, because work on the CPU is complete when it returns."""
+        """Return None: work on the CPU is complete when it returns."""
         return None
 
     def wait_event(self, event: object) -> bool:
-        """Never waits."""
         del event
         return False
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        """Returns a function that copies at once."""
+        """Return a function that copies at once."""
         # Once a step: numpy's assignment, gone from the cache by then, takes half as long again.
         target_bytes, source_bytes = target.numpy().data, source.numpy().data
 
@@ -53,66 +52,61 @@ class CPUDevice:
         return copy
 
     def native(self, tensor: torch.Tensor) -> np.ndarray:
-        """The same memory in numpy, whose small operations take a fifth of torch's time."""
+        """Return the same memory in numpy, whose small operations take a fifth of torch's time."""
         return tensor.numpy()
 
     def scatter(self, target: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
-        """Write at once."""
         target[indices] = values
 
     def gather(self, target: np.ndarray, source: np.ndarray, rows: np.ndarray) -> None:
-        """Copy at once."""
         target[:] = source[rows]
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """Zeroed pages, which the kernel allocates on first use.
+        """Return zeroed pages, which the kernel allocates on first use.
 
-        `torch.zeros` writes them all, which takes seconds at start-up for a KV cache of gigabytes.
+        `torch.zeros` would write them all, which takes seconds at start-up for a KV cache of
+        gigabytes.
         """
         return torch.from_numpy(np.zeros(nbytes, np.int8))
 
     def region(self, nbytes: int) -> HostRegion:
-        """Pages of this process."""
         return HostRegion(nbytes)
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...  # there is nothing to wait for
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total memory of the host in bytes."""
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
     def reset_peak_memory(self) -> None:
-        """Let the kernel note the peak of this process anew."""
+        """Reset the kernel's peak of this process's resident memory."""
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")
 
     def peak_memory(self) -> int:
-        """Most pages that were resident at once since `reset_peak_memory`, less those of now."""
+        """Return the most bytes resident at once since `reset_peak_memory`, less those resident
+        now."""
         peak, now = _resident()
         return peak - now
 
     def memory_in_use(self) -> int:
-        """Pages of this process that are resident, in bytes."""
         return _resident()[1]
 
     def return_free_memory(self) -> None:
-        """Have glibc return what lies between what is in use, by ``malloc_trim(3)``."""
+        """Have glibc release free memory between allocations, by ``malloc_trim(3)``."""
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """No context: there is only one stream."""
         return contextlib.nullcontext()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        """Streams and events that do nothing, for upstream code that creates some."""
+        """Return streams and events that do nothing, for upstream code that creates them."""
         return torch_names.no_op_cuda_streams()
 
 
 def _resident() -> tuple[int, int]:
-    """Bytes that were resident at once at most, and that are now; zeros where no kernel tells."""
+    """Return peak and current bytes of resident memory; zeros if the kernel tells neither."""
     try:
         words = STATUS.read_text().split()
     except OSError:
@@ -122,10 +116,10 @@ def _resident() -> tuple[int, int]:
 
 
 class CPUCopyStream:
-    """Copies of the CPU fallback; see `vllm_npu_prep.device.transfers.CopyStream`."""
+    """The copies of the CPU fallback; see `vllm_npu_prep.device.transfers.CopyStream`."""
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DoneTransfer:
-        """Copy at once: work issued before is complete, too."""
+        """Copy at once: work that was issued before is complete, too."""
         for target, source in pairs:
             target.copy_(source)
         return DoneTransfer()

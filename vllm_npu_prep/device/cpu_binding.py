@@ -1,7 +1,7 @@
-"""Runs a rank on the CPUs of its NPU's NUMA node, where copies and launches take the shortest way.
+"""Binds a rank to the CPUs of its NPU's NUMA node, from which copies and launches are fastest.
 
-Hosts with NPUs have four or eight nodes (Kunpeng). vllm-project/vllm-ascend binds its ranks too
-(``cpu_binding.py``). A host whose topology can't be read is left as it is.
+Hosts with NPUs have four or eight nodes (Kunpeng). vllm-project/vllm-ascend binds its ranks, too
+(``cpu_binding.py``). If the host's topology can't be read, nothing is bound.
 """
 
 import os
@@ -14,13 +14,13 @@ TOPOLOGY_SECONDS = 10.0
 
 
 def cpus_of_devices(topology: str) -> dict[int, set[int]]:
-    """CPUs near each NPU of the host.
+    """Return the CPUs near each NPU of the host.
 
     Parameters
     ----------
     topology
-        What ``npu-smi info -t topo`` prints: a row ``NPU<n>`` for each, whose last column lists
-        CPUs as ``0-23,96``.
+        The output of ``npu-smi info -t topo``: a row ``NPU<n>`` for each device, whose last column
+        lists CPUs as ``0-23,96``.
     """
     found = {}
     for line in topology.splitlines():
@@ -35,14 +35,9 @@ def cpus_of_devices(topology: str) -> dict[int, set[int]]:
 
 
 def physical_device(index: int, visible: str | None) -> int | None:
-    """Number on the host of the visible device `index`; None if the variable doesn't tell.
+    """Return the host's number of the visible device `index`; None if the variable doesn't tell.
 
-    Parameters
-    ----------
-    index
-        Among visible devices.
-    visible
-        Value of ``ASCEND_RT_VISIBLE_DEVICES``; None if it is unset.
+    `visible` is the value of ``ASCEND_RT_VISIBLE_DEVICES``, and None if it is unset.
     """
     if visible is None:
         return index
@@ -51,12 +46,7 @@ def physical_device(index: int, visible: str | None) -> int | None:
 
 
 def bind_to_device(index: int) -> str:
-    """Bind all threads of this process to the CPUs near a device.
-
-    Parameters
-    ----------
-    index
-        Of the device among visible ones.
+    """Bind all threads of this process to the CPUs near a device; `index` counts visible devices.
 
     Returns
     -------
@@ -69,7 +59,7 @@ def bind_to_device(index: int) -> str:
         near = cpus_of_devices(ran.stdout).get(-1 if number is None else number, set())
         allowed = os.sched_getaffinity(0)
         if not near & allowed or allowed <= near:
-            return ""  # unknown, or of another part of the host than this container; or done
+            return ""  # unknown, outside of this container's part of the host, or bound already
         for thread in Path("/proc/self/task").iterdir():  # later threads inherit it
             os.sched_setaffinity(int(thread.name), near & allowed)
     except (OSError, subprocess.SubprocessError):

@@ -1,24 +1,24 @@
-"""How a device tells that it failed while it worked, in the words of torch_npu.
+"""How a device reports that it failed while it worked, in the words of torch_npu.
 
 A kernel runs after the call that launched it, so its failure is an error of a later call, in which
-the host waits for the device. That call's traceback says nothing about the kernel.
+the host waits for the device. The traceback of that call says nothing about the kernel.
 """
 
 import re
 
 CODE = re.compile(r"error code(?: is|:)? ?(507\d{3}|107019|107020)\b")
-"""Of CANN's runtime: 507 and three digits for what failed on the device, 107019 and 107020 for
-waits and tasks that took too long. A call that is refused when it is made has other codes."""
+"""Codes of CANN's runtime: 507 and three digits for what failed on the device, 107019 and 107020
+for waits and tasks that took too long. A call that is refused when it is made has other codes."""
 MEANING = re.compile(r"^\[Error\]: (.+?)\.?\s*$", re.MULTILINE)
-"""torch_npu's explanation of a code."""
+"""Matches torch_npu's explanation of a code."""
 SOURCE = " NPU function error: "
-"""Follows the place in torch_npu's source that asked."""
+"""Separates the place in torch_npu's source from the reason."""
 KERNEL = re.compile(r"\bkernel_name ?= ?([\w.:]+)")
-"""Of the kernel that failed, in CANN's report."""
+"""Matches the name of the kernel that failed, in CANN's report."""
 
 
 def device_failure(error: BaseException) -> str | None:
-    """Why a device failed while it worked, in one line; None if an error is another one.
+    r"""Return why a device failed while it worked, in one line; None for any other error.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def device_failure(error: BaseException) -> str | None:
 
     Examples
     --------
-    >>> device_failure(RuntimeError("ACL stream synchronize failed, error code:507015\\nmore"))
+    >>> device_failure(RuntimeError("ACL stream synchronize failed, error code:507015\nmore"))
     'ACL stream synchronize failed, error code:507015'
     """
     text = str(error)

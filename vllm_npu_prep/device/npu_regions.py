@@ -1,4 +1,4 @@
-"""Regions on NPUs: addresses that are reserved once, and physical memory that is mapped there.
+"""Regions on NPUs: address ranges that are reserved once, and physical memory that is mapped there.
 
 Sources: CANN's reference of virtual memory management (``aclrtReserveMemAddress`` and the five
 calls beside it), acl_rt.h for the structures, and how torch_npu's NPUCachingAllocator.cpp calls
@@ -18,11 +18,11 @@ from vllm_npu_prep.device.regions import refuse_to_wake
 from vllm_npu_prep.errors import PrepError
 
 PAGE = 2 << 20
-"""Bytes of a page of device memory; sizes of physical memory are multiples."""
+"""The bytes of a page of device memory; sizes of physical memory are multiples of it."""
 
 PIECE = 1 << 30
-"""Most bytes of one physical allocation. torch_npu's own segments have no larger ones, so a driver
-may not serve tens of gigabytes at once; addresses of a region are one range all the same."""
+"""The most bytes of one physical allocation. torch_npu's own segments have no larger ones, so a
+driver may not serve tens of gigabytes at once. The addresses of a region are one range anyway."""
 
 _HUGE_PAGES = 4  # ACL_HBM_MEM_HUGE
 _ON_DEVICE = 1  # ACL_MEM_LOCATION_TYPE_DEVICE
@@ -34,7 +34,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """aclrtPhysicalMemProp."""
+    """CANN's ``aclrtPhysicalMemProp``."""
 
     _fields_ = [
         ("handle_type", ctypes.c_int),  # ACL_MEM_HANDLE_TYPE_NONE
@@ -46,21 +46,21 @@ class _Properties(ctypes.Structure):
 
 
 class _Piece(NamedTuple):
-    """Physical memory, and where it is mapped."""
+    """Physical memory, and the address at which it is mapped."""
 
     address: ctypes.c_void_p
     physical: ctypes.c_void_p
 
 
 class NPURegion:
-    """See `vllm_npu_prep.device.regions.Region`.
+    """Memory of an NPU as a `vllm_npu_prep.device.regions.Region`.
 
     Parameters
     ----------
     nbytes
-        Size.
+        The size of `data`; the mapped memory is rounded up to whole pages.
     device
-        An NPU, the current one of this thread.
+        An NPU, which has to be the current device of this thread.
 
     Raises
     ------
@@ -77,7 +77,7 @@ class NPURegion:
             )
         self._device, self._size = device, -(-nbytes // PAGE) * PAGE
         self._address = ctypes.c_void_p()
-        self._pieces: list[_Piece] = []  # that are mapped, in the order of their addresses
+        self._pieces: list[_Piece] = []  # mapped ones, in the order of their addresses
         size, none = ctypes.c_size_t(self._size), ctypes.c_size_t(0)
         flag = ctypes.c_uint64(_HUGE_PAGE_ADDRESSES)
         self._demand("ReserveMemAddress", ctypes.byref(self._address), size, none, None, flag)
@@ -93,13 +93,13 @@ class NPURegion:
         except PrepError:
             self._call("ReleaseMemAddress", self._address)
             raise
-        # CANN counts what a process leaves behind as lost
+        # CANN treats memory that a process leaves behind as lost
         give_back = self._give_all_back
         self._end = weakref.finalize(self, give_back, self._acl, self._address, self._pieces)
 
     @staticmethod
     def _give_all_back(acl: ctypes.CDLL, address: ctypes.c_void_p, pieces: "list[_Piece]") -> None:
-        with contextlib.suppress(RuntimeError):  # of work that failed: it is over as well
+        with contextlib.suppress(RuntimeError):  # work that failed has ended, too
             torch_npu.npu.synchronize()
         for piece in pieces:
             acl.aclrtUnmapMem(piece.address)
@@ -107,7 +107,7 @@ class NPURegion:
         acl.aclrtReleaseMemAddress(address)
 
     def release(self, keep: bool) -> None:
-        """See `Region`; the caller has waited for the device."""
+        """Release the memory; the caller has waited for the device."""
         if not self.is_mapped:
             return
         if keep:
@@ -123,7 +123,6 @@ class NPURegion:
         self.is_mapped = False
 
     def map(self) -> None:
-        """See `Region`."""
         if self.is_mapped:
             return
         for begin in range(0, self._size, PIECE):
@@ -139,7 +138,7 @@ class NPURegion:
             self._kept = None
 
     def _map_piece(self, begin: int, nbytes: int) -> str:
-        """Have physical memory from an offset on; says which call failed, empty if none did."""
+        """Map physical memory from an offset on; return which call failed, empty if none did."""
         prop = _Properties(0, 0, _HUGE_PAGES, _Location(self._device.index, _ON_DEVICE), 0)
         size, none, physical = ctypes.c_size_t(nbytes), ctypes.c_uint64(0), ctypes.c_void_p()
         error = self._call("MallocPhysical", ctypes.byref(physical), size, ctypes.byref(prop), none)

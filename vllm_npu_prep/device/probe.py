@@ -1,4 +1,4 @@
-"""Is torch_npu installed, and does it see an NPU?"""
+"""Finds out whether torch_npu is installed and sees an NPU."""
 
 import importlib.util
 import os
@@ -12,9 +12,9 @@ class NPUProbe:
     Attributes
     ----------
     installed
-        torch_npu can be found.
+        Whether torch_npu can be found.
     visible
-        This process may use at least one NPU.
+        Whether this process may use at least one NPU.
     reason
         Why no NPU can be used, in a few words; empty if one can.
     """

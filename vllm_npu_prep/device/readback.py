@@ -9,21 +9,17 @@ from vllm_npu_prep.device import Device
 class ReadBack:
     """Copies an int32 array to the host after the work issued so far; `read` waits for it.
 
-    Between `start` and `read` the host can issue more work, for which the copy doesn't wait.
+    Between `start` and `read` the host can issue more work, for which `read` doesn't wait.
 
     Parameters
     ----------
-    device
-        Where the array is computed.
     length
-        Most entries of the array.
-    pin_memory
-        Whether host memory is page-locked.
+        The most entries of the array.
 
     Attributes
     ----------
     started
-        Copies that were made.
+        How many copies were made.
     """
 
     def __init__(self, device: Device, length: int, pin_memory: bool = False) -> None:
@@ -42,7 +38,7 @@ class ReadBack:
         self.started += 1
 
     def read(self) -> np.ndarray:
-        """The values of the last `start`, a new int32 ``[size]`` array."""
+        """Return the values of the last `start`, a new int32 ``[size]`` array."""
         if self._event is not None:
             self.device.wait_event(self._event)
             self._event = None

@@ -1,4 +1,4 @@
-"""Memory whose address stays while its pages are given back: what sleep mode needs of a device."""
+"""Memory whose address stays while its pages are released: what sleep mode needs of a device."""
 
 import mmap
 import os
@@ -13,13 +13,13 @@ from vllm_npu_prep.errors import PrepError
 
 
 class Region(Protocol):
-    """Memory of one address for as long as the object lives."""
+    """Memory at the same address for as long as the object lives."""
 
     data: torch.Tensor  # uint8 [nbytes], on the device
     is_mapped: bool
 
     def release(self, keep: bool) -> None:
-        """Give the memory back; nothing may touch `data` until `map`.
+        """Release the memory; nothing may touch `data` until `map`.
 
         Parameters
         ----------
@@ -33,26 +33,20 @@ class Region(Protocol):
         """
 
     def map(self) -> None:
-        """Have memory at the address again: the kept content, or zeros.
+        """Map memory at the address again, with the kept content or with zeros.
 
         Raises
         ------
         PrepError
-            If there is no memory. The region is still released then, and its content kept.
+            If there is no memory. The region is still released then, and its content is kept.
         """
 
 
 class HostRegion:
-    """Pages of this process; what it keeps goes to a file, because the host is the device here.
-
-    Parameters
-    ----------
-    nbytes
-        Size.
-    """
+    """Pages of this process. The content that is kept goes to a file, as the host is the device."""
 
     def __init__(self, nbytes: int) -> None:
-        # Private: pages that are shared stay in memory when they are given back
+        # Private, because shared pages stay in memory when they are released
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._pages = mmap.mmap(-1, nbytes, flags=flags)
         self.data = torch.from_numpy(np.frombuffer(self._pages, np.uint8))
@@ -60,7 +54,6 @@ class HostRegion:
         self._kept: IO[bytes] | None = None
 
     def release(self, keep: bool) -> None:
-        """See `Region`."""
         if not self.is_mapped:
             return
         if keep:
@@ -71,7 +64,7 @@ class HostRegion:
     def _written(self) -> IO[bytes]:
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed by `map`)
         try:
-            # A call writes a part if the disk has room for a part: only the next one fails.
+            # If the disk has room for a part, a call writes that part, and the next one fails
             rest = memoryview(self._pages)
             while rest:
                 rest = rest[os.write(file.fileno(), rest) :]
@@ -85,7 +78,6 @@ class HostRegion:
         return file
 
     def map(self) -> None:
-        """See `Region`."""
         if self.is_mapped:
             return
         if self._kept is not None:
@@ -115,20 +107,7 @@ class HostRegion:
 
 
 def refuse_to_wake(nbytes: int, why: str) -> NoReturn:
-    """Say in one line that a wake-up finds no memory.
-
-    Parameters
-    ----------
-    nbytes
-        Asked for.
-    why
-        What the device says.
-
-    Raises
-    ------
-    PrepError
-        Always.
-    """
+    """Raise a `PrepError` that says in one line that a wake-up finds no memory."""
     raise PrepError(
         f"wake-up: no memory for {nbytes:,} bytes ({why}); what was asleep is still asleep: free "
         "memory of the device, then wake up again"

@@ -1,4 +1,4 @@
-"""The staging ring: pinned host buffers, the one device buffer, and the one copy of a step."""
+"""The staging ring: pinned host buffers, the only device buffer, and the only copy of a step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,11 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.layout import StepArrays, StepLayout
 
 CACHED_LAYOUTS = 512
-"""Most layouts whose views are cached. There are far fewer captured sizes; eager steps add more."""
+"""The most layouts whose views are cached: captured sizes, which are far fewer, and eager steps."""
 
 
 class TypedBuffer:
-    """One buffer viewed as bytes, as int32 and int64, and as every dtype of the table of arrays."""
+    """One buffer, viewed as bytes, as int32 and int64, and as each dtype of the table of arrays."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.bytes = buffer  # [nbytes] uint8
@@ -27,7 +27,6 @@ class TypedBuffer:
         }
 
     def arrays(self, layout: StepLayout) -> "DeviceArrays":
-        """Every array of `layout`."""
         return DeviceArrays(self, layout)
 
 
@@ -52,11 +51,11 @@ class StagedArrays:
 
     np: StepArrays
     cpu: DeviceArrays  # the same memory as `np`
-    device: DeviceArrays  # views of the device buffer, at the same addresses in all such steps
+    device: DeviceArrays  # views of the device buffer; a layout has the same addresses in all steps
 
 
 class StagingSlot:
-    """One pinned buffer of the ring and the event that guards it."""
+    """One pinned buffer of the ring, and the event that guards it."""
 
     def __init__(self, nbytes: int, pin_memory: bool) -> None:
         self.host = TypedBuffer(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin_memory))
@@ -73,25 +72,21 @@ class StagingRing:
 
     Parameters
     ----------
-    device
-        Where the device buffer lives.
     nbytes
-        Size of the largest step, a multiple of 8.
+        The size of the largest step, a multiple of 8.
     depth
-        Buffers in the ring.
+        The number of buffers in the ring.
     block_tables
-        int32, the device's block tables of all groups one after another, which `send` updates.
-    pin_memory
-        Whether host buffers are page-locked.
+        int32: the device's block tables of all groups, one after another; `send` updates them.
 
     Attributes
     ----------
     device_buffer
         The memory to which every step is copied.
     steps, waits
-        Number of staged steps, and how many of them had to wait for their buffer (rare).
+        How many steps were staged, and how many of them had to wait for their buffer (rare).
     turn
-        Index of the current step's buffer.
+        The index of the current step's buffer.
     """
 
     def __init__(
@@ -144,7 +139,7 @@ class StagingRing:
         step
             The step, prepared in the arrays of the last `acquire`.
         last_samples
-            int32 ``[num_targets]``: the last step's samples if they are on the device only
+            int32 ``[num_targets]``: the last step's samples if only the device has them
             (asynchronous scheduling), in the order of ``sampled_token_targets``.
         """
         layout, device, num_changes = step.layout, self.device, step.num_block_changes
@@ -160,7 +155,7 @@ class StagingRing:
             device.scatter(self._block_tables, self._int64[indices], self._int32[ids])
 
     def submit(self, nbytes: int) -> None:
-        """Copy the first `nbytes` of the buffer to the device: the one copy of a step."""
+        """Copy the first `nbytes` of the buffer to the device: the only copy of a step."""
         self._copies[self.turn](nbytes)
         self.slots[self.turn].event = self.device.record_event()
 

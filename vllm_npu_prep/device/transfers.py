@@ -1,4 +1,4 @@
-"""Copies between the device and the host that nothing of a step waits for."""
+"""Copies between the device and the host for which no step waits."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -10,7 +10,7 @@ class Transfer(Protocol):
     """Copies that were issued together."""
 
     def is_done(self) -> bool:
-        """Whether all have ended; asks, and does not wait."""
+        """Return whether all have ended, without waiting."""
 
     def wait(self) -> None:
         """Wait on the host until all have ended."""
@@ -22,8 +22,8 @@ class CopyStream(Protocol):
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
         """Issue copies ``target, source`` that begin after all work issued so far.
 
-        Host tensors come from `vllm_npu_prep.device.host_memory`. Nothing that is issued later
-        waits for the copies: whoever uses a target asks `Transfer.is_done` first.
+        Host tensors come from `vllm_npu_prep.device.host_memory`. Work that is issued later doesn't
+        wait for the copies: a user of a target has to ask `Transfer.is_done` first.
         """
 
 
@@ -31,8 +31,6 @@ class DoneTransfer:
     """Copies of the CPU fallback, which have ended when they are issued."""
 
     def is_done(self) -> bool:
-        """Always true."""
         return True
 
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    def wait(self) -> None: ...  # there is nothing to wait for

@@ -1,7 +1,8 @@
-"""Graphs of a model's forward pass: captured and replayed on NPUs, checked on the CPU fallback.
+"""Graphs of a model's forward pass: captured and replayed on NPUs, and checked on the CPU fallback.
 
-vLLM wraps the model and its pieces in `wrapper`, which captures one of two kinds of graph: `npu` on
-devices, `fake_graph` on the CPU. `vllm_npu_prep.runner.graphs` captures them at start-up.
+vLLM wraps the model and the parts between attention layers in `wrapper`, which captures one of two
+kinds of graph: `npu` on devices, `fake_graph` on the CPU. `vllm_npu_prep.runner.graphs` starts the
+captures at start-up.
 """
 
 import importlib
@@ -14,18 +15,18 @@ import torch
 
 @dataclass
 class GraphCall:
-    """One call of the model or of a piece of it, to capture or to replay.
+    """One call of the model, or of a part of it, to capture or to replay.
 
     Attributes
     ----------
     run
-        The model, or a piece of it.
+        The model, or the part of it.
     args, kwargs
-        Its arguments; a graph reads their tensors at the addresses they had at capture.
+        Its arguments; a graph reads their tensors at the addresses that they had at capture.
     attn_metadata
-        Attention metadata of the step by layer; empty if attention is outside of the graph.
+        The step's attention metadata by layer; empty if attention is outside of the graph.
     layers
-        Attention layers by name; includes all layers in `attn_metadata`.
+        Attention layers by name, at least those in `attn_metadata`.
     """
 
     run: Callable[..., Any]
@@ -35,7 +36,6 @@ class GraphCall:
     layers: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Any:
-        """Run it now."""
         return self.run(*self.args, **self.kwargs)
 
 
@@ -44,17 +44,17 @@ class OutOfStreamsError(RuntimeError):
 
 
 class CaptureNotBegunError(RuntimeError):
-    """A capture could not begin, and no other one can in the memory that it was to use."""
+    """A capture could not begin, and no other capture can begin in its memory pool."""
 
 
 class Graph(Protocol):
-    """One captured call."""
+    """The graph of one captured call."""
 
     def capture(self, call: GraphCall) -> Any:
         """Capture `call` and return its outputs, whose values are undefined."""
 
     def replay(self, call: GraphCall) -> Any:
-        """Run the captured call with the metadata of `call`; returns the captured outputs."""
+        """Run the captured call with the metadata of `call`; return the captured outputs."""
 
 
 class GraphPool(Protocol):
@@ -63,16 +63,15 @@ class GraphPool(Protocol):
     Attributes
     ----------
     memory_pool
-        Where the next graph is captured.
+        The handle of the memory in which the next graph is captured.
     """
 
     memory_pool: Any
 
-    def new_graph(self) -> Graph:
-        """An empty graph."""
+    def new_graph(self) -> Graph: ...
 
     def close(self) -> None:
-        """No more graphs will be captured."""
+        """Free what was kept for captures; no more graphs will be captured."""
 
 
 def make_pool(device_type: str, memory_pool: Any, num_streams: int = 1) -> GraphPool:
@@ -80,12 +79,10 @@ def make_pool(device_type: str, memory_pool: Any, num_streams: int = 1) -> Graph
 
     Parameters
     ----------
-    device_type
-        As in vLLM's device config.
     memory_pool
         vLLM's handle of the memory that all graphs share; None on the CPU fallback.
     num_streams
-        Streams of the device that a capture may take (`vllm_npu_prep.graph.config`).
+        The most streams of the device that a capture may take (`vllm_npu_prep.graph.config`).
     """
     if device_type == "npu":
         return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool, num_streams)
@@ -93,7 +90,7 @@ def make_pool(device_type: str, memory_pool: Any, num_streams: int = 1) -> Graph
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in the arguments or the results of a call, in order."""
+    """Return all tensors in the arguments or the results of a call, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

@@ -24,28 +24,31 @@ if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 
 COMPILE_BACKEND = "eager"
-"""Pieces of a compiled model run operator by operator: no compiler makes kernels for NPUs here."""
+"""Traced parts of a model run operator by operator: no compiler makes kernels for NPUs here."""
 
 
 STREAMS_PER_GROUP = 2
-"""Streams that HCCL adds to each captured graph, for each communication group of several ranks."""
+"""How many streams HCCL adds to each captured graph, per communication group of several ranks."""
 
 STREAMS_KEPT_PER_GROUP = 40
-"""Streams that HCCL holds beside graphs, for each group. Both numbers are those with which
+"""How many streams HCCL holds beside graphs, per group. Both numbers are those with which
 vllm-project/vllm-ascend sizes its graphs (9596, 3869, 9691)."""
 
 
 A3, A3_GRAPH_STREAMS, A3_RELEASE = "Ascend910_93", 30_000, (8, 5)
-"""Chips whose captured graphs hold queues of their own with a driver from `QUEUES` on and a CANN of
-this release on: about 32K graphs were captured there, and vllm-project/vllm-ascend thins no sizes
-any more (9572, 9962). Of A2 nothing is known. If streams run out all the same, sizes are given
-back during captures."""
+"""On these chips, captured graphs have their own queues, with a driver from `QUEUES` on and a CANN
+from this release on: about 32K graphs were captured there, and vllm-project/vllm-ascend no longer
+thins capture sizes (9572, 9962). Nothing is known of A2. If streams run out anyway, sizes are
+dropped during captures."""
 
 
 def set_defaults(vllm_config: "VllmConfig") -> None:
-    """Turn off fusion passes, for which vLLM has no kernels here; `settle_mode` reports those that
-    the user asked for. Turn on layers that aren't traced into: without Inductor, which fuses what
-    it traces, they cost fewer launches."""
+    """Turn off fusion passes, and turn on layers that are not traced into.
+
+    vLLM has no kernels for its fusion passes here; `settle_mode` reports those that the user asked
+    for. Layers that are not traced into cost fewer launches without Inductor, which fuses what it
+    traces.
+    """
     if not {"all", "none"} & set(vllm_config.compilation_config.custom_ops):
         vllm_config.compilation_config.custom_ops.append("all")
     passes = vllm_config.compilation_config.pass_config
@@ -62,7 +65,7 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     Returns
     -------
     list of str
-        What was asked for and is off, and why.
+        What the user asked for and is off, and why.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -91,8 +94,11 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
-    """Full graphs contain attention: its mask must have the same shape in all steps, and the host
-    can run nothing between its layers."""
+    """Turn full graphs off where attention can't be in them, and return why.
+
+    Their masks have to have the same shape in all steps, and the host can run nothing between
+    layers.
+    """
     from vllm.config import CUDAGraphMode
 
     compilation, transfer = vllm_config.compilation_config, vllm_config.kv_transfer_config
@@ -221,7 +227,7 @@ def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
 
 
 def _graph_streams(vllm_config: "VllmConfig", kind: DeviceKind) -> int | None:
-    """Streams that captured graphs may hold together, by chip, driver and CANN."""
+    """Return the streams that captured graphs may hold together, by chip, driver and CANN."""
     device_type = vllm_config.device_config.device_type
     if kind.graph_streams is None or not device_name(device_type).startswith(A3):
         return kind.graph_streams
@@ -232,11 +238,10 @@ def _graph_streams(vllm_config: "VllmConfig", kind: DeviceKind) -> int | None:
 
 
 def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> int:
-    """Streams for each capture size: one per graph of a whole model or of a piece of it.
+    """Return the streams of each capture size: one per graph of the whole model or of a part of it.
 
-    `settle_sizes` adds those of collectives inside of the graphs. With LoRA there are two of each
-    graph, for steps with and without adapters; with `cudagraph_specialize_lora` off, V2 alone has
-    two.
+    `settle_sizes` adds those of collectives in the graphs. With LoRA there are two of each graph,
+    for steps with and without adapters; with `cudagraph_specialize_lora` off, only V2 has two.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
@@ -247,25 +252,28 @@ def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> 
 
 
 def streams_of_a_capture(vllm_config: "VllmConfig") -> int:
-    """Streams that one capture may take: its own and, for each group, torch_npu's and HCCL's."""
+    """Return the most streams that a capture may take: its own, and torch_npu's and HCCL's per
+    group."""
     return 1 + (1 + STREAMS_PER_GROUP) * _communication_groups(vllm_config)
 
 
 def _communication_groups(vllm_config: "VllmConfig") -> int:
-    """Groups of more than one rank whose collectives may be captured: tensor, data and expert."""
+    """Return the number of groups of several ranks whose collectives may be captured.
+
+    They are those of tensor, data and expert parallelism.
+    """
     parallel = vllm_config.parallel_config
     tensor, data = parallel.tensor_parallel_size > 1, parallel.data_parallel_size > 1
     return tensor + data + (parallel.enable_expert_parallel and (tensor or data))
 
 
 def _fusions(compilation: "CompilationConfig") -> list[str]:
-    """Names of vLLM's fusion passes."""
     names = [item.name for item in fields(compilation.pass_config)]
     return [name for name in names if name.startswith(("fuse_", "enable_"))]
 
 
 def describe(vllm_config: "VllmConfig") -> str:
-    """Graph mode and sizes for the start-up block."""
+    """Return graph mode and capture sizes for the start-up block."""
     compilation = vllm_config.compilation_config
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
     if not mode:
@@ -276,9 +284,9 @@ def describe(vllm_config: "VllmConfig") -> str:
 
 
 def splits_at_attention() -> bool:
-    """Whether the model that is being built will be traced and split, or a connector waits there.
+    """Return whether the model is traced and split at attention, or a KV connector waits there.
 
-    vLLM's latent layers tell a KV connector of their ends in the operator alone.
+    vLLM's latent layers tell a KV connector that they have ended only in the operator.
     """
     from vllm.config import CompilationMode, get_current_vllm_config
 

@@ -13,14 +13,14 @@ EAGER = "eager: "
 
 
 class StepCounts:
-    """Number of steps by how they ran.
+    """The number of steps by how they ran.
 
     Attributes
     ----------
     by_kind
-        Number of steps for each kind of step (`kind`).
+        The number of steps of each kind (`kind`).
     last
-        Kind of the last step.
+        The kind of the last step.
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,14 @@ class StepCounts:
         largest_size: int | None,
         takes_embeds: bool = False,
     ) -> str:
-        """How a step runs, in a few words; for an eager step, the reason.
+        """Return how a step runs, in a few words; for an eager step, the reason.
 
         Parameters
         ----------
-        padding
-            Of the step.
-        num_tokens, uniform_decode
-            Of the step.
         mode
-            The engine's.
+            The engine's graph mode.
         largest_size
-            Largest capture size in tokens.
+            The largest capture size, in tokens.
         takes_embeds
             Whether the step gives the model embeddings.
         """
@@ -60,7 +56,7 @@ class StepCounts:
         return EAGER + why_eager(mode, num_tokens, largest_size or 0, uniform_decode)
 
     def add(self, kind: str) -> None:
-        """Count a step; log the reason for the first step that has to run eagerly."""
+        """Count a step; log the reason for the first step that runs eagerly for this reason."""
         if kind not in self.by_kind and kind.startswith(EAGER) and kind != EAGER + "no graphs":
             logger.info(
                 "A step runs without a graph (%s). Later ones are counted, not logged.",
@@ -70,7 +66,6 @@ class StepCounts:
         self.last = kind
 
     def log_summary(self) -> None:
-        """Log one line with all counts."""
         if self.by_kind:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.by_kind.most_common())
             logger.info("Steps: %s.", counts)

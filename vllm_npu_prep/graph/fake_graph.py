@@ -31,12 +31,11 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def place(tensor: torch.Tensor) -> Place:
-    """Address, shape, strides and dtype of a tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
-    """Everything on the device that a graph of this call reads, by name."""
+    """Return all tensors on the device that a graph of this call reads, by name."""
     inputs = {f"argument {i}": each for i, each in enumerate(tensors_of(call.args))}
     for name, value in call.kwargs.items():
         inputs |= {f"{name} {i}".removesuffix(" 0"): t for i, t in enumerate(tensors_of(value))}
@@ -44,7 +43,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
         inputs |= dict(call.run.named_parameters()) | dict(call.run.named_buffers())
         inputs |= _adapters_of(call.run)
     for name in call.attn_metadata:
-        caches = tensors_of([call.layers[name].kv_cache])  # of states: two parts
+        caches = tensors_of([call.layers[name].kv_cache])  # recurrent states have two parts
         inputs |= {f"KV cache {i} of {name}".replace(" 0 ", " "): t for i, t in enumerate(caches)}
     groups: dict[int, tuple[str, Any]] = {}
     for layer_name, metadata in call.attn_metadata.items():
@@ -59,7 +58,7 @@ def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
 
 
 def _adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a graph reads of adapters; nothing if it is for steps without adapters."""
+    """Return what a graph reads of adapters; nothing if it is for steps without adapters."""
     inputs: dict[str, torch.Tensor] = {}
     for name, layer in model.named_modules():
         wrapper = getattr(layer, "punica_wrapper", None)
@@ -71,21 +70,20 @@ def _adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class CheckedGraphPool:
-    """Holds the outputs of the largest size; those of all other sizes share their memory."""
+    """Holds the outputs of the largest size; the outputs of all other sizes share their memory."""
 
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
-        self.memory_pool: Any = None  # of devices only
+        self.memory_pool: Any = None  # only devices have one
 
     def new_graph(self) -> "CheckedGraph":
-        """An empty graph."""
         return CheckedGraph(self)
 
     def close(self) -> None:
-        """Does nothing: captures hold no memory."""
+        """Do nothing: captures hold no memory."""
 
     def at_home(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for results of these shapes, shared by all sizes, as in a real pool."""
+        """Return memory for results of these shapes, shared by all sizes, as in a real pool."""
         if not self.outputs:
             self.outputs = list(outputs)
         homes = []
@@ -102,7 +100,7 @@ class CheckedGraphPool:
 
 
 class CheckedGraph:
-    """One "captured" call."""
+    """A call whose replays are checked against the addresses of its "capture"."""
 
     def __init__(self, pool: CheckedGraphPool) -> None:
         self.pool = pool
@@ -110,19 +108,20 @@ class CheckedGraph:
         self.homes: list[torch.Tensor] = []
 
     def capture(self, call: GraphCall) -> Any:
-        """Note the address of every input, and run."""
+        """Note the address of every input, and run the call."""
         self.places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
         outputs = call()
         self.homes = self.pool.at_home(tensors_of(outputs))
         return self._bring_home(outputs)
 
     def replay(self, call: GraphCall) -> Any:
-        """Check that every input is where it was at capture, and run.
+        """Check that every input is where it was at capture, and run the call.
 
         Raises
         ------
         GraphSafetyError
-            If an input changed its address, shape, strides or dtype; names the first one.
+            If an input changed its address, shape, strides or dtype; the message names the first
+            one.
         """
         places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
         if places != self.places:
@@ -168,7 +167,7 @@ def check_padding(
     step
         The step; the rules are those of `vllm_npu_prep.prep.padding`.
     staged
-        Its arrays, as the device has them.
+        Its arrays, as they are on the device.
     block_tables
         int32 ``[num_reqs_padded, max_num_blocks]`` on the device, one for each group.
     local_tables
@@ -177,7 +176,7 @@ def check_padding(
     Raises
     ------
     GraphSafetyError
-        Names the array, the place, the value and the rule.
+        The message names the array, the place, the value and the rule.
     """
     tokens, reqs = step.total_num_scheduled_tokens, step.num_reqs
     arrays = staged.device

@@ -1,4 +1,4 @@
-"""Graphs on NPUs: ``torch.npu.NPUGraph``, with attention told each step's lengths.
+"""Graphs on NPUs: ``torch.npu.NPUGraph``, with attention updated to each step's lengths.
 
 Ascend's attention takes lengths from the host, so a full graph needs the new lengths for each
 replay. Each layer's attention is captured as a task group, and issued again on a second stream
@@ -21,24 +21,24 @@ from vllm_npu_prep.device.npu import free_streams
 from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall, OutOfStreamsError
 
 weak_reference = torch_npu._C._weak_ref_tensor
-"""A tensor over the same memory that doesn't keep it alive, so graphs of other sizes can use it."""
+"""Returns a tensor over the same memory that doesn't keep it alive: other graphs can use it."""
 
 
 @dataclass
 class AttentionTask:
-    """Attention of one layer inside a full graph."""
+    """The attention of one layer inside a full graph."""
 
     call: AttentionCall  # over weak references
-    handle: object  # of the task group
-    event: Any  # ExternalEvent that is recorded after this task; None: after a later task
+    handle: object  # the task group's
+    event: Any  # the ExternalEvent to record after this task; None if a later task has it
 
 
 class AttentionTasks:
-    """Attention of every layer inside one full graph, in order.
+    """The attention of every layer inside one full graph, in order.
 
     Recording an event costs a call. One event for all layers would leave the device idle until the
-    last layer has its lengths. So the first layer has an event of its own, and each later event
-    serves twice as many layers as the one before it.
+    last layer has its lengths. So the first layer has its own event, and each later event serves
+    twice as many layers as the one before it.
     """
 
     def __init__(self, workspaces: "Workspaces") -> None:
@@ -68,7 +68,7 @@ class AttentionTasks:
             self.tasks[-1].event = self._event
 
     def rebind(self, attn_metadata: dict[str, AscendMetadata], stream: Any) -> None:
-        """Issue each layer's attention again, on the current `stream`, for this step."""
+        """Issue each layer's attention again for this step, on `stream`, the current one."""
         self.workspaces.renew()
         try:
             for task in self.tasks:
@@ -93,7 +93,7 @@ class AttentionTasks:
 
 
 class Workspaces:
-    """Workspace of attention, shared by all layers and sizes: the largest is captured first."""
+    """The workspace of attention, shared by all layers and sizes: the largest is captured first."""
 
     def __init__(self) -> None:
         self._largest: torch.Tensor | None = None
@@ -101,7 +101,7 @@ class Workspaces:
         self._of_step: dict[object, torch.Tensor | None] = {}
 
     def take(self, call: AttentionCall, metadata: AscendMetadata) -> torch.Tensor | None:
-        """Workspace to capture `call` with; None if it needs none."""
+        """Return the workspace to capture `call` with; None if it needs none."""
         shape = call.query.shape, call.layer
         if shape not in self._by_shape:
             wanted = call.kernels.workspace(call, metadata)
@@ -116,7 +116,7 @@ class Workspaces:
         self._of_step.clear()
 
     def for_step(self, call: AttentionCall, metadata: AscendMetadata) -> AttentionCall:
-        """The call with a workspace for this step's lengths."""
+        """Return the call with a workspace for this step's lengths."""
         if call.kernels.workspace_serves_all_lengths:
             return call
         shape = call.query.shape, call.layer
@@ -126,14 +126,14 @@ class Workspaces:
 
 
 class NPUGraphPool:
-    """What graphs share: memory, workspaces, and the stream that updates full graphs' lengths.
+    """What graphs share: memory, workspaces, and the stream that updates lengths of full graphs.
 
     Parameters
     ----------
     memory_pool
-        ``torch.npu.graph_pool_handle()``.
+        The handle that ``torch.npu.graph_pool_handle()`` returned.
     num_streams
-        Streams that a capture may take: one, and those of communication in it.
+        The most streams that a capture may take: its own, and those of communication in it.
     """
 
     def __init__(self, memory_pool: Any, num_streams: int = 1) -> None:
@@ -146,7 +146,6 @@ class NPUGraphPool:
         self._replayed = torch_npu.npu.Event()
 
     def new_graph(self) -> "NPUGraph":
-        """An empty graph."""
         return NPUGraph(self)
 
     def close(self) -> None:
@@ -168,7 +167,7 @@ class NPUGraphPool:
 
 
 class NPUGraph:
-    """One captured call on an NPU."""
+    """The graph of one captured call on an NPU."""
 
     def __init__(self, pool: NPUGraphPool) -> None:
         self.pool = pool
@@ -177,16 +176,16 @@ class NPUGraph:
         self.outputs: Any = None
 
     def capture(self, call: GraphCall) -> Any:
-        """Capture on the current stream, which `vllm_npu_prep.runner.graphs` set.
+        """Capture on the current stream, which `vllm_npu_prep.runner.graphs` has set.
 
         Raises
         ------
         OutOfStreamsError
-            If fewer streams are left than the capture may take. They are counted before: without a
-            stream for a fork inside of the capture, the thread of torch_npu's task queue would end,
-            and copies to the device would no longer happen.
+            If fewer streams are left than the capture may take. They are counted before it: without
+            a stream for a fork inside of the capture, the thread of torch_npu's task queue would
+            end, and copies to the device would no longer happen.
         CaptureNotBegunError
-            With torch_npu's message, if the device has no stream left, for example. torch_npu then
+            With torch_npu's message, for example if the device has no stream left. torch_npu then
             counts the memory pool as in use by a capture for good ("already recording").
         """
         left, wanted = free_streams(), self.pool.num_streams
@@ -204,7 +203,7 @@ class NPUGraph:
             self.attention.close()
         except BaseException:
             self.pool.failed.append(self.graph)
-            with suppress(RuntimeError):  # of a capture that is broken already
+            with suppress(RuntimeError):  # the capture may be broken already
                 self.graph.capture_end()
             raise
         self.graph.capture_end()

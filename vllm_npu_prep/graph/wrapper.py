@@ -1,4 +1,4 @@
-"""GraphWrapper: vLLM wraps a model, or a piece of one, in it to capture and replay it."""
+"""GraphWrapper: vLLM wraps a model, or a part of one, in it to capture and replay it."""
 
 from typing import Any
 
@@ -15,18 +15,20 @@ from vllm_npu_prep.graph.config import streams_of_a_capture
 class GraphWrapper(CUDAGraphWrapper):
     """Upstream's wrapper with this plugin's graphs in it.
 
-    It is a subclass because vLLM checks for its wrapper's class when it looks for the raw model or
-    clears the graphs of a profiling run. `concrete_cudagraph_entries` holds the graphs by batch
-    descriptor.
+    It is a subclass because vLLM checks for its wrapper's class when it looks for the unwrapped
+    model or clears the graphs of a profiling run. `concrete_cudagraph_entries` holds the graphs by
+    batch descriptor.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.concrete_cudagraph_entries: dict[Any, Any]
-        self._pools: dict[Any, GraphPool] = {}  # by memory pool: upstream profiles in another one
+        self._pools: dict[
+            Any, GraphPool
+        ] = {}  # by memory pool, as upstream profiles in another one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Capture, replay or just run, as the forward context decides."""
+        """Capture, replay or run eagerly, as the forward context decides."""
         context = get_forward_context() if is_forward_context_available() else None
         if context is None or context.cudagraph_runtime_mode != self.runtime_mode:
             return self.runnable(*args, **kwargs)
@@ -54,18 +56,18 @@ class GraphWrapper(CUDAGraphWrapper):
 
     @classmethod
     def num_graphs(cls) -> int:
-        """Graphs that all wrappers of this process hold."""
+        """Return the number of graphs that all wrappers of this process hold."""
         return sum(len(each.concrete_cudagraph_entries) for each in cls._all_instances)
 
     def _leave_memory_pool(self) -> None:
-        """Let all wrappers capture in another memory pool than this one's; graphs stay in theirs.
+        """Let all wrappers capture in another memory pool; captured graphs stay in theirs.
 
-        The workspaces stay, too. The new pool takes memory of its own, for smaller graphs than the
-        first that failed.
+        The workspaces stay, too. The new pool takes additional memory, for graphs that are smaller
+        than the first one that failed.
         """
         left, taken = self.graph_pool, current_platform.graph_pool_handle()
         if current_platform.get_global_graph_pool() == left:
-            type(current_platform)._global_graph_pool = taken  # of later engines in this process
+            type(current_platform)._global_graph_pool = taken  # for later engines in this process
         for wrapper in GraphWrapper._all_instances:
             if wrapper.graph_pool == left:
                 wrapper.graph_pool = taken
@@ -79,6 +81,5 @@ class GraphWrapper(CUDAGraphWrapper):
             pool.close()
 
     def clear_graphs(self) -> None:
-        """Delete the graphs and what they share."""
         super().clear_graphs()
         self._pools.clear()

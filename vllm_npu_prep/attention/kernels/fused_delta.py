@@ -179,8 +179,7 @@ class FusedDelta:
     def _decode_drafts(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
     ) -> torch.Tensor:
-        """Compute a token and the drafts of each request; the operator keeps a state for each
-        token.
+        """Compute each request's token and drafts; the operator keeps a state for each token.
 
         It finds the state after the last token that counts in that token's block. If the step has
         fewer tokens of the request, the state was copied to the block of its last token.
