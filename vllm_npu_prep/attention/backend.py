@@ -77,7 +77,6 @@ class AscendAttentionBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the block size that is used if the user gives none."""
         return DEFAULT_BLOCK_SIZE
 
     @classmethod
@@ -87,12 +86,10 @@ class AscendAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True: windows narrow the mask."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Return True: groups that are not causal have no causal mask."""
         return True
 
     @classmethod

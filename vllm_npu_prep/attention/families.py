@@ -63,7 +63,6 @@ class KernelFamily:
 
     @property
     def mask_itemsize(self) -> int:
-        """Return the bytes of one element of a dense mask."""
         return 1 if self.mask_values is None else max(dtype.itemsize for dtype in self.mask_values)
 
 

@@ -23,7 +23,6 @@ OTHER_FORMS = (Form.PROMPT, Form.CHUNK, Form.DECODE)
 
 
 def block_size_of(vllm_config: "VllmConfig") -> int:
-    """Return the block size that the user gave, or the one that the backend prefers."""
     cache = vllm_config.cache_config
     return cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
 

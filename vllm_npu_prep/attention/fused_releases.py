@@ -47,7 +47,6 @@ class Form(StrEnum):
 
     @property
     def has_window(self) -> bool:
-        """Return whether the mask is a band."""
         return self in (Form.WINDOW, Form.PAGED_WINDOW)
 
 
@@ -207,7 +206,6 @@ class FusedRules:
         return None
 
     def limits(self, calls: Iterable[FusedCall]) -> "BatchLimits":
-        """Return the limits that batches of these calls have to keep."""
         kernels = {self.release.kernel_of(call) for call in calls}
         return BatchLimits(self.documented or Kernel.PFA in kernels)
 

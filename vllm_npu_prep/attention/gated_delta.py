@@ -216,7 +216,6 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         output: torch.Tensor,
         metadata: StateMetadata,
     ) -> None:
-        """Compute the requests after the decodes, one after the other."""
         conv_states, states = self._parts()
         rows = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows].long()

@@ -107,7 +107,6 @@ class ExampleConnector(example_connector.ExampleConnector):
         self._part = get_tensor_model_parallel_rank() if is_worker else None
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Load what the folder has of this step's requests, before the forward pass."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, example_connector.ExampleConnectorMetadata)
         for request in metadata.requests:
@@ -126,7 +125,6 @@ class ExampleConnector(example_connector.ExampleConnector):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Store what this step computed of new prompts, after a layer's attention."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, example_connector.ExampleConnectorMetadata)
         for request in metadata.requests:
@@ -154,7 +152,6 @@ class ExampleConnector(example_connector.ExampleConnector):
         return layer_name if self._parts == 1 else f"{layer_name}.part{part}of{self._parts}"
 
     def get_handshake_metadata(self) -> LayersOfRank:
-        """Return this rank's layers, for `set_xfer_handshake_metadata_pp_aware`."""
         return LayersOfRank(self._layer_names)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -174,8 +171,6 @@ class ExampleConnector(example_connector.ExampleConnector):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of a prompt's tokens that are in the folder and not in the prefix
-        cache."""
         if request.cache_salt:
             self._salted.add(request.request_id)
             return 0, False

@@ -60,7 +60,6 @@ class ContextChunk:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of the cache that the chunk reads."""
         return self.kv_ends[-1]
 
 

@@ -102,7 +102,6 @@ def attend_shared_decodes(
 
 
 def share_prefills(prefills: Prefills, shards: ContextShards) -> Prefills:
-    """Return the prefills, with contexts that are gathered from all ranks."""
     chunks = (replace(chunk, ranks=_rank_rows(chunk, shards)) for chunk in prefills.chunks)
     return replace(prefills, chunks=tuple(chunks))
 

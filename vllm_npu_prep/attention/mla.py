@@ -85,12 +85,10 @@ class MLALayerMetadata(AttentionMetadata):
 
     @property
     def num_decodes(self) -> int:
-        """Return the number of requests that take the path of decodes."""
         return 0 if self.decode is None else len(self.decode.seq_lens_np)
 
     @property
     def num_prefills(self) -> int:
-        """Return the number of requests that take the path of prefills."""
         return 0 if self.prefill is None else len(self.prefill.query_ends)
 
     @property
@@ -127,7 +125,6 @@ class AscendMLABackend(AscendAttentionBackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Return False: attention over latent rows is causal."""
         return False
 
 
@@ -165,7 +162,6 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
     def for_layers(self, metadata: AscendMetadata) -> MLALayerMetadata:
-        """Return the metadata of a prepared step in the form that MLA layers read."""
         return MLALayerMetadata(metadata)
 
     def build_step(
@@ -407,7 +403,6 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         output: torch.Tensor,  # [num_tokens, num_heads * v_head_dim], written
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attend with prefills, in the form in which vLLM's layer passes them."""
         del k_scale, output_scale
         sizes = [self.shape.qk_nope_head_dim, self.shape.qk_rope_head_dim]
         query, query_rope = q.split(sizes, -1)
@@ -425,7 +420,6 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         attn_metadata: MLALayerMetadata,
         output: torch.Tensor,  # [num_tokens, num_heads * v_head_dim], written
     ) -> None:
-        """Attend with prefills over their own K and V, then over their contexts, chunk by chunk."""
         prefills, shape = attn_metadata.prefill, self.shape
         assert prefills is not None
         seen = prefills.num_tokens  # padding tokens come after them

@@ -246,7 +246,6 @@ class PlaneOffloadingWorker(OffloadingWorker):
         self._loads.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Wait for all jobs, and free the host memory."""
         self._stores.wait()
         self._loads.wait()
         self._host.clear()

@@ -68,7 +68,6 @@ class StatePage:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a block in one layer."""
         return self.block_size * self.token_bytes
 
     def describe(self) -> str:

@@ -135,8 +135,7 @@ class Device(Memory, Protocol):
     def region(self, nbytes: int) -> Region:
         """Allocate zeroed memory that can be released and mapped again at its address."""
 
-    def synchronize(self) -> None:
-        """Wait for all work of the device."""
+    def synchronize(self) -> None: ...
 
     def memory_info(self) -> tuple[int, int]:
         """Return free and total memory, in bytes."""
@@ -217,7 +216,6 @@ def make_device(device_type: str, index: int = 0) -> Device:
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """Make a stream for copies between a device and the host."""
     if device.type == "npu":
         from vllm_npu_prep.device.npu import NPUCopyStream
 
@@ -249,7 +247,6 @@ def host_bytes(device_type: str, nbytes: int) -> int:
 
 
 def device_name(device_type: str, index: int = 0) -> str:
-    """Return the name of a device for logs and metrics."""
     if device_type == "npu":
         from vllm_npu_prep.device.npu import soc_name
 
@@ -258,7 +255,6 @@ def device_name(device_type: str, index: int = 0) -> str:
 
 
 def set_device(device: torch.device) -> None:
-    """Make a device the current one of the calling thread; the CPU needs no such call."""
     if device.type == "npu":
         from vllm_npu_prep.device import npu
 
@@ -284,7 +280,6 @@ def visible_devices(device_type: str) -> int | None:
 
 
 def has_collectives(device_type: str) -> bool:
-    """Return whether ranks on such devices can communicate."""
     if device_type == "npu":
         from vllm_npu_prep.device import npu
 

@@ -154,7 +154,6 @@ class NPUCommunicator(DeviceCommunicatorBase):
         kept[PADDING_IS_GATHERED] = True
 
     def combine(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return this rank's tokens of the sum over all experts, as ``AgRsAll2AllManager`` does."""
         assert self.all2all_manager is not None
         return self.all2all_manager.combine(*args, **kwargs)
 

@@ -42,7 +42,6 @@ class CPUDevice:
         return False
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        """Return a function that copies at once."""
         # Once a step: numpy's assignment, gone from the cache by then, takes half as long again.
         target_bytes, source_bytes = target.numpy().data, source.numpy().data
 
@@ -79,13 +78,10 @@ class CPUDevice:
         return memory.available, memory.total
 
     def reset_peak_memory(self) -> None:
-        """Reset the kernel's peak of this process's resident memory."""
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")
 
     def peak_memory(self) -> int:
-        """Return the most bytes resident at once since `reset_peak_memory`, less those resident
-        now."""
         peak, now = _resident()
         return peak - now
 
@@ -101,7 +97,6 @@ class CPUDevice:
         return contextlib.nullcontext()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        """Return streams and events that do nothing, for upstream code that creates them."""
         return torch_names.no_op_cuda_streams()
 
 
@@ -119,7 +114,6 @@ class CPUCopyStream:
     """The copies of the CPU fallback; see `vllm_npu_prep.device.transfers.CopyStream`."""
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DoneTransfer:
-        """Copy at once: work that was issued before is complete, too."""
         for target, source in pairs:
             target.copy_(source)
         return DoneTransfer()

@@ -15,7 +15,6 @@ from vllm_npu_prep.device.npu_regions import NPURegion
 
 
 def visible_devices() -> int:
-    """Return the number of NPUs that this process may use."""
     return torch_npu.npu.device_count()
 
 
@@ -50,12 +49,10 @@ def soc_name(device_id: int = 0) -> str:
 
 
 def total_memory(device_id: int = 0) -> int:
-    """Return the memory of a device, in bytes."""
     return torch_npu.npu.mem_get_info(device_id)[1]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of CANN and of the driver, as far as CANN tells them."""
     found = {name: installed_version(name.upper()) for name in ("CANN", "driver")}
     return {name: version for name, version in found.items() if version}
 
@@ -159,7 +156,6 @@ class NPUDevice:
         torch_npu.npu.synchronize()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        """Put NPU streams and events under the names that upstream uses."""
         return torch_names.cuda_names(
             Event=torch_npu.npu.Event,
             Stream=torch_npu.npu.Stream,

@@ -108,7 +108,6 @@ class CheckedGraph:
         self.homes: list[torch.Tensor] = []
 
     def capture(self, call: GraphCall) -> Any:
-        """Note the address of every input, and run the call."""
         self.places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
         outputs = call()
         self.homes = self.pool.at_home(tensors_of(outputs))

@@ -50,7 +50,6 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Run the first pass over rows that are laid out as by the V1 runner's drafter."""
         del metadata, slot_mappings  # the target's
         step, staged = in_flight.step, in_flight.staged
         arrays, num_reqs, extra = staged.device, step.num_reqs, self.num_extra_query_per_req

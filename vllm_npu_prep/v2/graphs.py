@@ -51,7 +51,6 @@ class GraphManager(ModelCudaGraphManager):
     # ----------------------------------------------------------------- steps
 
     def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-        """Return the decision for the step in flight, which was made before it was prepared."""
         if self.decided is not None:
             return self.decided
         self.of_dummy_run = super().dispatch(*args, **kwargs)
@@ -97,7 +96,6 @@ class GraphManager(ModelCudaGraphManager):
         return found.cg_mode, self.descriptor(found), found
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
-        """Replay the full graph of the step in flight; return hidden states ``[tokens, size]``."""
         return self._replay(self.descriptor(desc))
 
     def descriptor(self, desc: BatchExecutionDescriptor) -> BatchDescriptor:

@@ -89,7 +89,6 @@ def score_prompts(
     hidden_states: torch.Tensor,  # [num_tokens or more, hidden_size]
     batch: InputBatch,
 ) -> PromptScores:
-    """Return log-probabilities of prompts for the requests of a step that want them."""
     prompt_lens = states.prompt_len.np
     return PromptScores(
         worker.compute_prompt_logprobs(

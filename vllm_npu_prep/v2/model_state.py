@@ -40,11 +40,9 @@ class PreparedModelState(DefaultModelState):
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch, *args: Any, **kwargs: Any
     ) -> dict[str, Any] | None:
-        """Return the metadata by layer, which is built already."""
         return self.metadata
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> dict[str, Any]:
-        """Return the positions for M-RoPE; other models read those of the batch."""
         if self.rope_state is None:
             return {}
         positions = self.positions
@@ -82,7 +80,6 @@ class PreparedEncoderState(  # type: ignore[misc]  # the attributes are the firs
 def make_model_state(
     vllm_config: VllmConfig, model: torch.nn.Module, encoder_cache: Any, device: torch.device
 ) -> PreparedModelState:
-    """Make the state that fits the model, from upstream's arguments."""
     kind = PreparedModelState
     if _encoder_groups(vllm_config):
         kind = PreparedEncoderState

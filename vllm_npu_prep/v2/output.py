@@ -141,7 +141,6 @@ class PooledOutput(AsyncModelRunnerOutput):
         return self._output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """Return what vLLM 0.33.0 keeps of a step whose `get_output` fails."""
         return self._output.kv_connector_output
 
 

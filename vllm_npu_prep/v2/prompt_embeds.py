@@ -29,7 +29,6 @@ class SlotPromptEmbeds:
         self._of_step: PromptEmbeds | None = None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Keep the embeddings of a request that is new, or resumed after preemption."""
         if new_req_data.prompt_embeds is not None:
             self._prompts[req_index] = new_req_data.prompt_embeds
             self._slots[new_req_data.req_id] = req_index

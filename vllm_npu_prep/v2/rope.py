@@ -50,7 +50,6 @@ class SlotRope(RopeState):
     def init_prefill_positions(
         self, req_idx: int, model: Any, prefill_token_ids: list[int], mm_features: list[Any]
     ) -> None:
-        """Ask the model for the positions of a request that gets a request row."""
         positions, delta = model.get_mrope_input_positions(prefill_token_ids, mm_features)
         of_prompt = np.ascontiguousarray(positions.numpy(), np.int64)
         self._rotations[req_idx] = Rotation(of_prompt, int(delta))

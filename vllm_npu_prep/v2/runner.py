@@ -219,7 +219,6 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Enter the counts and blocks of the requests that stay, all together."""
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
             slots = self.req_states.slots_of(cached.req_ids)
@@ -256,7 +255,6 @@ class NPUModelRunnerV2(GPUModelRunner):
                 self._end_step()
 
     def features_of(self, req_id: str) -> list[Any]:
-        """Return the images and videos of a request, as the encoder reads them."""
         assert self.encoder_cache is not None
         return self.encoder_cache.mm_features[req_id]
 
@@ -330,7 +328,6 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _dispatch(
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
-        """Ask the graph manager for its decision, before the step is prepared."""
         del num_encoder_reqs  # embeddings are an input of every step of such a model
         num_tokens, num_loras = batch.total_num_scheduled_tokens, self._num_active_loras
         return self.cudagraph_manager.ask(
@@ -344,7 +341,6 @@ class NPUModelRunnerV2(GPUModelRunner):
         batch_desc: Any,
         num_active_loras: int,
     ) -> InputBatch:
-        """Return the prepared step as upstream's later code reads it: views of its arrays."""
         assert self.in_flight is not None
         structured = scheduler_output.has_structured_output_requests
         return self.inputs.of_step(batch_req_state, self.in_flight, structured)
@@ -352,7 +348,6 @@ class NPUModelRunnerV2(GPUModelRunner):
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
-        """Return the block tables and slot mappings of the step, which are prepared already."""
         assert self.in_flight is not None
         self.graphs.check_padding(self.in_flight, self.preparer)
         tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
@@ -398,7 +393,6 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.step_check.verify(self, scheduler_output)
 
     def _end_step(self) -> None:
-        """Forget a step that has ended or failed."""
         self.in_flight = None
         if hasattr(self, "model_state"):  # not after `shutdown`
             self.model_state.metadata = self.model_state.positions = None
@@ -410,7 +404,6 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample the step's tokens, and start their copy to the host."""
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed
             return None
@@ -504,7 +497,6 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def pool(self) -> Any:
-        """Pool the step's hidden states, and start the copy of complete ones to the host."""
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed
             return None
@@ -525,7 +517,6 @@ class NPUModelRunnerV2(GPUModelRunner):
             self._end_step()
 
     def _score_prompts(self, hidden_states: torch.Tensor, batch: InputBatch) -> PromptScores:
-        """Return log-probabilities of prompts, each with the adapter of its request."""
         worker = self.prompt_logprobs_worker
         assert worker is not None
         if not wants_scores(worker, batch):
@@ -599,7 +590,6 @@ class NPUModelRunnerV2(GPUModelRunner):
         return self._forward(self.in_flight, CUDAGraphMode.FULL, descriptor)
 
     def _all_padding(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> StepInFlight:
-        """Prepare a step of a graph's size that is all padding."""
         padding = self.padding.of_capture(mode, desc)
         step, staged, metadata = self.preparer.prepare_padding_only(padding)
         if mode != CUDAGraphMode.FULL:
@@ -667,12 +657,9 @@ class NPUModelRunnerV2(GPUModelRunner):
             self.padding.forget()  # sizes that did not fit were dropped
 
     def profile_cudagraph_memory(self) -> int:
-        """Estimate the bytes that graphs will take, by capturing the largest sizes of each mode."""
         return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
 
     def _make_graph_manager(self, *args: Any, **kwargs: Any) -> GraphManager:
-        """Make the graph manager, and what captures by it, from the arguments of upstream's
-        manager."""
         manager = GraphManager(self._replay, self.prep_device, *args, **kwargs)
         self._full_graphs = None
         if manager.cudagraph_mode.has_full_cudagraphs():
@@ -695,7 +682,6 @@ class NPUModelRunnerV2(GPUModelRunner):
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model as upstream does, with this plugin's sampler, states and layers."""
         name_aux_layers(self.speculative_config)
         with self.prep_device.host_streams(), self._stand_ins(self.device):
             super().load_model(*args, **kwargs)
@@ -710,7 +696,6 @@ class NPUModelRunnerV2(GPUModelRunner):
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
-        """Make block tables whose rows are whole attention chunks, if a layer has such chunks."""
         local = find_local_groups(self.attn_groups)
         kwargs["blocks_per_chunk"] = local.blocks_per_chunk if local else 1
         return SlotBlockTables(*args, **kwargs)
@@ -718,7 +703,6 @@ class NPUModelRunnerV2(GPUModelRunner):
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> None:
-        """Allocate the cache, then what depends on its groups: staging ring and builders."""
         with (
             self.prep_device.host_streams(),
             self._stand_ins(self.device),
@@ -825,7 +809,6 @@ class NPUModelRunnerV2(GPUModelRunner):
     # ----------------------------------------------------------------- the device
 
     def warm_up(self) -> None:
-        """Load or compile code for which the first request would otherwise wait."""
         tables = self.preparer.tables
         kinds = tables.local, tables.latent, tables.states, tables.dcp
         step = warm_up(self.preparer.mrope_dims, *kinds)
@@ -843,11 +826,9 @@ class NPUModelRunnerV2(GPUModelRunner):
             super().reload_weights(weights_iterator, *args, **kwargs)
 
     def refuse_new_weights(self) -> None:
-        """Raise if this engine can't take new weights."""
         refuse(self.vllm_config)
 
     def shutdown(self) -> None:
-        """Log how often preparation had to wait and how steps ran, then shut down."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
             logger.info(

@@ -84,22 +84,18 @@ class SlotSpeculator(TargetDependentARSpeculator):
         """Do nothing: draft passes use the builders of steps (`follow`)."""
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Allocate the inputs of piecewise graphs if the engine uses them; none is captured yet."""
         eager = bool(self.speculative_config.enforce_eager)
         self.passes.make_inputs(cudagraph_mode, enforce_eager=eager)
 
     @torch.inference_mode()
     def capture_pass(self, num_tokens: int) -> None:
-        """Warm up and capture the piecewise graphs of a pass, if the engine uses them."""
         self.passes.capture(num_tokens)
 
     def use_graphs(self, sizes: Iterable[int]) -> None:
-        """Replay graphs from now on, for passes of these numbers of tokens."""
         self.passes.use_graphs(sizes)
 
     @property
     def graph_sizes(self) -> Sequence[int]:
-        """Return the numbers of tokens for which graphs are replayed, ascending."""
         return self.passes.sizes
 
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -260,7 +256,6 @@ class SlotSpeculator(TargetDependentARSpeculator):
         return metadata, slots_by_layer
 
     def _dummy_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and positions of the first pass of a dummy run."""
         return input_batch.input_ids, input_batch.positions
 
     def _combined(

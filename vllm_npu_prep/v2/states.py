@@ -148,7 +148,6 @@ class SlotStates:
         return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)
 
     def apply_staged_writes(self) -> None:
-        """Send what samplers read of new requests, as far as it has changed."""
         self.prompt_len.copy_to_uva()
         self.prefill_len.copy_to_uva()
         self.all_token_ids.apply_write()
@@ -296,7 +295,6 @@ class Samples:
         self._by_row: torch.Tensor | None = None  # [num_rows], or as `Found.by_row` with drafts
 
     def forget(self, slot: int) -> None:
-        """Drop the sample of a request row that lost its request."""
         self.rows[slot] = NO_PREVIOUS_ROW
 
     def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> Found:

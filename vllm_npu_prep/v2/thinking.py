@@ -38,7 +38,6 @@ class SlotThinkingBudget(ThinkingBudgetState):
         self._last = SlotRows((req_states.max_num_reqs, 2), torch.int32, req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Keep a request's budget, and the places of markers in the tokens that it arrives with."""
         has_budget: bool = super().add_request(req_idx, sampling_params)
         if has_budget:
             token_ids = self.req_states.ids_at_arrival(req_idx)

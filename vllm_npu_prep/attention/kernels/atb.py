@@ -47,7 +47,6 @@ class AtbKernels:
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the operator of the step's attention state."""
         assert lse is None, "these operators return no log-sum-exp"
         shape = {
             "num_heads": layer.num_heads,

@@ -266,7 +266,6 @@ class FusedDelta:
     def prefill(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
     ) -> torch.Tensor:
-        """Compute the requests after the decodes, all by the same calls."""
         reqs = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[reqs], metadata.state_indices[reqs]
         if metadata.prefill_query_lens is None:  # in the group's first layer

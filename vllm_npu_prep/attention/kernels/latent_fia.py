@@ -62,7 +62,6 @@ class LatentFiaKernels:
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend over latent rows; requests may have different numbers of query tokens."""
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
         torch_npu.npu_fused_infer_attention_score_v2.out(
@@ -105,7 +104,6 @@ class LatentFiaKernels:
         return Attended(output, lse.squeeze(-1))
 
     def gather(self, planes: Planes, chunk: ContextChunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather the rows of a chunk's pieces in one launch."""
         latent, rope = (plane.new_empty(chunk.num_rows, *plane.shape[2:]) for plane in planes)
         torch_npu.npu_gather_pa_kv_cache(
             *planes, chunk.block_tables, chunk.lens, latent, rope, seq_offset=chunk.starts

@@ -44,7 +44,6 @@ class LatentReferenceKernels:
         planes: Planes,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the step's rows; slots below 0 are skipped, as by Ascend's operators."""
         assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
         assert len(latent) == len(rope) == len(slot_mapping), "one slot for each token"
         slots = slot_mapping.long()
@@ -132,8 +131,6 @@ class LatentReferenceKernels:
     def working_bytes(
         self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
     ) -> int:
-        """Return the memory of a tile of decodes, or of a context chunk with its K and V in
-        float32."""
         heads, width = shape.num_heads, shape.kv_lora_rank
         decodes = tile_bytes(heads, 1, width + shape.qk_rope_head_dim, width, itemsize, max_seq_len)
         floats = torch.float32.itemsize

@@ -108,7 +108,6 @@ class ReferenceKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write K and V to their slots; slots below 0 are skipped, as by Ascend's operators."""
         _check_cache(kv_cache, key)
         assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
         assert len(key) == len(value) == len(slot_mapping), "one slot for each token"
@@ -132,7 +131,6 @@ class ReferenceKernels:
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend over the step's own K and V if nothing is cached, else over the cache."""
         del workspace
         assert query.is_contiguous() and query.shape[1:] == (layer.num_heads, layer.head_size)
         assert query.dtype in REFERENCE.dtypes, query.dtype
