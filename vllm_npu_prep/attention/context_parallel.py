@@ -67,18 +67,10 @@ def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards | No
 
 
 def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how much each share counts.
+    """Return how much each share counts, and the log-sum-exp over all keys.
 
-    Parameters
-    ----------
-    lses
-        float32 ``[shares, T, H]``.
-
-    Returns
-    -------
-    weights, lse
-        float32 ``[shares, T, H]``, whose sum over the shares is 1, or 0 where no share has a key;
-        and the log-sum-exp over all keys, ``[T, H]``.
+    `lses` are float32 ``[shares, T, H]``. So are the weights, whose sum over the shares is 1, or 0
+    where no share has a key. The log-sum-exp is ``[T, H]``.
     """
     lse = torch.logsumexp(lses, 0)
     weights = (lses - lse).exp()

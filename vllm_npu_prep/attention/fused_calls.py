@@ -36,16 +36,9 @@ def head_sizes_of(model: "ModelConfig") -> tuple[int, ...]:
 def calls_of(
     model: "ModelConfig", parallel: "ParallelConfig", block_size: int
 ) -> Iterator[FusedCall]:
-    """Yield every kind of call that a rank makes for a model.
+    """Yield every kind of call that a rank makes for a model, which is served or a drafter.
 
-    Parameters
-    ----------
-    model
-        The served model, or a drafter.
-    parallel
-        Its tensor parallelism divides the heads.
-    block_size
-        The block size of the cache, in tokens.
+    `parallel` divides its heads; `block_size` is that of the cache, in tokens.
     """
     if model.attn_type == "encoder_only" or model.use_mla:  # no calls of this operator
         return

@@ -62,16 +62,8 @@ class Kernel(StrEnum):
 class FusedCall:
     """What decides which kernel a call reaches.
 
-    Attributes
-    ----------
-    dtype
-        Dtype of query, key and value, as torch prints it: ``torch.bfloat16``.
-    num_heads, num_kv_heads
-        The heads of one rank.
-    head_size
-        Head size of query, key and value.
-    block_size
-        Block size of the cache, in tokens.
+    The numbers of heads are those of one rank, `block_size` is in tokens, and `dtype` is that of
+    query, key and value as torch prints it: ``torch.bfloat16``.
     """
 
     form: Form
@@ -108,16 +100,8 @@ def _of_90(call: FusedCall) -> Kernel:
 class Release:
     """A release of CANN, or several releases that choose kernels alike.
 
-    Attributes
-    ----------
-    name
-        Its name in messages.
-    first
-        Its first version, major and minor number.
-    kernel_of
-        Returns the kernel that a call reaches.
-    head_sizes_of_v3
-        The head sizes that V3 takes.
+    `first` is its first version, as major and minor number, and `kernel_of` returns the kernel that
+    a call reaches.
     """
 
     name: str

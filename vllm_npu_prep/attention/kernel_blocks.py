@@ -34,12 +34,7 @@ def blocks_per_block(vllm_config: VllmConfig, block_size: int) -> int:
 class KernelBlockTables:
     """The block tables of one group, counted in kernel blocks and kept at one address.
 
-    Parameters
-    ----------
-    count
-        The number of kernel blocks of a block.
-    max_num_reqs
-        The number of rows without padding.
+    A block is `count` kernel blocks.
     """
 
     def __init__(self, count: int, max_num_reqs: int, device: torch.device) -> None:
@@ -48,17 +43,10 @@ class KernelBlockTables:
         self._tables: torch.Tensor | None = None  # int32 [num_rows, max_num_blocks, count]
 
     def of(self, block_table: torch.Tensor) -> torch.Tensor:
-        """Return rows of a block table, counted in kernel blocks: one launch per step.
+        """Return int32 ``[num_reqs, max_num_blocks]`` rows of a block table in kernel blocks.
 
-        Parameters
-        ----------
-        block_table
-            int32 ``[num_reqs, max_num_blocks]``.
-
-        Returns
-        -------
-        torch.Tensor
-            int32 ``[num_reqs, max_num_blocks * count]``, overwritten by the next call.
+        The result is int32 ``[num_reqs, max_num_blocks * count]``, overwritten by the next call. It
+        takes one launch per step.
         """
         num_reqs, width = block_table.shape
         if self._tables is None:

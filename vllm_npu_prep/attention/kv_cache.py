@@ -266,12 +266,8 @@ def zero_new_blocks(planes: Sequence[torch.Tensor], block_ids: list[int]) -> Non
     """Zero newly allocated blocks in every plane, if the planes have several dtypes.
 
     With one dtype, what another layer left in a block are numbers, and nobody reads them: an empty
-    recurrent state is not read, and attention ends at a request's last token.
-
-    Parameters
-    ----------
-    planes
-        The planes of all layers; each row is a block.
+    recurrent state is not read, and attention ends at a request's last token. Each row of a plane
+    is a block.
     """
     if len({plane.dtype for plane in planes}) > 1:
         zero_blocks(planes, block_ids)

@@ -81,19 +81,19 @@ class ExampleConnector(example_connector.ExampleConnector):
     here:
 
     - Upstream stores only the first chunk of a prompt in chunks: start-up demands that chunked
-    prefill is off.
+      prefill is off.
     - For a request that comes back after preemption, upstream also looks for files of its output,
-    which were never stored: here such a request is computed again.
+      which were never stored: here such a request is computed again.
     - Upstream looks for one token less than it stores, so that a prompt of whole blocks and one
-    token is never found, or found under another prompt's name: here both count the same tokens.
+      token is never found, or found under another prompt's name: here both count the same tokens.
     - Upstream takes a prompt as stored once its folder exists: here the complete file of each layer
-    has to exist.
+      has to exist.
     - Upstream names files by layers: here also by tensor-parallel ranks, each of which has its own
-    heads.
+      heads.
     - vLLM's scheduler knows only the layers of the first pipeline stage: here each rank reports its
-    layers, so that a prompt counts as stored once all stages have stored it.
+      layers, so that a prompt counts as stored once all stages have stored it.
     - Upstream shares prompts whose ``cache_salt`` says that they must not be shared: here they are
-    neither stored nor loaded.
+      neither stored nor loaded.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: Any, kv_cache_config: Any) -> None:

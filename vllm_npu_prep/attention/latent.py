@@ -107,16 +107,9 @@ def split_metadata(
     host: LatentArrays[np.ndarray],
     device: LatentArrays[torch.Tensor],
 ) -> Halves:
-    """Split a step's metadata into decodes and prefills.
+    """Split a step's metadata, which has at least one prefill, into decodes and prefills.
 
-    Parameters
-    ----------
-    metadata
-        The step's, without padding requests, and with at least one prefill.
-    num_decodes
-        The number of requests at the beginning that are decodes.
-    host, device
-        The step's arrays, without padding.
+    Neither the metadata nor the arrays have padding; the first `num_decodes` requests are decodes.
     """
     starts, table = metadata.query_start_loc_np, metadata.block_tables
     assert table is not None
@@ -179,12 +172,7 @@ def make_latent_split(
 ) -> LatentSplit | None:
     """Return how an engine splits its steps for latent attention; None if prefills are absorbed.
 
-    Parameters
-    ----------
-    decode_threshold
-        The largest number of tokens of a decode.
-    block_size
-        The block size of the cache, in tokens.
+    A decode has at most `decode_threshold` tokens; `block_size` is in tokens.
     """
     if absorbs_prefills(vllm_config):
         return None

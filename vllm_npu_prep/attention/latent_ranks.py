@@ -73,17 +73,8 @@ def attend_shared_decodes(
 ) -> torch.Tensor:
     """Attend with the decodes of a layer, whose latent rows are in the cache already.
 
-    Parameters
-    ----------
-    queries
-        The queries of this rank's heads.
-    num_rows
-        The number of rows of the result.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_rows, num_heads, kv_lora_rank]``, zero after the tokens of `queries`.
+    `queries` are those of this rank's heads. The result is ``[num_rows, num_heads, kv_lora_rank]``,
+    and zero after the tokens of `queries`.
     """
     group = get_dcp_group()
     gathered = group.all_gather(torch.cat(tuple(queries), -1).contiguous(), dim=1)

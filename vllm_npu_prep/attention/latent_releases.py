@@ -27,18 +27,9 @@ KV_LORA_RANK, ROPE_SIZE, HEAD_SIZE = 512, 64, 128
 class LatentLayers:
     """What decides whether the calls of a model's layers are taken.
 
-    Attributes
-    ----------
-    num_heads
-        The heads of one rank.
-    kv_lora_rank, rope_size
-        Sizes of a latent row and of a rotated key.
-    key_size, value_size
-        Sizes of a head of projected K and V.
-    dtype
-        As torch prints it: ``torch.bfloat16``.
-    block_size
-        The block size of the cache, in tokens.
+    The number of heads is that of one rank; `key_size` and `value_size` are those of a head of
+    projected K and V; `block_size` is in tokens, and `dtype` is as torch prints it:
+    ``torch.bfloat16``.
     """
 
     num_heads: int

@@ -31,17 +31,9 @@ ASKED = {
 
 
 def refuse_what_is_asked(config: Any) -> None:
-    """Raise if a layer needs attention that no kernel family has.
+    """Raise a `PrepError` that names what a layer asks of attention and no kernel family has.
 
-    Parameters
-    ----------
-    config
-        vLLM's ``AttentionSelectorConfig`` of the layer.
-
-    Raises
-    ------
-    PrepError
-        The message names what the layer needs.
+    `config` is vLLM's ``AttentionSelectorConfig`` of the layer.
     """
     for name, (what, why) in ASKED.items():
         if getattr(config, name):
@@ -51,17 +43,10 @@ def refuse_what_is_asked(config: Any) -> None:
 
 
 def refuse_other_layers(layers: Mapping[str, Any]) -> None:
-    """Raise if a model has layers with a KV cache or states that this plugin doesn't compute.
+    """Raise a `PrepError` if a model has layers with a cache or states that are not computed here.
 
-    Parameters
-    ----------
-    layers
-        By name, as in vLLM's ``static_forward_context``.
-
-    Raises
-    ------
-    PrepError
-        The message names the first layer of each kind.
+    It names the first layer of each kind. The keys of `layers` are those of vLLM's
+    ``static_forward_context``.
     """
     others: dict[str, str] = {}
     for name, layer in layers.items():

@@ -28,11 +28,6 @@ def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> N
 def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalGroups | None:
     """Return the KV-cache groups with chunked local attention; None if no layer has it.
 
-    Parameters
-    ----------
-    attn_groups
-        The attention groups of each KV-cache group.
-
     Raises
     ------
     PrepError
@@ -60,15 +55,8 @@ def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalG
 class LocalBlockTables:
     """The block tables of the virtual requests of each step, at one address for each layout.
 
-    Parameters
-    ----------
-    entries
-        int32: the device's block tables of all groups, one after the other. Rows are whole
-        attention chunks.
-    local
-        The groups that need such tables.
-    max_num_reqs
-        The largest number of virtual requests of a step.
+    `entries`, int32, are the device's block tables of all groups, one after the other; their rows
+    are whole attention chunks. A step has at most `max_num_reqs` virtual requests.
     """
 
     def __init__(
@@ -85,17 +73,10 @@ class LocalBlockTables:
         self._device = device
 
     def gather(self, table_rows: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the block tables of a step's virtual requests, padding included; one launch.
+        """Return the block tables of a step's virtual requests, padding included, by cache group.
 
-        Parameters
-        ----------
-        table_rows
-            The step's ``chunk_local_table_rows`` on the device.
-
-        Returns
-        -------
-        dict
-            By KV-cache group: int32 ``[V, blocks_per_chunk]``, overwritten by the next step.
+        They are int32 ``[V, blocks_per_chunk]``, gathered in one launch and overwritten by the next
+        step. `table_rows` are the step's ``chunk_local_table_rows`` on the device.
         """
         device, table_rows = self._device, table_rows.view(-1)
         gathered = self._gathered[: len(table_rows)]

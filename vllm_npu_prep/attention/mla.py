@@ -212,12 +212,7 @@ def split_common(
 ) -> tuple[int, LatentArrays[np.ndarray]]:
     """Split a step that the runner has not prepared, such as a dummy run's.
 
-    Returns
-    -------
-    num_decodes
-        The number of requests at the beginning that are decodes.
-    LatentArrays
-        The split on the host, without padding.
+    Return the number of decodes, which come first, and the split on the host, without padding.
     """
     num_reqs = len(metadata.seq_lens_np)
     most = latent.max_pieces(metadata.num_input_tokens, num_reqs)
@@ -357,12 +352,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
     ) -> tuple[torch.Tensor, None]:
         """Attend with decodes over the cache, which has the step's own rows already.
 
-        Returns
-        -------
-        torch.Tensor
-            ``[num_decode_tokens, num_heads, kv_lora_rank]``, zero where attention sees no token.
-        None
-            There is no log-sum-exp, because nothing is left to merge.
+        The output is ``[num_decode_tokens, num_heads, kv_lora_rank]``, zero where attention sees no
+        token. There is no log-sum-exp, because nothing is left to merge.
         """
         assert isinstance(q, tuple)
         step = attn_metadata.decode

@@ -8,10 +8,10 @@ once, on two streams beside the one that computes: one for loads and one for sto
 The order follows from upstream's rules and from events:
 
 - A job begins after all work issued before it. So a store reads what the steps wrote, and a load
-comes after its blocks were zeroed or read.
+  comes after its blocks were zeroed or read.
 - A request whose blocks are loaded is scheduled once the load's event has happened.
 - A block that is being stored is given to another request only after `wait`, which upstream calls
-before it does so.
+  before it does so.
 
 So no step waits for a copy, on the host or on the device.
 """
@@ -51,20 +51,10 @@ CPU_BYTES = "cpu_bytes_to_use"
 
 
 def rows_of_blocks(part: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return the bytes of one plane, with a row for each block.
+    """Return the memory of one plane as int8 ``[num_blocks, bytes of a block]``.
 
-    Parameters
-    ----------
-    part
-        ``[num_blocks * n, ...]``: a plane, in blocks as kernels count them, or a part of the
-        recurrent states.
-    num_blocks
-        The number of blocks as vLLM counts them.
-
-    Returns
-    -------
-    torch.Tensor
-        The same memory, int8 ``[num_blocks, bytes of a block]``.
+    `part` is ``[num_blocks * n, ...]``: a plane, in blocks as kernels count them, or a part of the
+    recurrent states. `num_blocks` counts blocks as vLLM does.
     """
     itemsize = part.element_size()
     nbytes = part.stride(0) * (len(part) // num_blocks) * itemsize
@@ -177,19 +167,8 @@ class _Direction:
 class PlaneOffloadingWorker(OffloadingWorker):
     """Copies blocks of one rank's planes between the device and the host.
 
-    Parameters
-    ----------
-    kv_caches
-        All planes, and for each KV-cache group the planes of its layers.
-    blocks_per_chunk
-        The number of the device's blocks that the host keeps together.
-    num_chunks
-        The number of chunks that the host keeps.
-
-    Attributes
-    ----------
-    nbytes
-        The bytes of host memory that it takes.
+    The host keeps `num_chunks` chunks, each of `blocks_per_chunk` blocks of the device. `nbytes` is
+    the host memory that they take.
 
     Raises
     ------

@@ -102,12 +102,7 @@ class StateBackend(AttentionBackend):
 class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     """The only constructor of `StateMetadata`, with the interface of `AscendMetadataBuilder`.
 
-    Attributes
-    ----------
-    holds_states
-        True; builders of attention have False.
-    num_drafts
-        The most drafts of a request, each of which has a state; 0 without speculation.
+    `num_drafts` is the most drafts of a request, each of which has a state; 0 without speculation.
     """
 
     holds_states = True
@@ -152,12 +147,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     ) -> StateMetadata:
         """Build the metadata of a prepared step for one state group: views, and no read-back.
 
-        Parameters
-        ----------
-        group
-            The index of the KV-cache group.
-        block_table, masks
-            Not read: the step has found the entries already.
+        `block_table` and `masks` are not read, because the step has found the entries already.
         """
         del block_table, masks
         states, arrays = step.states, staged.device
@@ -266,12 +256,8 @@ def move_states(
 ) -> int:
     """Copy states of decodes that enter another block, and zero those of decodes without a state.
 
-    Block ids are the host's, so nothing is read back or sent.
-
-    Returns
-    -------
-    int
-        The number of requests whose states were copied or zeroed.
+    Block ids are the host's, so nothing is read back or sent. Return the number of requests whose
+    states were copied or zeroed.
     """
     rows = np.flatnonzero((source != target) | ~has_state)
     for row in rows.tolist():

@@ -33,14 +33,6 @@ class DeviceKind:
 
     Attributes
     ----------
-    device_type
-        As in torch's device strings.
-    label
-        The name in messages.
-    dispatch_key
-        The key of torch's dispatcher.
-    dist_backend
-        The backend of collectives.
     visible_env_var
         The variable that lists the devices that a process may use.
     dtypes

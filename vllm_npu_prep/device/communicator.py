@@ -49,21 +49,10 @@ class NPUCommunicator(DeviceCommunicatorBase):
         dim: int = 0,
         sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Concatenate the pieces of all ranks.
+        """Concatenate the pieces of all ranks along dimension 0.
 
-        Parameters
-        ----------
-        input_
-            This rank's piece, ``[sizes[rank], ...]``, or several pieces of that length.
-        dim
-            Always 0.
-        sizes
-            The length of each rank's piece; None if they are equal.
-
-        Returns
-        -------
-        torch.Tensor or list of torch.Tensor
-            ``[sum(sizes), ...]`` for each input.
+        Each input is this rank's piece ``[sizes[rank], ...]``, and each result is ``[sum(sizes),
+        ...]``. Without `sizes`, the pieces are equal.
         """
         assert dim == 0, "vLLM gathers tokens, which come first"
         if isinstance(input_, list):
@@ -83,21 +72,9 @@ class NPUCommunicator(DeviceCommunicatorBase):
     def reduce_scatterv(
         self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """Return this rank's piece of the sum of all ranks' inputs.
+        """Return this rank's piece ``[sizes[rank], ...]`` of the sum of all ranks' inputs.
 
-        Parameters
-        ----------
-        input_
-            ``[sum(sizes), ...]``.
-        dim
-            Always 0.
-        sizes
-            The length of each rank's piece; None if they are equal.
-
-        Returns
-        -------
-        torch.Tensor
-            ``[sizes[rank], ...]``.
+        The inputs are ``[sum(sizes), ...]``. Without `sizes`, the pieces are equal.
         """
         assert dim == 0, "vLLM scatters tokens, which come first"
         sizes = sizes or [len(input_) // self.world_size] * self.world_size
@@ -128,13 +105,9 @@ class NPUCommunicator(DeviceCommunicatorBase):
     def _gather_padding(self, num_tokens: int, is_sequence_parallel: bool) -> None:
         """Gather the padding masks of all ranks, once per forward pass, in its first expert layer.
 
-        Parameters
-        ----------
-        num_tokens
-            The number of tokens that this rank passes to the experts.
-        is_sequence_parallel
-            Whether these are a part of the step: tensor-parallel ranks divide its tokens into equal
-            parts, the last of which is padded.
+        This rank passes `num_tokens` to the experts. With sequence parallelism these are a part of
+        the step: tensor-parallel ranks divide its tokens into equal parts, the last of which is
+        padded.
         """
         context = get_forward_context()
         kept = context.additional_kwargs

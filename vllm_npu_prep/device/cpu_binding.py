@@ -14,13 +14,9 @@ TOPOLOGY_SECONDS = 10.0
 
 
 def cpus_of_devices(topology: str) -> dict[int, set[int]]:
-    """Return the CPUs near each NPU of the host.
+    """Return the CPUs near each NPU of the host, from the output of ``npu-smi info -t topo``.
 
-    Parameters
-    ----------
-    topology
-        The output of ``npu-smi info -t topo``: a row ``NPU<n>`` for each device, whose last column
-        lists CPUs as ``0-23,96``.
+    It has a row ``NPU<n>`` for each device, whose last column lists CPUs as ``0-23,96``.
     """
     found = {}
     for line in topology.splitlines():
@@ -48,10 +44,7 @@ def physical_device(index: int, visible: str | None) -> int | None:
 def bind_to_device(index: int) -> str:
     """Bind all threads of this process to the CPUs near a device; `index` counts visible devices.
 
-    Returns
-    -------
-    str
-        What was done, for the log; empty if nothing was.
+    Return what was done, for the log; it is empty if nothing was.
     """
     number = physical_device(index, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
     try:

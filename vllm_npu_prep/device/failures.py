@@ -20,11 +20,6 @@ KERNEL = re.compile(r"\bkernel_name ?= ?([\w.:]+)")
 def device_failure(error: BaseException) -> str | None:
     r"""Return why a device failed while it worked, in one line; None for any other error.
 
-    Parameters
-    ----------
-    error
-        What a call raised that waited for the device.
-
     Examples
     --------
     >>> device_failure(RuntimeError("ACL stream synchronize failed, error code:507015\nmore"))

@@ -55,12 +55,8 @@ class _Piece(NamedTuple):
 class NPURegion:
     """Memory of an NPU as a `vllm_npu_prep.device.regions.Region`.
 
-    Parameters
-    ----------
-    nbytes
-        The size of `data`; the mapped memory is rounded up to whole pages.
-    device
-        An NPU, which has to be the current device of this thread.
+    `device` has to be the current device of this thread. The mapped memory is `nbytes`, rounded up
+    to whole pages.
 
     Raises
     ------

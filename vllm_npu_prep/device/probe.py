@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NPUProbe:
-    """What was found.
+    """Whether torch_npu is `installed`, and an NPU is `visible` to this process.
 
-    Attributes
-    ----------
-    installed
-        Whether torch_npu can be found.
-    visible
-        Whether this process may use at least one NPU.
-    reason
-        Why no NPU can be used, in a few words; empty if one can.
+    `reason` says in a few words why no NPU can be used; it is empty if one can.
     """
 
     installed: bool

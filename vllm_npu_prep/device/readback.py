@@ -9,17 +9,8 @@ from vllm_npu_prep.device import Device
 class ReadBack:
     """Copies an int32 array to the host after the work issued so far; `read` waits for it.
 
-    Between `start` and `read` the host can issue more work, for which `read` doesn't wait.
-
-    Parameters
-    ----------
-    length
-        The most entries of the array.
-
-    Attributes
-    ----------
-    started
-        How many copies were made.
+    Between `start` and `read` the host can issue more work, for which `read` doesn't wait. Arrays
+    have up to `length` entries; `started` counts the copies.
     """
 
     def __init__(self, device: Device, length: int, pin_memory: bool = False) -> None:

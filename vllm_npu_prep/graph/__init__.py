@@ -19,10 +19,9 @@ class GraphCall:
 
     Attributes
     ----------
-    run
-        The model, or the part of it.
     args, kwargs
-        Its arguments; a graph reads their tensors at the addresses that they had at capture.
+        The arguments of `run`; a graph reads their tensors at the addresses that they had at
+        capture.
     attn_metadata
         The step's attention metadata by layer; empty if attention is outside of the graph.
     layers
@@ -77,12 +76,8 @@ class GraphPool(Protocol):
 def make_pool(device_type: str, memory_pool: Any, num_streams: int = 1) -> GraphPool:
     """Make the pool for the kind of graph that a device has.
 
-    Parameters
-    ----------
-    memory_pool
-        vLLM's handle of the memory that all graphs share; None on the CPU fallback.
-    num_streams
-        The most streams of the device that a capture may take (`vllm_npu_prep.graph.config`).
+    `memory_pool` is vLLM's handle of the memory that all graphs share, None on the CPU fallback. A
+    capture takes at most `num_streams` streams of the device (`vllm_npu_prep.graph.config`).
     """
     if device_type == "npu":
         return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool, num_streams)

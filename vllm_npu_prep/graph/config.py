@@ -60,12 +60,8 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
 def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     """Decide the graph mode, and whether torch.compile is needed for it.
 
-    Unsupported modes have been refused before (`vllm_npu_prep.startup.subjects.graphs`).
-
-    Returns
-    -------
-    list of str
-        What the user asked for and is off, and why.
+    Unsupported modes have been refused before (`vllm_npu_prep.startup.subjects.graphs`). Return
+    what the user asked for and is off, and why.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -166,10 +162,7 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
 def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:
     """Add the largest decode to the capture sizes, and thin them to the device's budget of streams.
 
-    Returns
-    -------
-    list of str
-        What was changed and why.
+    Return what was changed and why.
 
     Raises
     ------

@@ -13,15 +13,7 @@ EAGER = "eager: "
 
 
 class StepCounts:
-    """The number of steps by how they ran.
-
-    Attributes
-    ----------
-    by_kind
-        The number of steps of each kind (`kind`).
-    last
-        The kind of the last step.
-    """
+    """The number of steps by how they ran; `last` is the kind of the last step."""
 
     def __init__(self) -> None:
         self.by_kind: Counter[str] = Counter()
@@ -38,14 +30,7 @@ class StepCounts:
     ) -> str:
         """Return how a step runs, in a few words; for an eager step, the reason.
 
-        Parameters
-        ----------
-        mode
-            The engine's graph mode.
-        largest_size
-            The largest capture size, in tokens.
-        takes_embeds
-            Whether the step gives the model embeddings.
+        `mode` is the engine's graph mode, and `largest_size` its largest capture size, in tokens.
         """
         if padding.mode in REPLAYED:
             return REPLAYED[padding.mode]

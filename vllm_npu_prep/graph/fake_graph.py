@@ -161,16 +161,9 @@ def check_padding(
 ) -> None:
     """Check what a graph is about to read past the step's own tokens and requests.
 
-    Parameters
-    ----------
-    step
-        The step; the rules are those of `vllm_npu_prep.prep.padding`.
-    staged
-        Its arrays, as they are on the device.
-    block_tables
-        int32 ``[num_reqs_padded, max_num_blocks]`` on the device, one for each group.
-    local_tables
-        Block tables of virtual requests, by group.
+    The rules are those of `vllm_npu_prep.prep.padding`. `block_tables` are int32
+    ``[num_reqs_padded, max_num_blocks]`` on the device, one for each group; `local_tables` are
+    those of virtual requests, by group.
 
     Raises
     ------

@@ -128,12 +128,8 @@ class Workspaces:
 class NPUGraphPool:
     """What graphs share: memory, workspaces, and the stream that updates lengths of full graphs.
 
-    Parameters
-    ----------
-    memory_pool
-        The handle that ``torch.npu.graph_pool_handle()`` returned.
-    num_streams
-        The most streams that a capture may take: its own, and those of communication in it.
+    `memory_pool` is a handle of ``torch.npu.graph_pool_handle()``. A capture takes at most
+    `num_streams` streams: its own, and those of communication in it.
     """
 
     def __init__(self, memory_pool: Any, num_streams: int = 1) -> None:

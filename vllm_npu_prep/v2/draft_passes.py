@@ -51,13 +51,6 @@ class PassSize(NamedTuple):
 class DraftPasses:
     """Runs the forward passes of a drafter, and captures their graphs.
 
-    Parameters
-    ----------
-    hidden_size
-        Size of the hidden states that the drafter reads.
-    reads_target
-        Whether the drafter reads hidden states of the target model.
-
     Attributes
     ----------
     sizes
@@ -84,15 +77,7 @@ class DraftPasses:
     # ----------------------------------------------------------------- graphs
 
     def make_inputs(self, mode: CUDAGraphMode, *, enforce_eager: bool) -> None:
-        """Allocate the inputs of piecewise graphs if the engine uses them; forget old captures.
-
-        Parameters
-        ----------
-        mode
-            The CUDA graph mode of the engine.
-        enforce_eager
-            Whether the drafter has to run without graphs.
-        """
+        """Allocate the inputs of piecewise graphs if the engine uses them; forget old captures."""
         self.sizes, self._inputs = (), None
         self._captured.clear()
         if mode.mixed_mode() != CUDAGraphMode.PIECEWISE or enforce_eager:
@@ -137,11 +122,8 @@ class DraftPasses:
     def size_of(self, num_tokens: int, *, is_step: bool = False) -> PassSize:
         """Decide how a pass runs; ranks that share experts have to call this together.
 
-        Parameters
-        ----------
-        is_step
-            Whether the pass is over a step's tokens. These are padded already, so a graph is used
-            only if it has exactly this number of tokens.
+        With `is_step`, the pass is over a step's tokens. These are padded already, so a graph is
+        used only if it has exactly this number of tokens.
         """
         place = bisect_left(self.sizes, num_tokens)
         padded = self.sizes[place] if place < len(self.sizes) else 0

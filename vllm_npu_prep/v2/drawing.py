@@ -84,17 +84,14 @@ class Requests(NamedTuple):
 def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the token with the largest logit of each row, with Gumbel noise in random rows.
 
+    The tokens are int64 ``[num_rows]``.
+
     Parameters
     ----------
     logits
         ``[num_rows, vocab_size]``, divided by the temperature.
     pos
         Returns the position from which each row samples, int64 ``[num_rows]``.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[num_rows]``.
     """
     are_random = requests.are_random
     if not are_random.any():
@@ -111,19 +108,10 @@ def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tenso
 
 
 def draw_drafts(logits: torch.Tensor, requests: Requests, positions: torch.Tensor) -> torch.Tensor:
-    """Draw a draft of each row at its request's temperature; nothing else limits it.
+    """Draw a draft of each row, int64 ``[num_reqs]``, at its request's temperature.
 
-    Parameters
-    ----------
-    logits
-        ``[num_reqs, vocab_size]`` of the drafter.
-    positions
-        int64 ``[num_reqs]``: the position of the token before the draft.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[num_reqs]``.
+    No other sampling parameter applies. `logits` are the drafter's, ``[num_reqs, vocab_size]``, and
+    `positions` those of the tokens before the drafts, int64 ``[num_reqs]``.
     """
     temperature = requests.temperature
     scaled = logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]

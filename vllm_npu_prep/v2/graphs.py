@@ -65,19 +65,9 @@ class GraphManager(ModelCudaGraphManager):
         eager: bool,
         shared: SharedDecisions | None = None,
     ) -> tuple[CUDAGraphMode, BatchDescriptor, BatchExecutionDescriptor]:
-        """Return upstream's decision for a step.
+        """Return upstream's decision for a step, on which `shared` agrees with the other ranks.
 
-        Parameters
-        ----------
-        eager
-            Whether the step has to run without a graph.
-        shared
-            Agrees with the other data-parallel ranks, if they share experts.
-
-        Returns
-        -------
-        mode, descriptor, decision
-            The decision as V1's dispatcher returns it (the first two), and as V2's runner takes it.
+        The first two values have the form of V1's dispatcher, the third is what V2's runner takes.
         """
         # Any batch of decodes, and prompts of one token, which are padded as decodes are
         is_uniform = num_tokens == num_reqs * max_query_len

@@ -14,12 +14,8 @@ class SlotNgramSpeculator(BaseSpeculator):
     """Drafts the tokens that followed the last tokens when these occurred before.
 
     It stands in for upstream's ``NgramGPUSpeculator``, which launches two Triton kernels. Tokens
-    stay on the device, and the host waits for nothing.
-
-    Parameters
-    ----------
-    states
-        They have to keep all tokens on the device (`SlotStates.keeps_all_tokens`).
+    stay on the device, and the host waits for nothing. `states` have to keep all tokens there
+    (`SlotStates.keeps_all_tokens`).
     """
 
     supports_mm_inputs = False
@@ -47,19 +43,10 @@ class SlotNgramSpeculator(BaseSpeculator):
         return self._no_drafts[: input_batch.num_reqs]
 
     def draft(self, idx_mapping: torch.Tensor, accepted: Accepted, most_known: int) -> torch.Tensor:
-        """Draft tokens for each request of a step whose samples are in `SlotStates` already.
+        """Draft tokens, int32 ``[num_reqs, num_speculative_tokens]``, after a step's samples.
 
-        Parameters
-        ----------
-        idx_mapping
-            int64 ``[num_reqs]``: the request row of each request.
-        most_known
-            The largest number of tokens that a request can have now; later columns are not read.
-
-        Returns
-        -------
-        torch.Tensor
-            int32 ``[num_reqs, num_speculative_tokens]``.
+        `SlotStates` has the samples already. `idx_mapping`, int64 ``[num_reqs]``, are request rows.
+        No request has more than `most_known` tokens, so later columns are not read.
         """
         tokens = self._states.all_token_ids.gpu[:, :most_known].index_select(0, idx_mapping)
         lengths = self._states.total_len.gpu.index_select(0, idx_mapping)
@@ -77,8 +64,8 @@ def look_up(
 ) -> torch.Tensor:
     """Return the tokens that followed the last place where a request's last tokens occurred before.
 
-    The longest match counts, and of its places the last one, as in upstream's
-    ``_ngram_scan_kernel`` and ``_ngram_finalize_kernel``.
+    They are int32 ``[num_reqs, num_drafts]``. The longest match counts, and of its places the last
+    one, as in upstream's ``_ngram_scan_kernel`` and ``_ngram_finalize_kernel``.
 
     Parameters
     ----------
@@ -91,11 +78,6 @@ def look_up(
         int32 ``[num_reqs]``: the token that is drafted where nothing is found.
     smallest, largest
         How many last tokens have to match: at least, and at most.
-
-    Returns
-    -------
-    torch.Tensor
-        int32 ``[num_reqs, num_drafts]``.
     """
     width, device = tokens.shape[1], tokens.device
     lengths = lengths.long()[:, None]

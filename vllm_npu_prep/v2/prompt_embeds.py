@@ -46,14 +46,9 @@ class SlotPromptEmbeds:
     ) -> None:
         """Collect the embeddings that a step reads, and give their tokens a valid id.
 
-        Parameters
-        ----------
-        step
-            The step, before it is copied to the device.
-        slots
-            int ``[num_reqs]``: the request row of each request, in the order of the batch.
-        is_token_ids
-            See `vllm_npu_prep.v2.states.SlotStates`.
+        The step is not copied to the device yet. `slots`, int ``[num_reqs]``, are the request rows
+        in the order of the batch; `is_token_ids` is the array of
+        `vllm_npu_prep.v2.states.SlotStates`.
         """
         self._of_step = None
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._prompts]

@@ -102,12 +102,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     Upstream's V2 runner computes a step's inputs on the device: with two copies, sixteen more where
     host and device share no memory, and seven Triton launches. Here `SlotStates` keeps on the host
     what the inputs are computed from, and one copy brings them. The class has only overrides and
-    their helpers.
-
-    Parameters
-    ----------
-    prep_device
-        The same device as `device`, by this plugin's interface.
+    their helpers. `prep_device` is this plugin's interface to `device`.
 
     Attributes
     ----------
@@ -627,12 +622,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture every graph, the largest first.
-
-        Returns
-        -------
-        int
-            The bytes of device memory that the graphs take.
+        """Capture every graph, the largest first; return the bytes of device memory that they take.
 
         Raises
         ------

@@ -38,10 +38,6 @@ class SlotSpeculator(TargetDependentARSpeculator):
     ----------
     builders
         Metadata builders of the drafter's layers; set with the KV cache.
-    block_tables
-        The block tables of all KV-cache groups.
-    passes
-        Runs the drafter's forward passes.
     draft_logits
         The logits from which drafts were drawn, by request row; None if drafts are the drafter's
         most likely tokens.
@@ -124,7 +120,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
         slot_mappings: dict[str, torch.Tensor],
         requests: Requests | None = None,
     ) -> torch.Tensor:
-        """Draft tokens for each request of a step.
+        """Draft tokens for each request of a step, int32 ``[num_reqs, num_speculative_tokens]``.
 
         Parameters
         ----------
@@ -137,11 +133,6 @@ class SlotSpeculator(TargetDependentARSpeculator):
         requests
             The requests of the step, by whose temperatures and seeds drafts are drawn; None if all
             are greedy, or if drafts are the most likely tokens.
-
-        Returns
-        -------
-        torch.Tensor
-            int32 ``[num_reqs, num_speculative_tokens]``.
         """
         step, arrays = in_flight.step, in_flight.staged.device
         num_reqs, num_tokens = step.num_reqs, step.num_input_tokens
@@ -277,17 +268,9 @@ class SlotSpeculator(TargetDependentARSpeculator):
     ) -> torch.Tensor:
         """Return a draft of each row, int32 ``[num_reqs]``: the most likely token, or a drawn one.
 
-        Parameters
-        ----------
-        hidden_states
-            ``[num_reqs, hidden_size]`` of a pass.
-        index
-            The place of the draft among those of its request.
-        positions
-            int64 ``[num_reqs]`` of the pass.
-        requests
-            The requests by whose temperatures and seeds drafts are drawn; None for the most likely
-            tokens.
+        `index` is the place of the draft among those of its request; `positions` are those of the
+        pass, int64 ``[num_reqs]``. Drafts are drawn by the temperatures and seeds of `requests`, if
+        given.
         """
         model: Any = self.model
         logits: torch.Tensor = model.compute_logits(hidden_states)
@@ -337,21 +320,9 @@ def shifted(
     """Return input ids of the first draft pass: a request's tokens but the first, and its next.
 
     This is upstream's ``_prepare_prefill_inputs_kernel``. Positions of rejected tokens hold some
-    token, which nothing that counts reads.
-
-    Parameters
-    ----------
-    input_ids
-        int32 ``[num_tokens]`` of the target.
-    last_token_indices
-        int64 ``[num_reqs]``: each request's last token that was not rejected.
-    next_token_ids
-        int32 ``[num_reqs]``: the token after it.
-
-    Returns
-    -------
-    torch.Tensor
-        int32 ``[num_tokens]``.
+    token, which nothing that counts reads. `input_ids` and the result are int32 ``[num_tokens]``;
+    `last_token_indices`, int64 ``[num_reqs]``, are the last tokens that were not rejected, and
+    `next_token_ids`, int32 ``[num_reqs]``, are the tokens after them.
     """
     moved = input_ids.roll(-1)
     return moved.index_copy_(0, last_token_indices, next_token_ids)

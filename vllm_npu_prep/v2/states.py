@@ -112,12 +112,8 @@ class SlotStates:
     ) -> None:
         """Give a request row to a request that is new, or resumed after preemption.
 
-        Parameters
-        ----------
-        all_token_ids
-            The prompt, and the tokens that were generated before a preemption.
-        num_computed_tokens
-            The number of tokens that the KV cache has already.
+        `all_token_ids` are its prompt and the tokens that were generated before a preemption;
+        `num_computed_tokens` of them are in the KV cache already.
         """
         slot = self.free_indices.pop()
         self.req_id_to_index[req_id], self.index_to_req_id[slot] = slot, req_id
@@ -186,19 +182,9 @@ class SlotStates:
         """Return the scheduler's counts of computed tokens, less the drafts that were rejected.
 
         Under asynchronous scheduling the scheduler counts all drafts of the last step as accepted,
-        unless it has waited for the step.
-
-        Parameters
-        ----------
-        slots, num_computed_tokens
-            int ``[n]``: request rows of the requests that stay, and the scheduler's counts.
-        num_valid_tokens
-            Counts of accepted tokens by row of the last step; read, and waited for, only if needed.
-
-        Returns
-        -------
-        numpy.ndarray
-            int32 ``[n]``.
+        unless it has waited for the step. `slots` are the request rows of requests that stay; all
+        arrays are int32 or int64 ``[n]``. `num_valid_tokens` has the counts of accepted tokens by
+        row of the last step; it is read, and waited for, only if needed.
         """
         counts = np.asarray(num_computed_tokens, np.int32)
         rows = self.samples.rows[slots] - self.samples.num_older  # in the last step
@@ -272,13 +258,6 @@ class Samples:
     a step leaves out are kept before the step's own. That takes one launch after such a step, and
     no launch when a step is prepared.
 
-    Parameters
-    ----------
-    max_num_reqs
-        Number of request rows.
-    num_drafts
-        Number of drafts that are made after each sample.
-
     Attributes
     ----------
     rows
@@ -286,6 +265,8 @@ class Samples:
         none.
     num_older
         Number of rows before those of the last step.
+    num_drafts
+        Number of drafts that are made after each sample.
     """
 
     def __init__(self, max_num_reqs: int, num_drafts: int = 0) -> None:
@@ -300,12 +281,8 @@ class Samples:
     def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> Found:
         """Return the samples from which a step continues.
 
-        Parameters
-        ----------
-        slots
-            int ``[num_reqs]``: the request row of each request, in the order of the batch.
-        is_awaited
-            bool ``[num_reqs]``: whether the request continues from a sample.
+        `slots`, int ``[num_reqs]``, are the request rows in the order of the batch; `is_awaited`,
+        bool ``[num_reqs]``, says which requests continue from a sample.
         """
         rows = np.where(is_awaited, self.rows[slots], NO_PREVIOUS_ROW)
         if self._by_row is None or not is_awaited.any():

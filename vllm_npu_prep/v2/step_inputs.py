@@ -13,11 +13,8 @@ from vllm_npu_prep.v2.verification import VerifiedBatch
 class StepInputs:
     """Makes upstream's ``InputBatch`` of a prepared step, from views of its arrays and constants.
 
-    Parameters
-    ----------
-    always_masks
-        Whether steps without padding have a padding mask, too: experts that see tokens of other
-        ranks need one of every rank.
+    With `always_masks`, steps without padding have a padding mask, too, because experts that see
+    tokens of other ranks need a mask of every rank.
     """
 
     def __init__(

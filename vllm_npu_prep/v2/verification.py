@@ -98,13 +98,8 @@ class SlotRejectionSampler(RejectionSampler):
     (`vllm_npu_prep.ops.slot_rejection`): the row's token is the draft if it is accepted, and
     another token if not.
 
-    Parameters
-    ----------
-    sampler
-        Draws the tokens.
-    spec_config, device, watermark_key
-        Upstream's arguments; only the number of drafts is read, and what else they can ask for has
-        been refused.
+    Of `spec_config` only the number of drafts is read; other methods and watermarks are refused at
+    start-up.
     """
 
     sampler: SlotSampler

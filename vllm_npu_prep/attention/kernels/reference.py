@@ -71,12 +71,7 @@ class Tile:
 class TilePlan:
     """How a step is cut, over its own K and V or over the cache.
 
-    Attributes
-    ----------
-    chunks
-        The chunks of each tile.
-    room
-        The bytes that further tiles may take to be kept.
+    `chunks` are those of each tile; further tiles are kept if they take at most `room` bytes.
     """
 
     chunks: list[list[Chunk]]
