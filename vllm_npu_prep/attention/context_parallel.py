@@ -43,7 +43,7 @@ class SharedStep:
     own
         Metadata of the step's own K and V; None if `rows` has them.
     has_rows
-        bool ``[T]``: tokens of requests of which this rank keeps something; None if it does of all.
+        bool ``[T]``: tokens of requests of which this rank keeps something; None if these are all.
     """
 
     rows: AscendMetadata

@@ -38,7 +38,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.enable_fused_gdn_spec_decode = False  # a Triton kernel of bfloat16 drafts
+        self.enable_fused_gdn_spec_decode = False  # it is a Triton kernel for drafts in bfloat16
         self._fuses_norm = "rms_norm" in fused_operators(get_current_vllm_config())
 
     def get_attn_backend(self) -> type[AttentionBackend]:

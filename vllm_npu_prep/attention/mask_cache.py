@@ -73,7 +73,7 @@ class MaskCache:
             return matrix[:max_seq_len, :max_seq_len].contiguous()  # kernels take no strides
         if plan.attention_chunk_size is not None:
             positions = positions % plan.attention_chunk_size
-        # A strided input is copied first: no more of it than positions can reach.
+        # `index_select` copies a strided input first, so it gets only what positions can reach
         rows = matrix[:max_seq_len, :max_seq_len].index_select(0, positions)
         padding = num_rows - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows

@@ -308,7 +308,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
         self.decode_shape = self.shape._replace(num_heads=self.kernels.decode_heads(num_heads))
         self._kv_cache: torch.Tensor | None = None
-        # vLLM's layer would exchange queries and results itself, and merge by kernels of Triton
+        # Else vLLM's layer would exchange queries and results, and merge them by Triton kernels
         self.dcp_world_size, self.dcp_rank = 1, 0
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -56,7 +56,7 @@ class StateMetadata(AttentionMetadata):
     token_state_indices: torch.Tensor | None = None  # [num_decode_tokens] int32
     num_accepted_tokens: torch.Tensor | None = None  # [R] int32
     decode_lens: list[int] | None = None
-    tasks: Any = None  # unused: operators of state layers take no lists that graphs have to update
+    tasks: Any = None  # set by graphs, but not read: these operators take no lists of lengths
     # What the first layer of a group makes for all its layers (`attention.kernels.fused_delta`)
     rows_to_write: torch.Tensor | None = None  # int64: for decodes
     ones: torch.Tensor | None = None  # [decodes] int32
@@ -192,7 +192,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         """Copy states of decodes to the blocks that the step writes, before its forward pass."""
         host, rows = staged.np, slice(num_decodes)
         target = host.state_indices[index, rows]
-        if self.num_drafts:  # where the operator reads it: among the blocks of its own tokens
+        if self.num_drafts:  # the operator reads it from the block of one of the step's tokens
             starts, lens = (
                 host.query_start_loc[rows],
                 np.diff(host.query_start_loc[: num_decodes + 1]),

@@ -23,9 +23,7 @@ class GraphWrapper(CUDAGraphWrapper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.concrete_cudagraph_entries: dict[Any, Any]
-        self._pools: dict[
-            Any, GraphPool
-        ] = {}  # by memory pool, as upstream profiles in another one
+        self._pools: dict[Any, GraphPool] = {}  # by memory pool: upstream profiles in another one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Capture, replay or run eagerly, as the forward context decides."""

@@ -40,7 +40,7 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.expanded_input_ids = self.expanded_positions = torch.empty(0)  # of upstream's passes
+        self.expanded_input_ids = self.expanded_positions = torch.empty(0)  # for upstream's passes
 
     def _first_pass(
         self,
@@ -67,9 +67,9 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
             input_ids,
             positions,
             is_rejected,
-            torch.empty_like(is_rejected),  # drafts in parallel: none
+            torch.empty_like(is_rejected),  # no drafts are made in parallel
             last,
-            last,  # not written: no hidden states
+            last,  # not written: there are no hidden states
             query_start_loc,
             accepted.last_token_indices,
             padding_token_id=0,

@@ -119,7 +119,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     block_tables: SlotBlockTables  # type: ignore[assignment]
     model_state: PreparedModelState
     lora_state: SlotAdapters
-    cudagraph_manager: GraphManager  # as `graphs` and `preparer`, from `initialize_kv_cache` on
+    cudagraph_manager: GraphManager  # as the next two, set by `initialize_kv_cache`
     graphs: Graphs
     preparer: Preparer
     order: BatchOrder
@@ -131,9 +131,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.in_flight: StepInFlight | None = None
         with prep_device.host_streams(), self._stand_ins(device):
             super().__init__(vllm_config, device)
-        self.dcp_size = (
-            1  # else upstream would launch a kernel to count each rank's part of contexts
-        )
+        self.dcp_size = 1  # else upstream launches a kernel that counts each rank's part
         num_drafts = self.num_speculative_steps
         self.use_async_spec_decode = bool(
             num_drafts and vllm_config.scheduler_config.async_scheduling

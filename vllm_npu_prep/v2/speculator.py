@@ -281,7 +281,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
         at = requests.idx_mapping * self.num_speculative_steps + index
         by_slot = self.draft_logits.flatten(0, 1)
         by_slot.index_copy_(0, at, logits.to(by_slot.dtype))
-        # A pass that shifts tokens has the one after its position
+        # A pass that shifts tokens has, in each row, the token after the row's position
         before = positions if self.num_extra_query_per_req else positions + 1
         return draw_drafts(logits, requests, before).to(torch.int32)
 

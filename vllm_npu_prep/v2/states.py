@@ -182,9 +182,9 @@ class SlotStates:
         """Return the scheduler's counts of computed tokens, less the drafts that were rejected.
 
         Under asynchronous scheduling the scheduler counts all drafts of the last step as accepted,
-        unless it has waited for the step. `slots` are the request rows of requests that stay; all
-        arrays are int32 or int64 ``[n]``. `num_valid_tokens` has the counts of accepted tokens by
-        row of the last step; it is read, and waited for, only if needed.
+        unless it has waited for the step. `slots` are the request rows of requests that stay; the
+        result is int32 ``[n]``. `num_valid_tokens` has the counts of accepted tokens by row of the
+        last step; it is read, and waited for, only if needed.
         """
         counts = np.asarray(num_computed_tokens, np.int32)
         rows = self.samples.rows[slots] - self.samples.num_older  # in the last step

@@ -46,7 +46,7 @@ class SlotThinkingBudget(ThinkingBudgetState):
 
     def apply_staged_writes(self) -> None:
         if self.enabled:
-            self._reset_reqs.clear()  # of upstream's own markers
+            self._reset_reqs.clear()  # upstream's own markers use it
             self._last.apply_write()
             self.thinking_token_budget.copy_to_uva()
 

@@ -157,7 +157,7 @@ def _scan_chunk(given: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, t
     query, key, value = (each.transpose(0, 1) for each in given[:3])  # [H, T, dim]
     rate = given.rate.t().unsqueeze(-1)  # [H, T, 1]
     total = given.decay.t().cumsum(-1)  # [H, T]
-    # exp(G_i - G_j) for j <= i, else 0; of later tokens it could be too large for a float
+    # exp(G_i - G_j) for j <= i, else 0; for later tokens it could be too large for a float
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     lower = torch.ones_like(between, dtype=torch.bool).tril()
     between = between.masked_fill(~lower, float("-inf")).exp()
