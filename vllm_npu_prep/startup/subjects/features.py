@@ -1,4 +1,4 @@
-"""Features of vLLM, and kinds of models, that this version doesn't support."""
+"""Refusals of vLLM's features, and of kinds of models, that this version doesn't support."""
 
 from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.startup.asked import STATE_MODELS, Asked
@@ -6,8 +6,10 @@ from vllm_npu_prep.startup.example import CHUNKS, EXPERTS, MLA, STATES, Example,
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Layers with a state instead of K and V, by transformers' ``layer_types``. For an architecture
-that vLLM doesn't know, it runs transformers' code and doesn't notice that the model is a hybrid."""
+"""Layers with a recurrent state instead of K and V, by transformers' ``layer_types``. For an
+architecture that vLLM doesn't know, it runs transformers' code and doesn't notice that the model
+is a hybrid.
+"""
 
 
 def _only_drafts(asked: Asked) -> bool:
@@ -124,7 +126,7 @@ MODELS = (
 )
 
 MEANS = "--runner pooling --pooler-config.seq_pooling_type MEAN --max-num-batched-tokens 128"
-"""An engine of an example, which pools whole prompts."""
+"""Arguments of examples, for an engine that pools whole prompts."""
 
 POOLING = (
     Refusal(
