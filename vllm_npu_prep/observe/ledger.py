@@ -1,10 +1,10 @@
 """Tracks which request owns each block and wrote each slot, from step to step.
 
 A worker sees the scheduler's decisions only: which blocks a request gets, and that it finished or
-was preempted. From these the ledger knows each block's purpose without the runner's own tables. A
-slot's content is named by a hash of the tokens up to it and of what was loaded as the request's
+was preempted. From these the ledger knows each block's purpose without the runner's own tables. The
+content of a slot is named by a hash of the tokens up to it and of what was loaded as the request's
 adapter, as prefix caching names blocks: only requests with the same beginning may read the same
-slot. A state of linear attention is named likewise, by all tokens that are in it.
+slot. A recurrent state is named in the same way, by all tokens that are in it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,10 +30,10 @@ UNKNOWN = -1
 NONE_KEPT: Mapping[str, int] = {}
 
 NOBODY = 0
-"""Content of a slot that was never written."""
+"""The content of a slot that was never written."""
 
 LARGEST_CONTENT = 1 << 62
-"""Upper limit for names of contents, so that a group's index can be added."""
+"""The upper limit of names of contents, so that a group's index can be added within int64."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LedgerGroup:
     shards: ContextShards | None = None  # the part of each context that this rank keeps
 
     def first_needed(self, position: int) -> int:
-        """First position that the token at a position sees; earlier blocks may be freed."""
+        """Return the first position that a position's token sees; earlier blocks may be freed."""
         if self.holds_states:
             return max(0, position - 1)
         if self.sliding_window is not None:
@@ -58,7 +58,7 @@ class LedgerGroup:
         return 0
 
     def slot(self, block: int, position: int) -> int:
-        """Slot of a position in its block; -1 if another rank keeps it."""
+        """Return the slot of a position in its block; -1 if another rank keeps it."""
         if self.shards is None:
             return block * self.block_size + position % self.block_size
         if self.shards.owner(position) != self.shards.rank:
@@ -67,11 +67,13 @@ class LedgerGroup:
         return block * size + self.shards.local_position(position) % size
 
     def block_of(self, slot: int) -> int:
-        """Block of a slot of this rank."""
+        """Return the block of a slot of this rank."""
         return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
-        """Block ids of the block tables, from the scheduler's."""
+        """Return the block ids of the block tables for the scheduler's, which may be pages of
+        several blocks.
+        """
         pages = self.blocks_per_page
         return [page * pages + part for page in block_ids for part in range(pages)]
 
@@ -110,11 +112,11 @@ class SlotLedger:
     groups
         The KV-cache groups, which share their blocks.
     num_blocks
-        Blocks of each, of their tables.
+        Number of blocks of the block tables, which each group has.
     loads
         Whether a KV connector may fill blocks.
     load_of
-        What an adapter of this number has been loaded as; None if it isn't.
+        Returns what an adapter of this number has been loaded as; None if it isn't.
     """
 
     def __init__(
@@ -248,14 +250,12 @@ class SlotLedger:
         input_ids: np.ndarray,
         num_kept: Mapping[str, int] = NONE_KEPT,
     ) -> None:
-        """Check and note the slots that a step reads and writes.
+        """Check and note the slots and recurrent states that a step reads and writes.
 
         Parameters
         ----------
-        step
-            The prepared step.
         req_ids
-            Of the batch, in order.
+            Ids of the batch's requests, in order.
         input_ids
             Token ids as the model reads them, ``[total_num_scheduled_tokens]``.
         num_kept
@@ -285,7 +285,7 @@ class SlotLedger:
                     self._read(step, row, req_id, index)
 
     def _owners(self) -> dict[int, dict[str, bool]]:
-        """Requests that own each block, and whether they got it as a cached one.
+        """Return the requests that own each block, and whether they got it as a cached one.
 
         Blocks before a window have no owner, although tables may still name them.
         """
@@ -371,7 +371,7 @@ class SlotLedger:
         request.extend_chain(computed + len(fed))
 
     def _adopt(self, request: _Request, end: int) -> None:
-        """Fill in positions whose tokens this process never saw from their slots."""
+        """Take contents from the slots for positions whose tokens this process never saw."""
         while len(request.chain) < end:
             position = len(request.chain)
             is_unknown = request.tokens[position] == UNKNOWN and position not in request.contents
@@ -482,7 +482,7 @@ class SlotLedger:
             )
 
     def _state_of(self, step: "PreparedStep", row: int, index: int, name: str) -> int:
-        """Block of a request's state in one of the step's two arrays."""
+        """Return the block of a request's recurrent state in the step's array of that name."""
         states = step.batch.tables.states
         assert states is not None
         return int(getattr(step, name)[states.groups.index(index), row])
@@ -543,7 +543,7 @@ class SlotLedger:
             self.writers[written] = req_id
 
     def _place_of_state(self, step: "PreparedStep", row: int, index: int) -> int:
-        """Place among a request's blocks of the first state that it writes in a step."""
+        """Return the place among a request's blocks of the first state that it writes in a step."""
         states, size = step.batch.tables.states, self.groups[index].block_size
         assert states is not None and step.states is not None
         first = int(step.seq_lens[row]) - 1
@@ -556,7 +556,7 @@ class SlotLedger:
     def _written_states(
         self, step: "PreparedStep", row: int, index: int, block: int, end: int
     ) -> list[tuple[int, int]]:
-        """Blocks that a request writes in a step, and how many tokens each is the state after.
+        """Return the blocks that a request writes, each with the number of tokens in its state.
 
         With speculation, a decode writes the state after each of its tokens.
         """
@@ -580,7 +580,7 @@ class SlotLedger:
         position: int | None = None,
         owners: dict[int, dict[str, bool]] | None = None,
     ) -> StepCheckError:
-        """Error for a block that stands in the place of another one."""
+        """Return the error for a block that stands in the place of another one."""
         request = self.requests[req_id]
         others = [r for r in (owners or self._owners()).get(block, {}) if r != req_id]
         if block == NULL_BLOCK:
