@@ -73,9 +73,7 @@ def release_with(functions: Iterable[str]) -> str:
 
 
 def missing_functions(operators: Iterable[str]) -> dict[str, str]:
-    """Return those of the operators that the installed CANN can't serve, each with its missing
-    function.
-    """
+    """Return the operators that the installed CANN can't serve, each with its missing function."""
     found = {operator: FUNCTIONS[operator] for operator in operators}
     return {operator: function for operator, function in found.items() if is_missing(function)}
 

@@ -57,9 +57,7 @@ class Output:
             raise self.error
 
     def drop(self) -> None:
-        """Discard buffered text that can't be written, so that the interpreter's end doesn't try
-        again.
-        """
+        """Discard text that can't be written, so that the interpreter's end doesn't try again."""
         try:
             self._stream.flush()
         except OSError:
@@ -303,7 +301,6 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _expected_of(path: Path) -> dict[str, Any] | None:
-    """Return what a scenario file expects; None if it expects nothing, or for a record."""
     from vllm_npu_prep.inspect.scenario import read_expected
 
     return None if _is_recorded(path) else read_expected(path)

@@ -180,9 +180,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
-        """Return a class that every MLA layer creates, but that is never called with
-        `AscendMLABackend`.
-        """
+        """Return a class that every MLA layer creates, and that `AscendMLABackend` never calls."""
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
         return MLAPrefillBackendEnum.CPU.get_class()
@@ -194,7 +192,6 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        """Name the class in which vLLM wraps the piecewise graphs of a model."""
         return "vllm_npu_prep.graph.wrapper.GraphWrapper"
 
     @classmethod
@@ -212,12 +209,10 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Name the class that exchanges tensors between ranks, by HCCL or, on the CPU, by gloo."""
         return "vllm_npu_prep.device.communicator.NPUCommunicator"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """Name the class that vLLM's LoRA layers call, on NPUs and on the CPU fallback alike."""
         return "vllm_npu_prep.ops.lora.PunicaWrapperNPU"
 
     @classmethod
@@ -254,7 +249,6 @@ class NPUPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse requests that no step could answer, in the process that receives them."""
         if processed_inputs["type"] == "embeds":
             from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 

@@ -54,9 +54,7 @@ def log_while_waiting(
 
 @contextlib.contextmanager
 def log_while_compiling(log: Callable[[str], object]) -> Iterator[None]:
-    """Log a wait in which numba loads code from its cache, and compiles the functions that it
-    lacks.
-    """
+    """Log a wait while numba loads code from its cache, and compiles missing functions."""
     from numba.core import event  # slow; not needed by processes that prepare no steps
 
     with (

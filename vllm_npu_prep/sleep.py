@@ -240,14 +240,11 @@ class _Shared(NamedTuple):
 
     @property
     def room(self) -> int:
-        """The bytes that it takes in a region."""
         return -(-(self.nbytes + _READ_BEYOND) // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing but the places, their tensors' bases and this tuple refers to the
-        storage.
-        """
+        """Whether nothing refers to the storage but its places, their tensors' bases and this."""
         known = {id(place.tensor) for place in self.places}
         bases = [place.tensor._base for place in self.places]  # torch keeps what views are of
         known |= {id(base) for base in bases if base is not None}
@@ -285,8 +282,9 @@ def _shared_memory(models: Iterable[nn.Module]) -> Iterator[_Shared]:
 
 
 def _places_of(module: nn.Module) -> Iterator[_Place]:
-    """Yield the places of parameters, buffers, and attributes that are tensors, lists or
-    dataclasses.
+    """Yield places of parameters and buffers, and of attributes' tensors, alone or in a list.
+
+    Attributes that are dataclasses are looked into, too.
     """
     attributes = vars(module)
     records = [vars(each) for each in attributes.values() if dataclasses.is_dataclass(each)]

@@ -37,7 +37,6 @@ class TorchvisionFinder:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return Python's own answer, with our loader."""
         if name != "torchvision":
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -264,9 +264,7 @@ class NPUWorker(Worker):
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
 
     def _tell_of_bound(self) -> None:
-        """Log the most bytes that a step takes beside weights and KV cache, for contexts of any
-        length.
-        """
+        """Log the most bytes that a step takes beside weights and KV cache."""
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
         splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
         assert isinstance(self.model_config.dtype, torch.dtype)
@@ -312,7 +310,6 @@ class NPUWorker(Worker):
             probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Start or stop vLLM's profiler, with the phases of the host in its trace."""
         super().profile(is_start, *args, **kwargs)
         if is_start and self._scopes is None:
             self._scopes = StepScopes(self.model_runner)
@@ -480,9 +477,7 @@ class NPUWorker(Worker):
         super().shutdown()
 
     def _settle(self) -> None:
-        """Wait for the device; if the device has failed, log its error so that the shutdown goes
-        on.
-        """
+        """Wait for the device; log a failed device's error, so that the shutdown goes on."""
         try:
             if hasattr(self, "prep_device"):
                 self.prep_device.synchronize()

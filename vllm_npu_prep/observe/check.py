@@ -45,9 +45,7 @@ class StepCheck:
         self.limits_in_pass = self.limits
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
-        """Learn what the scheduler decided, before the runner's tables do; the cheap check ignores
-        it.
-        """
+        """Learn what the scheduler decided; the cheap check has no use for it."""
 
     def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
         """Check the step that a runner has just prepared.
@@ -241,9 +239,7 @@ def _shared_state(step: "PreparedStep", req: int, index: int, req_ids: list[str]
 
 
 def _shards(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
-    """Return what a token, or a request's lengths, were given under decode context parallelism, and
-    what is allowed.
-    """
+    """Return what decode context parallelism gave a token or a request's lengths, and allows."""
     tables, arrays = step.batch.tables, step.arrays
     assert tables.dcp is not None
     if rule == Rule.SHARDED_LENS:

@@ -234,7 +234,6 @@ class FullCheck(StepCheck):
     def _check_states(
         self, runner: Any, step: "PreparedStep", group: int, input_ids: np.ndarray, awaited: bool
     ) -> None:
-        """Compare where the recurrent states of a group are, and how the step is split."""
         tables = step.batch.tables
         assert tables.states is not None
         requests = [
@@ -260,7 +259,6 @@ class FullCheck(StepCheck):
     def _check_latent(
         self, step: "PreparedStep", requests: list[OracleRequest], latent: "LatentSplit"
     ) -> None:
-        """Compare the split of latent attention and its context chunks."""
         expected = oracle_latent_step(
             requests,
             decode_threshold=latent.decode_threshold,
@@ -386,7 +384,6 @@ class FullCheck(StepCheck):
                 self._check_tables(step, builder, metadata, group)
 
     def _check_state_layers(self, step: "PreparedStep", metadata: Any, group: int) -> None:
-        """Check what layers with recurrent states read, on the device."""
         num_reqs, own = len(metadata.state_indices), state_variables(step, group)
         padding = [0] * (num_reqs - step.num_reqs)
         for name in STATE_BLOCKS:

@@ -71,9 +71,7 @@ class LedgerGroup:
         return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
-        """Return the block ids of the block tables for the scheduler's, which may be pages of
-        several blocks.
-        """
+        """Return the block tables' ids of the scheduler's blocks, which may be pages of several."""
         pages = self.blocks_per_page
         return [page * pages + part for page in block_ids for part in range(pages)]
 
@@ -580,7 +578,6 @@ class SlotLedger:
         position: int | None = None,
         owners: dict[int, dict[str, bool]] | None = None,
     ) -> StepCheckError:
-        """Return the error for a block that stands in the place of another one."""
         request = self.requests[req_id]
         others = [r for r in (owners or self._owners()).get(block, {}) if r != req_id]
         if block == NULL_BLOCK:

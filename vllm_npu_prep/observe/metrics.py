@@ -187,8 +187,9 @@ class StepMetrics:
         return self._value("histogram", PREPARE_TIME, "_bucket", PREPARE_TIME_HELP, labels)
 
     def _value(self, kind: str, name: str, suffix: str, text: str, labels: dict[str, str]) -> int:
-        """Return the index of a value in the file of its kind; make the value, which may enlarge
-        the file.
+        """Return the index of a value in the file of its kind.
+
+        A new value is made, which may enlarge the file and replace `_counts` or `_times`.
         """
         if kind not in self._files:
             self._counts = self._times = memoryview(bytearray(8)).cast("d")

@@ -325,13 +325,11 @@ class StepRecorder:
             write_whole(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     def _name(self, req_id: str) -> str:
-        """Return a request's name in a record: a salted hash, unless real names were asked for."""
         if self.config.request_ids == "plain":
             return "".join(c if c.isprintable() else "?" for c in req_id)
         return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
 
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
-        """Record nothing from now on, and log the reason once."""
         if not self._why_stopped:
             self._why_stopped = "Recording stopped: " + " ".join(why.split())
             self._ring, self._past_tables = deque(), None

@@ -76,7 +76,7 @@ class StepScopes:
         return wrap
 
     def _around_step(self, prepare_inputs: Callable) -> Callable:
-        """Open a scope of the whole preparation, and its first phase; each phase ends the one
+        """Open a scope of the whole preparation, and its first phase. Each phase ends the one
         before.
         """
 

@@ -236,9 +236,7 @@ def end_with(error: PrepError) -> NoReturn:
 
 
 def is_command_of_vllm() -> bool:
-    """Tell whether this process is a command such as ``vllm serve``, rather than somebody's
-    program.
-    """
+    """Tell whether this process is a command such as ``vllm serve``, not somebody's program."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return "vllm.entrypoints.cli.main" in sys.modules or (
         spec is not None and spec.name.startswith("vllm.")
@@ -317,7 +315,6 @@ def _missing_folder(frames: dict[str, FrameType]) -> str | None:
 
 
 def _socket_error(error: BaseException, frames: dict[str, FrameType]) -> str | None:
-    """Name the flags of an address at which the server can't listen."""
     if not isinstance(error, OSError):
         return None
     if frame := frames.get("create_server_unix_socket"):

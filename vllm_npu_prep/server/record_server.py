@@ -75,7 +75,6 @@ class _Records:
         self._tasks: set[asyncio.Task] = set()  # the loop itself keeps weak references only
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read one question as a line of JSON, and write its answer as another."""
         with (
             contextlib.suppress(OSError, ValueError, LookupError, TypeError),
             contextlib.closing(writer),

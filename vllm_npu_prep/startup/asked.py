@@ -65,12 +65,10 @@ class Asked:
 
     @property
     def text(self) -> Any:
-        """The served model's text config, from transformers."""
         return self.model.hf_text_config
 
     @cached_property
     def layer_types(self) -> set[str]:
-        """The kinds of its layers, by transformers' ``layer_types``."""
         return layer_types(self.model)
 
     @property
@@ -80,7 +78,6 @@ class Asked:
 
     @property
     def pools(self) -> bool:
-        """Whether it pools prompts, and generates nothing."""
         return self.model.runner_type == "pooling"
 
     @property
@@ -90,7 +87,6 @@ class Asked:
 
     @property
     def uses_fused_operator(self) -> bool:
-        """Whether layers call ``npu_fused_infer_attention_score``."""
         return self.family is FIA
 
     @cached_property
@@ -100,9 +96,7 @@ class Asked:
 
     @cached_property
     def fused_rules(self) -> FusedRules:
-        """The rules of the installed fused attention, or of the newest release if CANN's is not
-        known.
-        """
+        """The rules of the installed fused attention, or of the newest if CANN's are unknown."""
         return rules_of(self.config, self.cann)
 
     def functions_missing_for(self, *operators: str) -> dict[str, str]:
@@ -127,7 +121,6 @@ class Asked:
 
     @property
     def has_drafter(self) -> bool:
-        """Whether drafts come from a model of their own."""
         speculative = self.config.speculative_config
         return speculative is not None and speculative.method in DRAFT_MODEL_METHODS
 
@@ -154,9 +147,7 @@ def layer_types(model: "ModelConfig") -> set[str]:
 
 
 def multimodal_inputs(model: "ModelConfig") -> list[str]:
-    """Return the kinds of input beside text that requests may have: what the model takes and no
-    flag forbids.
-    """
+    """Return the kinds of input beside text that the model takes and no flag forbids."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     options = model.get_multimodal_config()

@@ -74,7 +74,6 @@ class Refusal:
         return (Example(example) if isinstance(example, str) else example,)
 
     def message(self, asked: Asked, verdict: str) -> str:
-        """Return the line for an engine's user."""
         words = {"model": asked.model.model, "family": asked.family.name, **self.words(asked)}
         return f"{self.feature}{verdict}: {self.reason}; {self.remedy}".format(**words)
 
@@ -102,7 +101,6 @@ class Subject:
     verdict: str = NOT_SUPPORTED
 
     def that_apply(self, asked: Asked) -> Iterator[tuple[Refusal, str]]:
-        """Yield the refusals that apply to an engine, each with its message."""
         if self.when(asked):
             for refusal in self.refusals:
                 if refusal.when(asked):

@@ -114,8 +114,6 @@ def _takes_blocks(family: KernelFamily, block_size: int) -> bool:
 
 
 class RefusedCall(NamedTuple):
-    """A call of fused attention that the installed release does not take."""
-
     call: FusedCall
     model: str
     demand: str  # what it takes
@@ -157,7 +155,6 @@ def _fused_words(asked: Asked) -> dict[str, object]:
 
 
 def _latent_demand(asked: Asked) -> str | None:
-    """Return what the installed release demands of latent attention and the model doesn't meet."""
     layers = latent_layers_of(asked.config, asked.block_size)
     return None if layers is None else latent_refusal(layers, asked.fused_rules)
 
@@ -192,9 +189,7 @@ def _fits_atb(call: FusedCall) -> bool:
 
 
 def _cache_bytes(asked: Asked) -> int:
-    """Return the bytes of host memory that the KV caches of this host's ranks are to take; 0 on
-    NPUs.
-    """
+    """Return the bytes of host memory for the KV caches of this host's ranks; 0 on NPUs."""
     each = asked.config.cache_config.kv_cache_memory_bytes or 0
     return each * ranks_on_host(asked.config.parallel_config) if asked.kind == CPU_KIND else 0
 
@@ -226,7 +221,6 @@ def _triton_words(asked: Asked) -> dict[str, object]:
 
 
 def _needed_operators(asked: Asked) -> list[str]:
-    """Return the operators of torch_npu without which the engine can't attend or multiply."""
     found: list[str] = []
     if asked.uses_fused_operator:
         found += ["npu_scatter_pa_kv_cache"]

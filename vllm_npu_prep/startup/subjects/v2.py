@@ -131,8 +131,9 @@ def could_run(asked: Asked) -> bool:
 
 
 def _is_wanted(asked: Asked) -> bool:
-    """Tell whether somebody asked for V2; vLLM takes it by itself for watermarks, which are
-    refused.
+    """Tell whether somebody asked for V2.
+
+    vLLM takes V2 by itself for watermarks, which have a refusal of their own.
     """
     return asked.config.use_v2_model_runner and asked.config.watermark_config is None
 
