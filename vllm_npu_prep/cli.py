@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         0 on success, 1 if something differs, 2 for bad input, a device that is missing, or output
         that can't be written. These errors are one line without a traceback.
     """
-    # None: our parent has closed it, so nobody reads it.
+    # sys.stdout is None if our parent has closed it; nobody reads it then.
     output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
     code = 2
     try:
@@ -293,7 +293,7 @@ def _explain(args: argparse.Namespace) -> int:
         if not (args.html or args.png):
             print()
         expected_text(found, expected, console)
-    elif found:  # what is printed stays the step's variables
+    elif found:  # standard output has the step's variables alone
         print(f"vllm-npu-prep: {expected_line(found, expected)}", file=sys.stderr)
         for each in found[:MOST_MISMATCHES]:
             print(f"vllm-npu-prep: {each}", file=sys.stderr)

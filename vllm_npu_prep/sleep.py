@@ -68,7 +68,7 @@ class SleepingMemory(SleepModeBackend):
         model, drafter
             The model, and what drafts for it if that is a model, too.
         """
-        waiting: dict[bool, list[_Shared]] = {False: [], True: []}  # the drafter's: True
+        waiting: dict[bool, list[_Shared]] = {False: [], True: []}  # True: the drafter's
         of_model = {each.untyped_storage().data_ptr() for each in model.parameters()}
         stayed = 0
         for shared in _shared_memory([model] if drafter is None else [model, drafter]):
@@ -246,9 +246,9 @@ class _Shared(NamedTuple):
     def is_known(self) -> bool:
         """Whether nothing refers to the storage but its places, their tensors' bases and this."""
         known = {id(place.tensor) for place in self.places}
-        bases = [place.tensor._base for place in self.places]  # torch keeps what views are of
+        bases = [place.tensor._base for place in self.places]  # a view keeps its base
         known |= {id(base) for base in bases if base is not None}
-        return torch._C._storage_Use_Count(self.storage._cdata) == len(known) + 1  # and this
+        return torch._C._storage_Use_Count(self.storage._cdata) == len(known) + 1  # and self
 
     def move(self, region: torch.Tensor, begin: int) -> None:
         """Copy the storage to a region, from byte `begin` on, and let all places point there."""

@@ -94,8 +94,8 @@ class NPUWorker(Worker):
     _scopes: StepScopes | None = None  # while a profiler runs
     _last_step: Any = None  # vLLM's `SchedulerOutput` of the one that was begun
     _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
-    _tokens_since_return = 0  # that steps had since free memory was returned
-    _peak_of_step = 0  # bytes beside weights, of a step of the largest size without contexts
+    _tokens_since_return = 0  # tokens of steps since free memory was returned
+    _peak_of_step = 0  # bytes of the largest step beside weights, without contexts
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
@@ -151,7 +151,7 @@ class NPUWorker(Worker):
                 self.vllm_config,
                 self.rank,
                 self.distributed_init_method,
-                index,  # of which process groups make their device
+                index,  # process groups make their device from it
                 current_platform.dist_backend,
             )
         set_random_seed(self.model_config.seed)
@@ -399,7 +399,7 @@ class NPUWorker(Worker):
             ) from error
 
     def _keep(self, output: Any) -> Any:
-        # Of one rank, vLLM reads each output; and the fallback's copies are complete at once.
+        # With one rank, vLLM reads each output; and the fallback's copies are complete at once.
         if self.parallel_config.world_size > 1 and not self.prep_device.computes_on_host:
             self._outputs.keep(output)
         if isinstance(output, AsyncModelRunnerOutput):

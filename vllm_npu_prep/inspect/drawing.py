@@ -230,7 +230,7 @@ def row_names(
     starts = np.clip(view.step.query_start_loc - picture.first, 0, rows)
     present = np.flatnonzero(np.diff(starts))
     places = starts[present] * height / rows
-    if len(present) * name_height <= height:  # moved down where they are close, and up at the end
+    if len(present) * name_height <= height:  # close ones move down, the last up
         steps = np.arange(len(present)) * name_height
         places = np.maximum.accumulate(places - steps) + steps
         places = np.minimum(places, height - name_height - steps[::-1])

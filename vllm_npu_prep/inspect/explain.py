@@ -523,7 +523,7 @@ def print_folded(console: Console, table: StepTable) -> None:
     parts = _parts(console.width, needs)
     fits = needs[0] + max(needs[1:]) < console.width
     if not fits or (needs[0] > console.width // 2 and 2 * len(parts) >= len(needs)):
-        _print_stacked(console, table.columns, cells)  # names leave no place beside them
+        _print_stacked(console, table.columns, cells)  # there is no room beside the names
     else:
         for part in parts:
             columns = [table.columns[i] for i in part]

@@ -52,8 +52,8 @@ class _Sheet:
 
     def __init__(self) -> None:
         self.y = MARGIN
-        self.right = 0.0  # of all that is drawn
-        self.label_width = 0  # of the names, at most LABEL_WIDTH
+        self.right = 0.0  # right edge of all that is drawn
+        self.label_width = 0  # width of the names, at most LABEL_WIDTH
         self._labels: dict[str, str] = {}
         self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
         self.calls: list[Callable[[Any], object]] = []  # each draws with Pillow's drawing object

@@ -25,7 +25,7 @@ class _Strict(BaseModel):
 class RecordGroup(_Strict):
     """Layers with the same view of the step: a KV-cache group, or its part with one window."""
 
-    group: Annotated[int, Field(ge=0, le=255)]  # whose block table they use
+    group: Annotated[int, Field(ge=0, le=255)]  # the group whose block table they use
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True

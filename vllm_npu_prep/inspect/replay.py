@@ -89,7 +89,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
         size = tokens_per_block(settings.shards, settings.block_sizes[group])
         num_columns = -(-settings.max_model_len // size)
         if settings.states is not None and group in settings.states.groups:
-            num_columns += settings.states.num_drafts  # which have states of their own
+            num_columns += settings.states.num_drafts  # each draft has a state of its own
         first = int(batch.num_blocks[:group].sum())
         ends = first + np.cumsum(batch.num_blocks[group])
         starts = ends - batch.num_blocks[group]
@@ -195,7 +195,7 @@ def _oracle_arrays(
         elif prefix:
             continue  # the same for all groups
         elif name in STEP_ARRAYS and not STEP_ARRAYS[name].shown:
-            name = STEP_ARRAYS[name].recorded_as  # which has it with what is past the batch only
+            name = STEP_ARRAYS[name].recorded_as  # records have it with padding only
             out[name] = _with_rest(record, name, values)
         else:
             out[name] = np.array(values)
@@ -252,7 +252,7 @@ def _oracle_states(
         of_groups = np.zeros((len(states.groups), settings.num_input_tokens), np.int64)
         recorded = record.prepared.get(f"{TOKEN_STATES}_padded")
         if recorded is not None and recorded.shape == of_groups.shape:
-            of_groups[:] = recorded  # of the other groups
+            of_groups[:] = recorded  # the rows of other groups
         own = of_groups[states.groups.index(group.group)]
         own[:] = 0
         own[: len(tokens)] = tokens

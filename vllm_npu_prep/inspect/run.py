@@ -106,7 +106,7 @@ class RequestRow:
 
     def __post_init__(self) -> None:
         self._computed = 0  # tokens computed after the last step, if every draft is accepted
-        self._accepted: list[str] = []  # of the last span
+        self._accepted: list[str] = []  # accepted drafts of the last span
 
     def add(self, index: int, computed: int, scheduled: int, drafts: int, begins: bool) -> None:
         """Enter the request's next step.

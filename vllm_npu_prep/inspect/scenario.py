@@ -69,10 +69,10 @@ class ScenarioGroup(_Strict):
     """A KV-cache group: its blocks, and what its layers see."""
 
     block_size: BlockSize
-    block_ids: list[list[Int32]]  # of each request
+    block_ids: list[list[Int32]]  # the blocks of each request
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
-    holds_states: bool = False  # of linear attention: a state for every block_size tokens
+    holds_states: bool = False  # a recurrent state for every block_size tokens
 
     def first_seen(self, position: int) -> int:
         """Return the first position that a token there sees."""

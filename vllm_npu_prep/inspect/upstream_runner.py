@@ -108,7 +108,7 @@ def make_runner(sizes: RunnerSizes) -> Any:
         )
         config = VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(block_size=16),  # of groups: below
+            cache_config=CacheConfig(block_size=16),  # the groups' own sizes come below
             scheduler_config=SchedulerConfig(
                 max_num_seqs=sizes.max_num_reqs,
                 max_num_batched_tokens=sizes.max_num_tokens,

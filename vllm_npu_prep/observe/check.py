@@ -180,7 +180,7 @@ def _states(
     """Return the blocks of recurrent states that a request was given, and the allowed ones."""
     arrays, tables = step.arrays, step.batch.tables
     assert tables.states is not None and step.states is not None
-    if group < 0:  # of a padding request, what all groups share
+    if group < 0:  # a padding request breaks a rule that all groups share
         if arrays.has_initial_state[req]:
             return "an initial state", "none"
         return counted(int(arrays.num_accepted_tokens[req]), "accepted token"), "1"

@@ -70,9 +70,9 @@ class FullCheck(StepCheck):
         super().__init__(vocab_size, num_slots)
         self.limits_in_pass = NO_LIMITS  # it looks at steps as they are launched, not earlier
         self.ledger = ledger
-        self._sent: tuple[Any, int, int] | None = None  # a staging buffer as it was sent
+        self._sent: tuple[Any, int, int] | None = None  # slot, bytes sent, checksum
         self._compressed_mask: np.ndarray | None = None
-        self._req_ids: list[str] = []  # of the batch, in order
+        self._req_ids: list[str] = []  # ids of the batch's requests, in order
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
         self.ledger.follow(scheduler_output)

@@ -40,8 +40,8 @@ LARGEST_CONTENT = 1 << 62
 class LedgerGroup:
     """Properties of a KV-cache group that the ledger needs."""
 
-    block_size: int  # of the block tables, in tokens; with shards, of a block on all ranks
-    blocks_per_page: int = 1  # blocks of the tables for each one that the scheduler hands out
+    block_size: int  # tokens of a table's block; with shards, on all ranks together
+    blocks_per_page: int = 1  # blocks of the tables in one of the scheduler's
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     holds_states: bool = False  # its blocks have a state each, and no slots
@@ -85,7 +85,7 @@ class _Request:
     contents: dict[int, int]  # by position, content other than token ids: vectors, images
     blocks: list[list[int]]  # by group
     former: list[set[int]]  # blocks that it lost when it was preempted
-    load: object = None  # of its adapter, since it began
+    load: object = None  # the load of its adapter with which it began
     num_computed_tokens: int = 0
     num_cached: list[int] = field(default_factory=list)  # leading blocks that were cached, by group
     begins: bool = True  # starts or resumes in this step
@@ -201,7 +201,7 @@ class SlotLedger:
                 contents[place.offset + index] = hash((feature.identifier, index))
         empty: list[list[int]] = [[] for _ in self.groups]
         arrived = _Request(adapter, prompt, contents, empty, [set() for _ in self.groups])
-        # That Model Runner V2 gets anew after a preemption has generated tokens already
+        # A request that Model Runner V2 gets anew after a preemption has generated tokens already
         arrived.tokens = [*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]
         return arrived
 
@@ -294,7 +294,7 @@ class SlotLedger:
                 last = {block: place for place, block in enumerate(request.blocks[index])}
                 for place, block in enumerate(request.blocks[index][first:], first):
                     if block == NULL_BLOCK or (group.holds_states and place != last[block]):
-                        continue  # blocks of drafts move along as a prompt is read
+                        continue  # blocks for drafts' states move along with a prompt
                     of_block = owners.setdefault(block, {})
                     if req_id in of_block:
                         raise given_allowed(
@@ -548,7 +548,7 @@ class SlotLedger:
         if states.num_drafts and row < step.states.num_decodes:
             first = int(step.num_computed_tokens[row])
         place, rest = divmod(first, size)
-        until_end = size - 1 - rest  # drafts, of which the last may end the block
+        until_end = size - 1 - rest  # so many drafts later, the block ends
         return place + (until_end if until_end <= states.num_drafts else 0)
 
     def _written_states(

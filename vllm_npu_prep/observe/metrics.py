@@ -124,7 +124,7 @@ class StepMetrics:
                 self._files = {kind: _open(folder, kind) for kind in ("counter", "histogram")}
             except OSError as error:
                 logger.warning("Metrics of steps are off: %s.", error)
-        self._counts: Values  # of the two files, as `_value` makes them
+        self._counts: Values  # views of the two files, which `_value` makes
         self._times: Values
         self._states = [self._counter("steps", attn_state=s.name) for s in AttentionState]
         self._kinds: dict[str, int] = {}

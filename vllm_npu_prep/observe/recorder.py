@@ -123,8 +123,8 @@ class StepRecorder:
         self._req_ids: list[str] = []
         started = time.strftime("%Y%m%d-%H%M%S")
         self.folder = config.make_folder() / f"{started}-{os.getpid()}{suffix}"
-        self.steps = 0  # noted so far
-        self._waits = 0  # of the staging ring before the next step
+        self.steps = 0  # steps that were noted so far
+        self._waits = 0  # waits of the staging ring before the next step
         self._span = config.span
         self._ring: deque[StepSnapshot] = deque()
         self._ring_bytes = self._file_bytes = 0

@@ -90,8 +90,8 @@ def copy_step(
 @compiled
 def enter_blocks(
     staged,  # int32, the buffer that was sent
-    first_index,  # of the changed entries, int64 there
-    first,  # of the ids
+    first_index,  # place of the changed entries' indices, which are int64
+    first,  # place of the changed entries' block ids
     end,
     block_table_flat,  # int32, written: `vllm_npu_prep.prep.tables.BatchTables`
 ):
@@ -123,7 +123,7 @@ class StepSnapshot:
     copied: np.ndarray  # int32, `parts` one after the other
     mrope: tuple[list[np.ndarray], np.ndarray] | None  # prompts' positions, deltas, by row
     placeholders: Placeholders
-    modalities: Sequence[str]  # of each run of placeholders
+    modalities: Sequence[str]  # kind of input of each run of placeholders
     rows_with_embeds: Sequence[int]
     times: StepTimes | None
     nbytes: int  # size of the copies, approximately

@@ -74,7 +74,7 @@ def share_file() -> None:
     if Path(os.environ.get(FILE_ENV_VAR, "")).name.startswith(prefix):
         leave("")
         return
-    with contextlib.suppress(OSError):  # no room for a file: tracebacks, then
+    with contextlib.suppress(OSError):  # without room for a file, users see tracebacks
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=".refusal")
         os.close(handle)
         atexit.register(Path(name).unlink, missing_ok=True)

@@ -111,7 +111,7 @@ ANY = (
         _words,
         example=(
             Example("--kv-offloading-size 1 --kv-offloading-backend lmcache", "LMCacheMPConnector"),
-            # What is asked of ours is not asked of others
+            # What our connectors have to meet is not asked of others
             Example(f"{CONNECTOR} NixlConnector", "has these: ExampleConnector, "),
             Example(
                 f"{STORED} --kv-transfer-config.kv_connector_module_path "

@@ -86,7 +86,7 @@ MODELS = (
                     "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, num_experts=1
                 )
             ),
-            # vLLM knows it no longer, and would run transformers' code
+            # vLLM no longer knows this architecture, and would run transformers' code
             Example(
                 model=small_model(
                     "BambaForCausalLM", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16

@@ -116,7 +116,7 @@ def _takes_blocks(family: KernelFamily, block_size: int) -> bool:
 class RefusedCall(NamedTuple):
     call: FusedCall
     model: str
-    demand: str  # what it takes
+    demand: str  # what the release takes
 
 
 def _refused_call(asked: Asked) -> RefusedCall | None:
