@@ -54,8 +54,8 @@ FUNCTIONS = {
 """The function that each operator calls in the form that this plugin uses, on A2 and A3."""
 
 MROPE_V2 = "aclnnRopeWithSinCosCacheV2"
-"""The function that ``npu_mrope`` needs for interleaved sections. Its tiling also guards against
-many heads.
+"""The function that ``npu_mrope`` needs for interleaved sections. A CANN that has it also guards
+the operator's tiling against many heads.
 """
 
 SINCE = {"aclnnChunkGatedDeltaRule": "9.1", MROPE_V2: "9.0"}

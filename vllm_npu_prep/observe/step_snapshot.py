@@ -1,6 +1,6 @@
 """Copies of a step's data, from which a record can be made later while the engine runs on.
 
-A step copies a few kilobytes (`copy_step`); the work of making a record waits until somebody asks.
+A step only copies numbers (`copy_step`); the work of making a record waits until it is written.
 """
 
 from collections.abc import Sequence

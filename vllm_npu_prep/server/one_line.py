@@ -268,10 +268,10 @@ def mistake_of(error: BaseException) -> str | None:
 
 
 def why_not_made(error: BaseException) -> str | None:
-    """Return why vLLM's code of a model refused to make it; None if the exception is a bug.
+    """Return why vLLM's code of a model did not make it; None if this plugin's own code failed.
 
-    An `AttributeError` for a field that the model's config lacks counts as a refusal, too, although
-    nobody raised it on purpose.
+    A field that the model's config lacks is named, too: nobody raised that error on purpose, but it
+    is the config that has to change.
     """
     if isinstance(error, PrepError) or error.__traceback__ is None:
         return None

@@ -67,7 +67,7 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
 
 
 class _Records:
-    """What answers the questions to one API server."""
+    """The side of an API server that answers questions about its records."""
 
     def __init__(self, engine: "AsyncLLM", port: int | None) -> None:
         self.engine, self.port = engine, port

@@ -1,6 +1,6 @@
 """Engines that refusals refuse, each beside its refusal: what a user would have to write.
 
-Tests start each example and look for its refusal.
+Tests configure each of them, and look for its refusal.
 """
 
 from collections.abc import Mapping
