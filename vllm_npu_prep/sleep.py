@@ -213,7 +213,7 @@ class SleepingMemory(SleepModeBackend):
 class _Place(NamedTuple):
     """A place where a module keeps a tensor: a dict and a name, or a list and an index."""
 
-    holder: Any  # a dict of names, or a list
+    holder: Any
     key: Any
 
     @property

@@ -149,10 +149,7 @@ def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
 
 
 def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
-    """Return where the recurrent states of a group are, and how the step is split.
-
-    The result is empty for groups that hold no states.
-    """
+    """Return where a group's recurrent states are, and the step's split; empty for other groups."""
     states = step.batch.tables.states
     if step.states is None or states is None or group not in states.groups:
         return {}

@@ -51,7 +51,6 @@ class Difference:
     group: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields; the last three only if they apply."""
         fields = asdict(self)
         return {k: v for k, v in fields.items() if v is not None or k in ("a", "b")}
 
@@ -202,7 +201,6 @@ def _token_level(
 
 
 def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the positions of a request's tokens in a step, and the variables of each token."""
     step = view.step
     own = slice(*step.query_start_loc[row : row + 2].tolist())
     values = {"input_ids": step.input_ids[own]}
@@ -225,7 +223,6 @@ def diff_json(a: StepView, b: StepView, found: list[Difference]) -> dict[str, An
 
 
 def diff_text(a: StepView, b: StepView, found: list[Difference], console: Console) -> None:
-    """Print what differs, and nothing else."""
     print_line(console, "A  ", a.name)
     print_line(console, "B  ", b.name)
     if not found:

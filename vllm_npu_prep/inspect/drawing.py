@@ -113,7 +113,6 @@ class AxisMark:
     words: str
 
     def share(self, cells: int) -> float:
-        """Return the middle of the cell as a share of a side with that many cells, from 0 to 1."""
         return (self.cell + 0.5) / cells
 
 

@@ -44,7 +44,6 @@ def mismatches(view: StepView, expected: dict[str, Any]) -> list[Mismatch]:
 
 
 def _compare(place: str, expected: Any, prepared: Any) -> Iterator[Mismatch]:
-    """Yield what differs between two values of JSON, down to their smallest parts."""
     if isinstance(expected, dict) and isinstance(prepared, dict):
         for key in dict.fromkeys([*expected, *prepared]):
             yield from _compare(

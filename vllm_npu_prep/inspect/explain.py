@@ -381,7 +381,6 @@ def states_of(view: StepView, group: int, row: int) -> tuple[list[int], list[int
 
 
 def state_table(view: StepView, selection: Selection, group: int) -> StepTable:
-    """Return the recurrent state that each request reads and those that it writes, in one group."""
     step, found = view.step, state_variables(view.step, group)
     rows: list[list[object]] = []
     for row in selection.requests:
@@ -409,7 +408,6 @@ def latent_halves(latent: LatentStep) -> str:
 
 
 def latent_table(view: StepView, selection: Selection) -> StepTable:
-    """Return the half of latent attention that each request is in, and how its context is read."""
     step, latent = view.step, view.step.latent
     assert latent is not None
     pieces: dict[int, list[str]] = {}

@@ -89,7 +89,7 @@ def explain_html(
     tokens: tuple[int, int] | None = None,
     links: StepLinks | None = None,
 ) -> str:
-    """Return the page.
+    """Return the HTML page of a step.
 
     Parameters
     ----------
@@ -232,8 +232,6 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page, with its title above it."""
-
     title: str
     columns: list[str]
     lines: list[Line | LeftOut]

@@ -64,7 +64,6 @@ class _Sheet:
         self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
 
     def centred(self, x: float, y: float, text: str, fill: Colour = FAINT) -> None:
-        """Write small words that are centred at `x`."""
         self.text(x - self.fonts[11].getlength(text) / 2, y, text, 11, fill)
 
     def label(self, y: float, name: str, fill: Colour) -> None:

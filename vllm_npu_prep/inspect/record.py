@@ -118,7 +118,6 @@ class StepRecord:
 
     @property
     def number(self) -> int:
-        """The number of the step since start-up."""
         return self.settings.step
 
     def to_bytes(self) -> bytes:

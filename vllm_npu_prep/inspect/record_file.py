@@ -261,7 +261,6 @@ def _parse_array(name: str, content: bytes) -> np.ndarray:
 
 
 def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
-    """Take the settings out of a record's arrays and check them."""
     if "settings" not in arrays or arrays["settings"].dtype != np.uint8:
         raise PrepError("not a record: it has no settings")
     try:
@@ -325,7 +324,6 @@ def _check_settings(settings: RecordSettings) -> None:
 
 
 def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> RecordBatch:
-    """Take what the step was prepared from out of a record's arrays and check it."""
     reqs, tokens = settings.num_reqs, settings.total_num_scheduled_tokens
     dims, states = settings.mrope_dims, settings.states
     has_drafts = states is not None and states.num_drafts > 0

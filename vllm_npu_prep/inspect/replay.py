@@ -29,7 +29,6 @@ ORACLE_CELLS = 1 << 20
 
 
 def replay_core(record: "StepRecord") -> Difference | None:
-    """Prepare a step again by the pure core; return the first difference."""
     from vllm_npu_prep.inspect.contract import prepared_arrays
     from vllm_npu_prep.prep.batch import prepare_step
     from vllm_npu_prep.prep.layout import ALIGNMENT
@@ -49,7 +48,6 @@ def replay_core(record: "StepRecord") -> Difference | None:
 
 
 def replay_oracle(record: "StepRecord") -> Difference | None:
-    """Prepare a step again by the scalar oracle, group by group; return the first difference."""
     settings = record.settings
     prefixes = settings.group_prefixes
     for index, group in enumerate(settings.groups):
@@ -222,7 +220,6 @@ def _oracle_arrays(
 def _oracle_states(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
-    """Return the places of a group's recurrent states and the step's split, by a record's names."""
     from vllm_npu_prep.inspect.contract import STATE_BLOCKS, TOKEN_STATES
     from vllm_npu_prep.prep.oracle import oracle_state_step
 
@@ -263,7 +260,6 @@ def _oracle_states(
 def _oracle_latent(
     record: "StepRecord", requests: Sequence["OracleRequest"]
 ) -> dict[str, np.ndarray]:
-    """Return the decodes, prefills and context chunks of latent attention, by a record's names."""
     from vllm_npu_prep.prep.oracle import oracle_latent_step
 
     latent, out = record.settings.latent, {}

@@ -235,7 +235,6 @@ def _recorded(record: "StepRecord", name: str, like: np.ndarray) -> np.ndarray:
 def _local_requests(
     settings: "RecordSettings", group: "RecordGroup", prefix: str, runner: Any, table: Any
 ) -> dict[str, np.ndarray]:
-    """Return virtual requests of chunked local attention, as upstream's layers make them."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 

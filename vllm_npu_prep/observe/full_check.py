@@ -133,7 +133,6 @@ class FullCheck(StepCheck):
                     expect("last step's drafts", drafts, made, **where)
 
     def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
-        """Compare all variables with the oracle, which computes them token by token."""
         tables, arrays = step.batch.tables, step.arrays
         awaited = step.batch.num_sampled_rows > 0
         with_states = () if tables.states is None else tables.states.groups

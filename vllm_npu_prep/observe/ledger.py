@@ -67,7 +67,6 @@ class LedgerGroup:
         return block * size + self.shards.local_position(position) % size
 
     def block_of(self, slot: int) -> int:
-        """Return the block of a slot of this rank."""
         return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:

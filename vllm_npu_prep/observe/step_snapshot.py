@@ -293,7 +293,6 @@ class StepSnapshot:
         return np.concatenate(found)
 
     def _mrope_arrays(self, num_computed_tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the M-RoPE positions of the prompts' tokens in the step."""
         batch, dims = self.step.batch, self.step.layout.mrope_dims
         total = batch.total_num_scheduled_tokens
         positions = np.zeros((dims, total if dims else 0), np.int64)

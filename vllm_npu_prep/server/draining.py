@@ -141,8 +141,6 @@ def drain_and_shut_down(
         ``AsyncLLM.shutdown`` of upstream.
     stopped_error
         Error for requests that have not ended.
-    log
-        Takes lines that tell how far it has come.
     """
     drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
     if drain is not None and drain.is_stopping:

@@ -97,7 +97,6 @@ class _Records:
         task.add_done_callback(self._tasks.discard)
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts by which users recognise this server."""
         return {
             "port": self.port,
             "model": self.engine.vllm_config.model_config.model,

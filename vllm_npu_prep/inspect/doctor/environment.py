@@ -31,12 +31,7 @@ RUNTIME = "libascendcl.so"
 def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterator[Finding]:
     """Yield a finding for each variable that is set or has to be, and one for all unset ones.
 
-    Parameters
-    ----------
-    num_nodes
-        Number of the host's device nodes of NPUs.
-    cann
-        Folder of CANN, if there is any.
+    `num_nodes` is the number of the host's device nodes of NPUs, and `cann` the folder of CANN.
     """
     for name in VALUES:
         if name in host.environment:

@@ -38,15 +38,12 @@ def ok(name: str, found: str) -> Finding:
 
 
 def warning(name: str, found: str, do: str) -> Finding:
-    """Return a finding about something that may keep the plugin from working."""
     return Finding(name, Status.WARNING, found, do)
 
 
 def failure(name: str, found: str, do: str) -> Finding:
-    """Return a finding about something that keeps the plugin from working as configured."""
     return Finding(name, Status.FAILURE, found, do)
 
 
 def bad_if(matters: bool) -> Callable[[str, str, str], Finding]:
-    """Return `failure` if the finding matters on this host, otherwise `warning`."""
     return failure if matters else warning

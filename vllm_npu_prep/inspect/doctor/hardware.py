@@ -61,11 +61,10 @@ class Hardware:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.nodes = [n for n in host.names("/dev") if re.fullmatch(r"davinci\d+", n)]
-        self.cann: str | None = None  # where it lies
+        self.cann: str | None = None
         self.chips: list[Chip] = []
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all findings, from the driver up."""
         yield self._driver()
         yield self._firmware()
         yield self._device_nodes()
@@ -328,7 +327,6 @@ class Hardware:
 
 
 def value_of(text: str, key: str) -> str | None:
-    """Return the value of ``key=value`` in a file of versions."""
     match = re.search(rf"^{key}=(\S+)", text, re.M)
     return match[1] if match else None
 

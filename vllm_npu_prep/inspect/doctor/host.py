@@ -73,7 +73,6 @@ class Host:
 
     @classmethod
     def here(cls) -> "Host":
-        """Return the host that this process runs on."""
         return cls(
             Path("/"),
             os.environ,
@@ -183,7 +182,6 @@ def run_command(command: list[str], seconds: float) -> Ran:
 
 
 def set_env_of(cann: str | None) -> str:
-    """Return the script that sets CANN's variables."""
     return f"{(cann or '/usr/local/Ascend/cann').removesuffix('/latest')}/set_env.sh"
 
 

@@ -26,7 +26,6 @@ def ask_torch() -> dict[str, Any]:
 
 
 def ask_devices() -> dict[str, Any]:
-    """Return what torch_npu sees, and the functions that CANN lacks."""
     from vllm_npu_prep.aclnn import FUNCTIONS, missing_functions
     from vllm_npu_prep.device import device_name, total_memory
     from vllm_npu_prep.device.probe import probe_npu
@@ -69,7 +68,6 @@ def ask_kernels() -> dict[str, Any]:
 
 
 def ask_platform() -> dict[str, Any]:
-    """Return the platform that vLLM chooses, and which of vLLM's own platforms would work here."""
     from vllm.platforms import builtin_platform_plugins, current_platform
 
     kind = type(current_platform)

@@ -24,7 +24,6 @@ class Software:
         self.host, self.hardware = host, hardware
 
     def findings(self) -> Iterator[Finding]:
-        """Yield findings about versions first, then those that need imports."""
         yield self._python()
         for name in ("torch", "torch_npu", "vllm"):
             yield self._package(name)
@@ -64,7 +63,6 @@ class Software:
     # ----------------------------------------------------------------- what needs imports
 
     def _probe(self) -> Iterator[Finding]:
-        """Ask another process what importing torch and vLLM leads to."""
         command = [sys.executable, "-m", "vllm_npu_prep.inspect.doctor.probe"]
         try:
             ran = self.host.run(command, PROBE_SECONDS)
@@ -160,7 +158,6 @@ class Software:
 
 
 def _functions(missing: dict[str, str] | None) -> Iterator[Finding]:
-    """Yield what CANN lacks of what the plugin calls; nothing where it was not asked."""
     name = "CANN's functions"
     if missing is None:
         return
@@ -180,7 +177,6 @@ def _functions(missing: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _answers(text: str) -> dict[str, dict[str, Any]]:
-    """Pick the probe's answers out of everything that its process printed."""
     answers = {}
     for line in text.splitlines():
         if line.startswith(MARK):
