@@ -1,13 +1,13 @@
-"""vLLM platform plugin for Ascend NPUs: prepares every step's inputs, and can show how.
+"""A vLLM platform plugin for Ascend NPUs: it prepares every step's inputs, and can show how.
 
-Entry points only; see `docs/` for how a step is prepared.
+This module holds only the entry points that vLLM calls; `docs/` tells how a step is prepared.
 """
 
 __version__ = "0.1.0"
 
 
 def register() -> str | None:
-    """Entry point ``vllm.platform_plugins``: the platform class, or None to stay inactive.
+    """Return the platform class, or None to stay inactive (entry point ``vllm.platform_plugins``).
 
     vLLM logs errors of platform plugins at debug level only, so they are reported from here.
     """
@@ -17,7 +17,7 @@ def register() -> str | None:
 
 
 def register_general() -> None:
-    """Entry point ``vllm.general_plugins``: what must run in every process of an engine."""
+    """Do what every process of an engine needs (entry point ``vllm.general_plugins``)."""
     from vllm_npu_prep.compat import activation
 
     if activation.prepare_process():

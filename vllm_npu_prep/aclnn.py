@@ -1,4 +1,4 @@
-"""Functions of CANN behind torch_npu's operators, and which of them the installed CANN has.
+"""The functions of CANN behind torch_npu's operators, and which of them the installed CANN has.
 
 torch_npu looks a function up when its operator is first called, so an operator of the wheel may
 lack the function that it calls. Sources: Ascend/op-plugin, ``GetOpApiFuncAddr`` in
@@ -16,7 +16,7 @@ from pathlib import Path
 LIBRARY = "libopapi.so"
 CUSTOM_LIBRARY = "op_api/lib/libcust_opapi.so"
 PARTS = ("ops_infer", "ops_train", "math", "sparse", "fft", "rand")
-"""Of ``libaclnn_*.so``, which some releases have beside `LIBRARY`."""
+"""The names of the libraries ``libaclnn_*.so``, which some releases have beside `LIBRARY`."""
 
 FUNCTIONS = {
     "npu_add_rms_norm": "aclnnAddRmsNorm",
@@ -54,7 +54,9 @@ FUNCTIONS = {
 """The function that each operator calls in the form that this plugin uses, on A2 and A3."""
 
 MROPE_V2 = "aclnnRopeWithSinCosCacheV2"
-"""What ``npu_mrope`` needs for sections in turn, and what guards its tiling against many heads."""
+"""The function that ``npu_mrope`` needs for interleaved sections. A CANN that has it also guards
+the operator's tiling against many heads.
+"""
 
 SINCE = {"aclnnChunkGatedDeltaRule": "9.1", MROPE_V2: "9.0"}
 """First release of CANN that has a function; all others are in 8.5."""
@@ -63,24 +65,22 @@ OLDEST = "8.5"
 
 
 def first_release(function: str) -> str:
-    """The first release of CANN that is known to have a function."""
     return SINCE.get(function, OLDEST)
 
 
 def release_with(functions: Iterable[str]) -> str:
-    """The first release of CANN that has all of these functions."""
     return max(map(first_release, functions), key=lambda name: [*map(int, name.split("."))])
 
 
 def missing_functions(operators: Iterable[str]) -> dict[str, str]:
-    """Which of these operators the installed CANN can't serve, each with the function it lacks."""
+    """Return the operators that the installed CANN can't serve, each with its missing function."""
     found = {operator: FUNCTIONS[operator] for operator in operators}
     return {operator: function for operator, function in found.items() if is_missing(function)}
 
 
 @cache
 def is_missing(function: str) -> bool:
-    """Whether CANN is installed, and has no such function."""
+    """Tell whether CANN lacks the function; False where CANN is not installed."""
     names, libraries = (function, f"{function}GetWorkspaceSize"), _libraries()
     has_it = any(all(hasattr(library, name) for name in names) for library in libraries)
     return bool(libraries) and not has_it
@@ -88,7 +88,7 @@ def is_missing(function: str) -> bool:
 
 @cache
 def _libraries() -> tuple[ctypes.CDLL, ...]:
-    """Libraries in which torch_npu looks; none where CANN is not installed."""
+    """Load the libraries in which torch_npu looks, in its order; none without CANN."""
     if _loaded(LIBRARY) is None:
         return ()
     given = os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(os.pathsep)

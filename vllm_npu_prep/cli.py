@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EMULATOR = "ascend_emulator"
 MOST_MISMATCHES = 10
-"""Values other than expected that are named beside JSON."""
+"""The number of mismatches that are printed to standard error beside ``--json``."""
 
 
 class Output:
@@ -37,17 +37,15 @@ class Output:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write a text."""
         with self._remembering():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Write buffered text."""
         with self._remembering():
             self._stream.flush()
 
     def finish(self) -> None:
-        """Write buffered text now, because at the interpreter's end it is too late for an error.
+        """Write buffered text now: at the interpreter's end it is too late to report an error.
 
         Raises
         ------
@@ -59,7 +57,7 @@ class Output:
             raise self.error
 
     def drop(self) -> None:
-        """Discard text that can't be written."""
+        """Discard text that can't be written, so that the interpreter's end doesn't try again."""
         try:
             self._stream.flush()
         except OSError:
@@ -84,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     -------
     int
         0 on success, 1 if something differs, 2 for bad input, a device that is missing, or output
-        that can't be written, which get one line and no traceback.
+        that can't be written. These errors are one line without a traceback.
     """
-    # None: our parent has closed it, so nobody reads it.
+    # sys.stdout is None if our parent has closed it; nobody reads it then.
     output = Output(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
     code = 2
     try:
@@ -201,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _emulate(arguments: list[str]) -> NoReturn:
-    """Become the emulator's command, a separate package that is never imported here."""
+    """Become the emulator's command, which is a separate package that is never imported here."""
     if importlib.util.find_spec(EMULATOR) is None:
         raise PrepError(
             f"emulate needs the package {EMULATOR}, which is not installed: "
@@ -212,9 +210,10 @@ def _emulate(arguments: list[str]) -> NoReturn:
 
 
 def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -> int:
-    """Write the page of a whole run and, unless they are many, of its steps; say what is there.
+    """Write the page of a whole run and, unless there are too many, the pages of its steps.
 
-    `steps` is what ``--step-pages`` says: of all, of these, of none, or nothing.
+    `steps` is the value of ``--step-pages``: True for all steps, a span, False for none, and None
+    if the option was not given.
     """
     from vllm_npu_prep.inspect.files import check_replaceable, write_whole
     from vllm_npu_prep.inspect.run import read_run
@@ -294,7 +293,7 @@ def _explain(args: argparse.Namespace) -> int:
         if not (args.html or args.png):
             print()
         expected_text(found, expected, console)
-    elif found:  # what is printed stays the step's variables
+    elif found:  # standard output has the step's variables alone
         print(f"vllm-npu-prep: {expected_line(found, expected)}", file=sys.stderr)
         for each in found[:MOST_MISMATCHES]:
             print(f"vllm-npu-prep: {each}", file=sys.stderr)
@@ -302,7 +301,6 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _expected_of(path: Path) -> dict[str, Any] | None:
-    """What a scenario file expects of its step; None if it expects nothing, or for a record."""
     from vllm_npu_prep.inspect.scenario import read_expected
 
     return None if _is_recorded(path) else read_expected(path)
@@ -315,7 +313,6 @@ def _is_recorded(path: Path) -> bool:
 
 
 def _view_of(path: Path, step: int | None) -> "StepView":
-    """The step of a scenario, of a record, or of one of a folder's records."""
     from vllm_npu_prep.inspect.record_file import record_of
     from vllm_npu_prep.inspect.scenario import read_scenario
     from vllm_npu_prep.inspect.view import StepView, view_of_record
@@ -328,7 +325,6 @@ def _view_of(path: Path, step: int | None) -> "StepView":
 
 
 def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:
-    """Print what differs; 1 if anything does."""
     from rich.console import Console
 
     from vllm_npu_prep.inspect.diff import diff_json, diff_text, differences
@@ -342,7 +338,6 @@ def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:
 
 
 def _tokens(text: str) -> tuple[int, int]:
-    """Argument ``A:B``."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdecimal() and end.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two numbers")

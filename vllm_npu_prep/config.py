@@ -1,4 +1,8 @@
-"""The plugin's own options, and what start-up decides from them."""
+"""The plugin's own options, and what start-up decides from them.
+
+`PrepConfig` parses and validates ``--additional-config``. `decide` turns it into `Decisions`, the
+kernel family and the form of masks, together with the device and the model.
+"""
 
 import difflib
 import errno
@@ -22,14 +26,12 @@ if TYPE_CHECKING:
 
 
 SECTION = "npu_prep"
-"""Key of the plugin's section in ``--additional-config``."""
 
 STEPS = re.compile(r"(?P<first>\d{1,15}):(?P<end>\d{1,15})|last (?P<last>\d{1,6})", re.ASCII)
-"""Values that ``record.steps`` may have."""
 
 
 class RecordConfig(BaseModel):
-    """Which steps are recorded (`vllm_npu_prep.observe.recorder`).
+    """The options of the recorder (`vllm_npu_prep.observe.recorder`).
 
     Attributes
     ----------
@@ -64,7 +66,7 @@ class RecordConfig(BaseModel):
         return steps
 
     def make_folder(self) -> Path:
-        """Make ``dir`` if it doesn't exist.
+        """Make the folder ``dir`` if it doesn't exist.
 
         Raises
         ------
@@ -85,31 +87,31 @@ class RecordConfig(BaseModel):
 
     @property
     def span(self) -> range | None:
-        """Steps to write as they run; None if the last steps are kept instead."""
+        """The steps to write as they run; None if the last steps are kept instead."""
         match = STEPS.fullmatch(self.steps)
         assert match is not None
         return range(int(match["first"]), int(match["end"])) if match["first"] else None
 
     @property
     def last(self) -> int:
-        """How many steps are kept; 0 if steps are written as they run."""
+        """The number of last steps that are kept; 0 if steps are written as they run."""
         match = STEPS.fullmatch(self.steps)
         assert match is not None
         return int(match["last"] or 0)
 
 
 class FusedConfig(BaseModel):
-    """Which fused operators of torch_npu stand in for vLLM's layers on NPUs.
+    """The fused operators of torch_npu that stand in for vLLM's layers on NPUs, each on or off.
 
-    ``"fused": false`` switches all of them off. What each replaces: `vllm_npu_prep.ops.fused`.
+    ``"fused": false`` switches all of them off. `vllm_npu_prep.ops.fused` says what each replaces.
 
     Attributes
     ----------
     rms_norm, add_rms_norm, add_rms_norm_cast, gemma_rms_norm
-        Norms: RMSNorm, the residual's addition and RMSNorm, the same with a copy in float32 for
-        routers, and Gemma's.
+        RMSNorm, the addition of the residual with RMSNorm, the same with a copy in float32 for
+        routers, and Gemma's RMSNorm.
     rotary, mrope
-        Rotary embeddings, and those with positions of images.
+        Rotary embeddings, and those with positions of images (M-RoPE).
     vision_attention, vision_rotary
         Attention and rotary embeddings of vision towers.
     qkv
@@ -119,12 +121,12 @@ class FusedConfig(BaseModel):
     latent
         The projections of latent attention, and its products with latent weights.
     experts, finalize_routing, gating, gating_softmax
-        Experts of a mixture, their sum for tokens that lack some of them, and the choice of a
+        The experts of a mixture, their sum for tokens that lack some of them, and the choice of a
         token's experts: by scores with a bias and groups, and by a softmax.
     top_k_top_p
-        Limits of sampling.
+        The limits of sampling.
     int8_norm, int8_swiglu
-        Norms and SwiGLU that round their results for quantised layers.
+        Norms and SwiGLU that quantise their results to int8 for quantised layers.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -152,16 +154,14 @@ class FusedConfig(BaseModel):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the operators that are on."""
         return frozenset(name for name in type(self).model_fields if getattr(self, name))
 
 
 OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
-"""Fused operators that models without quantised layers don't use."""
 
 
 class PrepConfig(BaseModel):
-    """``--additional-config '{"npu_prep": {...}}'``, parsed once, every key validated.
+    """The section ``npu_prep`` of ``--additional-config``, with every key validated.
 
     Attributes
     ----------
@@ -178,21 +178,21 @@ class PrepConfig(BaseModel):
     record
         Which steps are recorded, None for none.
     check
-        Rules that each step is checked for before its launch
+        The rules that each step is checked against before its launch
         (`vllm_npu_prep.observe.check_level`).
     probe
-        Whether start-up holds the device's attention against formulas
+        Whether start-up compares the device's attention with formulas
         (`vllm_npu_prep.verify.probe`).
     kernel_rules
-        Rules that calls of fused attention keep: those of the installed CANN's code, or also what
-        only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
+        The rules that calls of fused attention have to keep: those of the installed CANN's code, or
+        also what only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
     cpu_binding
         Whether each rank runs on the CPUs of its NPU's NUMA node.
     latent_prefill
         How prefills of latent attention attend: over K and V projected from latent rows, or over
         these rows as decodes do, on the CPU fallback only (`vllm_npu_prep.attention.mla`).
     fused
-        Fused operators, each of them or all together.
+        The fused operators, each on or off, or all together.
     scheduler
         Whether vLLM's scheduler handles plain requests in bulk (`vllm_npu_prep.scheduling`), or is
         left as it is.
@@ -222,22 +222,16 @@ class PrepConfig(BaseModel):
 
 
 PARTS: Mapping[str, type[BaseModel]] = {"record": RecordConfig, "fused": FusedConfig}
-"""Options that have keys of their own."""
 
 
 def parse_config(additional_config: object) -> PrepConfig:
-    """Parse the plugin's section.
-
-    Parameters
-    ----------
-    additional_config
-        Value of ``--additional-config``; other sections are left alone.
+    """Parse the plugin's section of ``--additional-config``; other sections are left alone.
 
     Raises
     ------
     PrepError
-        For an unknown key or a value of the wrong type: names it and the allowed keys, and suggests
-        the closest one.
+        For an unknown key or a value of the wrong type: the message names it and the allowed keys,
+        and suggests the closest one.
     """
     if not isinstance(additional_config, Mapping):
         return PrepConfig()
@@ -274,7 +268,7 @@ def parse_config(additional_config: object) -> PrepConfig:
 
 
 def parse_flag(text: str) -> dict[str, Any]:
-    """Value of ``--additional-config`` on a command line, checked before anything else is done.
+    """Parse the text of ``--additional-config``, so that mistakes are reported at once.
 
     Raises
     ------
@@ -315,16 +309,10 @@ class Decisions:
 
     Attributes
     ----------
-    attention
-        Kernel family.
-    mask_form
-        Form of masks.
-    mask_budget_bytes
-        As configured.
     dense_bytes
-        Most memory that dense masks could take with this model and token budget.
+        Most memory that dense masks could take with this model and token budget, in bytes.
     note
-        Why the form is not the family's default; empty if it is.
+        Why the form of masks is not the family's default; empty if it is.
     """
 
     attention: str
@@ -343,14 +331,10 @@ def decide(
     num_windows: int = 1,
     masks_in_graphs: bool = False,
 ) -> Decisions:
-    """Choose kernel family and mask form.
+    """Choose the kernel family and the form of masks.
 
     Parameters
     ----------
-    config
-        The plugin's options.
-    device_type
-        Where the engine runs.
     families
         Every kernel family by name; the first of the device type is its default.
     max_num_batched_tokens, max_model_len
@@ -407,7 +391,7 @@ def decide(
 
 
 def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
-    """Decisions for an engine; if None, for the engine that is being built."""
+    """Return the decisions for an engine; None stands for the engine that is being built."""
     if vllm_config is None:
         from vllm.config import get_current_vllm_config
 
@@ -424,7 +408,7 @@ def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
 
 
 def fused_operators(vllm_config: "VllmConfig") -> frozenset[str]:
-    """Names of the fused operators that an engine uses; none on the CPU fallback."""
+    """Return the names of the fused operators that an engine uses; none on the CPU fallback."""
     if vllm_config.device_config.device_type != "npu":
         return frozenset()
     names = parse_config(vllm_config.additional_config).fused.names
@@ -432,7 +416,7 @@ def fused_operators(vllm_config: "VllmConfig") -> frozenset[str]:
 
 
 def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
-    """Whether full graphs with a mask will be captured.
+    """Tell whether full graphs with a mask will be captured.
 
     Decodes of one token have no mask, except with a window.
     """
@@ -449,5 +433,4 @@ def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
 
 
 def _layer_types(vllm_config: "VllmConfig") -> list[str]:
-    """Kinds of attention of the model's layers, if its config has them."""
     return getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or []

@@ -1,4 +1,4 @@
-"""Versions of the Ascend driver, and what they lack; what torch_npu can't capture graphs with."""
+"""Versions of the Ascend driver and what they lack, and a setting that prevents graph capture."""
 
 import re
 
@@ -16,7 +16,7 @@ EXPANDING_PINS = "pin_memory_expandable_segments:True"
 
 
 def driver_key(version: str) -> tuple[int, ...] | None:
-    """A driver's version as numbers that sort as versions do: 25.0.RC1 comes before 25.0.0.
+    """Return a driver's version as numbers that sort as versions do: 25.0.RC1 comes before 25.0.0.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def driver_key(version: str) -> tuple[int, ...] | None:
     Returns
     -------
     tuple of int
-        None if it is no version.
+        None if the text is not a version.
     """
     match = re.match(r"(\d+)\.(\d+)\.(RC)?(\d+)((?:\.\d+)*)", version, re.IGNORECASE)
     if match is None:
@@ -36,6 +36,6 @@ def driver_key(version: str) -> tuple[int, ...] | None:
 
 
 def is_older(version: str, than: str) -> bool:
-    """Whether a driver is known to be older than another; False if its version is not known."""
+    """Tell whether a driver is known to be older than another; False if a version is unknown."""
     key, other = driver_key(version), driver_key(than)
     return key is not None and other is not None and key < other

@@ -1,4 +1,8 @@
-"""NPUPlatform: answers what vLLM asks about a device, in one place."""
+"""The platform class: it answers in one place what vLLM asks about a device.
+
+`NPUPlatform.check_and_update_config` is where start-up refuses what the plugin can't run, settles
+options that vLLM left open, and logs one block about the engine.
+"""
 
 import argparse
 import multiprocessing
@@ -61,7 +65,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 KIND = choose_device()
 
 SHUTDOWN_SECONDS = 10
-"""Time that running requests get to finish when the server is told to stop, unless given."""
+"""The seconds that running requests get to finish when the server is told to stop, unless the user
+gives a time.
+"""
 
 
 class NPUPlatform(Platform):
@@ -80,16 +86,15 @@ class NPUPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the device; ``--dtype auto`` falls back to the first."""
+        """The dtypes of the device; ``--dtype auto`` falls back to the first."""
         return list(KIND.dtypes)
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Does nothing: upstream would warn about a missing ``vllm._C``."""
+        """Do nothing: upstream would warn about a missing ``vllm._C``."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Register implementations of vLLM's IR operators: vLLM's own, and ours on NPUs."""
         super().import_ir_kernels()
         if KIND == NPU_KIND:
             from vllm_npu_prep.ops.fused_norms import register_implementations
@@ -98,7 +103,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
-        """Our implementations of IR operators before vLLM's, where options leave them on."""
+        """Put our implementations of IR operators before vLLM's, where options leave them on."""
         priorities = super().get_default_ir_op_priority(vllm_config)
         if KIND == NPU_KIND:
             from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER
@@ -110,17 +115,18 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        """Name for logs and metrics."""
         return device_name(KIND.device_type, device_id)
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Memory in bytes; workers are spawned, so asking in the parent process does no harm."""
+        """Return the memory in bytes.
+
+        Asking in the parent process does no harm, because workers are spawned.
+        """
         return total_memory(KIND.device_type, device_id)
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> None:
-        """None: only CUDA devices have one."""
         return None
 
     @classmethod
@@ -134,36 +140,37 @@ class NPUPlatform(Platform):
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Does nothing: vLLM also calls `torch.manual_seed`, which seeds every device."""
+        """Do nothing: vLLM also calls `torch.manual_seed`, which seeds every device."""
 
     def is_sleep_mode_available(self) -> bool:
-        """True: see `vllm_npu_prep.sleep`."""
+        """Return True: `vllm_npu_prep.sleep` provides it."""
         return True
 
     @classmethod
     def inference_mode(cls) -> Any:
-        """Context of inference."""
         return torch.inference_mode()
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        """Whether the device can read page-locked memory."""
         return KIND.pin_memory
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Does nothing: dtypes are checked against the kernel family at start-up."""
+        """Do nothing: dtypes are checked against the kernel family at start-up."""
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:
-        """Memory of this process in bytes."""
+        """Return the resident memory of this process in bytes, not the device's."""
         return psutil.Process().memory_info().rss
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """One backend for K and V, one for latent rows; each uses the chosen kernel family."""
+        """Return the backend for K and V, or the one for latent rows.
+
+        Which kernels a backend calls is decided by the chosen kernel family.
+        """
         from vllm_npu_prep.attention.layers import refuse_what_is_asked
 
         refuse_what_is_asked(attn_selector_config)
@@ -173,54 +180,52 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
-        """Every MLA layer creates one, but with `AscendMLABackend` it is never called."""
+        """Return a class that every MLA layer creates, and that `AscendMLABackend` never calls."""
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
         return MLAPrefillBackendEnum.CPU.get_class()
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        """True: graphs are captured on NPUs, and checked on the CPU fallback."""
+        """Return True: graphs are captured on NPUs, and checked on the CPU fallback."""
         return True
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        """Class in which vLLM wraps the pieces of a model."""
         return "vllm_npu_prep.graph.wrapper.GraphWrapper"
 
     @classmethod
     def graph_pool_handle(cls) -> Any:
-        """Handle of the memory that all graphs share."""
         return graph_pool(KIND.device_type)
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Whether attention is one operator, at which torch.compile splits the model."""
+        """Tell whether attention is one operator, at which torch.compile splits the model."""
         return graph_config.splits_at_attention()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        """Defaults that vLLM would choose for other devices."""
         graph_config.set_defaults(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Class that exchanges tensors between ranks, by HCCL on NPUs and gloo on the CPU."""
         return "vllm_npu_prep.device.communicator.NPUCommunicator"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """Class that vLLM's LoRA layers call, the same on NPUs and on the CPU fallback."""
         return "vllm_npu_prep.ops.lora.PunicaWrapperNPU"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """True: block tables, slots and metadata are made for each KV-cache group."""
+        """Return True: block tables, slots and metadata are made for each KV-cache group."""
         return True
 
     @classmethod
     def _align_hybrid_block_size(cls, vllm_config: "VllmConfig", backend_cls: Any) -> None:
-        """Blocks whose K holds the larger part of a state, so that planes and states share them."""
+        """Choose blocks so large that K and V and recurrent states can share them.
+
+        The K of a block holds the larger part of a recurrent state.
+        """
         page, cache = _state_page(vllm_config), vllm_config.cache_config
         if page is None:
             return
@@ -230,7 +235,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Allowed: layers find their cache by name, not by index."""
+        """Allow it by raising nothing: layers find their cache by name, not by index."""
 
     @classmethod
     def pre_register_and_update(cls, parser: argparse.ArgumentParser | None = None) -> None:
@@ -244,7 +249,6 @@ class NPUPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse requests that no step could answer, in the process that receives them."""
         if processed_inputs["type"] == "embeds":
             from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
@@ -258,10 +262,13 @@ class NPUPlatform(Platform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Check all that can be checked before a process starts, and turn off what isn't needed.
 
+        vLLM calls this again in its engine process; only the first process logs and makes folders.
+
         Raises
         ------
         PrepError
-            For unsupported features: says what was given, what is allowed and what to do.
+            For unsupported features: the message says what was given, what is allowed and what to
+            do.
         """
         if vllm_config.model_config is None:  # tests of vLLM's own
             return
@@ -297,7 +304,10 @@ class NPUPlatform(Platform):
 
 
 def _settle_states(vllm_config: "VllmConfig") -> list[str]:
-    """Keep states in bfloat16 on NPUs, whose operators take nothing else; a line if that is new."""
+    """Keep recurrent states in bfloat16 on NPUs, whose operators take nothing else.
+
+    The result is a line for the log if the user asked for another dtype.
+    """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if not model.is_hybrid or KIND != NPU_KIND or cache.mamba_ssm_cache_dtype == "bfloat16":
         return []
@@ -308,10 +318,10 @@ def _settle_states(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
-    """Settle which code moves K and V; lines about it.
+    """Choose the module that moves K and V off the device; return lines for the log.
 
-    vLLM turns ``--kv-offloading-size`` into a connector after the platform's check: it is asked to
-    do so before, unless another connector was given, which it would replace.
+    vLLM turns ``--kv-offloading-size`` into a connector after the platform's check. It is asked to
+    do so here already, unless another connector was given, which it would replace.
     """
     transfer, size = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     if size is not None and (transfer is None or transfer.kv_connector in (None, OFFLOADING)):
@@ -340,7 +350,6 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
-    """By which rules calls of fused attention were checked, one line."""
     if decisions.attention != "fia":
         return []
     rules, version = rules_of(vllm_config), cann_version(KIND.device_type)
@@ -351,7 +360,7 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
 
 
 def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
-    """A line where Model Runner V2, too, could run an engine that runs on V1."""
+    """Return a line where Model Runner V2 could run this engine, too, which runs on V1."""
     if not could_run(Asked(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
         return []
     return [
@@ -361,7 +370,7 @@ def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
 
 
 def _known_faults(vllm_config: "VllmConfig") -> list[str]:
-    """Upstream's bugs with these settings that this plugin can't fix, one line each."""
+    """Return one line for each bug of upstream that these settings meet and we can't fix."""
     caches = vllm_config.cache_config.enable_prefix_caching
     if caches and vllm_config.scheduler_config.policy == "priority":
         return [
@@ -372,10 +381,10 @@ def _known_faults(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _agree_on_the_host(parallel_config: "ParallelConfig") -> list[str]:
-    """Let engines agree on sizes on the host; says so where vLLM or the user chose the device.
+    """Let data-parallel ranks agree on sizes on the host; return a line if the device was chosen.
 
-    There each step would take a copy to the device and a read-back. vLLM's default is the host,
-    too, with asynchronous scheduling.
+    On the device, each step would take a copy there and a read-back. vLLM's default with
+    asynchronous scheduling is the host, too.
     """
     if parallel_config.disable_nccl_for_dp_synchronization:
         return []
@@ -389,7 +398,7 @@ def _agree_on_the_host(parallel_config: "ParallelConfig") -> list[str]:
 
 
 def _switch_off(vllm_config: "VllmConfig") -> list[str]:
-    """Turn off what is unsupported but not needed; returns what and why, one line each."""
+    """Turn off what is unsupported but not needed; return what and why, one line each."""
     from vllm.config import CacheConfig
 
     off = []
@@ -411,7 +420,6 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _describe_probe(wanted: bool) -> str:
-    """Whether the device's attention is held against formulas at start-up."""
     if KIND == CPU_KIND:
         return "none: kernels of the CPU fallback are torch's"
     return "attention and cache writes against formulas" if wanted else "off"
@@ -424,7 +432,6 @@ def _log_start_up(
     notes: list[str],
     switched_off: list[str],
 ) -> None:
-    """Log one short block: device, kernel family, mask form, graphs, and what was turned off."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler, config = vllm_config.scheduler_config, parse_config(vllm_config.additional_config)
     block_size = cache.block_size if cache.user_specified_block_size else "default (128)"
@@ -478,7 +485,10 @@ def _log_start_up(
 
 
 def _state_page(vllm_config: "VllmConfig") -> "StatePage | None":
-    """How blocks are sized if the model has states; the rest of them is imported only then."""
+    """Return how blocks are sized for a model with recurrent states, else None.
+
+    The code for them is imported only if the model has some.
+    """
     if not vllm_config.model_config.is_hybrid:
         return None
     from vllm_npu_prep.attention.state_pages import find_state_page
@@ -487,7 +497,7 @@ def _state_page(vllm_config: "VllmConfig") -> "StatePage | None":
 
 
 def _used_operators(vllm_config: "VllmConfig") -> str:
-    """Fused operators that are on and that torch_npu has, in the order of the options."""
+    """Name the fused operators that are on and that torch_npu has, in the order of the options."""
     from vllm_npu_prep.ops.fused import OPERATORS, missing_operators
 
     names = fused_operators(vllm_config)

@@ -1,4 +1,7 @@
-"""Logs the reason for every wait that takes longer than two seconds."""
+"""Logs the reason for every wait that takes longer than two seconds.
+
+Loading, compiling and probing can take minutes, during which an engine would otherwise be silent.
+"""
 
 import contextlib
 import threading
@@ -8,9 +11,9 @@ from collections.abc import Callable, Iterator
 from vllm_npu_prep.wording import counted
 
 FIRST_SECONDS = 2.0
-"""Shorter waits are not worth a line."""
+"""Waits that are shorter are not worth a line."""
 LARGEST_PAUSE = 30.0
-"""Longest time between two lines; it doubles from line to line until then."""
+"""The longest time between two lines in seconds; the pause doubles from line to line until then."""
 
 
 @contextlib.contextmanager
@@ -51,7 +54,7 @@ def log_while_waiting(
 
 @contextlib.contextmanager
 def log_while_compiling(log: Callable[[str], object]) -> Iterator[None]:
-    """`log_while_waiting` while numba loads code from its cache, and compiles missing functions."""
+    """Log a wait while numba loads code from its cache, and compiles missing functions."""
     from numba.core import event  # slow; not needed by processes that prepare no steps
 
     with (

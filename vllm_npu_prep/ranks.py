@@ -1,4 +1,4 @@
-"""Which rank a worker is, how many there are, and what they do together."""
+"""Which rank a worker is, how many ranks there are, and what they do together."""
 
 import contextlib
 import logging
@@ -11,26 +11,25 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below 
 
 
 def rank_across_engines(parallel_config: Any) -> int:
-    """Number of a worker among those of all data-parallel engines.
+    """Return the number of a worker among the workers of all data-parallel ranks.
 
-    Engines of models without experts know of no others, but still have an index of their own.
-
-    Parameters
-    ----------
-    parallel_config
-        vLLM's `ParallelConfig`, in the worker.
+    Data-parallel ranks of a model without experts know nothing of each other, but each still has an
+    index of its own. `parallel_config` is vLLM's `ParallelConfig` as the worker has it.
     """
     engine = parallel_config.data_parallel_index
     return engine * parallel_config.world_size + parallel_config.rank
 
 
 def is_one_of_several(parallel_config: Any) -> bool:
-    """Whether other workers serve, too; the first engine of a model without experts can't tell."""
+    """Tell whether other workers serve, too.
+
+    The data-parallel rank 0 of a model without experts can't tell, and says False.
+    """
     return parallel_config.world_size_across_dp > 1 or parallel_config.data_parallel_index > 0
 
 
 def ranks_on_host(parallel_config: Any) -> int:
-    """Workers that this host runs; with Ray only the workers know it, other processes get 1."""
+    """Return how many workers this host runs. With Ray only the workers know it; others get 1."""
     if parallel_config.use_ray:
         return max(1, len(parallel_config.assigned_physical_gpu_ids or ()))
     engines = max(1, parallel_config.data_parallel_size_local)
@@ -39,10 +38,12 @@ def ranks_on_host(parallel_config: Any) -> int:
 
 @contextlib.contextmanager
 def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator[bool]:
-    """Let all ranks of an engine do something; whether all did, which else each has to undo.
+    """Let all ranks of an engine attempt something, and yield whether all of them succeeded.
 
-    For what one rank may refuse alone, while the others would have changed something. What all
-    refuse alike, they may just raise: `vllm_npu_prep.compat.answers` keeps their answers apart.
+    If any of them failed, each rank has to undo its part in the body of the ``with`` statement.
+    This is for an attempt that one rank may refuse alone, while the others would have changed
+    something. Where all ranks refuse alike, they may just raise: `vllm_npu_prep.compat.answers`
+    keeps their answers apart.
 
     Parameters
     ----------
@@ -54,8 +55,8 @@ def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator
     Raises
     ------
     PrepError
-        At the end, on the last rank alone: what the first rank said that could not. An error of
-        the last rank that is no `PrepError` is raised as it is; other ranks log theirs.
+        At the end, on the last rank alone: the message of the first rank that could not. An error
+        of the last rank that is no `PrepError` is raised as it is; other ranks log theirs.
     """
     failure: str | None = None
     unforeseen: Exception | None = None
@@ -76,7 +77,10 @@ def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator
 
 
 def _first_of_ranks(mine: str | None) -> str | None:
-    """The first of what the ranks of this engine have to say."""
+    """Return the message of the first rank of this engine that has one; None without one.
+
+    It gathers over the tensor-parallel group and then over the pipeline stages, on the host.
+    """
     import torch
     from vllm.distributed import get_pp_group, get_tp_group
 

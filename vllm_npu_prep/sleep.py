@@ -1,8 +1,8 @@
-"""Sleep mode: weights and the KV cache in regions whose memory is given back and mapped again.
+"""Sleep mode: weights and the KV cache lie in regions whose memory is given back and mapped again.
 
 Upstream allocates both from a pool whose allocator is CUDA's. Here the KV cache is made in a
-region, and weights move into regions after they have been loaded. So a region is all that a device
-has to offer, and graphs and compiled code, which come later, hold addresses that stay.
+region, and weights move into regions after they have been loaded. So regions are all that a device
+has to offer, and graphs and compiled code, which come later, hold addresses that stay valid.
 """
 
 import dataclasses
@@ -23,24 +23,21 @@ logger = init_logger(f"vllm.{__name__}")
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
-"""What can sleep, under the names that clients use."""
+"""What can sleep, by the names that clients use."""
 
 REGION_BYTES = 256 << 20
-"""Weights of one region, unless one weight is larger: what loading needs for the move."""
+"""The bytes of weights in one region, unless one weight is larger. Moving weights into regions
+needs so much memory beside them.
+"""
 
 _ALIGNMENT, _READ_BEYOND = 512, 32
-"""Of a weight in its region, in bytes: torch_npu's allocator aligns so, and leaves 32 bytes after
-an end, which operators may read."""
+"""The alignment of a weight in its region and the unused bytes after it, as torch_npu's allocator
+has them: operators may read 32 bytes beyond a tensor's end.
+"""
 
 
 class SleepingMemory(SleepModeBackend):
-    """The memory of one rank that can sleep.
-
-    Parameters
-    ----------
-    device
-        Whose memory it is.
-    """
+    """The memory of one rank that can sleep: its regions, by tag."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -50,11 +47,11 @@ class SleepingMemory(SleepModeBackend):
 
     @property
     def drafter_bytes(self) -> int:
-        """Weights that the drafter has for itself."""
+        """The bytes of weights that the drafter doesn't share with the model."""
         return sum(region.data.numel() for region in self._of_drafter)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """A zeroed part of the KV cache, int8 ``[nbytes]``."""
+        """Return a zeroed part of the KV cache, int8 ``[nbytes]``, in a region of its own."""
         region = self._device.region(nbytes)
         self._regions[KV_CACHE].append(region)
         return region.data.view(torch.int8)
@@ -62,16 +59,16 @@ class SleepingMemory(SleepModeBackend):
     def adopt(self, model: nn.Module, drafter: nn.Module | None = None) -> None:
         """Move the parameters of loaded models into regions.
 
-        A parameter whose memory something else refers to stays where it is, awake. What the
-        drafter has for itself gets regions of its own, which the host keeps at every level: new
-        weights are the model's alone, in whatever way they come.
+        A parameter stays where it is, and never sleeps, if anything outside of the models refers to
+        its memory. The weights that the drafter has for itself get regions of their own, which the
+        host keeps at every level: new weights are for the model alone, in whatever way they come.
 
         Parameters
         ----------
         model, drafter
             The model, and what drafts for it if that is a model, too.
         """
-        waiting: dict[bool, list[_Shared]] = {False: [], True: []}  # the drafter's: True
+        waiting: dict[bool, list[_Shared]] = {False: [], True: []}  # True: the drafter's
         of_model = {each.untyped_storage().data_ptr() for each in model.parameters()}
         stayed = 0
         for shared in _shared_memory([model] if drafter is None else [model, drafter]):
@@ -94,7 +91,7 @@ class SleepingMemory(SleepModeBackend):
         )
 
     def _move(self, waiting: "list[_Shared]", is_drafters: bool) -> None:
-        """Move memory into one new region; empties the list, so that it can be freed."""
+        """Move memory into one new region; empty the list, so that the old memory can be freed."""
         if not waiting:
             return
         region = self._device.region(sum(each.room for each in waiting))
@@ -110,11 +107,10 @@ class SleepingMemory(SleepModeBackend):
         self._device.memory_info()  # so that torch_npu's allocator returns what is free now
 
     def suspend(self, level: int = 1) -> None:
-        """Release everything; see `unmap`."""
         self.unmap(level)
 
     def unmap(self, level: int = 1) -> list[Region]:
-        """Release everything; at level 1 the host keeps the weights, else those of a drafter.
+        """Release all regions; at level 1 the host keeps the weights, at level 2 the drafter's.
 
         Returns
         -------
@@ -141,7 +137,7 @@ class SleepingMemory(SleepModeBackend):
         return done
 
     def restore(self, regions: Iterable[Region]) -> None:
-        """Map again what `unmap` released; what slept before it sleeps on."""
+        """Map again what `unmap` released; what slept before that sleeps on."""
         for region in regions:
             region.map()
         if self._is_awake:
@@ -152,16 +148,10 @@ class SleepingMemory(SleepModeBackend):
         return all(region.is_mapped for tag in TAGS for region in self._regions[tag])
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        """Map memory again; see `map`."""
         self.map(tags)
 
     def map(self, tags: Sequence[str] | None = None) -> list[Region]:
-        """Map memory again.
-
-        Parameters
-        ----------
-        tags
-            Of `TAGS`; None: all.
+        """Map the regions of some tags again, of all if `tags` is None.
 
         Returns
         -------
@@ -191,13 +181,13 @@ class SleepingMemory(SleepModeBackend):
         return done
 
     def release(self, regions: Iterable[Region]) -> None:
-        """Let what `map` mapped sleep again, with what it holds."""
+        """Let what `map` mapped sleep again; the host keeps weights, and the KV cache is lost."""
         for region in regions:
             region.release(keep=region in self._regions[WEIGHTS])
         self._state = "SUSPENDED"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Release what has these tags, without a copy."""
+        """Release the regions of these tags, and lose what they hold."""
         self._device.synchronize()
         for tag in tags:
             for region in self._regions[tag]:
@@ -206,24 +196,24 @@ class SleepingMemory(SleepModeBackend):
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """True: they are not in a region."""
+        """Return True: communicators are not in a region."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """True: graphs and compiled code find everything at its address."""
+        """Return True: graphs and compiled code find everything at its address."""
         return True
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """True: communicators stay."""
+        """Return True: communicators stay."""
         return True
 
 
 class _Place(NamedTuple):
-    """Where a module keeps a tensor."""
+    """A place where a module keeps a tensor: a dict and a name, or a list and an index."""
 
-    holder: Any  # a dict of names, or a list
+    holder: Any
     key: Any
 
     @property
@@ -231,7 +221,7 @@ class _Place(NamedTuple):
         return self.holder[self.key]
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Keep another one. A parameter remains the object that it is."""
+        """Put another tensor here. A parameter remains the object that it is, with other data."""
         if isinstance(self.tensor, nn.Parameter):
             self.tensor.data = tensor
         else:
@@ -239,7 +229,7 @@ class _Place(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Memory of parameters, with all places whose tensors lie in it."""
+    """One storage in which parameters lie, with all places whose tensors lie in it."""
 
     storage: torch.UntypedStorage
     places: list[_Place]
@@ -250,19 +240,18 @@ class _Shared(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes that it takes in a region."""
         return -(-(self.nbytes + _READ_BEYOND) // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing else refers to it."""
+        """Whether nothing refers to the storage but its places, their tensors' bases and this."""
         known = {id(place.tensor) for place in self.places}
-        bases = [place.tensor._base for place in self.places]  # torch keeps what views are of
+        bases = [place.tensor._base for place in self.places]  # a view keeps its base
         known |= {id(base) for base in bases if base is not None}
-        return torch._C._storage_Use_Count(self.storage._cdata) == len(known) + 1  # and this
+        return torch._C._storage_Use_Count(self.storage._cdata) == len(known) + 1  # and self
 
     def move(self, region: torch.Tensor, begin: int) -> None:
-        """Copy to a region, from a byte on, and let all places point there."""
+        """Copy the storage to a region, from byte `begin` on, and let all places point there."""
         device, target = region.device, region.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage)
         region[begin : begin + self.nbytes].copy_(whole)
@@ -275,7 +264,7 @@ class _Shared(NamedTuple):
 
 
 def _shared_memory(models: Iterable[nn.Module]) -> Iterator[_Shared]:
-    """Memory in which parameters lie."""
+    """Yield each storage in which parameters of the models lie; empty ones are left out."""
     places: dict[int, list[_Place]] = {}
     with_parameters: dict[int, None] = {}
     for model in models:
@@ -293,7 +282,10 @@ def _shared_memory(models: Iterable[nn.Module]) -> Iterator[_Shared]:
 
 
 def _places_of(module: nn.Module) -> Iterator[_Place]:
-    """Parameters, buffers, and plain attributes that are tensors, lists or dataclasses of them."""
+    """Yield places of parameters and buffers, and of attributes' tensors, alone or in a list.
+
+    Attributes that are dataclasses are looked into, too.
+    """
     attributes = vars(module)
     records = [vars(each) for each in attributes.values() if dataclasses.is_dataclass(each)]
     holders: tuple[dict[str, Any], ...] = module._parameters, module._buffers, attributes, *records

@@ -1,14 +1,15 @@
-"""Let ``import torchvision`` succeed beside a torch that its own library was not built for.
+"""Lets ``import torchvision`` succeed beside a torch that its own library was not built for.
 
 transformers imports torchvision with every model, and processors of images and videos use its
 transforms, which are Python. For x86-64 the package index has a CUDA build only: beside a torch for
 the CPU its library does not load, and the import fails at two operators that torchvision's Python
-code describes unasked. Naming these is enough; calling one still fails, and says why.
+code registers fake implementations of. To define these operators is enough; calling one still
+fails, and says why.
 
 The plugin installs this hook in vLLM's processes. ``scripts/install.sh`` copies this file into
 environments whose torchvision needs it, and a ``.pth`` file installs the hook in each of their
-processes: so it imports nothing of the package, and neither torch nor torchvision before somebody
-imports torchvision.
+processes. Therefore it imports nothing of the package, and neither torch nor torchvision before
+somebody imports torchvision.
 """
 
 import sys
@@ -22,22 +23,20 @@ SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class TorchvisionLoader(SourceFileLoader):
-    """Loads torchvision after its operators were named, if its library does not load."""
+    """Loads torchvision after it has defined the operators of a library that does not load."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the package."""
         name_missing_operators(Path(self.path).parent)
         super().exec_module(module)
 
 
 class TorchvisionFinder:
-    """An entry of `sys.meta_path` that finds torchvision only, where Python finds it anyway."""
+    """An entry of `sys.meta_path` that finds torchvision alone, where Python finds it anyway."""
 
     @classmethod
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python's own answer, with our loader."""
         if name != "torchvision":
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -47,18 +46,18 @@ class TorchvisionFinder:
 
 
 def install() -> None:
-    """Install the hook in this process; once is enough, again does nothing."""
+    """Install the hook in this process; a second call does nothing."""
     if TorchvisionFinder not in sys.meta_path:
         sys.meta_path.insert(0, TorchvisionFinder)
 
 
 def name_missing_operators(folder: Path) -> None:
-    """Name the operators that importing torchvision asks for, unless its library brings them.
+    """Define the operators that importing torchvision asks for, unless its library brings them.
 
     Parameters
     ----------
     folder
-        Of the package.
+        Folder of the package torchvision.
     """
     import torch
 

@@ -54,11 +54,11 @@ WORDS: dict[str, str | Callable[[Context], str]] = {
     ),
     "string_too_long": lambda context: f"must have at most {_characters(context['max_length'])}",
 }
-"""By type of error, as pydantic's reference lists them: those that the models here can raise."""
+"""Our message for each type of error of pydantic's reference that the models here can raise."""
 
 
 def reason_of(detail: "ErrorDetails") -> str:
-    """What is wrong with a value, without naming Python's types or the model's classes.
+    """Say what is wrong with a value, without naming Python's types or the model's classes.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ def reason_of(detail: "ErrorDetails") -> str:
     Returns
     -------
     str
-        Such as ``must be at least 1``. pydantic's own message for a type of error that is not
-        among `WORDS`.
+        Such as ``must be at least 1``. For a type of error that is not among `WORDS` it is
+        pydantic's own message.
     """
     words = WORDS.get(detail["type"])
     if words is None:
@@ -79,7 +79,7 @@ def reason_of(detail: "ErrorDetails") -> str:
 
 
 def described(detail: "ErrorDetails") -> str:
-    """`reason_of` and the value, which is left out for a missing or unknown key."""
+    """Return `reason_of` with the value, which is left out for a missing or unknown key."""
     reason = reason_of(detail)
     if detail["type"] in ("missing", "extra_forbidden"):
         return reason
@@ -87,7 +87,7 @@ def described(detail: "ErrorDetails") -> str:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, as in the file or the flag; shortened if it is long."""
+    """Return a value as JSON, as it stands in the file or the flag; shortened if it is long."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

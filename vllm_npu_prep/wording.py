@@ -1,35 +1,23 @@
-"""Words of messages and of command lines."""
+"""The wording of messages, and the parsing of texts on command lines."""
 
 import argparse
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number of things: ``1 step``, ``1,200 steps``.
+    """Return a number with its noun: ``1 step``, ``1,200 steps``.
 
-    Parameters
-    ----------
-    number
-        How many.
-    noun
-        The noun in the singular.
-    plural
-        Its plural, if that is not formed by adding an ``s``.
+    `plural` is needed only if the plural is not formed by adding an ``s``.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def seconds(text: str) -> float:
-    """A number of seconds above 0, of a command line.
-
-    Parameters
-    ----------
-    text
-        What was given.
+    """Parse a number of seconds of a command line, which has to be above 0 and below a million.
 
     Raises
     ------
     argparse.ArgumentTypeError
-        If it is none, or more than a million.
+        If it is not such a number.
     """
     try:
         number = float(text)

@@ -1,4 +1,8 @@
-"""NPUWorker: device, memory and life cycle of one rank."""
+"""The worker of one rank: its device, its memory and its life cycle, from start-up to sleep.
+
+What a worker does with a step is in the runners; this module sets up what they need, measures
+memory, and turns failures of the device into one line.
+"""
 
 import atexit
 import contextlib
@@ -58,20 +62,25 @@ from vllm_npu_prep.wording import counted
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 CPU_KV_CACHE_BYTES = 2 << 30
-"""KV cache of the CPU fallback unless ``--kv-cache-memory-bytes`` says otherwise."""
+"""The size of the CPU fallback's KV cache unless ``--kv-cache-memory-bytes`` says otherwise."""
 
 PROCESS_BYTES = 96 << 20
-"""What a step on the CPU fallback may add to resident pages beside tensors: 32 MiB of Python's
-objects, and 64 MiB that glibc keeps at the end of its heap (twice its largest mmap threshold)."""
+"""The bytes that a step on the CPU fallback may add to resident memory beside tensors: 32 MiB of
+Python's objects, and 64 MiB that glibc keeps at the end of its heap (twice its largest mmap
+threshold).
+"""
 PROCESS_BYTES_A_TOKEN = 256
-"""The same for a token of the longest request: lists of ids, 40 bytes a token each, which client,
-scheduler and runner keep of it. 128k tokens took 139 bytes each beside `PROCESS_BYTES`."""
+"""The bytes that it may add for each token of the longest request: lists of ids, 40 bytes a token
+each, which client, scheduler and runner keep of it. 128k tokens took 139 bytes each beside
+`PROCESS_BYTES`.
+"""
 
 RETURN_TOKENS = 8192
-"""After so many tokens in steps, free pages are returned as soon as no request runs. On the CPU
+"""After steps with so many tokens, free memory is returned as soon as no request runs. On the CPU
 fallback, tensors that grow with a prompt leave holes that glibc keeps, and that the next prompt
 fills only in part: in one engine, 128k tokens took 658 MB after four other prompts, else 453. To
-return 100 MB takes 8 ms, for which nobody's next token should wait."""
+return 100 MB takes 8 ms, for which nobody's next token should wait.
+"""
 
 
 def _refuse_what_is_not_computed(model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
@@ -80,15 +89,13 @@ def _refuse_what_is_not_computed(model: torch.nn.Module, layers: Mapping[str, An
 
 
 class NPUWorker(Worker):
-    """One rank of the engine."""
-
     prep_device: Device  # from `init_device` on
     model_runner: NPUModelRunner
     _scopes: StepScopes | None = None  # while a profiler runs
     _last_step: Any = None  # vLLM's `SchedulerOutput` of the one that was begun
     _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
-    _tokens_since_return = 0  # that steps had since free memory was returned
-    _peak_of_step = 0  # bytes beside weights, of a step of the largest size without contexts
+    _tokens_since_return = 0  # tokens of steps since free memory was returned
+    _peak_of_step = 0  # bytes of the largest step beside weights, without contexts
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
@@ -144,14 +151,13 @@ class NPUWorker(Worker):
                 self.vllm_config,
                 self.rank,
                 self.distributed_init_method,
-                index,  # of which process groups make their device
+                index,  # process groups make their device from it
                 current_platform.dist_backend,
             )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
 
     def _computes_rightly(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a fused operator gives what its formula says on this device."""
         return is_right(name, dtype, lambda tensor: tensor.to(self.device), logger.warning)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -168,7 +174,6 @@ class NPUWorker(Worker):
             self._sleeping.adopt(self.model_runner.get_model(), self.get_draft_model())
 
     def _make_model_runner(self) -> Any:
-        """This plugin's runner in place of upstream's, V1's or V2's."""
         assert self.device is not None
         runner: Any = NPUModelRunner
         if self.use_v2_model_runner:
@@ -181,17 +186,22 @@ class NPUWorker(Worker):
         return made
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager:
-        """No pool: see `vllm_npu_prep.sleep` for what takes its place."""
+        """Return a context without a pool: regions of `vllm_npu_prep.sleep` take its place."""
         del tag
         return contextlib.nullcontext()
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Memory for the KV cache in bytes.
+        """Return the memory for the KV cache in bytes.
 
         This is the memory that is free after a profiling run, less the peak of that run, the
         estimate for graphs, and the share of the device that is to stay free. On the CPU fallback
         it is a fixed size, because other programs share the host's memory.
+
+        Raises
+        ------
+        PrepError
+            If there is no room, or less than what was asked for.
         """
         self.prep_device.reset_peak_memory()
         self._run_largest_step()
@@ -223,7 +233,6 @@ class NPUWorker(Worker):
         return size
 
     def _run_largest_step(self) -> None:
-        """Run the largest step, to see that it fits and to trace a compiled model."""
         with (
             set_current_vllm_config(self.vllm_config),
             log_while_waiting("Running the largest step", logger.info),
@@ -255,7 +264,7 @@ class NPUWorker(Worker):
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
 
     def _tell_of_bound(self) -> None:
-        """Say what steps take at most, however long their contexts are."""
+        """Log the most bytes that a step takes beside weights and KV cache."""
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
         splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
         assert isinstance(self.model_config.dtype, torch.dtype)
@@ -279,9 +288,9 @@ class NPUWorker(Worker):
         )
 
     def _probe(self) -> None:
-        """Hold this device's attention against formulas, before graphs are made of it.
+        """Compare this device's attention with formulas, before graphs are made of it.
 
-        Not on the CPU fallback, whose kernels the project's tests compare.
+        The CPU fallback is left out: the project's tests compare its kernels.
         """
         config = parse_config(self.vllm_config.additional_config)
         if self.prep_device.computes_on_host or not config.probe:
@@ -301,7 +310,6 @@ class NPUWorker(Worker):
             probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Start or stop vLLM's profiler, with the phases of the host in its trace."""
         super().profile(is_start, *args, **kwargs)
         if is_start and self._scopes is None:
             self._scopes = StepScopes(self.model_runner)
@@ -311,7 +319,7 @@ class NPUWorker(Worker):
             self._scopes = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; what was recorded is written when it fails.
+        """Run upstream's step; if it fails, write what was recorded.
 
         Raises
         ------
@@ -335,7 +343,7 @@ class NPUWorker(Worker):
             raise
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; what was recorded is written when it fails.
+        """Run upstream's sampling; if it fails, write what was recorded.
 
         Raises
         ------
@@ -349,7 +357,7 @@ class NPUWorker(Worker):
             raise
 
     def take_draft_token_ids(self) -> Any:
-        """As upstream's, which may wait for the device; what was recorded is written if it fails.
+        """Return upstream's answer, for which it may wait; if that fails, write what was recorded.
 
         Raises
         ------
@@ -365,8 +373,9 @@ class NPUWorker(Worker):
     def _step_failed(self, error: Exception) -> None:
         """Write what was recorded, and raise one line in place of an error of the device.
 
-        An error of memory says only how much a tensor wanted; one of a kernel comes from wherever
-        the host waits next, which its traceback shows.
+        An error of memory says only how much one tensor wanted. An error of a kernel is raised
+        wherever the host waits next, and its traceback shows that place. Other errors are not
+        replaced: this returns, and the caller raises them again.
         """
         self._save_steps(error)
         if self._last_step is None:
@@ -390,7 +399,7 @@ class NPUWorker(Worker):
             ) from error
 
     def _keep(self, output: Any) -> Any:
-        # Of one rank, vLLM reads each output; and the fallback's copies are complete at once.
+        # With one rank, vLLM reads each output; and the fallback's copies are complete at once.
         if self.parallel_config.world_size > 1 and not self.prep_device.computes_on_host:
             self._outputs.keep(output)
         if isinstance(output, AsyncModelRunnerOutput):
@@ -407,12 +416,13 @@ class NPUWorker(Worker):
         Parameters
         ----------
         adapters
-            In order of use: the last ones go last. None is read that is held already.
+            In order of use, the most recently used last. Those that are held already are not read
+            again.
 
         Returns
         -------
         dict
-            The load of each adapter that is held then, by its number.
+            The load of each adapter that is held then, by the adapter's number.
         """
         manager = self.model_runner.lora_manager
         for each in adapters:
@@ -421,7 +431,7 @@ class NPUWorker(Worker):
         return {number: adapter.load for number, adapter in held.list_adapters().items()}
 
     def dump_steps(self) -> str:
-        """Write the last steps, for ``collective_rpc``; returns one line that says where they are.
+        """Write the last steps, for ``collective_rpc``; return one line that says where they are.
 
         Raises
         ------
@@ -447,8 +457,8 @@ class NPUWorker(Worker):
         Returns
         -------
         dict
-            ``rank`` across engines, ``folder``, number of ``steps``, and all that as one line,
-            ``answer``.
+            ``rank`` across data-parallel ranks, ``folder``, number of ``steps``, and all that as
+            one line, ``answer``.
         """
         recorder = self.model_runner.recorder
         assert recorder is not None  # servers ask only if steps are recorded
@@ -458,7 +468,7 @@ class NPUWorker(Worker):
         return answer | {"answer": str(written)}
 
     def shutdown(self) -> None:
-        """As upstream's; writes records if an asynchronous failure appears only now."""
+        """Shut down as upstream does; write records if an asynchronous failure appears only now."""
         atexit.register(gc.freeze)  # else Python's end collects all remaining objects twice
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
@@ -467,7 +477,7 @@ class NPUWorker(Worker):
         super().shutdown()
 
     def _settle(self) -> None:
-        """Wait for the device; if it has failed, its error is not to end the shutdown."""
+        """Wait for the device; log a failed device's error, so that the shutdown goes on."""
         try:
             if hasattr(self, "prep_device"):
                 self.prep_device.synchronize()
@@ -477,7 +487,7 @@ class NPUWorker(Worker):
             logger.warning("The device fails while the engine ends (%s).", reason)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's.
+        """Reload as upstream does.
 
         Raises
         ------
@@ -488,7 +498,7 @@ class NPUWorker(Worker):
         super().reload_weights(*args, **kwargs)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Weights from a transfer engine: as upstream's, at the addresses that graphs read.
+        """Take weights from a transfer engine as upstream does, at the addresses that graphs read.
 
         Raises
         ------
@@ -559,13 +569,13 @@ class NPUWorker(Worker):
             )
 
     def _prepare_sleep(self, level: int) -> None:
-        """Whatever can be refused before memory is released."""
+        """Do all that may be refused, before any memory is released."""
         self.sleep_mode_backend  # noqa: B018 (refuses without the flag)
         if level == 2:
             self._save_sleep_parameters(self.model_runner.get_model())
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Release memory without a copy.
+        """Release the memory of these tags without a copy.
 
         Raises
         ------
@@ -575,7 +585,7 @@ class NPUWorker(Worker):
         super().discard(tags)
 
     def _save_sleep_parameters(self, model: torch.nn.Module) -> None:
-        """As upstream's, which takes what is on the CPU for safe."""
+        """Save as upstream does; on the CPU fallback clone what upstream takes for safe."""
         super()._save_sleep_parameters(model)
         if self.prep_device.computes_on_host:
             patterns = self.model_config.sleep_preserve_parameter_names
@@ -586,7 +596,7 @@ class NPUWorker(Worker):
             }
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Have the memory again, at the same addresses; nothing to do without a sleep.
+        """Map the memory again, at the same addresses; do nothing if it doesn't sleep.
 
         Parameters
         ----------

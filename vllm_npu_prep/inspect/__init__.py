@@ -1,1 +1,1 @@
-"""Looking at a step without an engine: what the commands show, record files, replays."""
+"""Code that looks at steps without an engine: ``explain``, record files, replays and the doctor."""

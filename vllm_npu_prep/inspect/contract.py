@@ -1,4 +1,8 @@
-"""A prepared step as arrays by the keys of the JSON contract."""
+"""A prepared step as arrays, by the keys of the JSON contract (`docs/reference/files.md`).
+
+``explain``, records, replays and the full check name a step's variables by the lists here, which
+are derived from `STEP_ARRAYS`.
+"""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -55,7 +59,8 @@ LEVELS: dict[str, Level] = (
     | {name: line.level for name, line in STEP_ARRAYS.items()}
 )
 """What an element of a variable belongs to, along its last dimension; blocks in a table belong to
-the request of their row."""
+the request of their row.
+"""
 
 UNDEFINED_PADDING = [line for line in STEP_ARRAYS.values() if line.padding is PaddingRule.UNDEFINED]
 """Arrays whose rows past the batch still hold values of earlier steps."""
@@ -84,17 +89,20 @@ LATENT_LINES = tuple(
 STATE_SCALARS = tuple(item.name for item in fields(StateStep))
 OF_STATES = [line for line in STEP_ARRAYS.values() if {"Z", "H", "A"} & set(line.dims)]
 STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "N")
-"""Variables that each group with states has its own copy of."""
+"""Variables that each KV-cache group with recurrent states has its own copy of."""
 TOKEN_STATES = next(line.name for line in OF_STATES if line.dims[0] == "H")
-"""The same with speculation, of each token; engines without have no row of it."""
+"""The variable with the block of each token's recurrent state, which each such group has, too.
+Engines without speculation have no row of it.
+"""
 STATE_LINES = (*OF_STATES, *(line for line in LATENT_LINES if line.level is Level.PREFILL))
-"""Arrays of states; records of other engines don't have them."""
+"""Arrays of recurrent states; records of other engines don't have them."""
 DCP_LINES = tuple(line for line in STEP_ARRAYS.values() if line.dims == ("X",))
 """Arrays of decode context parallelism; records of other engines don't have them."""
 OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES, *DCP_LINES}
 NOT_RECORDED = ("idx_mapping",)
-"""A record has its requests in the order of the batch: slots of vLLM's V2 runner say nothing in
-it, and readers know nothing of them."""
+"""Arrays that records leave out. A record has its requests in the order of the batch: request rows
+of vLLM's V2 runner say nothing in it, and readers know nothing of them.
+"""
 MASK_ARRAYS = (
     "shape",
     "form",
@@ -105,7 +113,7 @@ MASK_ARRAYS = (
 
 
 def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGroup") -> MaskPlan:
-    """Mask of a group's layers in a step; layers with states have none."""
+    """Return the mask of a group's layers in a step; layers with recurrent states have none."""
     if group.state_threshold is not None:
         return MaskPlan(MaskKind.NONE, None)
     local = step.local if group.attention_chunk_size is not None else None
@@ -121,7 +129,7 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGrou
 
 
 def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
-    """Decodes, prefills and context chunks of latent attention; empty without it."""
+    """Return the decodes, prefills and context chunks of latent attention; empty without it."""
     if step.latent is None:
         return {}
     out = {name: np.array(getattr(step.latent, name), np.int64) for name in LATENT_SCALARS}
@@ -129,7 +137,10 @@ def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
 
 
 def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
-    """What this rank keeps of each request, and which rank keeps each token; empty without."""
+    """Return what this rank keeps of each request, and which rank keeps each token.
+
+    The result is empty without decode context parallelism.
+    """
     if step.batch.tables.dcp is None:
         return {}
     return {line.name: getattr(step, line.name) for line in DCP_LINES} | {
@@ -138,7 +149,7 @@ def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
 
 
 def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
-    """Where the states of a group are, and how the step is split; empty for groups without."""
+    """Return where a group's recurrent states are, and the step's split; empty for other groups."""
     states = step.batch.tables.states
     if step.states is None or states is None or group not in states.groups:
         return {}
@@ -153,7 +164,11 @@ def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
 
 
 def group_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
-    """A KV-cache group's own arrays, by the names of `GROUP_LEVEL`; of states, their blocks."""
+    """Return a KV-cache group's own arrays, by the names of `GROUP_LEVEL`.
+
+    For a group with recurrent states they are its block table, its slots and the blocks of its
+    states.
+    """
     of_states = state_variables(step, group)
     if of_states:
         own = {name: of_states[name] for name in STATE_BLOCKS}
@@ -164,7 +179,7 @@ def group_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
 
 
 def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, np.ndarray]:
-    """Arrays that are sent to the device, with padding, by a record's names; views, not copies."""
+    """Return views of the arrays that are sent to the device, with padding, by a record's names."""
     staged = {}
     for name, line in STEP_ARRAYS.items():
         array = getattr(arrays, name)
@@ -181,14 +196,12 @@ def staged_arrays(arrays: StepArrays, settings: "RecordSettings") -> dict[str, n
 
 
 def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str, np.ndarray]:
-    """What was prepared, by the keys of the JSON contract; with padding, what the device got.
+    """Return what was prepared, by the keys of the JSON contract; what the device got is padded.
 
     Parameters
     ----------
     step
         A prepared step; its tables hold what it read and owns, and zeros elsewhere.
-    settings
-        Its settings.
     """
     out = {"attn_state": np.array(step.attn_state.name, "S")}
     out |= {name: getattr(step, name) for name in (*REQUEST_LEVEL, *TOKEN_LEVEL)}
@@ -225,7 +238,7 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
 
 
 def prepared_names(settings: "RecordSettings") -> set[str]:
-    """Every name that `prepared_arrays` can give an array of a step with such settings."""
+    """Return every name that `prepared_arrays` can give an array of a step with such settings."""
     of_group = {
         *GROUP_LEVEL,
         *STATE_BLOCKS,
@@ -244,7 +257,7 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
 
 
 def _without_leftovers(step: PreparedStep, line: Array) -> np.ndarray:
-    """A whole array, with zeros past the batch in place of earlier steps' values."""
+    """Return a whole array, with zeros past the batch in place of earlier steps' values."""
     out = np.zeros_like(getattr(step.arrays, line.name))
     used = getattr(step, line.name)
     out[..., : used.shape[-1]] = used
@@ -254,7 +267,6 @@ def _without_leftovers(step: PreparedStep, line: Array) -> np.ndarray:
 def _group_arrays(
     step: PreparedStep, settings: "RecordSettings", group: "RecordGroup"
 ) -> dict[str, np.ndarray]:
-    """Arrays that each group has its own copy of."""
     out = {}
     if group.group < len(settings.block_sizes):
         out = group_variables(step, group.group)
@@ -267,7 +279,11 @@ def _group_arrays(
 
 
 def mask_arrays(plan: MaskPlan, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """A mask in the form of the JSON contract: ``shape`` (None without a mask) and its content."""
+    """Return a mask in the form of the JSON contract.
+
+    ``shape`` is empty without a mask. Of large masks the first masked and visible positions of each
+    row stand for the cells.
+    """
     if plan.shape is None:
         return {"shape": np.empty(0, np.int64)}
     out = {"shape": np.array(plan.shape, np.int64)}
@@ -291,7 +307,7 @@ def mask_arrays(plan: MaskPlan, positions: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _on_device(step: PreparedStep, targets: np.ndarray) -> np.ndarray:
-    """Tokens whose id was not on the host: the device put the last step's samples there."""
+    """Mark the tokens whose ids the device took from the last step's samples, not the host."""
     tokens = targets - step.layout.offset_int32("input_ids")
     out = np.zeros(step.total_num_scheduled_tokens, np.bool_)
     out[tokens[(tokens >= 0) & (tokens < len(out))]] = True

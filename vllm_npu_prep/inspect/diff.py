@@ -1,4 +1,4 @@
-"""``vllm-npu-prep explain A --diff B``: what differs between two steps, variable by variable.
+"""What differs between two steps, variable by variable: ``vllm-npu-prep explain A --diff B``.
 
 Requests are matched by their ``req_id``, and tokens by request and position. So a request that
 joined or left doesn't make all others differ. Variables that follow from a request's row in the
@@ -26,7 +26,7 @@ LISTED = 6
 
 @dataclass(frozen=True)
 class Difference:
-    """A variable that differs.
+    """A variable that differs between two steps.
 
     Attributes
     ----------
@@ -51,13 +51,12 @@ class Difference:
     group: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """All fields; the last three only if they apply."""
         fields = asdict(self)
         return {k: v for k, v in fields.items() if v is not None or k in ("a", "b")}
 
 
 def differences(a: StepView, b: StepView) -> list[Difference]:
-    """All differences: first of the steps, then of their requests, then of their tokens."""
+    """Return all differences: first of the steps, then of their requests, then of their tokens."""
     rows_a = {request.req_id: row for row, request in enumerate(a.requests)}
     rows_b = {request.req_id: row for row, request in enumerate(b.requests)}
     both = [name for name in rows_a if name in rows_b]
@@ -86,7 +85,6 @@ def differences(a: StepView, b: StepView) -> list[Difference]:
 
 
 def _changed(a: dict[str, Any], b: dict[str, Any], **of: Any) -> list[Difference]:
-    """Variables that differ."""
     names = dict.fromkeys([*a, *b])
     return [Difference(n, a.get(n), b.get(n), **of) for n in names if a.get(n) != b.get(n)]
 
@@ -107,7 +105,6 @@ def _step_level(view: StepView) -> dict[str, Any]:
 
 
 def _groups(view: StepView) -> list[dict[str, Any]]:
-    """What each KV-cache group is, and its mask."""
     return [
         {
             "block_size": group.block_size,
@@ -140,7 +137,6 @@ def _request(view: StepView, row: int) -> dict[str, Any]:
 
 
 def _tokens_of(view: StepView, row: int | None) -> str | None:
-    """Summary of a request that only one step has."""
     if row is None:
         return None
     step = view.step
@@ -150,7 +146,6 @@ def _tokens_of(view: StepView, row: int | None) -> str | None:
 
 
 def _padding(view: StepView) -> dict[str, Any]:
-    """What the device sees past the real tokens and requests."""
     step, arrays = view.step, view.step.arrays
     tokens = slice(step.total_num_scheduled_tokens, step.num_input_tokens)
     requests = slice(step.num_reqs, step.padding.num_reqs_padded)
@@ -167,7 +162,6 @@ def _padding(view: StepView) -> dict[str, Any]:
 
 
 def _virtual(view: StepView, group: int) -> dict[str, Any]:
-    """Virtual requests of a group with chunked local attention."""
     if view.groups[group].attention_chunk_size is None or view.step.local is None:
         return {}
     local = view.step.local_requests(view.tables[group])
@@ -177,7 +171,7 @@ def _virtual(view: StepView, group: int) -> dict[str, Any]:
 def _token_level(
     a: StepView, b: StepView, req_id: str, row_a: int, row_b: int
 ) -> Iterator[Difference]:
-    """Tokens of a request that only one step has, and differences between the common tokens."""
+    """Yield runs of a request's tokens that one step lacks, then what differs in common tokens."""
     positions_a, values_a = _tokens(a, row_a)
     positions_b, values_b = _tokens(b, row_b)
     _, in_a, in_b = np.intersect1d(positions_a, positions_b, return_indices=True)
@@ -207,7 +201,6 @@ def _token_level(
 
 
 def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Positions of a request's tokens in a step, and each one's variables."""
     step = view.step
     own = slice(*step.query_start_loc[row : row + 2].tolist())
     values = {"input_ids": step.input_ids[own]}
@@ -221,18 +214,15 @@ def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]
 
 
 def _runs(positions: np.ndarray) -> list[np.ndarray]:
-    """Positions in runs that follow one another."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return [run for run in runs if len(run)]
 
 
 def diff_json(a: StepView, b: StepView, found: list[Difference]) -> dict[str, Any]:
-    """What differs, for programs."""
     return {"a": a.name, "b": b.name, "differences": [entry.as_json() for entry in found]}
 
 
 def diff_text(a: StepView, b: StepView, found: list[Difference], console: Console) -> None:
-    """Print what differs, and nothing else."""
     print_line(console, "A  ", a.name)
     print_line(console, "B  ", b.name)
     if not found:
@@ -273,7 +263,6 @@ def diff_text(a: StepView, b: StepView, found: list[Difference], console: Consol
 
 
 def _short(value: Any) -> str:
-    """A value in a cell."""
     if value is None:
         return "-"
     if not isinstance(value, list):

@@ -22,16 +22,16 @@ from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.wording import counted
 
 FLATTEST = 0.12
-"""Least height of a mask as a share of its width; wider masks are stretched to it."""
+"""The least height of a mask as a share of its width; wider masks are stretched to it."""
 
 MIN_HEIGHT = 16
-"""Least height of a mask, in pixels."""
+"""The least height of a mask, in pixels."""
 
 MAX_SLOT_LINES = 16
-"""Most slots of a block for which lines are drawn between slots."""
+"""The most slots of a block for which lines are drawn between slots."""
 
 MAX_STRAYS = 10
-"""Most tokens that are named for having a slot in a foreign block."""
+"""The most tokens that are named for having a slot in a foreign block."""
 
 LEGEND = (
     ("computed", "computed before"),
@@ -42,7 +42,7 @@ LEGEND = (
 """What the slots of a block hold (`Bar.kind`), in words."""
 
 STATE_LEGEND = {"computed": "state read", "written": "state written"}
-"""What the halves of a block with a state tell, likewise."""
+"""What the halves of a block with a recurrent state tell, in words."""
 
 
 # ----------------------------------------------------------------- masks
@@ -50,16 +50,16 @@ STATE_LEGEND = {"computed": "state read", "written": "state written"}
 
 @dataclass(frozen=True)
 class MaskScale:
-    """Largest size of a drawn mask, and the room that its labels need; all in pixels.
+    """The largest size of a drawn mask, and the room that its labels need; all in pixels.
 
     Attributes
     ----------
     width, height
-        At most.
+        The most that a mask may take.
     cell_width
-        Of a column, at most.
+        The most that a column may take.
     name_height
-        Of the name of a request beside the rows.
+        Height of a request's name beside the rows.
     row_pitch, column_pitch
         Least distance between the numbers of two rows, and of two columns.
     min_cell
@@ -103,7 +103,7 @@ class AxisMark:
     cell
         Row or column of the mask, from 0.
     number
-        Of the step's token or of the position.
+        Number of the step's token, or the position.
     words
         Description of the number, shown if there is room for it.
     """
@@ -113,7 +113,6 @@ class AxisMark:
     words: str
 
     def share(self, cells: int) -> float:
-        """Middle of the cell as a share of a side with that many cells, from 0 to 1."""
         return (self.cell + 0.5) / cells
 
 
@@ -123,12 +122,10 @@ class MaskDrawing:
 
     Attributes
     ----------
-    picture
-        The mask itself.
     aspect
         Height of the mask as a share of its width.
     width, height
-        Of the mask, in pixels of the scale.
+        Size of the mask, in pixels of the scale.
     has_borders
         Whether lines part its cells.
     labels
@@ -153,7 +150,7 @@ class MaskDrawing:
 def mask_drawings(
     view: StepView, selection: Selection, scale: MaskScale
 ) -> Iterator[MaskDrawing | str]:
-    """A drawing for the mask of each KV-cache group, or words where there is nothing to draw."""
+    """Yield a drawing of each KV-cache group's mask, or words where there is nothing to draw."""
     for title, picture in distinct_masks(view, selection):
         if isinstance(picture, str):
             yield f"{title}{picture}"
@@ -162,7 +159,6 @@ def mask_drawings(
 
 
 def mask_drawing(view: StepView, title: str, picture: MaskPicture, scale: MaskScale) -> MaskDrawing:
-    """A mask with the labels around it, at a given scale."""
     rows, columns = picture.num_rows, picture.num_columns
     aspect = min(max(rows / columns, FLATTEST), 1)
     width = min(scale.width, round(scale.height / aspect), max(scale.cell_width * columns, 60))
@@ -203,7 +199,7 @@ def _request_labels(
 
 
 def axis_ticks(number: int, most: int) -> list[int]:
-    """Rows or columns that get a number: one in 1, 2, 5, 10, 20, 50, ..."""
+    """Return the rows or columns that get a number: one in 1, 2, 5, 10, 20, 50, ..."""
     most = max(most, 1)
     step = next(
         step for n in range(20) for step in (10**n, 2 * 10**n, 5 * 10**n) if number <= most * step
@@ -214,15 +210,15 @@ def axis_ticks(number: int, most: int) -> list[int]:
 def row_names(
     view: StepView, picture: MaskPicture, height: int, name_height: int
 ) -> list[tuple[float, int]]:
-    """Which requests are named beside the rows of a mask, and how far down.
+    """Choose the requests that are named beside the rows of a mask, and how far down.
 
     Parameters
     ----------
     view, picture
         The step and its mask, whose rows are tokens.
     height, name_height
-        Of the mask and of a name, in pixels. If not all names fit, requests with many rows come
-        first.
+        Heights of the mask and of a name, in pixels. If not all names fit, requests with many rows
+        come first.
 
     Returns
     -------
@@ -233,7 +229,7 @@ def row_names(
     starts = np.clip(view.step.query_start_loc - picture.first, 0, rows)
     present = np.flatnonzero(np.diff(starts))
     places = starts[present] * height / rows
-    if len(present) * name_height <= height:  # moved down where they are close, and up at the end
+    if len(present) * name_height <= height:  # close ones move down, the last up
         steps = np.arange(len(present)) * name_height
         places = np.maximum.accumulate(places - steps) + steps
         places = np.minimum(places, height - name_height - steps[::-1])
@@ -320,8 +316,6 @@ class BlockLine:
     ----------
     row
         The request's row of the batch, from which its colour follows.
-    req_id
-        Its name.
     cells
         Its blocks in order, with a fold wherever blocks are left out.
     strays
@@ -349,8 +343,8 @@ class BlockMap:
     lines
         One for each request.
     has_states
-        Whether blocks have a state each in place of slots: the left half of a block tells that the
-        step reads it, the right half that the step writes it.
+        Whether each block holds a recurrent state in place of slots: the left half of a block tells
+        that the step reads it, the right half that the step writes it.
     """
 
     title: str
@@ -361,7 +355,7 @@ class BlockMap:
 
 
 def block_map(view: StepView, index: int, requests: list[int]) -> BlockMap:
-    """The blocks of some requests, by their rows of the batch, in a KV-cache group."""
+    """Draw the blocks of some requests, given by their rows of the batch, in a KV-cache group."""
     size = view.groups[index].block_size
     has_items = any(request.items for request in view.requests)
     return BlockMap(
@@ -373,7 +367,7 @@ def block_map(view: StepView, index: int, requests: list[int]) -> BlockMap:
 
 
 def state_map(view: StepView, group: int, requests: list[int]) -> BlockMap:
-    """The states that some requests read and write, in a KV-cache group that holds states."""
+    """Draw the recurrent states that some requests read and write, in a group that holds them."""
     lines = []
     for row in requests:
         read, written = states_of(view, group, row)
@@ -426,7 +420,7 @@ def _block(block: Block, size: int) -> BlockDrawing:
 
 
 def visible(text: str) -> str:
-    """A text with invisible characters (controls, writing directions) escaped."""
+    """Return a text with invisible characters (controls, writing directions) escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""What a scenario file expects of its step, compared with what was prepared."""
+"""Compares what a scenario file expects of its step with what was prepared."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Mismatch:
 
 
 def mismatches(view: StepView, expected: dict[str, Any]) -> list[Mismatch]:
-    """What differs from the expected variables; what the file does not name is not compared."""
+    """Return what differs from what the file expects; variables that it doesn't name may differ."""
     prepared = explain_json(view)
     return [
         mismatch
@@ -44,7 +44,6 @@ def mismatches(view: StepView, expected: dict[str, Any]) -> list[Mismatch]:
 
 
 def _compare(place: str, expected: Any, prepared: Any) -> Iterator[Mismatch]:
-    """What differs of two values of JSON, down to their smallest parts."""
     if isinstance(expected, dict) and isinstance(prepared, dict):
         for key in dict.fromkeys([*expected, *prepared]):
             yield from _compare(
@@ -62,14 +61,12 @@ def _compare(place: str, expected: Any, prepared: Any) -> Iterator[Mismatch]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as short as its kind."""
     if isinstance(value, dict):
         return counted(len(value), "key")
     return counted(len(value), "element") if isinstance(value, list) else value
 
 
 def expected_line(found: list[Mismatch], expected: dict[str, Any]) -> str:
-    """One line that says whether a step is as expected."""
     number = counted(len(expected), "variable")
     if not found:
         return f"expected: the step agrees in {number}"
@@ -78,7 +75,6 @@ def expected_line(found: list[Mismatch], expected: dict[str, Any]) -> str:
 
 
 def expected_text(found: list[Mismatch], expected: dict[str, Any], console: Console) -> None:
-    """Print whether a step is as expected, and every difference."""
     console.print(expected_line(found, expected), markup=False, highlight=False, soft_wrap=True)
     if found:
         rows: list[list[object]] = [[each.place, each.expected, each.prepared] for each in found]

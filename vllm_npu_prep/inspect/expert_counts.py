@@ -7,19 +7,18 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.files import write_whole
 
 SUFFIX = ".experts.json"
-"""In place of the record's."""
+"""The suffix of the file, in place of the record's."""
 
 ExpertTokens = dict[str, list[int]]
-"""By layer: tokens of each expert, numbered over all ranks."""
+"""By layer, the tokens of each expert; experts are numbered over all ranks."""
 
 
 def write_expert_counts(record: Path, counts: ExpertTokens) -> None:
-    """Write the file beside a record."""
     write_whole(record.with_suffix(SUFFIX), json.dumps(counts).encode())
 
 
 def read_expert_counts(record: Path) -> ExpertTokens:
-    """Counts of a record; none if there is no such file.
+    """Return the counts of a record; none if there is no such file.
 
     Raises
     ------

@@ -1,4 +1,8 @@
-"""``vllm-npu-prep explain``: shows one step, its reasons, and every variable by level."""
+"""Shows one step, its reasons, and every variable by level: ``vllm-npu-prep explain``.
+
+Tables (`StepTable`) and texts are made here for the terminal and for the HTML page
+(`vllm_npu_prep.inspect.page`); `explain_json` is the same for programs.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -40,21 +44,24 @@ LISTED = 32
 """Longer lists of blocks are shown as ranges."""
 
 LIST_WIDTH = 24
-"""Least width of texts with spaces, such as lists of blocks."""
+"""The least width of texts with spaces, such as lists of blocks."""
 
 REQUEST_COLUMNS = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens")
 SLOT_COLUMNS = ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping")
 
 
 def token_level(view: StepView) -> dict[str, np.ndarray]:
-    """Token-level variables by name, each ``[total_num_scheduled_tokens]``."""
+    """Return the token-level variables by name, each ``[total_num_scheduled_tokens]``."""
     variables = {name: getattr(view.step, name) for name in TOKEN_LEVEL}
     own = group_level(view, 0)
     return variables | {name: own[name] for name in SLOT_COLUMNS if name in own}
 
 
 def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
-    """Variables of one KV-cache group: its block table, and its variables of each token."""
+    """Return the variables of one KV-cache group: its block table, and its variables of each token.
+
+    The result is empty for layers without a KV cache.
+    """
     table = view.groups[index].table
     if table is None:
         return {}
@@ -62,7 +69,7 @@ def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
 
 
 def explain_json(view: StepView) -> dict[str, Any]:
-    """Every variable of the step, by exactly the keys of the JSON contract."""
+    """Return every variable of the step, by exactly the keys of the JSON contract."""
     step = view.step
     out: dict[str, Any] = {name: value.tolist() for name, value in token_level(view).items()}
     out |= {name: value.tolist() for name, value in group_level(view, 0).items()}
@@ -105,7 +112,6 @@ def explain_json(view: StepView) -> dict[str, Any]:
 
 
 def _group_json(view: StepView, index: int) -> dict[str, Any]:
-    """Variables of one KV-cache group."""
     step, group = view.step, view.groups[index]
     out: dict[str, Any] = {
         "block_size": group.block_size,
@@ -152,19 +158,16 @@ class Selection:
 
     @property
     def tokens(self) -> range:
-        """The tokens that are shown."""
         return range(self.first, self.end)
 
 
 def select(
     view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
 ) -> Selection:
-    """What of a step is shown.
+    """Choose what of a step is shown.
 
     Parameters
     ----------
-    view
-        The step.
     req_id
         The only request whose lines and tokens are shown; None: all.
     tokens
@@ -202,7 +205,7 @@ class StepTable:
 
 
 def summary(view: StepView) -> list[tuple[str, str]]:
-    """State, masks, graph and padding with their reasons, each as a name and a text."""
+    """Return state, masks, graph and padding with their reasons, each as a name and a text."""
     step, padding = view.step, view.step.padding
     lines = [("state", f"{step.attn_state.name}: {view.state_reason}")]
     for index, group in enumerate(view.groups):
@@ -235,7 +238,6 @@ def summary(view: StepView) -> list[tuple[str, str]]:
 
 
 def request_table(view: StepView, selection: Selection) -> StepTable:
-    """Each request's line."""
     step, starts = view.step, view.step.query_start_loc
     rows: list[list[object]] = []
     for row in selection.requests:
@@ -254,7 +256,6 @@ def request_table(view: StepView, selection: Selection) -> StepTable:
 
 
 def item_table(view: StepView, selection: Selection) -> StepTable:
-    """Images and videos of the requests, without rows if there are none."""
     names = {view.requests[row].req_id for row in selection.requests}
     spans = [span for span in view.spans() if span["req_id"] in names]
     rows = [[*list(span.values())[:4], _span(span["tokens"])] for span in spans]
@@ -263,7 +264,6 @@ def item_table(view: StepView, selection: Selection) -> StepTable:
 
 
 def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
-    """Each token's line, with what each KV-cache group has of it."""
     step = view.step
     variables = token_level(view)
     for name in SEVERAL_PER_TOKEN:
@@ -281,13 +281,11 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
 
 
 def group_title(view: StepView, index: int) -> str:
-    """Name of a KV-cache group if there are several."""
     group = view.groups[index]
     return f", group {index} (block size {group.block_size})" if len(view.groups) > 1 else ""
 
 
 def block_table(view: StepView, selection: Selection, index: int) -> StepTable:
-    """The blocks of each request in a KV-cache group."""
     rows: list[list[object]] = [
         [view.requests[row].req_id, _list(view.blocks_owned(row, index))]
         for row in selection.requests
@@ -296,7 +294,7 @@ def block_table(view: StepView, selection: Selection, index: int) -> StepTable:
 
 
 def local_table(view: StepView, index: int) -> StepTable:
-    """Virtual requests: what a group with chunked local attention sees of the step."""
+    """Return the virtual requests: what a group with chunked local attention sees of the step."""
     local = view.step.local_requests(view.tables[index])
     starts = local["query_start_loc"].tolist()
     rows: list[list[object]] = [
@@ -314,7 +312,7 @@ def local_table(view: StepView, index: int) -> StepTable:
 
 
 def shared_context(view: StepView) -> str:
-    """How ranks share the context of requests, in words."""
+    """Say in words how decode context parallelism places the step's tokens on ranks."""
     shards = view.step.batch.tables.dcp
     assert shards is not None
     kept = int(np.count_nonzero(view.step.owners() == shards.rank))
@@ -326,7 +324,7 @@ def shared_context(view: StepView) -> str:
 
 
 def shard_table(view: StepView, selection: Selection) -> StepTable:
-    """Which positions of each request are in each of its blocks, rank by rank."""
+    """Return which positions of each request are in each of its blocks, rank by rank."""
     step, tables = view.step, view.step.batch.tables
     shards = tables.dcp
     assert shards is not None
@@ -351,7 +349,7 @@ def shard_table(view: StepView, selection: Selection) -> StepTable:
 
 
 def state_halves(view: StepView) -> str:
-    """How a step is split for layers with states, and whose states begin, in words."""
+    """Say in words how a step is split for layers with recurrent states, and which begin empty."""
     states, begun = view.step.states, view.step.has_initial_state
     assert states is not None
     empty = int(np.count_nonzero(~begun))
@@ -364,7 +362,15 @@ def state_halves(view: StepView) -> str:
 
 
 def states_of(view: StepView, group: int, row: int) -> tuple[list[int], list[int]]:
-    """Blocks whose states a request reads, one or none, and those that it writes, in one group."""
+    """Return the blocks of recurrent states that a request reads, one or none, and those it writes.
+
+    Parameters
+    ----------
+    group
+        A KV-cache group that holds recurrent states.
+    row
+        The request's row of the batch.
+    """
     step, found = view.step, state_variables(view.step, group)
     reads, writes = (int(found[name][row]) for name in STATE_BLOCKS)
     written = [writes]
@@ -375,7 +381,6 @@ def states_of(view: StepView, group: int, row: int) -> tuple[list[int], list[int
 
 
 def state_table(view: StepView, selection: Selection, group: int) -> StepTable:
-    """The state that each request reads and the one that it writes, in one group."""
     step, found = view.step, state_variables(view.step, group)
     rows: list[list[object]] = []
     for row in selection.requests:
@@ -390,7 +395,7 @@ def state_table(view: StepView, selection: Selection, group: int) -> StepTable:
 
 
 def latent_halves(latent: LatentStep) -> str:
-    """Both halves of a step of latent attention, in words."""
+    """Say in words what both halves of a step of latent attention are."""
     decodes = (
         f"{counted(latent.num_decodes, 'decode')} of {counted(latent.num_decode_tokens, 'token')} "
         "over latent rows"
@@ -403,7 +408,6 @@ def latent_halves(latent: LatentStep) -> str:
 
 
 def latent_table(view: StepView, selection: Selection) -> StepTable:
-    """The half of latent attention that each request is in, and how its context is read."""
     step, latent = view.step, view.step.latent
     assert latent is not None
     pieces: dict[int, list[str]] = {}
@@ -436,10 +440,6 @@ def explain_text(
 
     Parameters
     ----------
-    view
-        The step.
-    console
-        Where to.
     req_id, tokens
         What is shown (`select`); long tables are folded.
 
@@ -473,7 +473,6 @@ def explain_text(
 
 
 def expert_table(view: StepView) -> StepTable:
-    """Tokens that each expert got, layer by layer."""
     rows: list[list[object]] = [
         [layer, " ".join(map(str, tokens))] for layer, tokens in view.tokens_per_expert.items()
     ]
@@ -485,7 +484,7 @@ def _list(blocks: np.ndarray) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges, ``3-7 9``."""
+    """Return numbers as ranges, ``3-7 9``."""
     values = np.asarray(numbers, np.int64)
     breaks = np.flatnonzero(np.diff(values) != 1) + 1
     parts = (part for part in np.split(values, breaks) if len(part))
@@ -497,7 +496,7 @@ def _span(tokens: list[int] | None) -> str:
 
 
 def print_line(console: Console, name: str, text: str) -> None:
-    """A text after a name; its further lines are indented as far. Words are never broken."""
+    """Print a text after a name; its further lines are indented as far. Words are never broken."""
     width = max(console.width, len(name) + 20)
     lines = _wrapped(text, width - len(name))
     for place, line in enumerate(lines):
@@ -506,13 +505,13 @@ def print_line(console: Console, name: str, text: str) -> None:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """A text on lines, broken at spaces only: names have hyphens, and may be wide."""
+    """Break a text into lines at spaces only: names have hyphens, and may be wide."""
     wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
     return wrapped or [""]
 
 
 def print_folded(console: Console, table: StepTable) -> None:
-    """A table; long tables lose their middle, wide ones are split into several."""
+    """Print a table; long tables lose their middle, wide ones are split into several."""
     rows, folded = table.rows, len(table.rows) - table.most
     if folded > 0:
         rows = rows[: table.most // 2] + rows[-(table.most - table.most // 2) :]
@@ -522,7 +521,7 @@ def print_folded(console: Console, table: StepTable) -> None:
     parts = _parts(console.width, needs)
     fits = needs[0] + max(needs[1:]) < console.width
     if not fits or (needs[0] > console.width // 2 and 2 * len(parts) >= len(needs)):
-        _print_stacked(console, table.columns, cells)  # names leave no place beside them
+        _print_stacked(console, table.columns, cells)  # there is no room beside the names
     else:
         for part in parts:
             columns = [table.columns[i] for i in part]
@@ -534,10 +533,10 @@ def print_folded(console: Console, table: StepTable) -> None:
 
 
 def _need(name: str, cells: list[str]) -> int:
-    """Columns of a terminal that a table's column needs at least: no word is ever broken.
+    """Return the terminal columns that a table's column needs at least, so that no word is broken.
 
-    A name, a number or an identifier is one word. Only what has spaces, as lists and reasons, may
-    stand on several lines, and not on very short ones.
+    A name, a number or an identifier is one word. Only texts with spaces, such as lists and
+    reasons, may stand on several lines, and not on very short ones.
     """
     longest = cell_len(name)
     for text in cells:
@@ -547,7 +546,7 @@ def _need(name: str, cells: list[str]) -> int:
 
 
 def _parts(width: int, needs: list[int]) -> list[list[int]]:
-    """Columns of each of the tables that a wide table becomes.
+    """Return the columns of each of the tables that a wide table becomes.
 
     The first column names the line and stands in all of them.
     """
@@ -572,7 +571,7 @@ def _print_columns(console: Console, columns: list[str], cells: list[list[str]])
 
 
 def _print_stacked(console: Console, columns: list[str], cells: list[list[str]]) -> None:
-    """A table for a terminal in which no two of its columns have place beside each other."""
+    """Print a table of which no two columns have place beside each other in the terminal."""
     console.print()
     for row in cells:
         for place, (name, text) in enumerate(zip(columns, row)):

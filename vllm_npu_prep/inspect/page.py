@@ -42,14 +42,14 @@ from vllm_npu_prep.wording import counted
 
 MAX_REQUESTS = 512
 MAX_TOKENS = 4096
-"""Most lines of a page; longer tables lose lines in the middle, and a note says so."""
+"""The most lines of a page; longer tables lose lines in the middle, and a note says so."""
 
 OPEN_REQUESTS = 64
 OPEN_TOKENS = 512
 """Longer tables are folded."""
 
 TOGETHER = 128
-"""Tokens that one fold of short requests has."""
+"""The number of tokens that one fold of short requests has."""
 
 NAME_CHARACTERS = 20
 """Longer names beside a mask are cut; pointing at one shows it whole."""
@@ -63,7 +63,7 @@ MASKS = MaskScale(
     column_pitch=30,
     min_cell=11.5,
 )
-"""Masks on a wide screen."""
+"""The scale of masks on a wide screen."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,14 @@ def explain_html(
     tokens: tuple[int, int] | None = None,
     links: StepLinks | None = None,
 ) -> str:
-    """The page.
+    """Return the HTML page of a step.
 
     Parameters
     ----------
-    view
-        The step.
     req_id, tokens
         What is shown (`vllm_npu_prep.inspect.explain.select`).
     links
-        To the run and to the steps beside this one.
+        Links to the run and to the steps beside this one.
 
     Raises
     ------
@@ -129,7 +127,7 @@ def explain_html(
 
 
 def content_policy(script: str) -> str:
-    """What a page may do: nothing but show itself and run this script."""
+    """Return a content security policy by which a page only shows itself and runs this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
@@ -139,7 +137,7 @@ def content_policy(script: str) -> str:
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """A page's template, which escapes all but known markup, and fails on undefined names."""
+    """Return a page's template; it escapes all but known markup, and refuses undefined names."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, ""),
         autoescape=True,
@@ -157,12 +155,11 @@ def template(name: str) -> jinja2.Template:
 
 
 def _finalized(value: object) -> object:
-    """Each value before it is escaped."""
     return value if isinstance(value, int | Markup) else visible(str(value))
 
 
 def _is_numbers(cell: object) -> bool:
-    """Whether a cell is a list of numbers, which may be broken into lines."""
+    """Tell whether a cell is a list of numbers, which may be broken into lines."""
     if isinstance(cell, int):
         return False
     text = str(cell)
@@ -174,7 +171,6 @@ def _percent(share: float, digits: int) -> str:
 
 
 def _data_url(pixels: np.ndarray) -> str:
-    """A picture that is embedded in the page."""
     return "data:image/png;base64," + base64.b64encode(png_bytes(pixels)).decode()
 
 
@@ -215,7 +211,7 @@ class Token:
     position
         Its position in its request.
     req_id
-        Name of that.
+        Name of its request.
     slots
         Its slot in each table of the step.
     item
@@ -231,23 +227,11 @@ class Token:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A line in place of lines that are left out."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page.
-
-    Attributes
-    ----------
-    title
-        Above it.
-    columns, lines
-        Its headings and what is below them.
-    """
-
     title: str
     columns: list[str]
     lines: list[Line | LeftOut]
@@ -255,7 +239,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Tokens of one or more requests.
+    """A table with the tokens of one or more requests.
 
     Attributes
     ----------
@@ -274,7 +258,6 @@ class TokenTable:
 
 
 def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
-    """Requests, and images and videos."""
     requests = request_table(view, selection)
     lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
     yield _table(requests, lines)
@@ -290,7 +273,6 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
 
 
 def _local_tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
-    """Virtual requests of each group that attends in chunks."""
     for index in view.tables:
         group = view.groups[index]
         if group.attention_chunk_size is not None and len(selection.requests) == len(view.requests):
@@ -299,7 +281,6 @@ def _local_tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
 
 
 def _table(table: StepTable, lines: list[Line]) -> PageTable:
-    """A table; a long one has its middle left out."""
     shown: list[Line | LeftOut] = [*lines]
     left_out = len(lines) - MAX_REQUESTS
     if left_out > 0:
@@ -309,7 +290,7 @@ def _table(table: StepTable, lines: list[Line]) -> PageTable:
 
 
 def _token_tables(view: StepView, selection: Selection) -> tuple[int, list[TokenTable]]:
-    """How many requests are left out, and the tokens: in one table, or in folds where many."""
+    """Return how many requests are left out, and the tokens: in one table, or many in folds."""
     starts = view.step.query_start_loc.tolist()
     of_rows = []  # the tokens of each request
     for row in selection.requests:
@@ -329,7 +310,7 @@ def _token_tables(view: StepView, selection: Selection) -> tuple[int, list[Token
 
 
 def _folded(view: StepView, of_rows: list[tuple[int, range]], most: int) -> TokenTable:
-    """Tokens of some requests, no more than `most` of each."""
+    """Return a table of the tokens of some requests, no more than `most` of each."""
     lines: list[Line | LeftOut] = []
     for _, tokens in of_rows:
         head, tail = tokens, range(0)
@@ -352,7 +333,7 @@ def _folded(view: StepView, of_rows: list[tuple[int, range]], most: int) -> Toke
 
 
 def _shown_of_each(lengths: list[int], most: int) -> int:
-    """How many tokens each request may show, so that all show no more than a page holds."""
+    """Return how many tokens each request may show, so that all show no more than a page holds."""
     low, high = 2, max(lengths)
     while low < high:
         middle = (low + high + 1) // 2
@@ -364,7 +345,7 @@ def _shown_of_each(lengths: list[int], most: int) -> int:
 
 
 def _together(lengths: list[int]) -> Iterator[slice]:
-    """Requests whose tokens share a table: short requests join the ones before them."""
+    """Yield the requests whose tokens share a table: short requests join the ones before them."""
     first = 0
     for place in range(1, len(lengths) + 1):
         here = sum(lengths[first:place])
@@ -397,7 +378,7 @@ def _token_lines(view: StepView, table: StepTable) -> Iterator[Line]:
 
 
 def _block_maps(view: StepView, selection: Selection) -> tuple[int, list[BlockMap]]:
-    """The KV blocks or states of each group, and how many requests are left out."""
+    """Return how many requests are left out, and each group's KV blocks or recurrent states."""
     requests = selection.requests
     hidden = max(len(requests) - MAX_REQUESTS, 0)
     if hidden:

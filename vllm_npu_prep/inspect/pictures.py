@@ -18,13 +18,13 @@ from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.wording import counted
 
 MAX_SIDE = 640
-"""Most pixels of a mask's side; larger masks are shown by the mean of their cells."""
+"""The most pixels of a mask's side; larger masks are shown by the mean of their cells."""
 
 MAX_CELLS = 1 << 26
-"""Most cells of a mask that are built for a picture; larger masks lose rows."""
+"""The most cells of a mask that are built for a picture; larger masks lose rows."""
 
 MAX_BLOCKS = 24
-"""Most blocks of a request that are drawn; middle blocks are only named, as ranges."""
+"""The most blocks of a request that are drawn; middle blocks are only named, as ranges."""
 
 ITEM_COLOUR = (214, 96, 160)
 PADDING_COLOUR = (150, 150, 150)
@@ -33,12 +33,12 @@ Colour = tuple[int, int, int]
 
 
 def request_hue(row: int) -> int:
-    """Hue of a request in degrees; the golden angle between neighbours keeps all distinct."""
+    """Return the hue of a request in degrees; the golden angle keeps neighbours distinct."""
     return round(210 + row * 137.508) % 360
 
 
 def request_colour(row: int) -> Colour:
-    """RGB of a request, legible on white and on black."""
+    """Return the RGB colour of a request, legible on white and on black."""
     rgb = colorsys.hls_to_rgb(request_hue(row) / 360, 0.5, 0.6)
     return tuple(round(255 * part) for part in rgb)  # type: ignore[return-value]
 
@@ -56,7 +56,7 @@ class MaskPicture:
         uint8 ``[height, width, 4]``, RGBA: the colour of the token's request where it may attend,
         transparent where it is masked.
     num_rows, num_columns
-        Of the mask, which may be larger than the picture.
+        Size of the mask, which may be larger than the picture.
     first
         Token of the first row; 0 if rows are positions.
     by_position
@@ -77,24 +77,21 @@ class MaskPicture:
 
     @property
     def size(self) -> str:
-        """Its rows and columns, in words."""
         return f"{counted(self.num_rows, 'row')}, {counted(self.num_columns, 'column')}"
 
     @property
     def row_title(self) -> str:
-        """What the rows are."""
         return "query positions" if self.by_position else "query tokens by request"
 
     @property
     def column_title(self) -> str:
-        """What the columns are."""
         if self.attention_chunk_size is None:
             return "key positions"
         return "key positions in their chunk"
 
 
 def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPicture | None:
-    """What the tokens of a step see in a KV-cache group.
+    """Draw what the tokens of a step see in a KV-cache group.
 
     If a kernel takes no mask or a constant one, the picture shows what the kernel applies: the row
     that each token would have. None if that isn't known (tokens that see both ways).
@@ -161,7 +158,7 @@ def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPictur
 
 
 def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, MaskPicture | str]]:
-    """Mask of each KV-cache group under a title, or words where there is nothing to draw.
+    """Yield the mask of each KV-cache group with a title, or words where there is nothing to draw.
 
     Groups that see the same as an earlier one only name it.
     """
@@ -177,7 +174,7 @@ def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, 
 
 
 def _visible(plan: MaskPlan, positions: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
-    """Some rows of a mask, True where the token may attend, ``[len(rows), width]``."""
+    """Return some rows of a mask, True where the token may attend, ``[len(rows), width]``."""
     chosen = replace(plan, kind=MaskKind.ROWS, shape=(len(rows), width))
     mask = build_mask(chosen, positions[rows[rows < len(positions)]])
     assert mask is not None
@@ -185,20 +182,19 @@ def _visible(plan: MaskPlan, positions: np.ndarray, rows: np.ndarray, width: int
 
 
 def _spread(number: int, most: int) -> np.ndarray:
-    """All rows, or as many as allowed, evenly spaced."""
     if number <= most:
         return np.arange(number)
     return np.linspace(0, number - 1, most).astype(np.int64)
 
 
 def _edges(number: int) -> np.ndarray:
-    """First cell of each pixel, and the end of the last."""
+    """Return the first cell of each pixel, and the end of the last."""
     pixels = min(number, MAX_SIDE)
     return np.arange(pixels + 1, dtype=np.int64) * number // pixels
 
 
 def png_bytes(pixels: np.ndarray) -> bytes:
-    """A PNG file of uint8 ``[height, width, 3]`` (RGB) or ``[height, width, 4]`` (RGBA)."""
+    """Return a PNG file of uint8 ``[height, width, 3]`` (RGB) or ``[height, width, 4]`` (RGBA)."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG", optimize=True)
     return file.getvalue()
@@ -242,7 +238,7 @@ class BlockRow:
     Attributes
     ----------
     row
-        Of the batch.
+        The request's row of the batch.
     blocks
         Blocks that are drawn, in order.
     folded
@@ -261,7 +257,7 @@ class BlockRow:
 
 
 def block_rows(view: StepView, index: int, requests: Sequence[int]) -> list[BlockRow]:
-    """Blocks of some requests; for long requests the first, the written and the last ones."""
+    """Return blocks of some requests; of long requests the first, the written and the last ones."""
     owned = [view.blocks_owned(row, index) for row in range(len(view.requests))]
     numbers, counts = np.unique(np.concatenate([np.empty(0, np.int64), *owned]), return_counts=True)
     shared = set(numbers[counts > 1].tolist()) - {0}
@@ -314,7 +310,6 @@ def _block_row(
 
 
 def _kept(numbers: list[int], written: Iterable[int]) -> list[int]:
-    """Places of the blocks to draw."""
     if len(numbers) <= MAX_BLOCKS:
         return list(range(len(numbers)))
     touched = set(written)

@@ -1,6 +1,6 @@
-"""``vllm-npu-prep explain --png``: masks, KV blocks and states of a step as one picture.
+"""Masks, KV blocks and recurrent states of a step as one picture: ``vllm-npu-prep explain --png``.
 
-Renders `vllm_npu_prep.inspect.drawing` with Pillow and the font that Pillow contains, so that
+It renders `vllm_npu_prep.inspect.drawing` with Pillow and the font that Pillow contains, so that
 pictures are the same on every machine.
 """
 
@@ -29,7 +29,7 @@ from vllm_npu_prep.inspect.view import StepView
 WIDTH = 1200
 MARGIN = 24
 MAX_HEIGHT = 6000
-"""Most pixels of a PNG file; a line says if something didn't fit."""
+"""The most pixels of a PNG file's height; a line says if something didn't fit."""
 
 LABEL_WIDTH, LABEL_HEIGHT = 190, 16
 BLOCK_WIDTH, SLOTS_HEIGHT, BLOCK_HEIGHT = 60, 18, 40
@@ -52,28 +52,24 @@ class _Sheet:
 
     def __init__(self) -> None:
         self.y = MARGIN
-        self.right = 0.0  # of all that is drawn
-        self.label_width = 0  # of the names, at most LABEL_WIDTH
+        self.right = 0.0  # right edge of all that is drawn
+        self.label_width = 0  # width of the names, at most LABEL_WIDTH
         self._labels: dict[str, str] = {}
         self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
         self.calls: list[Callable[[Any], object]] = []  # each draws with Pillow's drawing object
 
     def text(self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK) -> None:
-        """Some words, at a place."""
         font = self.fonts[size]
         self.right = max(self.right, x + font.getlength(text))
         self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
 
     def centred(self, x: float, y: float, text: str, fill: Colour = FAINT) -> None:
-        """Small words around a place."""
         self.text(x - self.fonts[11].getlength(text) / 2, y, text, 11, fill)
 
     def label(self, y: float, name: str, fill: Colour) -> None:
-        """A name at the left of its row."""
         self.text(MARGIN, y, self._short(name), 13, fill)
 
     def make_place(self, names: Iterable[str]) -> None:
-        """Reserve room for names at the left."""
         widths = (self.fonts[13].getlength(self._short(name)) for name in names)
         self.label_width = round(max(widths, default=0)) + LABEL_HEIGHT
 
@@ -86,7 +82,6 @@ class _Sheet:
         return self._labels[name]
 
     def lines(self, text: str, size: int = 13, fill: Colour = INK) -> None:
-        """A paragraph below everything drawn so far."""
         for line in textwrap.wrap(text, (WIDTH - 2 * MARGIN) // (size // 2)) or [""]:
             self.text(MARGIN, self.y, line, size, fill)
             self.y += round(size * 1.5)
@@ -94,17 +89,14 @@ class _Sheet:
     def box(
         self, box: tuple[float, float, float, float], fill: Colour | None, outline: Colour | None
     ) -> None:
-        """A rectangle."""
         self.right = max(self.right, box[2])
         self.calls.append(lambda draw: draw.rectangle(box, fill=fill, outline=outline))
 
     def picture(self, x: int, y: int, pixels: np.ndarray, size: tuple[int, int]) -> None:
-        """Pixels, as large as asked for."""
         picture = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
         self.calls.append(lambda draw: draw._image.paste(picture, (x, y), picture))
 
     def png(self) -> bytes:
-        """The file."""
         width = min(round(self.right) + MARGIN, WIDTH)
         image = Image.new("RGB", (width, self.y + MARGIN), "white")
         draw = ImageDraw.Draw(image)
@@ -116,12 +108,10 @@ class _Sheet:
 def explain_png(
     view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
 ) -> bytes:
-    """Masks, KV blocks and states of a step as a PNG file.
+    """Draw masks, KV blocks and recurrent states of a step as a PNG file.
 
     Parameters
     ----------
-    view
-        The step.
     req_id, tokens
         What is shown (`vllm_npu_prep.inspect.explain.select`).
 
@@ -149,7 +139,7 @@ def explain_png(
 
 
 def _full(sheet: _Sheet, height: int) -> bool:
-    """Whether the sheet is full; if so, a line on it says so."""
+    """Tell whether the sheet is full; if so, a line on it says so."""
     if sheet.y + height + 60 <= MAX_HEIGHT:
         return False
     sheet.lines("what comes next is left out: --request ID shows one request", fill=FAINT)
@@ -157,7 +147,7 @@ def _full(sheet: _Sheet, height: int) -> bool:
 
 
 def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
-    """Draw a mask with its labels; False if it doesn't fit."""
+    """Draw a mask with its labels; return False if it doesn't fit."""
     if isinstance(drawing, str):
         sheet.lines(f"mask: {drawing}", fill=FAINT)
         return True
@@ -192,7 +182,7 @@ def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
 
 
 def _draw_blocks(sheet: _Sheet, blocks: BlockMap) -> bool:
-    """Draw a KV-cache group's blocks, a line for each request; False if they don't fit."""
+    """Draw a KV-cache group's blocks, a line for each request; return False if they don't fit."""
     sheet.y += 14
     sheet.lines(blocks.title)
     numbers = [c.number for line in blocks.lines for c in line.cells if isinstance(c, BlockDrawing)]
@@ -222,7 +212,6 @@ def _draw_blocks(sheet: _Sheet, blocks: BlockMap) -> bool:
 
 
 def _draw_legend(sheet: _Sheet, blocks: BlockMap, numbered: bool) -> None:
-    """What the colours of slots mean, and what the numbers do."""
     x = float(MARGIN)
     for kind, text in blocks.legend:
         sheet.box((x, sheet.y + 2, x + 14, sheet.y + 11), _fill(kind, request_colour(0)), LINE)
@@ -234,7 +223,6 @@ def _draw_legend(sheet: _Sheet, blocks: BlockMap, numbered: bool) -> None:
 
 
 def _fill(kind: str, colour: Colour) -> Colour:
-    """Colour of slots by what they hold, in a block of a request with the given colour."""
     red, green, blue = ((part + 2 * 255) // 3 for part in colour)
     return {
         "computed": (red, green, blue),
@@ -247,7 +235,6 @@ def _fill(kind: str, colour: Colour) -> Colour:
 def _draw_block(
     sheet: _Sheet, x: int, y: int, block: BlockDrawing, colour: Colour, numbered: bool
 ) -> None:
-    """A block under its number, with its slots' content and, if asked for, their numbers."""
     width, top, size = BLOCK_WIDTH - 6, y + 14, block.num_slots
     bottom = top + SLOTS_HEIGHT
     sheet.text(x, y, str(block.number), 11, FAINT)
@@ -268,6 +255,5 @@ def _draw_block(
 
 
 def _fitting(name: str, most: int) -> str:
-    """A name, cut to the room that it has."""
     name = visible(name)
     return name if len(name) <= most else f"{name[: most - 1]}\u2026"

@@ -46,9 +46,10 @@ from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.wording import counted
 
 FORMAT = 2
-"""Version of the format; readers refuse any other.
+"""The version of the format; readers refuse any other.
 
-In format 1, padding requests of graphs had a length of 0, and have as many keys as queries since.
+In format 1, padding requests of graphs had a length of 0. Since then they have as many keys as
+queries.
 """
 
 
@@ -96,7 +97,7 @@ WIDE = {
     "placeholders",
     "rows_with_embeds",
 }
-"""Arrays of a `RecordBatch` that are int64; the others are int32."""
+"""The arrays of a `RecordBatch` that are int64; the others are int32."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,9 @@ class StepRecord:
 
     @property
     def number(self) -> int:
-        """Number of the step since start-up."""
         return self.settings.step
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
         settings = np.frombuffer(self.settings.model_dump_json().encode(), np.uint8)
         arrays = {"settings": settings, **self.prepared}
         arrays |= {f"batch.{f.name}": getattr(self.batch, f.name) for f in fields(RecordBatch)}
@@ -136,7 +135,7 @@ class StepRecord:
     # ----------------------------------------------------------------- preparing it again
 
     def step_batch(self) -> tuple[StepBatch, Padding]:
-        """The batch and its padding, on tables that hold what the step read, and zeros."""
+        """Return the batch and its padding, on tables that hold what the step read, and zeros."""
         settings, batch = self.settings, self.batch
         num_reqs = settings.num_reqs
         tables = self._tables()
@@ -235,7 +234,7 @@ class StepRecord:
 
     @cached_property
     def scheduled_positions(self) -> np.ndarray:
-        """Position of each token, ``[T]``, by the counts that the step was prepared from."""
+        """The position of each token, ``[T]``, by the counts that the step was prepared from."""
         counts = self.batch.num_scheduled_tokens
         starts = np.cumsum(counts) - counts
         first = self.batch.num_computed_tokens - starts
@@ -244,11 +243,10 @@ class StepRecord:
     # ----------------------------------------------------------------- looking at it
 
     def plans(self, step: PreparedStep) -> list[MaskPlan]:
-        """Mask of each of the settings' groups in `step`."""
         return [mask_plan(step, self.settings, group) for group in self.settings.groups]
 
     def step(self) -> PreparedStep:
-        """The step as it was prepared, right or wrong.
+        """Return the step as it was prepared, right or wrong.
 
         Raises
         ------

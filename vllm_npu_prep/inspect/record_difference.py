@@ -1,4 +1,4 @@
-"""The first difference between a record and the step prepared again."""
+"""Finds the first difference between a record and the step prepared again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +24,6 @@ class Difference:
         Where; the index is empty for a scalar, or where shapes differ.
     req_id, token
         Request and token of the step, if the variable has them; None in padding.
-    recorded, expected
-        Values.
     """
 
     step: int
@@ -79,7 +77,7 @@ def _plain(value: Any) -> Any:
 def _owner(
     record: "StepRecord", name: str, index: tuple[int, ...]
 ) -> tuple[str | None, int | None]:
-    """Request and token that an element belongs to, from the recorded batch."""
+    """Return the request and the token that an element belongs to, by the recorded batch."""
     from vllm_npu_prep.inspect.contract import LEVELS
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
 

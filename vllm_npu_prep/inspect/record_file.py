@@ -1,4 +1,4 @@
-"""Reading and writing records.
+"""Finds, reads and checks the files of records.
 
 No file is trusted: sizes are checked before memory is allocated, and values before they reach
 compiled code, which checks no bounds.
@@ -29,30 +29,29 @@ from vllm_npu_prep.wording import counted
 
 RECORD_SUFFIX = ".npz"
 MAX_RECORD_BYTES = 1 << 28
-"""Most bytes of a record's arrays: a step of 8192 tokens and 256 rows of blocks has 10 MB."""
+"""The most bytes of a record's arrays: a step of 8192 tokens and 256 rows of blocks has 10 MB."""
 
 MAX_NAMED = 5
-"""Names that a message lists at most."""
+"""The most names that a message lists."""
 
 MAX_TOKEN_CELLS = 1 << 30
 MAX_BLOCK_CELLS = 1 << 25
-"""Most cells of the tables that a record is prepared on. Entries that the step doesn't use are
-untouched zeros: they take address space, not memory."""
+"""The most cells of the tables that a record is prepared on. Entries that the step doesn't use are
+untouched zeros: they take address space, not memory.
+"""
 ARRAY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(<i4|<i8|\|b1|\|u1|\|S[1-9]\d?)', "
     rb"'fortran_order': False, 'shape': \(([\d, ]{0,100})\), \} *\n",
     re.DOTALL,
 )
-"""First bytes of numpy's array format in records; anything else is refused unread."""
+"""The first bytes of numpy's array format in records; anything else is refused unread."""
 
 
 def record_files(path: Path, step: int | None = None) -> list[Path]:
-    """Records at a path: a file, a run's folder, or a folder of runs.
+    """Return the records at a path: of a file, a run's folder, or a folder of runs.
 
     Parameters
     ----------
-    path
-        Where to look.
     step
         Number of the one step to return.
 
@@ -81,7 +80,7 @@ def record_files(path: Path, step: int | None = None) -> list[Path]:
 
 
 def _refuse_step(path: Path, step: int) -> None:
-    """Say which steps a folder holds, if it holds any."""
+    """Raise with the steps that a folder holds; return if it holds none."""
     held: dict[Path, list[int]] = {}
     pattern = f"step-*{RECORD_SUFFIX}"
     for file in sorted(path.glob(pattern)) or sorted(path.glob(f"*/{pattern}")):
@@ -96,7 +95,7 @@ def _refuse_step(path: Path, step: int) -> None:
 
 
 def _steps(numbers: list[int]) -> str:
-    """Some steps in words: ``steps 3, 5 to 9``."""
+    """Return some steps in words: ``steps 3, 5 to 9``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -110,7 +109,7 @@ def _steps(numbers: list[int]) -> str:
 
 
 def record_of(path: Path, step: int | None = None) -> Path:
-    """The one record at a path; see `record_files`.
+    """Return the one record at a path; `record_files` says what the path may be.
 
     Raises
     ------
@@ -190,7 +189,6 @@ def read_outline(path: Path) -> RecordOutline:
 
 
 def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> None:
-    """Refuse arrays that no record of these settings holds."""
     foreign = sorted(set(arrays) - prepared_names(settings))
     if foreign:
         names = ", ".join(foreign[:MAX_NAMED]) + ", ..." * (len(foreign) > MAX_NAMED)
@@ -198,9 +196,9 @@ def _refuse_foreign(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> 
 
 
 def _read_arrays(path: Path, names: Set[str] | None = None) -> dict[str, np.ndarray]:
-    """Arrays of an ``.npz`` by name. Nothing is unpickled, and no array is larger than it says.
+    """Read the arrays of an ``.npz`` file, or those of these names.
 
-    Of `names`, if given, only these are read.
+    Nothing is unpickled, and no array is larger than it says.
     """
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
@@ -243,7 +241,6 @@ def _member_name(name: str) -> str:
 
 
 def _shown(name: str) -> str:
-    """The name of a member, if it can be shown."""
     return repr(name[:80]) if name.isprintable() else "a member whose name can't be shown"
 
 
@@ -252,7 +249,7 @@ def _one_line(text: object) -> str:
 
 
 def _parse_array(name: str, content: bytes) -> np.ndarray:
-    """An array as `numpy.save` writes it, of few types and at most two dimensions."""
+    """Return an array as `numpy.save` writes it, of few types and at most two dimensions."""
     found = ARRAY_HEADER.match(content)
     if found is None or len(found[0]) != 10 + int.from_bytes(content[8:10], "little"):
         raise PrepError(f"{name} is not an array as records hold them")
@@ -264,7 +261,6 @@ def _parse_array(name: str, content: bytes) -> np.ndarray:
 
 
 def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
-    """Take the settings out of a record's arrays and check them."""
     if "settings" not in arrays or arrays["settings"].dtype != np.uint8:
         raise PrepError("not a record: it has no settings")
     try:
@@ -328,7 +324,6 @@ def _check_settings(settings: RecordSettings) -> None:
 
 
 def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> RecordBatch:
-    """Take what the step was prepared from out of a record's arrays and check it."""
     reqs, tokens = settings.num_reqs, settings.total_num_scheduled_tokens
     dims, states = settings.mrope_dims, settings.states
     has_drafts = states is not None and states.num_drafts > 0
@@ -381,7 +376,6 @@ def _between(array: np.ndarray, least: Any, most: Any) -> bool:
 
 
 def _check_counts(settings: RecordSettings, batch: RecordBatch | RecordOutline) -> None:
-    """Check counts and blocks of the requests."""
     max_model_len = settings.max_model_len
     for name in ("num_computed_tokens", "num_scheduled_tokens", "num_prompt_tokens"):
         _require(_between(getattr(batch, name), 0, max_model_len), name)

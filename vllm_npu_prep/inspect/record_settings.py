@@ -1,4 +1,7 @@
-"""Settings of a record: everything that isn't an array of the step."""
+"""The settings of a record: everything that isn't an array of the step.
+
+They are a strict pydantic model, because records are files that others may have changed.
+"""
 
 from typing import Annotated, Literal
 
@@ -22,7 +25,7 @@ class _Strict(BaseModel):
 class RecordGroup(_Strict):
     """Layers with the same view of the step: a KV-cache group, or its part with one window."""
 
-    group: Annotated[int, Field(ge=0, le=255)]  # whose block table they use
+    group: Annotated[int, Field(ge=0, le=255)]  # the group whose block table they use
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
@@ -39,7 +42,7 @@ class RecordLatent(_Strict):
     block_size: BlockSize
 
     def split(self, max_model_len: int) -> LatentSplit:
-        """The same as the pure core has it.
+        """Return the split as the pure core has it.
 
         Raises
         ------
@@ -64,7 +67,6 @@ class RecordShards(_Strict):
 
     @property
     def shards(self) -> ContextShards:
-        """The same as the pure core has it."""
         return ContextShards(self.world_size, self.rank, self.interleave_size)
 
     @model_validator(mode="after")
@@ -100,7 +102,7 @@ class RecordSettings(_Strict):
     step
         Its number: how many came before it since start-up.
     max_num_reqs, max_model_len, block_sizes, max_num_blocks
-        Of the engine's tables; the latter two for each KV-cache group that has one.
+        Sizes of the engine's tables; the latter two for each KV-cache group that has one.
     mask, mask_itemsize
         Form of masks; bytes of a cell of dense ones.
     groups
@@ -116,7 +118,7 @@ class RecordSettings(_Strict):
     takes_embeds
         What was decided (`vllm_npu_prep.prep.embeds`).
     modalities
-        Of each run of placeholders.
+        Kind of input of each run of placeholders.
     latent
         How steps are split for latent attention; None without it.
     dcp
@@ -162,22 +164,19 @@ class RecordSettings(_Strict):
 
     @property
     def shards(self) -> ContextShards | None:
-        """The part of each context that the rank kept."""
         return None if self.dcp is None else self.dcp.shards
 
     @property
     def latent_split(self) -> LatentSplit | None:
-        """How steps are split for latent attention."""
         return None if self.latent is None else self.latent.split(self.max_model_len)
 
     @property
     def num_reqs(self) -> int:
-        """Requests of the step."""
         return len(self.req_ids)
 
     @property
     def local(self) -> LocalGroups | None:
-        """Groups with chunked local attention."""
+        """The groups with chunked local attention; None without one."""
         chunked = {g.group: g.attention_chunk_size for g in self.groups if g.attention_chunk_size}
         if not chunked:
             return None
@@ -186,7 +185,7 @@ class RecordSettings(_Strict):
 
     @property
     def states(self) -> StateGroups | None:
-        """Groups that hold states."""
+        """The groups that hold recurrent states; None without one."""
         found = {g.group: g for g in self.groups if g.state_threshold}
         if not found:
             return None
@@ -201,19 +200,18 @@ class RecordSettings(_Strict):
 
     @property
     def main_group(self) -> int:
-        """The first group that attends; states have no values of tokens."""
+        """The index of the first group that attends; recurrent states have no values of tokens."""
         return next((i for i, g in enumerate(self.groups) if g.state_threshold is None), 0)
 
     @property
     def group_prefixes(self) -> list[str]:
-        """Prefix of each group's array names; the main group has unprefixed names as well."""
+        """The prefix of each group's array names; the main group has unprefixed names as well."""
         if len(self.groups) == 1 and not self.groups[0].attention_chunk_size:
             return [""]
         return [f"kv_cache_groups.{index}." for index in range(len(self.groups))]
 
     @property
     def layout(self) -> StepLayout:
-        """Layout of the step's arrays."""
         return StepLayout(
             self.num_input_tokens,
             self.num_reqs_padded,
@@ -229,7 +227,6 @@ class RecordSettings(_Strict):
 
     @property
     def padding(self) -> Padding:
-        """Padding that was decided."""
         return Padding(
             self.num_input_tokens,
             self.num_reqs_padded,

@@ -1,4 +1,7 @@
-"""``vllm-npu-prep replay``: prepares recorded steps again, and shows the first difference."""
+"""Prepares recorded steps again, and shows the first difference: ``vllm-npu-prep replay``.
+
+The pure core, the scalar oracle and, if asked for, vLLM's own runner each prepare the step again.
+"""
 
 import argparse
 import json
@@ -26,7 +29,6 @@ ORACLE_CELLS = 1 << 20
 
 
 def replay_core(record: "StepRecord") -> Difference | None:
-    """Prepare a step again by the pure core; the first difference."""
     from vllm_npu_prep.inspect.contract import prepared_arrays
     from vllm_npu_prep.prep.batch import prepare_step
     from vllm_npu_prep.prep.layout import ALIGNMENT
@@ -46,7 +48,6 @@ def replay_core(record: "StepRecord") -> Difference | None:
 
 
 def replay_oracle(record: "StepRecord") -> Difference | None:
-    """Prepare a step again by the scalar oracle, group by group; the first difference."""
     settings = record.settings
     prefixes = settings.group_prefixes
     for index, group in enumerate(settings.groups):
@@ -62,7 +63,7 @@ def replay_oracle(record: "StepRecord") -> Difference | None:
 
 
 class KnownTokens(Sequence[int]):
-    """Tokens of a request, of which a record knows those that the step reads; the others are 0."""
+    """The tokens of a request, as far as a record knows them; the others are 0."""
 
     def __init__(self, length: int, known: dict[int, int]) -> None:
         self.length, self.known = length, known
@@ -75,7 +76,7 @@ class KnownTokens(Sequence[int]):
 
 
 def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
-    """The requests of a record in plain Python values, with their blocks of one group."""
+    """Return the requests of a record in plain Python values, with their blocks of one group."""
     from vllm_npu_prep.prep.context_shards import tokens_per_block
     from vllm_npu_prep.prep.oracle import OracleRequest
 
@@ -86,7 +87,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
         size = tokens_per_block(settings.shards, settings.block_sizes[group])
         num_columns = -(-settings.max_model_len // size)
         if settings.states is not None and group in settings.states.groups:
-            num_columns += settings.states.num_drafts  # which have states of their own
+            num_columns += settings.states.num_drafts  # each draft has a state of its own
         first = int(batch.num_blocks[:group].sum())
         ends = first + np.cumsum(batch.num_blocks[group])
         starts = ends - batch.num_blocks[group]
@@ -139,7 +140,7 @@ def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
 def _oracle_arrays(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
-    """The oracle's values by a record's names; values that it can't know are as recorded."""
+    """Return the oracle's values by a record's names; values that it can't know are as recorded."""
     from vllm_npu_prep.inspect.contract import DCP_LINES, GROUP_LEVEL
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
@@ -192,7 +193,7 @@ def _oracle_arrays(
         elif prefix:
             continue  # the same for all groups
         elif name in STEP_ARRAYS and not STEP_ARRAYS[name].shown:
-            name = STEP_ARRAYS[name].recorded_as  # which has it with what is past the batch only
+            name = STEP_ARRAYS[name].recorded_as  # records have it with padding only
             out[name] = _with_rest(record, name, values)
         else:
             out[name] = np.array(values)
@@ -219,7 +220,6 @@ def _oracle_arrays(
 def _oracle_states(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
-    """Where the states of a group are, and how the step is split, by a record's names."""
     from vllm_npu_prep.inspect.contract import STATE_BLOCKS, TOKEN_STATES
     from vllm_npu_prep.prep.oracle import oracle_state_step
 
@@ -249,7 +249,7 @@ def _oracle_states(
         of_groups = np.zeros((len(states.groups), settings.num_input_tokens), np.int64)
         recorded = record.prepared.get(f"{TOKEN_STATES}_padded")
         if recorded is not None and recorded.shape == of_groups.shape:
-            of_groups[:] = recorded  # of the other groups
+            of_groups[:] = recorded  # the rows of other groups
         own = of_groups[states.groups.index(group.group)]
         own[:] = 0
         own[: len(tokens)] = tokens
@@ -260,7 +260,6 @@ def _oracle_states(
 def _oracle_latent(
     record: "StepRecord", requests: Sequence["OracleRequest"]
 ) -> dict[str, np.ndarray]:
-    """Decodes, prefills and context chunks of latent attention, by a record's names."""
     from vllm_npu_prep.prep.oracle import oracle_latent_step
 
     latent, out = record.settings.latent, {}
@@ -274,7 +273,7 @@ def _oracle_latent(
 
 
 def _with_rest(record: "StepRecord", name: str, values: list[int]) -> np.ndarray:
-    """The values, padded with 0 to the recorded length."""
+    """Return the values, padded with 0 to the recorded length."""
     recorded = record.prepared.get(name)
     out = np.zeros(max(len(values), 0 if recorded is None else recorded.size), np.int64)
     out[: len(values)] = values
@@ -282,7 +281,10 @@ def _with_rest(record: "StepRecord", name: str, values: list[int]) -> np.ndarray
 
 
 def _leave_out_samples(record: "StepRecord", out: dict[str, np.ndarray], total: int) -> None:
-    """Async scheduling: tokens whose id the device has are as recorded; which ones is checked."""
+    """Take the ids as recorded that only the device has; which tokens these are is checked.
+
+    Only with asynchronous scheduling are there such tokens.
+    """
     settings, batch = record.settings, record.batch
     if not settings.num_sampled_rows:
         return
@@ -353,7 +355,6 @@ def replay(
 
 
 def add_parser(commands: Any) -> None:
-    """Add ``replay`` to the command's parser."""
     parser = commands.add_parser(
         "replay",
         help="prepare recorded steps again and show the first difference",
@@ -373,7 +374,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay; 0 if all agree, 1 if not."""
+    """Replay, and print the result; return 0 if all agree, 1 if not."""
     count, differing, first = 0, 0, None
     for file, differences in replay(args.path, args.step, args.upstream):
         count += 1

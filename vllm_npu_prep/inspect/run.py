@@ -7,7 +7,7 @@ there is one, the run's ``manifest.json``:
   and the times that the recorder noted.
 - A **request** has spans: neighbouring steps that computed the same number of its tokens. What it
   does in the next step tells how many drafts were accepted, and whether it was preempted:
-  ``num_computed_tokens`` then is another than its last step left. A preempted request of which
+  ``num_computed_tokens`` then differs from what its last step left. A preempted request of which
   all is still in the cache looks like one that waited.
 - **Ranks** of a run are folders beside each other, whose names end with ``-rank<n>``.
 """
@@ -32,14 +32,15 @@ MARKED_BLOCKS = 1 << 24
 """Block numbers up to this are counted by marking each in an array."""
 
 SHARED_OUT = 1024
-"""Records from which on several processes read them."""
+"""The number of records from which on several processes read them."""
 
 MOST_PROCESSES = 8
 
 UNKNOWN, MORE = "?", "+"
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Accepted drafts of a step as one character; `MORE` beyond the last digit, `UNKNOWN` in a step
-after which the records don't show the request."""
+after which the records don't show the request.
+"""
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Span:
     steps
         Number of steps.
     stride
-        From each of them to the next: 1, or more where batches take turns (pipelines).
+        Distance from each of them to the next: 1, or more where batches take turns (pipeline
+        stages).
     in_prompt
         Whether they computed tokens of the prompt.
     computed
@@ -77,7 +79,6 @@ class Span:
 
     @property
     def last(self) -> int:
-        """Index of the last step."""
         return self.first + (self.steps - 1) * self.stride
 
 
@@ -89,8 +90,6 @@ class RequestRow:
     ----------
     name
         As recorded, a hash unless real names were asked for.
-    num_prompt_tokens
-        Of its prompt.
     spans
         Its steps.
     hits
@@ -107,7 +106,7 @@ class RequestRow:
 
     def __post_init__(self) -> None:
         self._computed = 0  # tokens computed after the last step, if every draft is accepted
-        self._accepted: list[str] = []  # of the last span
+        self._accepted: list[str] = []  # accepted drafts of the last span
 
     def add(self, index: int, computed: int, scheduled: int, drafts: int, begins: bool) -> None:
         """Enter the request's next step.
@@ -115,9 +114,9 @@ class RequestRow:
         Parameters
         ----------
         index
-            Of the step.
+            Index of the step.
         computed, scheduled, drafts
-            Its counts in it.
+            The request's counts in it.
         begins
             Whether the records hold the steps before, so that a request that is new here is new.
         """
@@ -167,11 +166,11 @@ class Step:
     Attributes
     ----------
     number
-        Since start-up.
+        Number of the step since start-up.
     state, kind, tokens, padding, padding_requests
         See `RankRun`.
     blocks
-        For each KV-cache group with a block table.
+        Blocks that requests own, for each KV-cache group with a block table.
     times
         When its preparation began, how long it took, and its waits; None if unknown.
     of_requests
@@ -190,7 +189,6 @@ class Step:
 
     @classmethod
     def of(cls, outline: RecordOutline) -> "Step":
-        """The step of a record."""
         settings, times = outline.settings, outline.settings.times
         ends = np.cumsum(outline.num_blocks.sum(axis=1))[:-1]
         return cls(
@@ -217,7 +215,7 @@ class Step:
 
     @classmethod
     def read(cls, file: Path) -> "Step":
-        """The step of a file.
+        """Read the step of a file.
 
         Raises
         ------
@@ -231,7 +229,6 @@ class Step:
 
 
 def _steps(files: list[Path]) -> Iterator[Step]:
-    """Read records in order, many by several processes."""
     if len(files) < SHARED_OUT:
         yield from map(Step.read, files)
         return
@@ -252,13 +249,13 @@ class RankRun:
     config
         What the manifest says of the engine; empty without one.
     index
-        Of each of its steps among the run's step numbers.
+        Index of each of its steps among the run's step numbers.
     states, kinds
         Attention state and kind of each step (`vllm_npu_prep.graph.counts.StepCounts.kind`).
     requests, padding_requests, tokens, padding
-        Of each step: requests and rows of padding, scheduled tokens and tokens of padding.
+        Requests and rows of padding, scheduled tokens and tokens of padding of each step.
     drafts
-        Of each step.
+        Drafts of each step.
     blocks
         For each KV-cache group with a block table: blocks that the requests of each step own, a
         shared one counted once.
@@ -325,7 +322,7 @@ class RankRun:
 
 
 def _distinct(ids: np.ndarray) -> int:
-    """How many blocks a list names, without the null block."""
+    """Count the blocks that a list names, without the null block."""
     if not len(ids):
         return 0
     if int(ids.max()) > MARKED_BLOCKS:
@@ -393,7 +390,7 @@ def read_run(path: Path) -> Run:
 
 
 def _runs(path: Path) -> list[list[Path]]:
-    """Folders of ranks, run by run in the order in which they started."""
+    """Return the folders of ranks, run by run in the order in which they started."""
     if next(path.glob(f"step-*{RECORD_SUFFIX}"), None) is not None:
         return [[path.resolve()]]
     found = sorted({file.parent.resolve() for file in path.glob(f"*/step-*{RECORD_SUFFIX}")})
@@ -413,7 +410,6 @@ def _rank_of(folder: Path) -> int | None:
 
 
 def _numbered(folder: Path) -> dict[int, Path]:
-    """Records of a folder by the numbers in their names, in order."""
     found = {}
     for file in folder.glob(f"step-*{RECORD_SUFFIX}"):
         number = file.stem.removeprefix("step-")
@@ -424,7 +420,7 @@ def _numbered(folder: Path) -> dict[int, Path]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What the manifest says of the engine.
+    """Return what the manifest says of the engine; empty without a manifest.
 
     Raises
     ------

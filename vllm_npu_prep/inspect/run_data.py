@@ -7,7 +7,7 @@ from vllm_npu_prep.inspect.run import RequestRow, Run
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """What the page of a run knows, as JSON: `docs/reference/files.md` describes it.
+    """Return what the page of a run knows, as JSON: `docs/reference/files.md` describes it.
 
     Of each rank there is an entry for each of its steps. Ranks whose requests did the same as
     those of an earlier rank name that rank instead of listing them.
@@ -59,7 +59,7 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def _row_json(row: RequestRow) -> list[Any]:
-    """Name, prompt tokens, spans, hits and preemptions."""
+    """Return name, prompt tokens, spans, hits and preemptions."""
     spans: list[list[Any]] = []
     for span in row.spans:
         sizes = span.first, span.steps, span.stride, int(span.in_prompt)
@@ -76,12 +76,11 @@ def _row_json(row: RequestRow) -> list[Any]:
 
 
 def _distinct_texts(texts: Iterable[str]) -> dict[str, int]:
-    """Texts by their numbers, in the order in which they come."""
     return {text: number for number, text in enumerate(dict.fromkeys(texts))}
 
 
 def runs_of(numbers: list[int]) -> list[list[int]]:
-    """Growing numbers as runs: first and count of each."""
+    """Return growing numbers as runs: first and count of each."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == sum(runs[-1]):

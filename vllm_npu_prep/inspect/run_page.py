@@ -24,7 +24,7 @@ from vllm_npu_prep.wording import counted
 
 COMMAND = "vllm-npu-prep explain"
 MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
-"""Characters that could end or change the element that holds the data."""
+"""Characters that could end or change the element that holds the data, each with its escape."""
 
 RANK_COLUMNS = [
     "rank",
@@ -47,12 +47,10 @@ RANK_COLUMNS = [
 
 
 def run_html(run: Run, pages: StepPages | None = None) -> str:
-    """The page of a run.
+    """Return the page of a run.
 
     Parameters
     ----------
-    run
-        What it shows.
     pages
         Pages of its steps, to which it links.
     """
@@ -81,13 +79,12 @@ def run_html(run: Run, pages: StepPages | None = None) -> str:
 
 
 def _pages_json(pages: StepPages, run: Run, rank: RankRun) -> dict[str, Any]:
-    """Steps of a rank that have a page, and what comes before and after a number in its address."""
+    """Return which steps of a rank have a page, and the text around a number in its address."""
     begin, end = quote(f"{pages.folder.name}/step-"), quote(pages.ending(rank))
     return {"begin": begin, "end": end, "steps": runs_of(pages.indices(run, rank))}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """Lines above the table, each as a name and a text."""
     config, numbers = run.ranks[0].config, run.numbers
     gaps = numbers[-1] - numbers[0] + 1 - len(numbers)
     left_out = f"; {counted(gaps, 'step')} between them not recorded" if gaps else ""
@@ -103,20 +100,13 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Drafts of steps after which the records show the request.
-
-    Attributes
-    ----------
-    accepted, drafts
-        How many were accepted, of how many.
-    """
+    """How many drafts were accepted, of how many, where the records show what became of them."""
 
     accepted: int
     drafts: int
 
 
 def accepted_drafts(rank: RankRun) -> Accepted:
-    """How many drafts were accepted, where the records tell."""
     accepted = drafts = 0
     for row in rank.rows:
         for span in row.spans:
@@ -127,7 +117,7 @@ def accepted_drafts(rank: RankRun) -> Accepted:
 
 
 def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
-    """A rank's line of the table, by `RANK_COLUMNS`."""
+    """Return a rank's line of the table, by `RANK_COLUMNS`."""
     steps, tokens, padding = len(rank.index), sum(rank.tokens), sum(rank.padding)
     kinds = [sum(kind.startswith(k) for kind in rank.kinds) for k in ("full", "piecewise", "eager")]
     timed = [times for times in rank.times if times is not None]
@@ -157,7 +147,7 @@ def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
 
 
 def first_difference(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
-    """Whether two ranks prepared the same steps, in words.
+    """Say whether two ranks prepared the same steps.
 
     Ranks of one engine do, under tensor and pipeline parallelism; replicas don't.
     """

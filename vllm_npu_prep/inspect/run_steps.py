@@ -18,10 +18,11 @@ from vllm_npu_prep.inspect.run import MOST_PROCESSES, RankRun, Run
 from vllm_npu_prep.inspect.view import view_of_record
 
 MOST_UNASKED = 500
-"""Steps, those of all ranks together, whose pages are written though nobody asked for them: some
-25 MB, and some 25 s of processor time."""
+"""The most steps, those of all ranks together, whose pages are written though nobody asked for
+them: some 25 MB, and some 25 s of processor time.
+"""
 SHARED_OUT = 64
-"""Pages from which on several processes write them."""
+"""The number of pages from which on several processes write them."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,22 @@ class StepPages:
 
     @property
     def folder(self) -> Path:
-        """Of the pages of steps."""
         return self.html.with_name(f"{self.html.stem}-steps")
 
     def indices(self, run: Run, rank: RankRun) -> list[int]:
-        """Steps of a rank that have a page, by their places in `Run.numbers`."""
+        """Return the steps of a rank that have a page, by their places in `Run.numbers`."""
         first, end = self.steps or (0, run.numbers[-1] + 1)
         return [index for index in rank.index if first <= run.numbers[index] < end]
 
     def ending(self, rank: RankRun) -> str:
-        """What follows a step's number in the name of its page."""
+        """Return what follows a step's number in the name of its page."""
         return ".html" if rank.rank is None else f"-rank{rank.rank}.html"
 
     def name(self, rank: RankRun, number: int) -> str:
-        """File of a step's page in `folder`."""
         return f"step-{number}{self.ending(rank)}"
 
     def write(self, run: Run) -> int:
-        """Write them; their number.
+        """Write the pages; return their number.
 
         Raises
         ------
@@ -86,7 +85,7 @@ class StepPages:
         return len(todo)
 
     def _todo(self, run: Run) -> Iterator[tuple[Path, Path, StepLinks]]:
-        """Record, page and links of each."""
+        """Yield the record, the page and the links of each step that has a page."""
         back = quote(self.html.name)
         for place, rank in enumerate(run.ranks):
             numbers = [run.numbers[index] for index in self.indices(run, rank)]

@@ -32,7 +32,7 @@ from vllm_npu_prep.wording import counted
 MAX_FILE_BYTES = 64 << 20
 ARCHIVE = b"PK\x03\x04"
 MAX_TABLE_CELLS = 1 << 26
-"""Most cells of a token table or block table, so that a small file can't use up the memory."""
+"""The most cells of a token table or block table, so that a small file can't use up the memory."""
 
 
 def _printable(text: str) -> str:
@@ -62,7 +62,6 @@ class ScenarioItem(_Strict):
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
         return self.offset + self.length
 
 
@@ -70,13 +69,13 @@ class ScenarioGroup(_Strict):
     """A KV-cache group: its blocks, and what its layers see."""
 
     block_size: BlockSize
-    block_ids: list[list[Int32]]  # of each request
+    block_ids: list[list[Int32]]  # the blocks of each request
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
-    holds_states: bool = False  # of linear attention: a state for every block_size tokens
+    holds_states: bool = False  # a recurrent state for every block_size tokens
 
     def first_seen(self, position: int) -> int:
-        """First position that a token there sees."""
+        """Return the first position that a token there sees."""
         if self.sliding_window is not None:
             return max(0, position + 1 - self.sliding_window)
         if self.attention_chunk_size is not None:
@@ -85,8 +84,6 @@ class ScenarioGroup(_Strict):
 
 
 class ScenarioRequest(_Strict):
-    """One scheduled request."""
-
     req_id: Text
     num_computed_tokens: Count
     num_scheduled_tokens: Positive
@@ -101,7 +98,7 @@ class ScenarioRequest(_Strict):
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the request after the step."""
+        """The number of the request's tokens after the step."""
         return self.num_computed_tokens + self.num_scheduled_tokens
 
 
@@ -113,7 +110,7 @@ class ScenarioLatent(_Strict):
 
 
 class ScenarioShards(_Strict):
-    """The rank that prepares the step, of those that share contexts (`prep.context_shards`)."""
+    """The rank that prepares the step under decode context parallelism (`prep.context_shards`)."""
 
     world_size: Annotated[int, Field(ge=2, le=64)]
     rank: Annotated[int, Field(ge=0, lt=64)] = 0
@@ -153,13 +150,12 @@ class Scenario(_Strict):
 
     @property
     def shards(self) -> ContextShards | None:
-        """The part of each context that the rank keeps."""
         dcp = self.dcp
         return None if dcp is None else ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size)
 
     @property
     def local(self) -> LocalGroups | None:
-        """Groups with chunked local attention."""
+        """The groups with chunked local attention; None without one."""
         chunked = {i: group for i, group in enumerate(self.groups) if group.attention_chunk_size}
         if not chunked:
             return None
@@ -198,12 +194,7 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def read_expected(path: Path) -> dict[str, Any] | None:
-    """What a scenario file expects of its step, by the names of variables.
-
-    Parameters
-    ----------
-    path
-        A scenario file.
+    """Return what a scenario file expects of its step, by the names of variables.
 
     Returns
     -------
@@ -241,7 +232,7 @@ def _read_json(path: Path) -> Any:
 
 
 def why_not_json(error: ValueError | RecursionError) -> str:
-    """Why a file, or a part of it, isn't valid JSON; quotes nothing from it."""
+    """Say why a file, or a part of it, isn't valid JSON; nothing is quoted from it."""
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}, column {error.colno}: {error.msg[0].lower()}{error.msg[1:]}"
     if isinstance(error, UnicodeError):
@@ -284,7 +275,6 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
-    """The object that holds the unknown key."""
     if "multimodal" in loc[:-1]:
         return ScenarioItem
     if len(loc) > 1 and loc[0] == "requests":
@@ -293,7 +283,6 @@ def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
 
 
 def _check(scenario: Scenario) -> None:
-    """Check fields against each other."""
     requests = scenario.requests
     if len(requests) > scenario.max_num_reqs:
         raise PrepError(
@@ -338,7 +327,6 @@ def _check(scenario: Scenario) -> None:
 
 
 def _check_states(groups: list[ScenarioGroup], latent: ScenarioLatent | None) -> None:
-    """Groups with states have nothing that narrows attention, and no latent attention beside."""
     for place, group in enumerate(groups[1:]):
         narrowed = group.sliding_window or group.attention_chunk_size
         if group.holds_states and (narrowed or latent is not None):
@@ -349,7 +337,6 @@ def _check_states(groups: list[ScenarioGroup], latent: ScenarioLatent | None) ->
 
 
 def _check_shards(scenario: Scenario) -> None:
-    """Check that there is such a rank, and that all layers see whole contexts."""
     dcp = scenario.dcp
     if dcp is None:
         return
@@ -369,7 +356,6 @@ def _check_shards(scenario: Scenario) -> None:
 
 
 def _check_chunks(groups: list[ScenarioGroup]) -> None:
-    """Attention chunks are whole blocks, of one size in all groups that have them."""
     sizes = {(g.attention_chunk_size, g.block_size) for g in groups if g.attention_chunk_size}
     for chunk_size, block_size in sizes:
         assert chunk_size is not None
@@ -420,7 +406,6 @@ def _check_request(scenario: Scenario, request: ScenarioRequest, where: str) -> 
 
 
 def _check_inputs(scenario: Scenario, request: ScenarioRequest, where: str) -> None:
-    """Check that images and videos don't overlap in the prompt, and have M-RoPE positions."""
     end = 0
     for place, item in enumerate(request.multimodal):
         if item.offset < end or item.end > request.num_prompt_tokens:
@@ -474,7 +459,6 @@ def _check_blocks(
 def _check_owners(
     group: ScenarioGroup, per_block: int, requests: list[ScenarioRequest], where: list[str]
 ) -> None:
-    """Two requests share a block only if it is a full prefix block, which neither writes."""
     owner: dict[int, tuple[int, bool]] = {}
     for index, request in enumerate(requests):
         full = request.num_computed_tokens // per_block
@@ -492,7 +476,6 @@ def _check_owners(
 
 
 def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
-    """The batch of a scenario and its padding."""
     requests = scenario.requests
     num_reqs = len(requests)
     token_ids = np.zeros((num_reqs, scenario.max_model_len), np.int32)

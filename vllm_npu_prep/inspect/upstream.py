@@ -1,4 +1,4 @@
-"""Recorded steps prepared by vLLM's own V1 runner: what ``replay --upstream`` compares with.
+"""Prepares recorded steps by vLLM's own V1 runner: ``replay --upstream`` compares with it.
 
 The runner gets a made-up model whose sizes are the record's, and the batch of each step in its own
 tables; its own code does the rest. It needs neither the served model nor an engine.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class UpstreamReplay:
-    """Prepares records by upstream's runner; one runner for all that have the same sizes.
+    """Prepares records by upstream's runner; one runner serves all that have the same sizes.
 
     Raises
     ------
@@ -46,7 +46,7 @@ class UpstreamReplay:
             import_vllm()
 
     def first_difference(self, record: "StepRecord") -> Difference | None:
-        """Prepare a step again; the first difference.
+        """Prepare a step again; return the first difference.
 
         Raises
         ------
@@ -56,7 +56,7 @@ class UpstreamReplay:
         return first_difference(record, self.prepare(record), "upstream")
 
     def prepare(self, record: "StepRecord") -> dict[str, np.ndarray]:
-        """Upstream's arrays by a record's names; arrays that it doesn't have are as recorded.
+        """Return upstream's arrays by a record's names; those that it lacks are as recorded.
 
         Raises
         ------
@@ -88,7 +88,6 @@ class UpstreamReplay:
 
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
-    """One line for whatever goes wrong in vLLM."""
     try:
         yield
     except PrepError:
@@ -114,7 +113,6 @@ def _quietly() -> Iterator[None]:
 
 
 def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
-    """See `UpstreamReplay.prepare`."""
     import torch
 
     settings, batch = record.settings, record.batch
@@ -168,7 +166,7 @@ def _prepare(record: "StepRecord", runner: Any) -> dict[str, np.ndarray]:
 
 
 def _kept_lengths(shards: ContextShards, runner: Any, num_reqs: int) -> dict[str, np.ndarray]:
-    """What the rank keeps of each request, as upstream's builders of metadata count it."""
+    """Return what the rank keeps of each request, as upstream's builders of metadata count it."""
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
     out: dict[str, np.ndarray] = {}
@@ -181,7 +179,7 @@ def _kept_lengths(shards: ContextShards, runner: Any, num_reqs: int) -> dict[str
 
 
 def _states(table: Any, seq_lens: Any, block_size: int) -> np.ndarray:
-    """Blocks to which upstream's layers write the states of a group."""
+    """Return the blocks to which upstream's layers write the recurrent states of a group."""
     from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -192,7 +190,7 @@ def _states(table: Any, seq_lens: Any, block_size: int) -> np.ndarray:
 def _without_samples(
     record: "StepRecord", said: dict[str, np.ndarray], first_sample: int
 ) -> dict[str, np.ndarray]:
-    """Samples that only the device had: compare their places instead of their ids.
+    """Compare the places of samples that only the device had, instead of their ids.
 
     A place that was kept for a draft which never came holds -1; the core makes it token 0.
     """
@@ -225,7 +223,7 @@ def _without_samples(
 
 
 def _recorded(record: "StepRecord", name: str, like: np.ndarray) -> np.ndarray:
-    """The recorded array; `like` if the recorded one can't replace it."""
+    """Return the recorded array; `like` if the recorded one can't replace it."""
     recorded = record.prepared.get(name)
     if recorded is None or recorded.ndim != like.ndim or recorded.dtype.kind not in "bi":
         return like
@@ -237,7 +235,6 @@ def _recorded(record: "StepRecord", name: str, like: np.ndarray) -> np.ndarray:
 def _local_requests(
     settings: "RecordSettings", group: "RecordGroup", prefix: str, runner: Any, table: Any
 ) -> dict[str, np.ndarray]:
-    """Virtual requests of chunked local attention, as upstream's attention layers make them."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
@@ -278,7 +275,7 @@ def _local_requests(
 
 
 def _with_rest(record: "StepRecord", said: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The part that the record has; padding and unread blocks are as recorded."""
+    """Return the part that the record has; padding and unread blocks are as recorded."""
     out = {}
     for name, array in said.items():
         if name in record.prepared:
@@ -291,7 +288,7 @@ def _with_rest(record: "StepRecord", said: dict[str, np.ndarray]) -> dict[str, n
 
 
 def _over(recorded: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """The recorded array with `array` written to its first corner, except where masked."""
+    """Return the recorded array with `array` written to its first corner, except where masked."""
     out = recorded.astype(np.result_type(recorded, array))
     corner: tuple[Any, ...] = (*(slice(size) for size in array.shape), ...)
     np.copyto(out[corner], np.ma.getdata(array), where=~np.ma.getmaskarray(array))

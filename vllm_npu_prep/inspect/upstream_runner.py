@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from vllm_npu_prep.inspect.record_settings import RecordSettings
 
 LEAST_MAX_NUM_TOKENS = 8192
-"""Least room for tokens in a runner, because records don't give the engine's limit."""
+"""The least room for tokens in a runner, because records don't give the engine's limit."""
 
 
 @dataclass(frozen=True)
 class RunnerSizes:
-    """Sizes of a runner; steps with the same sizes share one."""
+    """The sizes of a runner; steps with the same sizes share one."""
 
     max_num_reqs: int
     max_model_len: int
@@ -38,7 +38,7 @@ class RunnerSizes:
 
     @classmethod
     def of(cls, settings: "RecordSettings") -> "RunnerSizes":
-        """Sizes that serve a step, and most likely the others of its run."""
+        """Return sizes that serve a step, and most likely the others of its run."""
         tokens = settings.total_num_scheduled_tokens
         most = max(LEAST_MAX_NUM_TOKENS, settings.max_num_reqs, 1 << (tokens - 1).bit_length())
         return cls(
@@ -52,7 +52,7 @@ class RunnerSizes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tables, which vLLM zero-fills: ids, which of them are set, and blocks."""
+        """The bytes of its tables, which vLLM zero-fills: ids, marks of known ids, and blocks."""
         sizes = (tokens_per_block(self.shards, size) for size in self.block_sizes)
         blocks = sum(-(-self.max_model_len // size) for size in sizes)
         return self.max_num_reqs * (5 * self.max_model_len + 8 * blocks)
@@ -81,7 +81,7 @@ def import_vllm() -> None:
 
 
 def make_runner(sizes: RunnerSizes) -> Any:
-    """Upstream's runner on the host, for a model whose weights are never loaded."""
+    """Return upstream's runner on the host, for a model whose weights are never loaded."""
     import torch
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -108,7 +108,7 @@ def make_runner(sizes: RunnerSizes) -> Any:
         )
         config = VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(block_size=16),  # of groups: below
+            cache_config=CacheConfig(block_size=16),  # the groups' own sizes come below
             scheduler_config=SchedulerConfig(
                 max_num_seqs=sizes.max_num_reqs,
                 max_num_batched_tokens=sizes.max_num_tokens,
@@ -138,7 +138,6 @@ def make_runner(sizes: RunnerSizes) -> Any:
 
 
 def _model(sizes: RunnerSizes) -> dict[str, Any]:
-    """``config.json`` of the smallest model with these positions."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if sizes.mrope_dims:
         rope["mrope_section"] = [2] * sizes.mrope_dims
@@ -244,7 +243,7 @@ def fill_batch(record: "StepRecord", runner: Any, first_sample: int) -> Any:
 
 
 def _prompt_mrope(record: "StepRecord", req: int, start: int) -> np.ndarray:
-    """Positions of a prompt, int64 ``[mrope_dims, its length]``; 0 where the step reads none."""
+    """Return a prompt's positions, int64 ``[mrope_dims, length]``; 0 where none is read."""
     batch, dims = record.batch, record.settings.mrope_dims
     length = int(batch.mrope_lengths[req])
     if not length:  # they count up from 0

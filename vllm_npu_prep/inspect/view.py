@@ -1,6 +1,6 @@
-"""StepView: one prepared step as explain, pages and pictures show it, with its reasons.
+"""One prepared step as ``explain``, pages and pictures show it, with its reasons (`StepView`).
 
-It is made from a scenario, which is prepared now, or from a record of a prepared step, right or
+A view is made from a scenario, which is prepared now, or from a record of a prepared step, right or
 wrong.
 """
 
@@ -48,13 +48,12 @@ class ItemView:
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True)
 class RequestView:
-    """Information about a request that is not in the step's arrays."""
+    """What is known about a request that is not in the step's arrays."""
 
     req_id: str
     num_prompt_tokens: int
@@ -91,7 +90,6 @@ class GroupView:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of its mask."""
         rows, columns = self.plan.shape or (0, 0)
         return rows * columns * (1 if self.plan.kind is MaskKind.COMPRESSED else self.mask_itemsize)
 
@@ -104,8 +102,6 @@ class StepView:
     ----------
     name
         For a heading.
-    step
-        The prepared step.
     requests, groups
         In the order of the batch and of the engine.
     graph
@@ -115,7 +111,8 @@ class StepView:
     tokens_per_expert
         By layer: tokens of each expert, if the record was asked for them.
     state_groups
-        KV-cache groups that hold states; they are not among `groups`, because nobody attends.
+        KV-cache groups that hold recurrent states; they are not among `groups`, because nobody
+        attends.
     """
 
     name: str
@@ -169,7 +166,7 @@ class StepView:
 
     @classmethod
     def of_record(cls, record: StepRecord, name: str) -> "StepView":
-        """A recorded step as it was prepared.
+        """Return a recorded step as it was prepared.
 
         Parameters
         ----------
@@ -240,7 +237,6 @@ class StepView:
         return reason
 
     def _first(self, chosen: np.ndarray, values: np.ndarray, what: str) -> str:
-        """The first request that decides a rule, and its values."""
         rows = np.flatnonzero(chosen)
         if not len(rows):
             return ""
@@ -248,7 +244,6 @@ class StepView:
         return f"request {self.requests[row].req_id} has {counted(int(values[row]), what)}"
 
     def mask_reason(self, group: int) -> str:
-        """The reason for a group's mask."""
         view = self.groups[group]
         if not view.causal:
             return "tokens see both ways"
@@ -263,22 +258,21 @@ class StepView:
 
     @property
     def model_input(self) -> str:
-        """Which of the two inputs the model gets (`vllm_npu_prep.prep.embeds`)."""
         return "inputs_embeds" if self.step.batch.takes_embeds else "input_ids"
 
     @property
     def tables(self) -> dict[int, int]:
-        """Groups that have a block table, and which."""
+        """For each entry of `groups` that has a block table, by its index, the table's group."""
         return {i: group.table for i, group in enumerate(self.groups) if group.table is not None}
 
     def blocks_owned(self, row: int, group: int = 0) -> np.ndarray:
-        """Blocks of a request, with the null block instead of freed ones."""
+        """Return the blocks of a request, with the null block instead of freed ones."""
         blocks = self.step.block_table(self.tables[group])[row]
         last = np.flatnonzero(blocks)
         return blocks[: last[-1] + 1] if len(last) else blocks[:0]
 
     def blocks_touched(self, row: int, group: int = 0) -> np.ndarray:
-        """Blocks that the step writes for a request, in order, each once."""
+        """Return the blocks that the step writes for a request, in order, each once."""
         starts = self.step.query_start_loc
         tokens, table = slice(starts[row], starts[row + 1]), self.tables[group]
         blocks = self.step.block_numbers(table)[tokens]
@@ -287,7 +281,7 @@ class StepView:
         return blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
 
     def spans(self) -> list[dict[str, Any]]:
-        """Images and videos of all requests, and which of their tokens the step computes.
+        """Return images and videos of all requests, and which of their tokens the step computes.
 
         ``tokens`` are those of the step, as first and end (excluded); None if the step computes
         none of them, because the item is in the KV cache already or comes later.
@@ -320,7 +314,7 @@ def _graph_of(scenario: Scenario, step: PreparedStep) -> str:
 
 
 def view_of_record(file: Path) -> StepView:
-    """The step of a record, with the tokens of its experts where these were counted.
+    """Return the step of a record, with the tokens of its experts where these were counted.
 
     Raises
     ------

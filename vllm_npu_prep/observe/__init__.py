@@ -1,1 +1,1 @@
-"""Watching an engine's steps from within: counts, checks, records, profiler phases."""
+"""Code that watches an engine's steps from within: counts, checks, records and profiler phases."""

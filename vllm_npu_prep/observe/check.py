@@ -1,4 +1,4 @@
-"""``{"npu_prep": {"check": "cheap"}}``: one compiled pass over each step's host arrays.
+"""The check ``{"npu_prep": {"check": "cheap"}}``: one compiled pass over a step's host arrays.
 
 The pass is `vllm_npu_prep.prep.checks`; this module describes the faults that it finds.
 """
@@ -31,9 +31,10 @@ class StepCheck:
     Attributes
     ----------
     limits, limits_with_embeds
-        Arguments of `find_fault` for steps of token ids and for steps with embeddings.
+        Arguments of `find_fault` for steps of token ids and for steps with embeddings: int64, the
+        end of the allowed token ids and then `num_slots`.
     limits_in_pass
-        Those with which steps of token ids are checked as they are written
+        The limits with which steps of token ids are checked as they are written
         (`StepBatch.check_limits`).
     """
 
@@ -44,7 +45,7 @@ class StepCheck:
         self.limits_in_pass = self.limits
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
-        """Learn what the scheduler decided, before the runner's tables do."""
+        """Learn what the scheduler decided; the cheap check has no use for it."""
 
     def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
         """Check the step that a runner has just prepared.
@@ -76,7 +77,7 @@ def explain_fault(
     fault
         Its result.
     req_ids
-        Of the batch, in order.
+        Ids of the batch's requests, in order.
     """
     rule, req, token, group = fault
     arrays, tables = step.arrays, step.batch.tables
@@ -176,10 +177,10 @@ def explain_fault(
 def _states(
     step: "PreparedStep", req: int, token: int, group: int, rule: Rule, req_ids: list[str]
 ) -> tuple[str, str]:
-    """What a rule of states says of a request: the blocks that it was given, and those allowed."""
+    """Return the blocks of recurrent states that a request was given, and the allowed ones."""
     arrays, tables = step.arrays, step.batch.tables
     assert tables.states is not None and step.states is not None
-    if group < 0:  # of a padding request, what all groups share
+    if group < 0:  # a padding request breaks a rule that all groups share
         if arrays.has_initial_state[req]:
             return "an initial state", "none"
         return counted(int(arrays.num_accepted_tokens[req]), "accepted token"), "1"
@@ -197,7 +198,7 @@ def _states(
     num_drafts = tables.states.num_drafts
 
     def named(start: int, token: int) -> str:
-        """Block of the state after a token, by the request's row of the table."""
+        """Name the block of the state after a token, by the request's row of the table."""
         return f"block {row[state_column(start, token, size, num_drafts)]}"
 
     computed, length = int(arrays.num_computed_tokens[req]), int(arrays.seq_lens[req])
@@ -216,7 +217,7 @@ def _states(
 
 
 def _shared_state(step: "PreparedStep", req: int, index: int, req_ids: list[str]) -> str:
-    """Which state of a request another one has in this step, too, and which one that is."""
+    """Say which recurrent state of a request another one has in this step, too, and who that is."""
     arrays, tables = step.arrays, step.batch.tables
     assert tables.states is not None and step.states is not None
     num_decodes = step.states.num_decodes if tables.states.num_drafts else 0
@@ -238,7 +239,7 @@ def _shared_state(step: "PreparedStep", req: int, index: int, req_ids: list[str]
 
 
 def _shards(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
-    """What a rule of decode context parallelism says of a token, or of a request's lengths."""
+    """Return what decode context parallelism gave a token or a request's lengths, and allows."""
     tables, arrays = step.batch.tables, step.arrays
     assert tables.dcp is not None
     if rule == Rule.SHARDED_LENS:
@@ -296,4 +297,3 @@ RULES: dict[Rule, tuple[str, str]] = {
     ),
     Rule.STATE_ACCEPTED: ("accepted tokens", "a state is that after the last token that counts"),
 }
-"""Each rule's name and text."""

@@ -1,4 +1,4 @@
-"""``{"npu_prep": {"check": "off|cheap|full"}}``: how a step is checked before its launch.
+"""How a step is checked before its launch: ``{"npu_prep": {"check": "off|cheap|full"}}``.
 
 ``cheap`` is one compiled pass over the step's host arrays (`vllm_npu_prep.observe.check`); ``full``
 is `vllm_npu_prep.observe.full_check`. Neither needs the scheduler, which runs in another process of
@@ -14,20 +14,7 @@ from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
-    """The check of a runner whose KV cache is allocated.
-
-    Parameters
-    ----------
-    level
-        ``"off"``, ``"cheap"`` or ``"full"``.
-    runner
-        The model runner.
-
-    Returns
-    -------
-    StepCheck
-        None if nothing is to be checked.
-    """
+    """Return the check of a runner whose KV cache is allocated; None for the level ``"off"``."""
     if level == "off":
         return None
     vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
@@ -52,13 +39,16 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
 
 
 def load_of(runner: Any, number: int) -> str | None:
-    """What a runner holds as the adapter of this number, as `compat.adapters` names it."""
+    """Return the load of the adapter with this number that a runner holds; None if it holds none.
+
+    A load is named by `compat.adapters`.
+    """
     adapters = runner.lora_manager._adapter_manager.list_adapters()
     return getattr(adapters.get(number), "load", None)
 
 
 def ledger_group(spec: Any, block_size: int, shards: ContextShards | None = None) -> LedgerGroup:
-    """A KV-cache group for the ledger.
+    """Return a KV-cache group for the ledger.
 
     Parameters
     ----------
@@ -66,7 +56,7 @@ def ledger_group(spec: Any, block_size: int, shards: ContextShards | None = None
         The group's ``KVCacheSpec``. A full-attention spec may have a window, too: its layers see
         less, but its blocks are not freed.
     block_size
-        Of its block table.
+        Tokens in a block of its block table.
     shards
         The part of each context that this rank keeps.
     """

@@ -1,8 +1,8 @@
-"""``{"npu_prep": {"check": "full"}}``: every invariant of every step, slow and thorough.
+"""The full check, ``{"npu_prep": {"check": "full"}}``: every invariant of every step.
 
-Every variable is compared with the oracle, inputs of the layers and the device are compared with
-the prepared step, and the owner and writer of each slot are tracked from step to step
-(`vllm_npu_prep.observe.ledger`). It waits for the device in each step.
+Every variable is compared with the oracle. Inputs of the layers and arrays on the device are
+compared with the prepared step. The owner and writer of each slot are tracked from step to step
+(`vllm_npu_prep.observe.ledger`). The check is slow, and waits for the device in each step.
 """
 
 import zlib
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm_npu_prep.prep.latent import LatentSplit
 
 MAX_MASK_ENTRIES = 1 << 24
-"""Most entries of a dense mask that are compared; for larger masks only the shape is."""
+"""The most entries of a dense mask that are compared; of larger masks only the shape is."""
 
 DRAFT_ARRAYS = (
     "target_logits_indices",
@@ -52,11 +52,11 @@ DRAFT_ARRAYS = (
     "cu_num_draft_tokens",
     "cu_num_sampled_tokens",
 )
-"""Arrays that are compared with the oracle's, by name."""
+"""Arrays of drafts that are compared with the oracle's, by name."""
 
 
 class FullCheck(StepCheck):
-    """Every invariant, across steps.
+    """The check of every invariant, across steps.
 
     Parameters
     ----------
@@ -70,16 +70,14 @@ class FullCheck(StepCheck):
         super().__init__(vocab_size, num_slots)
         self.limits_in_pass = NO_LIMITS  # it looks at steps as they are launched, not earlier
         self.ledger = ledger
-        self._sent: tuple[Any, int, int] | None = None  # a staging buffer as it was sent
+        self._sent: tuple[Any, int, int] | None = None  # slot, bytes sent, checksum
         self._compressed_mask: np.ndarray | None = None
-        self._req_ids: list[str] = []  # of the batch, in order
+        self._req_ids: list[str] = []  # ids of the batch's requests, in order
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
-        """Follow the scheduler's changes of block ownership."""
         self.ledger.follow(scheduler_output)
 
     def verify(self, runner: Any, scheduler_output: "SchedulerOutput") -> None:
-        """Check everything about the step that a runner has just prepared."""
         step, staged = runner.in_flight.step, runner.in_flight.staged
         self._check_staging(runner.preparer.staging, step.nbytes)
         super().verify(runner, scheduler_output)
@@ -135,7 +133,6 @@ class FullCheck(StepCheck):
                     expect("last step's drafts", drafts, made, **where)
 
     def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
-        """Compare all variables with the oracle, which computes them token by token."""
         tables, arrays = step.batch.tables, step.arrays
         awaited = step.batch.num_sampled_rows > 0
         with_states = () if tables.states is None else tables.states.groups
@@ -236,7 +233,6 @@ class FullCheck(StepCheck):
     def _check_states(
         self, runner: Any, step: "PreparedStep", group: int, input_ids: np.ndarray, awaited: bool
     ) -> None:
-        """Compare where the states of a group are, and how the step is split."""
         tables = step.batch.tables
         assert tables.states is not None
         requests = [
@@ -262,7 +258,6 @@ class FullCheck(StepCheck):
     def _check_latent(
         self, step: "PreparedStep", requests: list[OracleRequest], latent: "LatentSplit"
     ) -> None:
-        """Compare the split of latent attention and its context chunks."""
         expected = oracle_latent_step(
             requests,
             decode_threshold=latent.decode_threshold,
@@ -283,8 +278,8 @@ class FullCheck(StepCheck):
     ) -> None:
         """Compare the virtual requests of a group with chunked attention.
 
-        Past the blocks of a request, a row of Model Runner V2 may have those of the one before,
-        which nothing reads.
+        Beyond the blocks of its request, a row of Model Runner V2's block table may still have
+        those of the request that had the row before. Nothing reads them, so they are not compared.
         """
         local = step.batch.tables.local
         if local is None or group not in local.groups:
@@ -313,7 +308,6 @@ class FullCheck(StepCheck):
         expected: list[Any],
         group: int | None = None,
     ) -> None:
-        """Compare an array of the step with the oracle's."""
         pairs = list(zip(given.tolist(), expected))
         index = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
         if index is None:
@@ -337,7 +331,6 @@ class FullCheck(StepCheck):
         raise given_allowed(name, text, mine, other, **where)
 
     def _check_device(self, step: "PreparedStep", staged: "StagedArrays") -> None:
-        """Check that the device has the prepared arrays."""
         for name, line in STEP_ARRAYS.items():
             if line.sampled and step.batch.num_sampled_rows:
                 continue  # the device fills in the last step's samples
@@ -363,14 +356,12 @@ class FullCheck(StepCheck):
             )
 
     def check_layers(self, runner: Any, step: "PreparedStep", seen: dict[str, Any]) -> None:
-        """Check the step's data in the model's layers: the state, the mask, the lists.
+        """Check the step's data in the model's layers: state, mask, lists and tables.
 
         Parameters
         ----------
-        runner, step
-            The runner and its step.
         seen
-            `AscendMetadata` of each layer.
+            `AscendMetadata` of each layer, by its name.
 
         Raises
         ------
@@ -392,7 +383,6 @@ class FullCheck(StepCheck):
                 self._check_tables(step, builder, metadata, group)
 
     def _check_state_layers(self, step: "PreparedStep", metadata: Any, group: int) -> None:
-        """Check what layers with states read, on the device."""
         num_reqs, own = len(metadata.state_indices), state_variables(step, group)
         padding = [0] * (num_reqs - step.num_reqs)
         for name in STATE_BLOCKS:

@@ -1,10 +1,10 @@
 """Tracks which request owns each block and wrote each slot, from step to step.
 
 A worker sees the scheduler's decisions only: which blocks a request gets, and that it finished or
-was preempted. From these the ledger knows each block's purpose without the runner's own tables. A
-slot's content is named by a hash of the tokens up to it and of what was loaded as the request's
+was preempted. From these the ledger knows each block's purpose without the runner's own tables. The
+content of a slot is named by a hash of the tokens up to it and of what was loaded as the request's
 adapter, as prefix caching names blocks: only requests with the same beginning may read the same
-slot. A state of linear attention is named likewise, by all tokens that are in it.
+slot. A recurrent state is named in the same way, by all tokens that are in it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,25 +30,25 @@ UNKNOWN = -1
 NONE_KEPT: Mapping[str, int] = {}
 
 NOBODY = 0
-"""Content of a slot that was never written."""
+"""The content of a slot that was never written."""
 
 LARGEST_CONTENT = 1 << 62
-"""Upper limit for names of contents, so that a group's index can be added."""
+"""The upper limit of names of contents, so that a group's index can be added within int64."""
 
 
 @dataclass(frozen=True)
 class LedgerGroup:
     """Properties of a KV-cache group that the ledger needs."""
 
-    block_size: int  # of the block tables, in tokens; with shards, of a block on all ranks
-    blocks_per_page: int = 1  # blocks of the tables for each one that the scheduler hands out
+    block_size: int  # tokens of a table's block; with shards, on all ranks together
+    blocks_per_page: int = 1  # blocks of the tables in one of the scheduler's
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     holds_states: bool = False  # its blocks have a state each, and no slots
     shards: ContextShards | None = None  # the part of each context that this rank keeps
 
     def first_needed(self, position: int) -> int:
-        """First position that the token at a position sees; earlier blocks may be freed."""
+        """Return the first position that a position's token sees; earlier blocks may be freed."""
         if self.holds_states:
             return max(0, position - 1)
         if self.sliding_window is not None:
@@ -58,7 +58,7 @@ class LedgerGroup:
         return 0
 
     def slot(self, block: int, position: int) -> int:
-        """Slot of a position in its block; -1 if another rank keeps it."""
+        """Return the slot of a position in its block; -1 if another rank keeps it."""
         if self.shards is None:
             return block * self.block_size + position % self.block_size
         if self.shards.owner(position) != self.shards.rank:
@@ -67,11 +67,10 @@ class LedgerGroup:
         return block * size + self.shards.local_position(position) % size
 
     def block_of(self, slot: int) -> int:
-        """Block of a slot of this rank."""
         return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
-        """Block ids of the block tables, from the scheduler's."""
+        """Return the block tables' ids of the scheduler's blocks, which may be pages of several."""
         pages = self.blocks_per_page
         return [page * pages + part for page in block_ids for part in range(pages)]
 
@@ -85,7 +84,7 @@ class _Request:
     contents: dict[int, int]  # by position, content other than token ids: vectors, images
     blocks: list[list[int]]  # by group
     former: list[set[int]]  # blocks that it lost when it was preempted
-    load: object = None  # of its adapter, since it began
+    load: object = None  # the load of its adapter with which it began
     num_computed_tokens: int = 0
     num_cached: list[int] = field(default_factory=list)  # leading blocks that were cached, by group
     begins: bool = True  # starts or resumes in this step
@@ -110,11 +109,11 @@ class SlotLedger:
     groups
         The KV-cache groups, which share their blocks.
     num_blocks
-        Blocks of each, of their tables.
+        Number of blocks of the block tables, which each group has.
     loads
         Whether a KV connector may fill blocks.
     load_of
-        What an adapter of this number has been loaded as; None if it isn't.
+        Returns what an adapter of this number has been loaded as; None if it isn't.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class SlotLedger:
                 contents[place.offset + index] = hash((feature.identifier, index))
         empty: list[list[int]] = [[] for _ in self.groups]
         arrived = _Request(adapter, prompt, contents, empty, [set() for _ in self.groups])
-        # That Model Runner V2 gets anew after a preemption has generated tokens already
+        # A request that Model Runner V2 gets anew after a preemption has generated tokens already
         arrived.tokens = [*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]
         return arrived
 
@@ -248,14 +247,12 @@ class SlotLedger:
         input_ids: np.ndarray,
         num_kept: Mapping[str, int] = NONE_KEPT,
     ) -> None:
-        """Check and note the slots that a step reads and writes.
+        """Check and note the slots and recurrent states that a step reads and writes.
 
         Parameters
         ----------
-        step
-            The prepared step.
         req_ids
-            Of the batch, in order.
+            Ids of the batch's requests, in order.
         input_ids
             Token ids as the model reads them, ``[total_num_scheduled_tokens]``.
         num_kept
@@ -285,7 +282,7 @@ class SlotLedger:
                     self._read(step, row, req_id, index)
 
     def _owners(self) -> dict[int, dict[str, bool]]:
-        """Requests that own each block, and whether they got it as a cached one.
+        """Return the requests that own each block, and whether they got it as a cached one.
 
         Blocks before a window have no owner, although tables may still name them.
         """
@@ -296,7 +293,7 @@ class SlotLedger:
                 last = {block: place for place, block in enumerate(request.blocks[index])}
                 for place, block in enumerate(request.blocks[index][first:], first):
                     if block == NULL_BLOCK or (group.holds_states and place != last[block]):
-                        continue  # blocks of drafts move along as a prompt is read
+                        continue  # blocks for drafts' states move along with a prompt
                     of_block = owners.setdefault(block, {})
                     if req_id in of_block:
                         raise given_allowed(
@@ -371,7 +368,7 @@ class SlotLedger:
         request.extend_chain(computed + len(fed))
 
     def _adopt(self, request: _Request, end: int) -> None:
-        """Fill in positions whose tokens this process never saw from their slots."""
+        """Take contents from the slots for positions whose tokens this process never saw."""
         while len(request.chain) < end:
             position = len(request.chain)
             is_unknown = request.tokens[position] == UNKNOWN and position not in request.contents
@@ -482,7 +479,7 @@ class SlotLedger:
             )
 
     def _state_of(self, step: "PreparedStep", row: int, index: int, name: str) -> int:
-        """Block of a request's state in one of the step's two arrays."""
+        """Return the block of a request's recurrent state in the step's array of that name."""
         states = step.batch.tables.states
         assert states is not None
         return int(getattr(step, name)[states.groups.index(index), row])
@@ -543,20 +540,20 @@ class SlotLedger:
             self.writers[written] = req_id
 
     def _place_of_state(self, step: "PreparedStep", row: int, index: int) -> int:
-        """Place among a request's blocks of the first state that it writes in a step."""
+        """Return the place among a request's blocks of the first state that it writes in a step."""
         states, size = step.batch.tables.states, self.groups[index].block_size
         assert states is not None and step.states is not None
         first = int(step.seq_lens[row]) - 1
         if states.num_drafts and row < step.states.num_decodes:
             first = int(step.num_computed_tokens[row])
         place, rest = divmod(first, size)
-        until_end = size - 1 - rest  # drafts, of which the last may end the block
+        until_end = size - 1 - rest  # so many drafts later, the block ends
         return place + (until_end if until_end <= states.num_drafts else 0)
 
     def _written_states(
         self, step: "PreparedStep", row: int, index: int, block: int, end: int
     ) -> list[tuple[int, int]]:
-        """Blocks that a request writes in a step, and how many tokens each is the state after.
+        """Return the blocks that a request writes, each with the number of tokens in its state.
 
         With speculation, a decode writes the state after each of its tokens.
         """
@@ -580,7 +577,6 @@ class SlotLedger:
         position: int | None = None,
         owners: dict[int, dict[str, bool]] | None = None,
     ) -> StepCheckError:
-        """Error for a block that stands in the place of another one."""
         request = self.requests[req_id]
         others = [r for r in (owners or self._owners()).get(block, {}) if r != req_id]
         if block == NULL_BLOCK:

@@ -1,4 +1,4 @@
-"""Publishes counts of a worker's steps to the server's ``/metrics``.
+"""Publishes counts of a worker's steps on the server's ``/metrics``.
 
 Workers prepare steps in other processes than the one that answers ``/metrics``, and vLLM's messages
 between them have no room for an out-of-tree runner's counts. So they share a folder: a worker keeps
@@ -8,8 +8,9 @@ reads these when it is asked. With several API servers vLLM itself works that wa
 
 Counting adds to eight bytes of memory: no lock, no system call, and the last count is visible at
 once, even while the engine idles. prometheus_client's `Counter` and `Histogram` write the same
-files, but take 43 us for the counts of a step, where this takes 0.7; and they write to files only
-where ``PROMETHEUS_MULTIPROC_DIR`` was set before their import, which changes vLLM's metrics.
+files, but take 43 microseconds for the counts of a step, where this takes 0.7; and they write to
+files only where ``PROMETHEUS_MULTIPROC_DIR`` was set before their import, which changes vLLM's
+metrics.
 """
 
 import atexit
@@ -35,11 +36,11 @@ from vllm_npu_prep.prep.state import AttentionState
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 FOLDER_ENV_VAR = "NPU_PREP_METRICS_DIR"
-"""Set by the main process for its children; not for users."""
+"""The environment variable that the main process sets for its children; it is not for users."""
 
 SHARED_ENV_VAR = "PROMETHEUS_MULTIPROC_DIR"
 FILE_BYTES = 1 << 16
-"""Initial size of the files; a hundred values fill a third."""
+"""The initial size of the files; a hundred values fill a third."""
 
 PREFIX = "vllm:npu_prep_"
 COUNTERS = {
@@ -57,20 +58,22 @@ BOUNDS = (
     *(1e-3, 2e-3, 5e-3, 10e-3, 50e-3),
     INF,
 )
-"""Upper bounds of the histogram's buckets, in seconds."""
+"""The upper bounds of the histogram's buckets, in seconds."""
 
 Values: TypeAlias = "memoryview[float]"
-"""All counts of a file, float64. One object for all of them: each object that a step touches was
-evicted from the processor's cache since the last one."""
+"""All counts of a file, float64. One object holds all of them: each object that a step touches was
+evicted from the processor's cache since the last one.
+"""
 
 _made_by_this_process: list[str] = []
 _exposed: set[str] = set()
 
 
 def share_folder() -> None:
-    """In the main process: make the folder that workers count in, and tell children its path.
+    """Make the folder in which workers count, and tell child processes its path.
 
-    It is removed when this process ends. An inherited folder belongs to another server.
+    It is called in the main process, which removes the folder at its end. An inherited folder
+    belongs to another server.
     """
     if SHARED_ENV_VAR in os.environ:
         return
@@ -89,9 +92,9 @@ def share_folder() -> None:
 
 
 def expose() -> None:
-    """In the process that answers ``/metrics``: let its registry read the folder.
+    """Let the registry of the process that answers ``/metrics`` read the folder.
 
-    vLLM's own registry reads it where there are several API servers.
+    Where there are several API servers, vLLM's own registry reads it.
     """
     folder = os.environ.get(FOLDER_ENV_VAR)
     if folder is None or SHARED_ENV_VAR in os.environ or folder in _exposed:
@@ -121,7 +124,7 @@ class StepMetrics:
                 self._files = {kind: _open(folder, kind) for kind in ("counter", "histogram")}
             except OSError as error:
                 logger.warning("Metrics of steps are off: %s.", error)
-        self._counts: Values  # of the two files, as `_value` makes them
+        self._counts: Values  # views of the two files, which `_value` makes
         self._times: Values
         self._states = [self._counter("steps", attn_state=s.name) for s in AttentionState]
         self._kinds: dict[str, int] = {}
@@ -135,8 +138,6 @@ class StepMetrics:
 
         Parameters
         ----------
-        step
-            The step.
         kind
             How it runs (`StepCounts.kind`).
         num_waits
@@ -186,7 +187,10 @@ class StepMetrics:
         return self._value("histogram", PREPARE_TIME, "_bucket", PREPARE_TIME_HELP, labels)
 
     def _value(self, kind: str, name: str, suffix: str, text: str, labels: dict[str, str]) -> int:
-        """Index of a value in the file of its kind; makes the value, which may enlarge the file."""
+        """Return the index of a value in the file of its kind.
+
+        A new value is made, which may enlarge the file and replace `_counts` or `_times`.
+        """
         if kind not in self._files:
             self._counts = self._times = memoryview(bytearray(8)).cast("d")
             return 0
@@ -203,7 +207,7 @@ class StepMetrics:
 
 
 def _open(folder: str, kind: str) -> MmapedDict:
-    """A file of the folder, named so that prometheus_client sees what kind of values it has.
+    """Open a file of the folder; its name tells prometheus_client what kind of values it has.
 
     It appears at full size: a truncated file would fail the server's whole scrape, and on a full
     disk, writing to mapped memory would kill the process.

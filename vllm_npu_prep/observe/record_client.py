@@ -17,7 +17,7 @@ from vllm_npu_prep.errors import PrepError
 NAME = "vllm-npu-prep/{root}/{pid}"
 LISTED = re.compile(r"@vllm-npu-prep/(?P<root>\d+)/(?P<pid>\d+)")
 LISTENS = "00010000"
-"""Flags of a listening socket in ``/proc/net/unix``."""
+"""The flags of a listening socket in ``/proc/net/unix``."""
 
 
 class Address(NamedTuple):
@@ -36,12 +36,12 @@ class Address(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For `socket.socket.bind` and `connect`."""
+        """The abstract name for `socket.socket.bind` and `connect`."""
         return "\0" + NAME.format(root=self.root, pid=self.pid)
 
 
 def addresses() -> list[Address]:
-    """Addresses of all API servers on this host, or in this container."""
+    """Return the addresses of all API servers on this host, or in this container."""
     try:
         lines = Path("/proc/net/unix").read_text().splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def addresses() -> list[Address]:
 
 
 def server_of(pid: int) -> Address | None:
-    """An API server of the server that a process belongs to; its own, if it is one."""
+    """Return an API server of the server that a process belongs to; its own, if it is one."""
     by_root: dict[int, Address] = {}
     for address in addresses():
         if address.pid == pid:
@@ -65,7 +65,6 @@ def server_of(pid: int) -> Address | None:
 
 
 def _and_ancestors(pid: int) -> Iterator[int]:
-    """A process and all its ancestors, the nearest first."""
     while pid > 0:
         yield pid
         try:
@@ -80,8 +79,6 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
 
     Parameters
     ----------
-    address
-        One of `addresses`.
     question
         ``describe`` or ``record``.
     timeout

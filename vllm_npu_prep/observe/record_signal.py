@@ -21,7 +21,7 @@ from vllm_npu_prep.observe.record_client import Address, ask, server_of
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 ANSWER_SECONDS = 60
-"""Longest wait for an API server to have records written."""
+"""The longest wait for an API server to have records written."""
 
 
 def survive_signals() -> None:
@@ -60,7 +60,7 @@ def _pass_on() -> None:
 
 
 def _listens(pid: int) -> bool:
-    """Whether a process handles SIGUSR1, which would otherwise end it."""
+    """Tell whether a process handles SIGUSR1, which would otherwise end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

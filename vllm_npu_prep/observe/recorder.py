@@ -53,12 +53,12 @@ MANIFEST = "manifest.json"
 
 
 class Written(NamedTuple):
-    """Result of a request to write the last steps; as text, one line.
+    """The result of a request to write the last steps; as text, one line.
 
     Attributes
     ----------
     folder
-        Of this run.
+        Folder of this run.
     steps
         Number of steps written.
     why
@@ -77,13 +77,13 @@ class Written(NamedTuple):
 
 
 class ExpertCounters(Protocol):
-    """Tokens of each expert in the last forward pass."""
+    """What counts the tokens of each expert in the last forward pass."""
 
     def clear(self) -> None:
         """Forget what was counted."""
 
     def read(self) -> ExpertTokens:
-        """Counts of the last forward pass since `clear`; none if there was none."""
+        """Return the counts of the last forward pass since `clear`; none if there was none."""
 
 
 class StepRecorder:
@@ -96,14 +96,12 @@ class StepRecorder:
     ----------
     config
         The ``record`` key of the plugin's options.
-    tables
-        The runner's.
     recorded
         Settings that all records share.
     manifest
         Versions and settings of the engine, for `MANIFEST`.
     suffix
-        Of the folder's name.
+        What is appended to the folder's name.
 
     Raises
     ------
@@ -125,8 +123,8 @@ class StepRecorder:
         self._req_ids: list[str] = []
         started = time.strftime("%Y%m%d-%H%M%S")
         self.folder = config.make_folder() / f"{started}-{os.getpid()}{suffix}"
-        self.steps = 0  # noted so far
-        self._waits = 0  # of the staging ring before the next step
+        self.steps = 0  # steps that were noted so far
+        self._waits = 0  # waits of the staging ring before the next step
         self._span = config.span
         self._ring: deque[StepSnapshot] = deque()
         self._ring_bytes = self._file_bytes = 0
@@ -251,7 +249,7 @@ class StepRecorder:
         return answer
 
     def _write_new(self, reason: str) -> int:
-        """Write every step of the ring that is not on disk yet; returns their number."""
+        """Write every step of the ring that is not on disk yet; return their number."""
         if not self._ring or self._ring[-1].number <= self._last_written:
             return 0
         assert self._past_tables is not None
@@ -298,7 +296,7 @@ class StepRecorder:
     def read_experts(self) -> None:
         """Read what the last step that was noted has counted, if its forward pass was launched.
 
-        To be called before any other forward pass, which would count in its place.
+        This has to be called before any other forward pass, which would count in its place.
         """
         number = self._uncounted
         if number is None or self.expert_counters is None:
@@ -327,13 +325,11 @@ class StepRecorder:
             write_whole(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     def _name(self, req_id: str) -> str:
-        """A request's name in a record; a salted hash unless real names were asked for."""
         if self.config.request_ids == "plain":
             return "".join(c if c.isprintable() else "?" for c in req_id)
         return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
 
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
-        """Record nothing from now on, and log the reason once."""
         if not self._why_stopped:
             self._why_stopped = "Recording stopped: " + " ".join(why.split())
             self._ring, self._past_tables = deque(), None
@@ -372,12 +368,12 @@ class StepRecorder:
             self.dump("SIGUSR1")
 
     def _write_alone(self) -> None:
-        """Have the main thread write this rank's steps, as no server asks all ranks."""
+        """Have the main thread write this rank's steps, because no server asks all ranks."""
         self._is_alone = True
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Read the last counts of experts, and stop listening."""
         self.read_experts()
         if signal.getsignal(signal.SIGUSR1) == self._on_signal:
             signal.signal(signal.SIGUSR1, self._before)
@@ -390,20 +386,14 @@ def make_recorder(
     num_blocks: int,
     old: StepRecorder | None = None,
 ) -> StepRecorder | None:
-    """The recorder of a runner whose KV cache is allocated; None unless one is configured.
+    """Return the recorder of a runner whose KV cache is allocated; None unless one is configured.
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
-    tables
-        The runner's.
-    builders
-        Its metadata builders.
     num_blocks
-        Blocks of its KV cache.
+        Blocks of the KV cache, for the manifest.
     old
-        Its previous recorder, which is closed.
+        The runner's previous recorder, which is closed.
     """
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
@@ -446,7 +436,7 @@ def _versions() -> dict[str, str]:
 
 
 def _facts(vllm_config: "VllmConfig", decisions: "Decisions", num_blocks: int) -> dict[str, Any]:
-    """The parts of an engine's config that decide how steps are prepared."""
+    """Return the parts of an engine's config that decide how steps are prepared."""
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     speculative = vllm_config.speculative_config
     return {

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "fused pass", "copy", "metadata")
-"""Scopes of the six stages of a preparation; "fused pass" includes the state."""
+"""The scopes of the six stages of a preparation; "fused pass" includes the stage of the state."""
 
 METHODS = {"update_states": ("_update_states", "update_requests")}
 METHODS |= {"prepare_inputs": ("_prepare_inputs", "_prepare_step")}
 """Where V1's and V2's runner do what a scope is named after."""
 
 STEP = "step "
-"""Scope with the step's numbers: the last one of each preparation, of zero length."""
+"""The beginning of a scope's name that has the step's numbers. This scope is the last one of each
+preparation, and of zero length.
+"""
 
 
 class StepScopes:
@@ -32,11 +34,6 @@ class StepScopes:
 
     Every profiler sees them. A step's numbers are in a scope's name, because torch records
     arguments of scopes only together with the shapes of all operators.
-
-    Parameters
-    ----------
-    runner
-        The runner to watch.
     """
 
     def __init__(self, runner: "NPUModelRunner | NPUModelRunnerV2") -> None:
@@ -45,7 +42,6 @@ class StepScopes:
         self._replaced: list[tuple[Any, str]] = []
 
     def install(self) -> None:
-        """Begin to watch."""
         runner, preparer = self.runner, self.runner.preparer
         self._wrap(runner, _method(runner, "update_states"), self._around("update_states"))
         self._wrap(runner, _method(runner, "prepare_inputs"), self._around_step)
@@ -55,7 +51,6 @@ class StepScopes:
         self._wrap(preparer, "build_metadata", self._at("metadata"))
 
     def remove(self) -> None:
-        """Leave the runner as it was."""
         for target, name in self._replaced:
             delattr(target, name)
         self._replaced.clear()
@@ -68,8 +63,6 @@ class StepScopes:
         self._replaced.append((target, name))
 
     def _around(self, scope: str) -> Callable[[Callable], Callable]:
-        """A scope of a whole method."""
-
         def wrap(method: Callable) -> Callable:
             def scoped(*args: Any, **kwargs: Any) -> Any:
                 self._enter(scope)
@@ -83,7 +76,9 @@ class StepScopes:
         return wrap
 
     def _around_step(self, prepare_inputs: Callable) -> Callable:
-        """Scope of the whole preparation, and its first phase; each phase ends the one before."""
+        """Open a scope of the whole preparation, and its first phase. Each phase ends the one
+        before.
+        """
 
         def scoped(*args: Any, **kwargs: Any) -> Any:
             depth = len(self._open)
@@ -102,7 +97,7 @@ class StepScopes:
         return scoped
 
     def _before(self, phase: str) -> Callable[[Callable], Callable]:
-        """The phase begins when the method returns."""
+        """Begin the phase when the method returns."""
 
         def wrap(method: Callable) -> Callable:
             def scoped(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +110,7 @@ class StepScopes:
         return wrap
 
     def _at(self, phase: str) -> Callable[[Callable], Callable]:
-        """The phase begins when the method is called."""
+        """Begin the phase when the method is called."""
 
         def wrap(method: Callable) -> Callable:
             def scoped(*args: Any, **kwargs: Any) -> Any:
@@ -142,12 +137,10 @@ class StepScopes:
 
 
 def _method(runner: Any, scope: str) -> str:
-    """Name of the method that a scope surrounds."""
     return next(name for name in METHODS[scope] if hasattr(runner, name))
 
 
 def _numbers(step: PreparedStep, num_waits: int) -> str:
-    """Name of the scope that tells a step's numbers."""
     num_tokens, padded = step.total_num_scheduled_tokens, step.num_input_tokens
     numbers = {
         "tokens": num_tokens,

@@ -1,4 +1,7 @@
-"""Copies of a step's data, from which a record can be made later while the engine runs on."""
+"""Copies of a step's data, from which a record can be made later while the engine runs on.
+
+A step only copies numbers (`copy_step`); the work of making a record waits until it is written.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +37,7 @@ class Recorded:
 
 
 class StepTimes(NamedTuple):
-    """When a step was prepared; see `RecordTimes`."""
+    """When a step was prepared; the fields are those of `RecordTimes`."""
 
     started: float
     prepared: float
@@ -87,8 +90,8 @@ def copy_step(
 @compiled
 def enter_blocks(
     staged,  # int32, the buffer that was sent
-    first_index,  # of the changed entries, int64 there
-    first,  # of the ids
+    first_index,  # place of the changed entries' indices, which are int64
+    first,  # place of the changed entries' block ids
     end,
     block_table_flat,  # int32, written: `vllm_npu_prep.prep.tables.BatchTables`
 ):
@@ -108,8 +111,9 @@ def warm_up(step: PreparedStep) -> None:
 class StepSnapshot:
     """Copies of what a step read and wrote, for a record to be made later.
 
-    The next step overwrites tables and staging buffers; `step` is kept only for its sizes. Of the
-    block tables only the entries sent with the step are kept (`PastBlockTables`).
+    The next step overwrites tables and staging buffers, so `step` is kept only for its sizes and
+    for arrays of its batch that are made anew for each step. Of the block tables only the entries
+    sent with the step are kept (`PastBlockTables`).
     """
 
     number: int
@@ -119,7 +123,7 @@ class StepSnapshot:
     copied: np.ndarray  # int32, `parts` one after the other
     mrope: tuple[list[np.ndarray], np.ndarray] | None  # prompts' positions, deltas, by row
     placeholders: Placeholders
-    modalities: Sequence[str]  # of each run of placeholders
+    modalities: Sequence[str]  # kind of input of each run of placeholders
     rows_with_embeds: Sequence[int]
     times: StepTimes | None
     nbytes: int  # size of the copies, approximately
@@ -141,13 +145,13 @@ class StepSnapshot:
         Parameters
         ----------
         number
-            Of the step, since start-up.
+            Number of the step, since start-up.
         step
             The prepared step, in its buffer.
         kind
             How it runs (`vllm_npu_prep.graph.counts.StepCounts.kind`).
         req_ids
-            Of the batch; kept as it is.
+            Ids of the batch's requests; the sequence is kept as it is.
         placeholders, modalities, rows_with_embeds
             See `vllm_npu_prep.prep.embeds`; kept as they are.
         times
@@ -178,7 +182,7 @@ class StepSnapshot:
         )
 
     def parts(self) -> dict[str, np.ndarray]:
-        """The copies: ``staged``, the buffer that was sent, and arrays of `RecordBatch`."""
+        """Return the copies: ``staged``, the buffer that was sent, and arrays of `RecordBatch`."""
         batch, num_reqs = self.step.batch, self.step.num_reqs
         num_groups = self.step.layout.num_groups
         sizes = {
@@ -209,7 +213,7 @@ class StepSnapshot:
         Parameters
         ----------
         recorded
-            The engine's.
+            The engine's settings for all records.
         req_ids
             Names to record for the requests.
         blocks
@@ -267,7 +271,7 @@ class StepSnapshot:
 
     @staticmethod
     def _embedded(record: StepRecord, input_ids: np.ndarray) -> np.ndarray:
-        """Tokens, bool ``[T]``, whose prompt came as embeddings: the device got token 0 there.
+        """Return which tokens, bool ``[T]``, came as embeddings: the device got token 0 there.
 
         The table has an invalid id there (`vllm_npu_prep.runner.prompt_embeds`) that no step
         prepares.
@@ -279,7 +283,7 @@ class StepSnapshot:
 
     @staticmethod
     def _block_ids(tables: BatchTables, num_blocks: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Blocks that the requests own, group by group."""
+        """Return the blocks that the requests own, group by group."""
         found, first = [np.empty(0, np.int32)], 0
         num_rows = len(tables.token_ids)
         for width, owned in zip(tables.max_num_blocks.tolist(), num_blocks):
@@ -289,7 +293,6 @@ class StepSnapshot:
         return np.concatenate(found)
 
     def _mrope_arrays(self, num_computed_tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """M-RoPE positions of the prompts' tokens in the step."""
         batch, dims = self.step.batch, self.step.layout.mrope_dims
         total = batch.total_num_scheduled_tokens
         positions = np.zeros((dims, total if dims else 0), np.int64)
@@ -330,7 +333,6 @@ class PastBlockTables:
         self.block_table_flat = block_table_flat
 
     def advance(self, snapshot: StepSnapshot) -> None:
-        """Enter what a step sent."""
         step = snapshot.step
         if step.num_block_changes:
             parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)

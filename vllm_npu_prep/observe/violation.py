@@ -1,15 +1,15 @@
-"""Errors for steps that break a rule."""
+"""The error for a step that breaks a rule, and the one form of its message."""
 
 
 class StepCheckError(RuntimeError):
-    """A prepared step breaks a rule: what it would have computed or written is wrong.
+    """The error that a prepared step breaks a rule: it would compute or write something wrong.
 
     Attributes
     ----------
     rule
         Short name of the rule.
     request
-        Its id, None if the rule is about the whole step.
+        Id of the request, None if the rule is about the whole step.
     token
         Token of the step, None if the rule is about a whole request.
     """
@@ -30,7 +30,7 @@ def given_allowed(
     position: int | None = None,
     group: int | None = None,
 ) -> StepCheckError:
-    """One line: the rule, the request, the token, what was given and what is allowed."""
+    """Return the error in one line: rule, request, token, what was given and what is allowed."""
     where = [f"request {request}"] if request is not None else []
     where += [f"token {token}"] if token is not None else []
     where += [f"position {position}"] if position is not None else []

@@ -1,4 +1,4 @@
-"""Outputs that tell of a step which failed after it was launched."""
+"""Outputs that report a step which failed after it was launched."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ class WatchedOutput(AsyncModelRunnerOutput):
     Parameters
     ----------
     output
-        vLLM's.
+        vLLM's output.
     tell
         Gets the error, which is raised afterwards.
     """
@@ -24,7 +24,6 @@ class WatchedOutput(AsyncModelRunnerOutput):
         self._output, self._tell = output, tell
 
     def get_output(self) -> ModelRunnerOutput:
-        """As vLLM's."""
         try:
             return self._output.get_output()
         except Exception as error:
@@ -32,5 +31,5 @@ class WatchedOutput(AsyncModelRunnerOutput):
             raise
 
     def get_kv_connector_output(self) -> Any:
-        """As vLLM's, which 0.33.0 asks for of a step that failed."""
+        """Return vLLM's, which release 0.33.0 asks for even of a step that failed."""
         return self._output.get_kv_connector_output()

@@ -1,1 +1,4 @@
-"""Writes records of a running server on request, and ends all its processes with it."""
+"""What the API server does beside serving: it writes records, stops in order, and explains errors.
+
+Its processes also watch their parents, so that none of them outlives the server.
+"""

@@ -1,4 +1,8 @@
-"""Stopping an API server: running requests finish, and new ones are refused."""
+"""Stopping an API server: running requests finish, and new ones are refused.
+
+`DrainMiddleware` counts the server's HTTP requests in a `Drain`, and `drain_and_shut_down` waits
+for them before it stops the engine.
+"""
 
 import asyncio
 import signal
@@ -25,7 +29,7 @@ CUT_SECONDS = 1
 
 
 class Drain:
-    """Requests of one API server: how many run, and whether new ones may begin.
+    """The requests of one API server: how many run, and whether new ones may begin.
 
     The count is of HTTP requests, answers that are still being sent included: a request that is
     being tokenized hasn't reached the engine, whose count would miss it.
@@ -38,7 +42,7 @@ class Drain:
     def wait(self, seconds: float, log: Callable[[str], object]) -> bool:
         """Refuse new requests from now on, and wait for those that run.
 
-        To be called in a thread other than the one that serves them.
+        This has to be called in a thread other than the one that serves them.
 
         Parameters
         ----------
@@ -78,7 +82,7 @@ def _requests(number: int) -> str:
 
 
 class DrainMiddleware:
-    """Counts requests, and answers new ones with 503 once the server is stopping.
+    """Middleware that counts requests, and answers new ones with 503 once the server is stopping.
 
     The health check gets 503, too, so that load balancers choose another server.
     """
@@ -87,7 +91,7 @@ class DrainMiddleware:
         self.app, self.drain = app, drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse one request, a websocket included (refusing it is HTTP)."""
+        """Serve or refuse one request, a websocket included, whose refusal is an HTTP answer."""
         if scope["type"] == "lifespan" or scope["path"] in ALWAYS_ANSWERED:
             await self.app(scope, receive, send)
         elif self.drain.is_stopping:
@@ -130,15 +134,13 @@ def drain_and_shut_down(
         vLLM's ``AsyncLLM``. Where the server counts its requests, `engine.drain` is a `Drain`.
     timeout
         Seconds that requests get; the engine then has `END_SECONDS` of its own, and what vLLM gives
-        its workers (``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``). It waits for them that long, sends a
-        signal, and kills them after four seconds: an engine that had less would be killed itself,
-        and its workers with it, while they give their cards back.
+        its workers (``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``). The engine waits for its workers
+        that long, sends them a signal, and kills them after four more seconds. With less time the
+        engine would be killed itself, and its workers with it, while they give their cards back.
     shut_down
         ``AsyncLLM.shutdown`` of upstream.
     stopped_error
         Error for requests that have not ended.
-    log
-        Takes lines that tell how far it has come.
     """
     drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
     if drain is not None and drain.is_stopping:
@@ -172,24 +174,24 @@ def drain_and_shut_down(
 
 
 def _seconds_of_workers() -> float:
-    """How long an engine waits for its workers before it signals them."""
+    """Return how long an engine waits for its workers before it signals them."""
     from vllm import envs
 
     return envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
 
 def _owns_engine(engine: "AsyncLLM") -> bool:
-    """Whether this process started the engine's; with several API servers their parent did."""
+    """Tell whether this process started the engine's; with several API servers their parent did."""
     return _client_of(engine).resources.engine_manager is not None
 
 
 def _client_of(engine: "AsyncLLM") -> "AsyncMPClient":
-    """The engine's client, whose type upstream's decorators hide."""
+    """Return the engine's client, whose type upstream's decorators hide."""
     return engine.engine_core
 
 
 def _serves_in_this_thread() -> bool:
-    """Whether requests could not end while this thread waits: their event loop runs in it."""
+    """Tell whether this thread runs an event loop, whose requests could not end while it waits."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -198,7 +200,7 @@ def _serves_in_this_thread() -> bool:
 
 
 def cause_of_death(engine: "AsyncLLM") -> str:
-    """How an engine's process ended; one that was killed could log nothing itself."""
+    """Say how an engine's process ended: one that was killed could log nothing itself."""
     manager = _client_of(engine).resources.engine_manager
     for process in getattr(manager, "processes", ()):
         assert manager is not None

@@ -32,23 +32,23 @@ from vllm_npu_prep.errors import PrepError
 T = TypeVar("T")
 
 FILE_ENV_VAR = "NPU_PREP_REFUSAL_FILE"
-"""Set by the main process for its children; not for users."""
+"""The environment variable that the main process sets for its children; it is not for users."""
 
 EXIT_CODE = 2
-"""Exit code of a process that ends because its user has to change something."""
+"""The exit code of a process that ends because its user has to change something."""
 
 LOGGERS = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.ray_executor_v2",
 )
-"""Loggers of exceptions in engines and ranks."""
+"""The loggers that report exceptions of engines and ranks."""
 
 SERVER_LOGGER = "uvicorn.error"
-"""Logger of exceptions that a request ended with."""
+"""The logger that reports the exceptions with which requests ended."""
 
 CALL_FAILED = re.compile(r"Call to \w+ method failed: ")
-"""How an engine's answer to a call that failed begins."""
+"""The beginning of an engine's answer to a call that failed."""
 
 CONFIGURING = {
     *("validate_parsed_serve_args", "setup_server"),
@@ -57,7 +57,6 @@ CONFIGURING = {
 """Functions of vLLM that check a command's flags: the user has to fix what they raise."""
 
 OURS = "vllm_npu_prep."
-"""How names of this plugin's modules begin."""
 
 MISTAKES = (ValueError, TypeError, KeyError, NotImplementedError, StrictDataclassError)
 """Exceptions that vLLM and transformers raise on purpose for bad flags and configs of models."""
@@ -67,12 +66,15 @@ MISTAKES = (ValueError, TypeError, KeyError, NotImplementedError, StrictDataclas
 
 
 def share_file() -> None:
-    """In the main process: make the file in which children leave what they refuse, or empty it."""
+    """Make the file in which child processes leave what they refuse, or empty it.
+
+    It is called in the main process, which removes the file at its end.
+    """
     prefix = f"vllm-npu-prep-{os.getpid()}-"  # an inherited one is another engine's
     if Path(os.environ.get(FILE_ENV_VAR, "")).name.startswith(prefix):
         leave("")
         return
-    with contextlib.suppress(OSError):  # no room for a file: tracebacks, then
+    with contextlib.suppress(OSError):  # without room for a file, users see tracebacks
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=".refusal")
         os.close(handle)
         atexit.register(Path(name).unlink, missing_ok=True)
@@ -94,7 +96,7 @@ def leave(text: str) -> None:
 
 
 def left() -> str | None:
-    """Text that a process of this engine has left, if one has."""
+    """Return the text that a process of this engine has left, if one has."""
     path = os.environ.get(FILE_ENV_VAR)
     with contextlib.suppress(OSError):
         return (path and Path(path).read_text()) or None
@@ -102,7 +104,7 @@ def left() -> str | None:
 
 
 def leaving_refusals(function: Callable[..., T]) -> Callable[..., T]:
-    """A function of a rank: each `PrepError` that it raises or passes on is left, too."""
+    """Wrap a function of a rank so that any `PrepError` that it raises or is given is left."""
 
     @functools.wraps(function)
     def leaving(*args: Any, **kwargs: Any) -> T:
@@ -119,7 +121,7 @@ def leaving_refusals(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def raising_what_was_left(function: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a function that starts processes: if one refused, its text is the error."""
+    """Wrap a function that starts processes: the text of one that refused becomes the error."""
 
     @functools.wraps(function)
     def raising(*args: Any, **kwargs: Any) -> T:
@@ -139,7 +141,7 @@ def raising_what_was_left(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def refusal_of(error: BaseException | None) -> str | None:
-    """Text of the `PrepError` that an exception is or comes from; None if there is none.
+    """Return the text of the `PrepError` that an exception is or comes from; None if there is none.
 
     Ray wraps exceptions of its actors, with the original as ``cause``.
     """
@@ -165,10 +167,9 @@ def ending_without_traceback() -> Iterator[None]:
 
 
 class OneLineRefusals(logging.Filter):
-    """Log records of a `PrepError` get its text in place of the traceback."""
+    """A filter that gives log records of a `PrepError` its text in place of the traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; every record is let through."""
         text = refusal_of(record.exc_info[1]) if record.exc_info else None
         if text is not None:
             record.msg, record.args = "%s %s", (record.getMessage(), text)
@@ -177,15 +178,14 @@ class OneLineRefusals(logging.Filter):
 
 
 class OneLineAnswers(logging.Filter):
-    """Of an engine's call that failed, an API server logs what the engine answered.
+    """A filter by which an API server logs only the answer of an engine whose call failed.
 
     The engine is another process, and has logged its traceback or, for a `PrepError`, its text.
-    The server's own one leads to where it waited. vLLM raises a plain `Exception` there
+    The server's own traceback leads to where it waited. vLLM raises a plain `Exception` there
     (`_process_utility_output` in ``vllm/v1/engine/core_client.py``).
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; every record is let through."""
         error = record.exc_info[1] if record.exc_info else None
         if type(error) is Exception and CALL_FAILED.match(str(error)):
             record.msg, record.args = "%s", (str(error),)
@@ -194,7 +194,6 @@ class OneLineAnswers(logging.Filter):
 
 
 def log_refusals_in_one_line() -> None:
-    """Install the filters in the loggers of vLLM's engine and executors, and of its server."""
     for name in (*LOGGERS, SERVER_LOGGER):
         kind = OneLineAnswers if name == SERVER_LOGGER else OneLineRefusals
         logger = logging.getLogger(name)
@@ -206,17 +205,16 @@ def log_refusals_in_one_line() -> None:
 
 
 class OneLineErrors:
-    """Exception hook: what the user has to change is one line, anything else a traceback.
+    """An exception hook that prints one line for what the user has to change, else a traceback.
 
-    That is a `PrepError`, and in vLLM's own commands also what vLLM says about their flags. Those
-    end with `EXIT_CODE`.
+    The user has to change what a `PrepError` says, and in vLLM's own commands also what vLLM says
+    about their flags. Those commands end with `EXIT_CODE`.
     """
 
     def __init__(self) -> None:
         self.previous = sys.excepthook
 
     def __call__(self, kind: type, error: BaseException, trace: TracebackType | None) -> None:
-        """Print an exception that nobody caught."""
         is_command = is_command_of_vllm()
         if (text := refusal_of(error)) is not None:
             print(f"vllm_npu_prep: error: {text}", file=sys.stderr)
@@ -232,13 +230,13 @@ class OneLineErrors:
 
 
 def end_with(error: PrepError) -> NoReturn:
-    """End this process, where vLLM would swallow the exception."""
+    """Print an error and end this process, where vLLM would swallow the exception."""
     print(f"vllm_npu_prep: error: {error}", file=sys.stderr)
     raise SystemExit(EXIT_CODE)
 
 
 def is_command_of_vllm() -> bool:
-    """Whether this process is ``vllm serve``, say, rather than somebody's program."""
+    """Tell whether this process is a command such as ``vllm serve``, not somebody's program."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return "vllm.entrypoints.cli.main" in sys.modules or (
         spec is not None and spec.name.startswith("vllm.")
@@ -246,10 +244,10 @@ def is_command_of_vllm() -> bool:
 
 
 def mistake_of(error: BaseException) -> str | None:
-    """What is wrong with a command's flags, from an exception of vLLM; None if that isn't it.
+    """Say what is wrong with a command's flags, from an exception of vLLM; None if that isn't it.
 
-    It was raised while flags were checked: on purpose, by a ``raise`` or one of vLLM's validators,
-    or by the system. Any other failing operation is a bug.
+    An exception is about flags if it was raised while flags were checked, and on purpose: by a
+    ``raise``, by one of vLLM's validators, or by the system. Any other failing operation is a bug.
     """
     if not isinstance(error, (*MISTAKES, OSError)) or error.__traceback__ is None:
         return None
@@ -270,9 +268,10 @@ def mistake_of(error: BaseException) -> str | None:
 
 
 def why_not_made(error: BaseException) -> str | None:
-    """What vLLM's code of a model said on purpose against making it; None if that is a bug.
+    """Return why vLLM's code of a model did not make it; None if this plugin's own code failed.
 
-    A field that a config lacks was named by nobody, but by the code that reads it.
+    A field that the model's config lacks is named, too: nobody raised that error on purpose, but it
+    is the config that has to change.
     """
     if isinstance(error, PrepError) or error.__traceback__ is None:
         return None
@@ -291,13 +290,13 @@ def _is_of_vllm(frame: FrameType) -> bool:
 
 
 def _field(location: tuple[int | str, ...]) -> str:
-    """``--flag: `` of a field of vLLM's configuration; nothing where it is one of Python's."""
+    """Return ``--flag: `` for a field of vLLM's configuration; nothing without a location."""
     name = ".".join(str(part) for part in location)
     return f"{name}: " if name else ""
 
 
 def _was_raised(trace: TracebackType) -> bool:
-    """Whether the innermost frame stands at a ``raise``."""
+    """Tell whether the innermost frame stands at a ``raise``."""
     while trace.tb_next is not None:
         trace = trace.tb_next
     operation = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
@@ -305,7 +304,7 @@ def _was_raised(trace: TracebackType) -> bool:
 
 
 def _missing_folder(frames: dict[str, FrameType]) -> str | None:
-    """A model given as a folder that doesn't exist; vLLM would ask Hugging Face for it."""
+    """Name a model's folder that doesn't exist; vLLM would ask Hugging Face for it."""
     for function, name in (("from_cli_args", "args"), ("create_engine_config", "self")):
         if function in frames:
             model = getattr(frames[function].f_locals.get(name), "model", None)
@@ -316,7 +315,6 @@ def _missing_folder(frames: dict[str, FrameType]) -> str | None:
 
 
 def _socket_error(error: BaseException, frames: dict[str, FrameType]) -> str | None:
-    """An address that the server can't listen on, by its flags."""
     if not isinstance(error, OSError):
         return None
     if frame := frames.get("create_server_unix_socket"):

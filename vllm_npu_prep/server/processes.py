@@ -1,4 +1,4 @@
-"""Processes end when their parent is gone, survive SIGUSR1, and are known to have ended.
+"""Makes processes end when their parent is gone, survive SIGUSR1, and be known to have ended.
 
 A process that is killed by SIGKILL can't tell its children. They would run for ever, and keep their
 memory and the card.
@@ -29,19 +29,20 @@ STARTED_BY_VLLM = re.compile(
 )
 """Names that vLLM gives the processes that it starts by `multiprocessing`."""
 POLL_SECONDS = 0.5
-"""Poll interval. A poll costs microseconds. The alternatives are worse: a pidfd needs Linux 5.3,
-and ``prctl`` signals the end of the parent's thread, which may come long before the parent's.
+"""The interval between two looks at the parent. A look costs microseconds. The alternatives are
+worse: a pidfd needs Linux 5.3, and ``prctl`` signals the end of the parent's thread, which may
+come long before the parent's.
 """
 END_SECONDS = 5.0
-"""Time for an orderly end."""
+"""The time between SIGTERM and the exit by force."""
 THREAD = "npu_prep watches its parent"
 
 
 def look_after_processes() -> None:
     """Watch the parent of this process, if it is vLLM's own, and of processes forked from it.
 
-    Must be called when vLLM looks for its platform: not all of its processes load general plugins,
-    and forked processes load nothing again.
+    This has to be called when vLLM looks for its platform: not all of its processes load general
+    plugins, and forked processes load nothing again.
     """
     if SERVERS & sys.modules.keys():
         survive_signals()
@@ -81,22 +82,17 @@ def _watch(parent: int) -> None:
 
 
 class Child:
-    """A process of an engine, for who stops it while another thread waits for its end, too.
+    """A process of an engine that one thread stops while another thread waits for its end, too.
 
     Both threads ask the system how it ended, and one of them is told. Until that one has noted it,
     `multiprocessing` tells the other that the process still runs; vLLM then logs that it kills it.
-
-    Parameters
-    ----------
-    process
-        Started by this process.
+    Therefore `is_alive` also asks the system whether the process exists.
     """
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
 
     def is_alive(self) -> bool:
-        """Whether it runs, whoever was told of its end."""
         pid = self._process.pid
         return self._process.is_alive() and pid is not None and psutil.pid_exists(pid)
 

@@ -1,4 +1,4 @@
-"""``vllm-npu-prep record``: a running server writes its last steps, and says where."""
+"""The command ``vllm-npu-prep record``: a running server writes its last steps, and says where."""
 
 import argparse
 import json
@@ -14,7 +14,6 @@ REASON = "vllm-npu-prep record"
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to ``vllm-npu-prep``."""
     parser = commands.add_parser(
         "record",
         help="ask a running server to write its last steps, and print where they are",
@@ -61,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _server(number: int | None) -> Address:
-    """The server that was asked for, or the only one.
+    """Return the server that was asked for by port or process id, or the only one.
 
     Raises
     ------

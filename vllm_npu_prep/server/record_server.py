@@ -1,6 +1,7 @@
 """Lets an API server write records when `vllm_npu_prep.observe.record_client` or SIGUSR1 asks.
 
-The server asks every rank of every engine through vLLM, so ranks on other hosts write theirs, too.
+The server asks the ranks of every engine core through vLLM, so ranks on other hosts write theirs,
+too.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ NOTHING_RECORDED = (
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the connected process
 ROOT = 0
 LINE_SECONDS = 10
-"""Longest wait for a question after a client has connected."""
+"""The longest wait for a question after a client has connected."""
 
 
 @contextlib.asynccontextmanager
@@ -39,8 +40,6 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
 
     Parameters
     ----------
-    engine
-        vLLM's.
     port
         Port of the server's HTTP, by which users recognise it.
     """
@@ -68,7 +67,7 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
 
 
 class _Records:
-    """Answers questions to one API server."""
+    """The side of an API server that answers questions about its records."""
 
     def __init__(self, engine: "AsyncLLM", port: int | None) -> None:
         self.engine, self.port = engine, port
@@ -76,7 +75,6 @@ class _Records:
         self._tasks: set[asyncio.Task] = set()  # the loop itself keeps weak references only
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One question in a line of JSON, and its answer in another."""
         with (
             contextlib.suppress(OSError, ValueError, LookupError, TypeError),
             contextlib.closing(writer),
@@ -99,7 +97,6 @@ class _Records:
         task.add_done_callback(self._tasks.discard)
 
     def describe(self) -> dict[str, Any]:
-        """Facts by which users recognise this server."""
         return {
             "port": self.port,
             "model": self.engine.vllm_config.model_config.model,
@@ -117,7 +114,7 @@ class _Records:
         Returns
         -------
         dict
-            ``ranks``: of each, what `NPUWorker.record_steps` returns; or else ``error``.
+            ``ranks``: what `NPUWorker.record_steps` returns on each rank; or else ``error``.
         """
         if self.config is None:
             if reason == "SIGUSR1":
@@ -139,6 +136,6 @@ class _Records:
 
 
 def _is_trusted(connection: Any) -> bool:
-    """Whether the client is this user or root; any user can connect to an abstract name."""
+    """Tell whether the client is this user or root; any user can connect to an abstract name."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return CREDENTIALS.unpack(raw)[1] in (ROOT, os.geteuid())

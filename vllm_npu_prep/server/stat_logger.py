@@ -1,4 +1,4 @@
-"""vLLM's stat-logger plugin: brings the workers' counts to ``/metrics``."""
+"""A stat-logger plugin of vLLM, by which the workers' counts come to ``/metrics``."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from vllm_npu_prep.observe.metrics import expose
 
 
 class StepStatLogger(AggregateStatLoggerBase):
-    """Entry point ``vllm.stat_logger_plugins``: made by a server unless it disables statistics.
+    """What a server makes for the entry point ``vllm.stat_logger_plugins`` if it keeps statistics.
 
-    Counts are read when ``/metrics`` is; vLLM's per-iteration reports don't include them.
+    The counts are read when ``/metrics`` is; vLLM's per-iteration reports don't include them.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:

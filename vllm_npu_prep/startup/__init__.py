@@ -1,1 +1,1 @@
-"""Decisions before an engine starts: refusals, ranks, and the devices of a Ray cluster."""
+"""What is decided before an engine starts: what is refused, and the devices of a Ray cluster."""

@@ -1,4 +1,7 @@
-"""What an engine is asked for, in the form that refusals read."""
+"""What an engine is asked for, in the form that refusals read.
+
+The lists of architectures and speculative methods that steps are prepared for stand here, too.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +31,7 @@ MTP_MODELS = {
     "Qwen3_5MTP": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeMTP": "Qwen3_5MoeForCausalLM",
 }
-"""Architectures of MTP layers that draft, and of the models that they come with."""
+"""Architectures of MTP layers that draft, each with the model that it comes with."""
 
 STATE_MODELS = (
     "Qwen3NextForCausalLM",
@@ -37,21 +40,19 @@ STATE_MODELS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-"""Architectures with gated delta nets beside attention, whose states steps are prepared for."""
+"""Architectures with gated delta nets beside attention, for whose recurrent states steps are
+prepared.
+"""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """An engine's configuration, by the names that refusals use.
+    """An engine's configuration, kernel family and kind of device, by the names that refusals use.
 
     Attributes
     ----------
     config
         vLLM's configuration; its model is not None.
-    family
-        Kernel family that was chosen.
-    kind
-        Kind of device that was chosen.
     """
 
     config: "VllmConfig"
@@ -60,97 +61,93 @@ class Asked:
 
     @property
     def model(self) -> "ModelConfig":
-        """Config of the served model."""
         return self.config.model_config
 
     @property
     def text(self) -> Any:
-        """The served model's text config, from transformers."""
         return self.model.hf_text_config
 
     @cached_property
     def layer_types(self) -> set[str]:
-        """Kinds of its layers, by transformers' ``layer_types``."""
         return layer_types(self.model)
 
     @property
     def has_states(self) -> bool:
-        """Whether its layers of linear attention are ones whose states are prepared."""
+        """Whether it has linear attention for whose recurrent states steps are prepared."""
         return self.model.is_hybrid and self.model.architecture in STATE_MODELS
 
     @property
     def pools(self) -> bool:
-        """Whether it pools prompts, and generates nothing."""
         return self.model.runner_type == "pooling"
 
     @property
     def block_size(self) -> int:
-        """Block size that the user gave, or the one that the backend prefers."""
+        """The block size that the user gave, or the one that the backend prefers."""
         return block_size_of(self.config)
 
     @property
     def uses_fused_operator(self) -> bool:
-        """Whether layers call ``npu_fused_infer_attention_score``."""
         return self.family is FIA
 
     @cached_property
     def cann(self) -> str:
-        """Version of the installed CANN; empty if it is not known."""
+        """The version of the installed CANN; empty if it is not known."""
         return cann_version(self.kind.device_type)
 
     @cached_property
     def fused_rules(self) -> FusedRules:
-        """What the installed fused attention takes; of the newest release if that is not known."""
+        """The rules of the installed fused attention, or of the newest if CANN's are unknown."""
         return rules_of(self.config, self.cann)
 
     def functions_missing_for(self, *operators: str) -> dict[str, str]:
-        """Functions that CANN lacks, by the operators of torch_npu that call them."""
+        """Return the functions that CANN lacks, by the operators of torch_npu that call them.
+
+        The result is empty on the CPU fallback.
+        """
         return missing_functions(operators) if self.kind == NPU_KIND else {}
 
     @property
     def transfer(self) -> "KVTransferConfig | None":
-        """Configuration of the KV connector; None without one."""
+        """The configuration of the KV connector; None without one."""
         transfer = self.config.kv_transfer_config
         return transfer if transfer is not None and transfer.kv_connector is not None else None
 
     @property
     def speculative(self) -> "SpeculativeConfig":
-        """Configuration of speculation, which must be present."""
+        """The configuration of speculation, which has to be present."""
         speculative = self.config.speculative_config
         assert speculative is not None
         return speculative
 
     @property
     def has_drafter(self) -> bool:
-        """Whether drafts come from a model of their own."""
         speculative = self.config.speculative_config
         return speculative is not None and speculative.method in DRAFT_MODEL_METHODS
 
     @property
     def drafter(self) -> "ModelConfig":
-        """The drafter's model, which must be present."""
+        """The drafter's model, which has to be present."""
         return self.speculative.draft_model_config
 
     @property
     def mtp(self) -> str:
-        """Architecture of the MTP layers that are to draft; empty for other methods."""
+        """The architecture of the MTP layers that are to draft; empty for other methods."""
         if self.speculative.method != "mtp":
             return ""
         return str(self.drafter.hf_config.architectures[0])
 
     @cached_property
     def options(self) -> PrepConfig:
-        """The plugin's own options."""
         return parse_config(self.config.additional_config)
 
 
 def layer_types(model: "ModelConfig") -> set[str]:
-    """Kinds of a model's layers; empty if its config doesn't have them."""
+    """Return the kinds of a model's layers; empty if its config doesn't have them."""
     return set(getattr(model.hf_text_config, "layer_types", None) or ())
 
 
 def multimodal_inputs(model: "ModelConfig") -> list[str]:
-    """Kinds of input beside text that requests may have: what the model takes, unless forbidden."""
+    """Return the kinds of input beside text that the model takes and no flag forbids."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     options = model.get_multimodal_config()

@@ -1,4 +1,4 @@
-"""Write the tables of refusals in ``docs/reference/errors.md`` from the list.
+"""Writes the tables of refusals in ``docs/reference/errors.md`` from the list.
 
 ``python -m vllm_npu_prep.startup.document docs/reference/errors.md`` writes them; a test fails
 while they are out of date. Each table stands between ``<!-- refusals: NAME -->``, the name of a
@@ -14,7 +14,6 @@ from vllm_npu_prep.startup.refusal import Subject
 from vllm_npu_prep.startup.refusals import SUBJECTS
 
 TABLE = re.compile(r"(<!-- refusals: (?P<name>[\w-]+) -->\n).*?(<!-- refusals: end -->)", re.DOTALL)
-"""A table with its markers."""
 
 CODE = re.compile(
     r"""--[a-z][\w-]*(?:\ '\{.*?\}')?  # a flag, with its value
@@ -24,17 +23,15 @@ CODE = re.compile(
     """,
     re.VERBOSE,
 )
-"""What is code in a text."""
 
 
 def shown(template: str) -> str:
-    """A template of `str.format` with its holes as words in capital letters."""
+    """Return a template of `str.format` with its holes as words in capital letters."""
     parts = string.Formatter().parse(template)
     return "".join(text + (name or "").upper() for text, name, *_ in parts)
 
 
 def table_of(subject: Subject) -> str:
-    """Rows of a subject's refusals, in Markdown."""
     lines = ["| what | because | what to do |", "| --- | --- | --- |"]
     for refusal in subject.refusals:
         texts = (CODE.sub(r"`\g<0>`", shown(text)) for text in (refusal.reason, refusal.remedy))
@@ -43,7 +40,7 @@ def table_of(subject: Subject) -> str:
 
 
 def render(page: str) -> str:
-    """The page with its tables written anew.
+    """Return the page with its tables written anew.
 
     Raises
     ------

@@ -1,4 +1,7 @@
-"""Engines that refusals refuse, each beside its refusal: what a user would have to write."""
+"""Engines that refusals refuse, each beside its refusal: what a user would have to write.
+
+Tests configure each of them, and look for its refusal.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,11 +10,11 @@ from typing import Any
 from vllm_npu_prep.config import SECTION
 
 Model = Mapping[str, Any]
-"""``config.json`` of a small model, without the sizes that all small models have."""
+"""The ``config.json`` of a small model, without the sizes that all small models have."""
 
 
 def small_model(architecture: str, **config: Any) -> Model:
-    """A small model by its architecture and what its ``config.json`` says beside."""
+    """Return a small model by its architecture and what its ``config.json`` has beside."""
     return {"architectures": [architecture], **config}
 
 
@@ -33,7 +36,7 @@ SHARED_LAYERS = small_model(
     laurel_rank=8,
     activation_sparsity_pattern=[0.0] * 4,
 )
-"""The last two layers read K and V of the two before them."""
+"""A model whose last two layers read K and V of the two before them."""
 CHUNKS = small_model(
     "Llama4ForCausalLM",
     intermediate_size_mlp=128,
@@ -43,7 +46,7 @@ CHUNKS = small_model(
     attention_chunk_size=32,
     no_rope_layers=[1],
 )
-"""Attention chunks of 32 tokens."""
+"""A model with attention chunks of 32 tokens."""
 MLA = small_model(
     "DeepseekV2ForCausalLM",
     kv_lora_rank=512,
@@ -66,19 +69,19 @@ HYBRID = small_model(
     num_experts=4,
     moe_intermediate_size=32,
 )
-"""Gated delta nets beside attention, of sizes that NPUs take."""
+"""A model with gated delta nets beside attention, of sizes that NPUs take."""
 STATES = small_model("Mamba2ForCausalLM", num_heads=8, state_size=16, n_groups=1)
 SOFT_CAP = small_model("Gemma2ForCausalLM")
 MIMO = small_model("MiMoForCausalLM", model_type="qwen2", num_nextn_predict_layers=1)
-"""It comes with a layer that drafts."""
+"""A model that comes with an MTP layer, which drafts."""
 VISION = small_model("Qwen2_5_VLForConditionalGeneration")
 
 NGRAM = "-sc.method ngram -sc.num_speculative_tokens 2"
 MTP = "-sc.method mtp -sc.num_speculative_tokens 2"
 DRAFTS = "-sc.method draft_model -sc.num_speculative_tokens 2 -sc.model DRAFTER"
-"""``DRAFTER`` stands for the folder of `Example.drafter`."""
+"""Flags in which ``DRAFTER`` stands for the folder of `Example.drafter`."""
 CONNECTOR = "--kv-transfer-config.kv_role kv_both --kv-transfer-config.kv_connector"
-"""The connector's name comes next."""
+"""Flags behind which the connector's name comes next."""
 STORED = (
     f"{CONNECTOR} ExampleConnector --no-enable-chunked-prefill "
     "--kv-transfer-config.kv_connector_extra_config.shared_storage_path kv"
@@ -95,19 +98,19 @@ class Example:
     Attributes
     ----------
     arguments
-        Of ``vllm serve``, behind variables of the environment, as a shell takes them.
+        Arguments of ``vllm serve``, behind variables of the environment, as a shell takes them.
     says
         A part of the refusal's message: what it fills in.
     model, drafter
         What is served, and what ``DRAFTER`` stands for.
     family
-        Kernel family of NPUs that is asked; empty for the CPU fallback.
+        Kernel family of NPUs that is asked for; empty for the CPU fallback.
     chip, cann, lacks
-        Such an NPU, its version of CANN, and functions that CANN hasn't.
+        The type of the NPU, its version of CANN, and functions that this CANN doesn't have.
     where
-        What else has to be so, by dotted names: of devices, packages or releases of vLLM.
+        What else has to be so, as values of dotted names of devices, packages or releases of vLLM.
     also
-        Refusals that apply beside it.
+        Ids of refusals that apply beside it.
     until
         First release of vLLM that refuses it itself, or can't be asked for it any more.
     """

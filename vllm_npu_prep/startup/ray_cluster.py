@@ -15,7 +15,7 @@ from vllm_npu_prep.progress import log_while_waiting
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 SECONDS = 60
-"""Time that a cluster gets to answer."""
+"""The time that a cluster gets to answer."""
 
 ASK = """
 import json, ray
@@ -34,14 +34,7 @@ def prepare_for_workers(parallel_config: Any, kind: DeviceKind) -> None:
 
     Ray starts workers with the environment of their host. vLLM adds its variables too late for the
     plugin's decision, and only those that the host doesn't set. So we add the kind, and the folder
-    in which steps are counted, to `ray_runtime_env`.
-
-    Parameters
-    ----------
-    parallel_config
-        vLLM's `ParallelConfig`.
-    kind
-        Kind of device that was chosen.
+    in which steps are counted, to `ray_runtime_env` of vLLM's `ParallelConfig`.
 
     Raises
     ------
@@ -82,7 +75,7 @@ def _refuse_without_npus(num_ranks: int, kind: DeviceKind) -> None:
 
 
 def _resources() -> dict[str, float] | None:
-    """Resources of the cluster that ``RAY_ADDRESS`` or this host names; None if there is none.
+    """Return the resources of the cluster of ``RAY_ADDRESS`` or this host; None without one.
 
     A separate process asks, because a process that is connected to a cluster must not be forked, as
     engines are.

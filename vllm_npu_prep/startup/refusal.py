@@ -1,4 +1,4 @@
-"""A refusal: when it applies, what it says, and what it has in common with others."""
+"""A refusal as data: when it applies, what it says, and what it has in common with others."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -8,7 +8,7 @@ from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.example import Example
 
 NOT_SUPPORTED = " is not supported by vllm_npu_prep"
-"""Verdict about a feature; for one of several values the reason is enough."""
+"""The verdict about a feature. For one of several values, the reason is enough."""
 
 
 def _no_words(asked: Asked) -> dict[str, object]:
@@ -16,7 +16,10 @@ def _no_words(asked: Asked) -> dict[str, object]:
 
 
 def words_of_functions(asked: Asked, operators: Iterable[str]) -> dict[str, object]:
-    """Words about functions that CANN lacks: its version, their names, and the release with all."""
+    """Return the words of a message about functions that CANN lacks.
+
+    They are its version, the functions' names, and the first release that has all of them.
+    """
     functions = sorted(set(asked.functions_missing_for(*operators).values()))
     return {
         "version": asked.cann or "(of unknown version)",
@@ -51,7 +54,7 @@ class Refusal:
     words
         Values for the holes of the texts, by name.
     example
-        Engines that it refuses: arguments alone, or all that it takes.
+        Engines that it refuses, at least one; a text stands for an `Example` with these arguments.
     """
 
     id: str
@@ -65,14 +68,12 @@ class Refusal:
 
     @property
     def examples(self) -> tuple[Example, ...]:
-        """Engines that it refuses, at least one."""
         if isinstance(self.example, tuple):
             return self.example
         example = self.example
         return (Example(example) if isinstance(example, str) else example,)
 
     def message(self, asked: Asked, verdict: str) -> str:
-        """The line for an engine's user."""
         words = {"model": asked.model.model, "family": asked.family.name, **self.words(asked)}
         return f"{self.feature}{verdict}: {self.reason}; {self.remedy}".format(**words)
 
@@ -88,7 +89,8 @@ class Subject:
     refusals
         In the order in which they are reported.
     when
-        If false, no `Refusal.when` is called: without a drafter, its attributes don't exist.
+        If this is false, no `Refusal.when` is called: without a drafter, for example, the
+        attributes that it reads don't exist.
     verdict
         Comes after the feature in each message: `NOT_SUPPORTED`, or nothing.
     """
@@ -99,7 +101,6 @@ class Subject:
     verdict: str = NOT_SUPPORTED
 
     def that_apply(self, asked: Asked) -> Iterator[tuple[Refusal, str]]:
-        """Refusals that apply to an engine, each with its message."""
         if self.when(asked):
             for refusal in self.refusals:
                 if refusal.when(asked):

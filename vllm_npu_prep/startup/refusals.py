@@ -38,28 +38,12 @@ SUBJECTS: tuple[Subject, ...] = (
 """All subjects, in the order in which they are checked."""
 
 REFUSALS: dict[str, Refusal] = {each.id: each for subject in SUBJECTS for each in subject.refusals}
-"""Everything that start-up refuses, by id."""
 
 
 def refusals_that_apply(
     vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind
 ) -> dict[str, str]:
-    """Check every refusal.
-
-    Parameters
-    ----------
-    vllm_config
-        What the engine was asked for.
-    family
-        Kernel family that was chosen.
-    kind
-        Kind of device that was chosen.
-
-    Returns
-    -------
-    dict
-        Messages of those that apply, by id, in the order of the list.
-    """
+    """Return the messages of all refusals that apply, by id, in the order of the list."""
     asked = Asked(vllm_config, family, kind)
     found = (each for subject in SUBJECTS for each in subject.that_apply(asked))
     return {refusal.id: message for refusal, message in found}
@@ -67,15 +51,6 @@ def refusals_that_apply(
 
 def refuse_unsupported(vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind) -> None:
     """Raise if the device, the kernel family or this version can't do what was asked for.
-
-    Parameters
-    ----------
-    vllm_config
-        What the engine was asked for.
-    family
-        Kernel family that was chosen.
-    kind
-        Kind of device that was chosen.
 
     Raises
     ------

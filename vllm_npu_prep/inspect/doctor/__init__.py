@@ -1,4 +1,4 @@
-"""``vllm-npu-prep doctor``: will the plugin run on this host, and if not, what to do.
+"""Says whether the plugin will run on this host, and if not, what to do: ``vllm-npu-prep doctor``.
 
 It imports neither vllm nor torch, so that it works where these are broken.
 """
@@ -18,11 +18,10 @@ from vllm_npu_prep.inspect.doctor.software import Software
 from vllm_npu_prep.progress import log_while_waiting
 
 LONGEST_TEXT = 600
-"""Most characters of a finding, because files and commands may hold any text."""
+"""The most characters of a finding, because files and commands may hold any text."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to the ``vllm-npu-prep`` command."""
     parser = commands.add_parser(
         "doctor",
         help="check this host: driver, CANN, torch, vLLM, and what the plugin would do",
@@ -34,7 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Examine this host; 1 if something keeps the plugin from working."""
+    """Examine this host and print the report; return 1 if something prevents the plugin's work."""
     from rich.console import Console
 
     from vllm_npu_prep.inspect.doctor.report import report_json, report_text
@@ -52,7 +51,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def examine(host: Host) -> list[Finding]:
-    """All findings about a host, from the driver up to what vLLM would do."""
+    """Return all findings about a host, from the driver up to what vLLM would do."""
 
     def findings() -> Iterator[Finding]:
         hardware = Hardware(host)

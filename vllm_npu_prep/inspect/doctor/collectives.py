@@ -1,4 +1,4 @@
-"""Environment variables of collectives: HCCL between NPUs, gloo between hosts' processes.
+"""Checks environment variables of collectives: HCCL between NPUs, gloo between hosts' processes.
 
 Forms and ranges are those of CANN 9.0's reference of environment variables
 (``maintenref/envvar``, ``envref_07_0074`` to ``0080``) and HCCL's user guide (``hccl_env``); those
@@ -18,7 +18,7 @@ RANGES = {
     "HCCL_BUFFSIZE": (1, None, "MB; each group of ranks takes twice that on each NPU"),
     "HCCL_IF_BASE_PORT": (1024, 65520, "the first of 16 ports"),
 }
-"""Whole numbers, their limits, and what they are."""
+"""Variables that are whole numbers: their limits, and what they mean."""
 
 CHOICES = {
     "HCCL_SOCKET_FAMILY": (("AF_INET", "AF_INET6"), "of the addresses that hosts use"),
@@ -28,15 +28,16 @@ CHOICES = {
         "where a collective is laid out; A2: HOST unless given, A3: AI_CPU",
     ),
 }
-"""Words, and what they choose. HCCL takes its default for any other, without a word. torch_npu
-reads the second in any case."""
+"""Variables that are words: the words, and what they choose. HCCL takes its default for any other
+word, without telling. torch_npu reads ``HCCL_DETERMINISTIC`` in upper and lower case.
+"""
 
 LONGEST_AIV = 1091
 ADDRESSES = ("HCCL_IF_IP", "VLLM_HOST_IP")
 
 
 def collective_findings(host: Host) -> Iterator[Finding]:
-    """A line for each variable that is set.
+    """Yield a finding for each variable that is set.
 
     HCCL variables that the doctor doesn't check share one line.
     """
@@ -73,7 +74,9 @@ def _number(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> F
 
 
 def _seconds_of_aiv(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> Finding:
-    """With ``AIV``, fractions are allowed, and 0 or more than 1091 means 1091."""
+    """Check a time in seconds with ``AIV``: fractions are allowed, and 0 or more than 1091 means
+    1091.
+    """
     try:
         is_allowed = 0 < float(value) <= LONGEST_AIV
     except ValueError:
@@ -103,7 +106,10 @@ def _address(name: str, value: str, bad: Callable[[str, str, str], Finding]) -> 
 def _interfaces(
     host: Host, name: str, value: str, bad: Callable[[str, str, str], Finding]
 ) -> Finding:
-    """HCCL takes prefixes (``=``: exact names, ``^``: all but these); gloo takes exact names."""
+    """Check names of interfaces.
+
+    HCCL takes prefixes (``=``: exact names, ``^``: all but these); gloo takes exact names.
+    """
     here, given, excludes, exact = host.names(INTERFACES), value, False, True
     if name == "HCCL_SOCKET_IFNAME":
         excludes, given = given.startswith("^"), given.removeprefix("^")

@@ -1,4 +1,4 @@
-"""Environment variables that matter."""
+"""Checks the environment variables of vLLM, torch_npu, CANN and numba that matter to the plugin."""
 
 import os
 from collections.abc import Iterator
@@ -29,16 +29,9 @@ RUNTIME = "libascendcl.so"
 
 
 def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterator[Finding]:
-    """A line for each variable that is set or must be, and one line for all unset ones.
+    """Yield a finding for each variable that is set or has to be, and one for all unset ones.
 
-    Parameters
-    ----------
-    host
-        The host.
-    num_nodes
-        Device nodes of NPUs that it has.
-    cann
-        Folder of CANN, if there is any.
+    `num_nodes` is the number of the host's device nodes of NPUs, and `cann` the folder of CANN.
     """
     for name in VALUES:
         if name in host.environment:
@@ -59,7 +52,6 @@ def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterat
 
 
 def _value_finding(host: Host, name: str) -> Finding:
-    """Finding for a variable's value."""
     given = host.environment[name]
     found, value = repr(given), given.strip()
     if name == "NPU_PREP_DEVICE" and value.lower() not in ("auto", "npu", "cpu", ""):
@@ -94,7 +86,9 @@ def _value_finding(host: Host, name: str) -> Finding:
 
 
 def _of_torch_npu(name: str, given: str) -> Finding:
-    """Sources: ``NPUGraph.cpp`` and ``OptionsManager.cpp`` of Ascend/pytorch."""
+    """Check a variable of torch_npu, by ``NPUGraph.cpp`` and ``OptionsManager.cpp`` of
+    Ascend/pytorch.
+    """
     found, value = repr(given), given.strip()
     if name == "TASK_QUEUE_ENABLE" and value not in ("0", "1"):
         bad = warning if value == "2" else failure
@@ -126,7 +120,9 @@ def _visible_devices(host: Host, num_nodes: int) -> Finding:
 
 
 def _compiled_code(host: Host) -> Finding:
-    """Folder of numba's compiled code of `vllm_npu_prep.prep`, which takes seconds to compile."""
+    """Check that numba can keep the compiled code of `vllm_npu_prep.prep`, which takes seconds to
+    make.
+    """
     chosen = host.environment.get(CACHE)
     folder = host.path(chosen) if chosen else Path(__file__).parents[2] / "prep"
     while not folder.exists() and folder != folder.parent:

@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""One line of the doctor's report, and short functions that make one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How serious a finding is."""
-
     OK = "ok"
     WARNING = "warning"
     FAILURE = "failure"
@@ -36,20 +34,16 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
-    """All is well."""
     return Finding(name, Status.OK, found)
 
 
 def warning(name: str, found: str, do: str) -> Finding:
-    """It may be wrong."""
     return Finding(name, Status.WARNING, found, do)
 
 
 def failure(name: str, found: str, do: str) -> Finding:
-    """It is wrong."""
     return Finding(name, Status.FAILURE, found, do)
 
 
 def bad_if(matters: bool) -> Callable[[str, str, str], Finding]:
-    """A `failure` if it matters on this host, otherwise a `warning`."""
     return failure if matters else warning

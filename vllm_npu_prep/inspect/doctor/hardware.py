@@ -1,4 +1,4 @@
-"""Driver, nodes, chips, CANN and memory of a host."""
+"""Checks the driver, device nodes, chips, CANN and memory of a host."""
 
 import os
 import re
@@ -25,14 +25,14 @@ MOUNTS = (
 
 CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 CANN_IN_TABLE = (9, 1)
-"""Newest CANN in torch_npu's published table, there for torch_npu 2.12.0."""
+"""The newest CANN in torch_npu's published table, where it stands for torch_npu 2.12.0."""
 
 NZ_CHIP, LATER_CHIP = "310P", "950"
 KNOWN_CHIPS = r"(Ascend)?(910B\d|910_93|910$)"
-"""Of ``npu-smi``, which calls 910_93 ``Ascend910``."""
+"""Names of the known chips in ``npu-smi``, which calls 910_93 ``Ascend910``."""
 
 BUSY_SHARE = 0.1
-"""Share of a device's memory in use that is more than an idle driver's own."""
+"""The share of a device's memory in use that is more than an idle driver's own."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,10 @@ class Hardware:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.nodes = [n for n in host.names("/dev") if re.fullmatch(r"davinci\d+", n)]
-        self.cann: str | None = None  # where it lies
+        self.cann: str | None = None
         self.chips: list[Chip] = []
 
     def findings(self) -> Iterator[Finding]:
-        """All findings, from the driver up."""
         yield self._driver()
         yield self._firmware()
         yield self._device_nodes()
@@ -75,7 +74,9 @@ class Hardware:
         yield self._host_memory()
 
     def _missing(self, name: str, found: str, pass_it: str, install: str) -> Finding:
-        """Something that only an NPU needs is missing: pass it to a container, or install it."""
+        """Return a finding about a part that only an NPU needs: a container has to get it, a host
+        to have it.
+        """
         if not self.host.needs_npu:
             return ok(name, NOT_NEEDED)
         return failure(name, found, pass_it if self.host.in_container else install)
@@ -235,7 +236,9 @@ class Hardware:
         return ok("npu-smi", found)
 
     def _npu_smi_version(self, text: str) -> Iterator[Finding]:
-        """Tool and driver ship together: if their versions differ, one comes from another host."""
+        """Compare the versions of tool and driver, which ship together; else one is of another
+        host.
+        """
         match = re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", text)
         driver = self._driver()
         told = driver.found.partition(":")[0]
@@ -324,13 +327,14 @@ class Hardware:
 
 
 def value_of(text: str, key: str) -> str | None:
-    """Value of ``key=value`` in a file of versions."""
     match = re.search(rf"^{key}=(\S+)", text, re.M)
     return match[1] if match else None
 
 
 def _chips(text: str) -> list[Chip]:
-    """Chips of ``npu-smi info``: two lines each, the second one ending with memory in use."""
+    """Parse the chips of ``npu-smi info``: two lines each, the second one ending with memory in
+    use.
+    """
     chips, first = [], None
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]

@@ -16,11 +16,11 @@ from vllm_npu_prep.compat.releases import SUPPORTED_VLLM
 
 DISTRIBUTION = "vllm_npu_prep"
 PACKAGES = ("torch", "torch_npu", "vllm", "numba", "torchvision")
-"""Distributions whose versions matter."""
+"""The distributions whose versions matter."""
 
 PLUGIN_GROUP = "vllm.platform_plugins"
 LARGEST_TEXT = 1 << 20
-"""Most bytes read from a file or from a command's output."""
+"""The most bytes read from a file or from a command's output."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,6 @@ class Host:
     ----------
     root
         Folder that stands for ``/``.
-    environment
-        Environment variables.
     versions
         Installed distributions among `PACKAGES`, to their versions.
     required
@@ -75,7 +73,6 @@ class Host:
 
     @classmethod
     def here(cls) -> "Host":
-        """The host that this process runs on."""
         return cls(
             Path("/"),
             os.environ,
@@ -86,11 +83,11 @@ class Host:
         )
 
     def path(self, path: str) -> Path:
-        """Real location of an absolute path of the host, below `root`."""
+        """Return the real location of an absolute path of the host, below `root`."""
         return self.root / path.lstrip("/")
 
     def read(self, path: str) -> str:
-        """Text of a file, at most `LARGEST_TEXT` bytes of it.
+        """Return the text of a file, at most `LARGEST_TEXT` bytes of it.
 
         Raises
         ------
@@ -103,14 +100,14 @@ class Host:
             return file.read(LARGEST_TEXT).decode(errors="replace")
 
     def exists(self, path: str) -> bool:
-        """Whether the path exists; False if we may not look."""
+        """Tell whether the path exists; False if we may not look."""
         try:
             return self.path(path).exists()
         except OSError:
             return False
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder; empty if we may not look."""
+        """Return the names in a folder; empty if we may not look."""
         try:
             return sorted(os.listdir(self.path(folder)))
         except OSError:
@@ -118,7 +115,7 @@ class Host:
 
     @property
     def asked(self) -> str:
-        """Device that ``NPU_PREP_DEVICE`` asks for."""
+        """The device that ``NPU_PREP_DEVICE`` asks for: ``auto`` if it is unset or empty."""
         return self.environment.get("NPU_PREP_DEVICE", "auto").strip().lower() or "auto"
 
     @property
@@ -134,7 +131,7 @@ class Host:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what is installed among `PACKAGES`, without importing any of it."""
+    """Return the versions of what is installed among `PACKAGES`, without importing any of it."""
     found = {}
     for name in PACKAGES:
         try:
@@ -145,9 +142,9 @@ def installed_versions() -> dict[str, str]:
 
 
 def required_versions() -> dict[str, tuple[str, ...]]:
-    """Versions that this plugin pins in its own metadata, with those of its extras.
+    """Return the versions that this plugin pins in its own metadata, with those of its extras.
 
-    Of vLLM it supports several releases, and its metadata has a range.
+    It supports several releases of vLLM, of which its metadata has a range.
     """
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
@@ -185,10 +182,8 @@ def run_command(command: list[str], seconds: float) -> Ran:
 
 
 def set_env_of(cann: str | None) -> str:
-    """Script that sets CANN's variables."""
     return f"{(cann or '/usr/local/Ascend/cann').removesuffix('/latest')}/set_env.sh"
 
 
 def gib(nbytes: int) -> str:
-    """A size in readable units."""
     return f"{nbytes / (1 << 30):.1f} GiB"

@@ -1,7 +1,7 @@
 """Answers the doctor's questions that need torch and vLLM imported.
 
-Run as a process of its own: an import may fail, hang or take the process with it. Each answer is a
-line of JSON after `MARK`, printed at once, so that earlier findings are kept.
+It runs as a process of its own: an import may fail, hang or take the process with it. Each answer
+is a line of JSON after `MARK`, printed at once, so that earlier findings are kept.
 """
 
 import contextlib
@@ -12,21 +12,20 @@ from typing import Any
 
 MARK = "npu_prep_probe: "
 TOKENS_OF_A_STEP = 2048
-"""``max_num_batched_tokens`` that dense masks are sized with; vLLM's default."""
+"""The ``max_num_batched_tokens`` that dense masks are sized with; vLLM's default."""
 
 LONGEST = 1 << 24
-"""Largest ``max_model_len`` that is looked at, in tokens."""
+"""The largest ``max_model_len`` that is looked at, in tokens."""
 
 
 def ask_torch() -> dict[str, Any]:
-    """Does torch load? With torch_npu installed it loads that, too."""
+    """Import torch, which loads torch_npu, too, if that is installed."""
     import torch
 
     return {"version": torch.__version__}
 
 
 def ask_devices() -> dict[str, Any]:
-    """What torch_npu sees."""
     from vllm_npu_prep.aclnn import FUNCTIONS, missing_functions
     from vllm_npu_prep.device import device_name, total_memory
     from vllm_npu_prep.device.probe import probe_npu
@@ -40,7 +39,11 @@ def ask_devices() -> dict[str, Any]:
 
 
 def ask_kernels() -> dict[str, Any]:
-    """Kernel family and form of masks, with default options and by ``max_model_len``."""
+    """Return the kernel family and the forms of masks, with default options.
+
+    ``forms`` has the form for the shortest and the longest ``max_model_len``; where they differ,
+    ``up_to`` is the longest one that has the first form.
+    """
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import Decisions, PrepConfig, decide
     from vllm_npu_prep.device import choose_device
@@ -65,7 +68,6 @@ def ask_kernels() -> dict[str, Any]:
 
 
 def ask_platform() -> dict[str, Any]:
-    """Which platform vLLM chooses, and which of vLLM's own platforms would work here."""
     from vllm.platforms import builtin_platform_plugins, current_platform
 
     kind = type(current_platform)

@@ -11,11 +11,10 @@ from vllm_npu_prep.inspect.doctor.finding import Finding, Status
 
 STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold red"}
 LEAST_WIDTH = 30
-"""Least columns for findings; if names leave fewer, findings go below the names."""
+"""The least columns for findings; if names leave fewer, findings go below the names."""
 
 
 def report_json(findings: list[Finding]) -> dict[str, Any]:
-    """The report for programs."""
     counts = Counter(finding.status for finding in findings)
     return {
         "findings": [

@@ -1,4 +1,4 @@
-"""Python, torch, torch_npu and vLLM, and what importing them leads to."""
+"""Checks Python, torch, torch_npu and vLLM, and what importing them leads to."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from vllm_npu_prep.inspect.doctor.host import Host, Ran, gib, set_env_of
 from vllm_npu_prep.inspect.doctor.probe import MARK, TOKENS_OF_A_STEP
 
 PROBE_SECONDS = 180.0
-"""torch and vLLM take ten seconds to import, more on a busy host."""
+"""The time that the probe gets: torch and vLLM take ten seconds to import, more on a busy host."""
 
 
 class Software:
@@ -24,7 +24,6 @@ class Software:
         self.host, self.hardware = host, hardware
 
     def findings(self) -> Iterator[Finding]:
-        """Versions first, then findings that need imports."""
         yield self._python()
         for name in ("torch", "torch_npu", "vllm"):
             yield self._package(name)
@@ -37,7 +36,6 @@ class Software:
         return ok("python", found)
 
     def _package(self, name: str) -> Finding:
-        """A package and the versions that the plugin was tested with."""
         version, wanted = self.host.versions.get(name), self.host.required.get(name, ())
         pin = f"{name}=={wanted[0]}" if wanted else name
         if version is None and name == "torch_npu":
@@ -65,7 +63,6 @@ class Software:
     # ----------------------------------------------------------------- what needs imports
 
     def _probe(self) -> Iterator[Finding]:
-        """Ask another process what importing torch and vLLM leads to."""
         command = [sys.executable, "-m", "vllm_npu_prep.inspect.doctor.probe"]
         try:
             ran = self.host.run(command, PROBE_SECONDS)
@@ -161,7 +158,6 @@ class Software:
 
 
 def _functions(missing: dict[str, str] | None) -> Iterator[Finding]:
-    """What CANN lacks of what the plugin calls; nothing where it was not asked."""
     name = "CANN's functions"
     if missing is None:
         return
@@ -181,7 +177,6 @@ def _functions(missing: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _answers(text: str) -> dict[str, dict[str, Any]]:
-    """The probe's answers, picked out of everything that its process printed."""
     answers = {}
     for line in text.splitlines():
         if line.startswith(MARK):
@@ -191,6 +186,6 @@ def _answers(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _release(version: str) -> str:
-    """``2.13.0`` of ``2.13.0+cpu`` and ``2.13.0.post1``."""
+    """Return ``2.13.0`` of ``2.13.0+cpu`` and ``2.13.0.post1``."""
     match = re.match(r"[\d.]*\d", version)
     return match[0] if match else version

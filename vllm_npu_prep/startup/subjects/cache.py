@@ -1,4 +1,4 @@
-"""KV caches that are stored, moved or shared: connectors and offloading."""
+"""Refusals of KV caches that are stored, moved or shared: of connectors and offloading."""
 
 from typing import TYPE_CHECKING
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
-"""Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+"""The module in which vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
 EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
 UPSTREAM_SPEC, PLANE_SPEC = "CPUOffloadingSpec", "PlaneOffloadingSpec"
-"""How vLLM calls what offloads to the host, and what takes its place."""
+"""vLLM's names of its class that offloads to the host, and of ours that takes its place."""
 
 _MADE_FOR_OTHER_CACHES = ("vllm", "vllm_ascend")
 """Packages whose connectors read other forms of caches."""
 
 
 def connector_module(transfer: "KVTransferConfig") -> str | None:
-    """Module of a connector: as it was given, else of the class that is registered by its name.
+    """Return a connector's module: the one that was given, else that of the registered class.
 
-    None if vLLM doesn't know the name, or can't import the module.
+    It is None if vLLM doesn't know the name, or can't import the module.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -36,7 +36,7 @@ def connector_module(transfer: "KVTransferConfig") -> str | None:
 
 
 def _brings_its_code(asked: Asked) -> bool:
-    """Whether the connector is the user's own."""
+    """Tell whether the connector is the user's own."""
     assert asked.transfer is not None
     module = connector_module(asked.transfer)
     return (
@@ -46,7 +46,7 @@ def _brings_its_code(asked: Asked) -> bool:
 
 
 def _is_known(asked: Asked) -> bool:
-    """Whether the kernel family has this connector, and the code is ours."""
+    """Tell whether the kernel family has this connector, and the code is ours."""
     transfer = asked.transfer
     return (
         transfer is not None
@@ -56,7 +56,6 @@ def _is_known(asked: Asked) -> bool:
 
 
 def _is(asked: Asked, connector: str) -> bool:
-    """Whether it is that one, and the code is ours."""
     transfer = asked.transfer
     return transfer is not None and transfer.kv_connector == connector and _is_known(asked)
 
@@ -112,7 +111,7 @@ ANY = (
         _words,
         example=(
             Example("--kv-offloading-size 1 --kv-offloading-backend lmcache", "LMCacheMPConnector"),
-            # What is asked of ours is not asked of others
+            # What our connectors have to meet is not asked of others
             Example(f"{CONNECTOR} NixlConnector", "has these: ExampleConnector, "),
             Example(
                 f"{STORED} --kv-transfer-config.kv_connector_module_path "

@@ -1,4 +1,4 @@
-"""Features of vLLM, and kinds of models, that this version doesn't support."""
+"""Refusals of vLLM's features, and of kinds of models, that this version doesn't support."""
 
 from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.startup.asked import STATE_MODELS, Asked
@@ -6,8 +6,10 @@ from vllm_npu_prep.startup.example import CHUNKS, EXPERTS, MLA, STATES, Example,
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Layers with a state instead of K and V, by transformers' ``layer_types``. For an architecture
-that vLLM doesn't know, it runs transformers' code and doesn't notice that the model is a hybrid."""
+"""Layers with a recurrent state instead of K and V, by transformers' ``layer_types``. For an
+architecture that vLLM doesn't know, it runs transformers' code and doesn't notice that the model
+is a hybrid.
+"""
 
 
 def _only_drafts(asked: Asked) -> bool:
@@ -84,7 +86,7 @@ MODELS = (
                     "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, num_experts=1
                 )
             ),
-            # vLLM knows it no longer, and would run transformers' code
+            # vLLM no longer knows this architecture, and would run transformers' code
             Example(
                 model=small_model(
                     "BambaForCausalLM", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16
@@ -124,7 +126,7 @@ MODELS = (
 )
 
 MEANS = "--runner pooling --pooler-config.seq_pooling_type MEAN --max-num-batched-tokens 128"
-"""An engine of an example, which pools whole prompts."""
+"""Arguments of examples, for an engine that pools whole prompts."""
 
 POOLING = (
     Refusal(

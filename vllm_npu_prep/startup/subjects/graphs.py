@@ -1,4 +1,4 @@
-"""Graphs that can't be captured."""
+"""Refusals of graphs that can't be captured."""
 
 import os
 
@@ -18,14 +18,14 @@ def _are_breakable(asked: Asked) -> bool:
 
 
 def _hold_attention(asked: Asked) -> bool:
-    """Whether pieces of the model have attention inside."""
+    """Tell whether piecewise graphs of the model would have attention inside."""
     compilation = asked.config.compilation_config
     splits = compilation.splitting_ops is None or compilation.splitting_ops_contain_attention()
     return compilation.cudagraph_mode.has_piecewise_cudagraphs() and not splits
 
 
 def _reads_dense_masks(asked: Asked) -> bool:
-    """Whether mixed batches are to be captured with masks whose shape changes.
+    """Tell whether mixed batches are to be captured with masks whose shape changes.
 
     With a KV connector no full graph is captured.
     """

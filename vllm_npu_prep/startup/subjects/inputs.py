@@ -1,4 +1,4 @@
-"""Input beside text."""
+"""Refusals of input beside text: images, videos, and what their encoders can't do."""
 
 import json
 from typing import TYPE_CHECKING

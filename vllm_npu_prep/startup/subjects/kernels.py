@@ -1,4 +1,4 @@
-"""What a device and its kernel family can't do."""
+"""Refusals of what a device, its CANN and its kernel family can't do."""
 
 import re
 from collections.abc import Callable
@@ -45,8 +45,10 @@ OF_LATENT_ROWS = (
 OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
 
 KNOWN_CHIPS = re.compile(r"Ascend910(B\d|_93)")
-"""Chips whose operators' demands were read: A2 and A3. CANN calls a first 910 ``Ascend910B``, and
-the chips of A5 ``Ascend950PR_...`` and ``Ascend950DT_...``, once ``Ascend910_95...``."""
+"""The chips whose operators' demands are known, from reading CANN's code: A2 and A3. CANN calls a
+first 910 ``Ascend910B``, and the chips of A5 ``Ascend950PR_...`` and ``Ascend950DT_...``, once
+``Ascend910_95...``.
+"""
 
 DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 
@@ -64,7 +66,6 @@ class Need:
     example: tuple[Example, ...] = field(kw_only=True)
 
     def is_lacking(self, asked: Asked) -> bool:
-        """Whether the model needs it and the family lacks it."""
         return self in lacking(asked.model, asked.family)
 
 
@@ -100,12 +101,11 @@ NEEDS = (
 
 
 def lacking(model: "ModelConfig", family: KernelFamily) -> list[Need]:
-    """What the model needs and the family lacks."""
     return [need for need in NEEDS if need.of_model(model) and not need.of_family(family)]
 
 
 def does_not_fit(head_size: int, family: KernelFamily) -> bool:
-    """Whether a family has no kernels for heads of that size."""
+    """Tell whether a family has no kernels for heads of that size."""
     return head_size > family.max_head_size or bool(head_size % family.head_size_multiple)
 
 
@@ -114,17 +114,15 @@ def _takes_blocks(family: KernelFamily, block_size: int) -> bool:
 
 
 class RefusedCall(NamedTuple):
-    """A call of fused attention that the installed release does not take."""
-
     call: FusedCall
     model: str
-    demand: str  # what it takes
+    demand: str  # what the release takes
 
 
 def _refused_call(asked: Asked) -> RefusedCall | None:
-    """The first call of the model or of its drafter that the installed release does not take.
+    """Return the first call, of the model or its drafter, that the installed release doesn't take.
 
-    Head sizes that no release takes are the head-size refusals'.
+    Head sizes and block sizes that no release takes are left to the refusals of their own.
     """
     models = [asked.model, asked.drafter] if asked.has_drafter else [asked.model]
     for model in models:
@@ -157,13 +155,12 @@ def _fused_words(asked: Asked) -> dict[str, object]:
 
 
 def _latent_demand(asked: Asked) -> str | None:
-    """What the installed release demands of latent attention that the model doesn't meet."""
     layers = latent_layers_of(asked.config, asked.block_size)
     return None if layers is None else latent_refusal(layers, asked.fused_rules)
 
 
 def _what_works(asked: Asked) -> str:
-    """Changes of one thing with which every call is taken."""
+    """Name the single changes with each of which every call would be taken."""
     parallel, rules = asked.config.parallel_config, asked.fused_rules
     models = [asked.model, asked.drafter] if asked.has_drafter else [asked.model]
     calls = [call for each in models for call in calls_of(each, parallel, asked.block_size)]
@@ -192,7 +189,7 @@ def _fits_atb(call: FusedCall) -> bool:
 
 
 def _cache_bytes(asked: Asked) -> int:
-    """Bytes of host memory that the KV caches of this host's ranks are to take."""
+    """Return the bytes of host memory for the KV caches of this host's ranks; 0 on NPUs."""
     each = asked.config.cache_config.kv_cache_memory_bytes or 0
     return each * ranks_on_host(asked.config.parallel_config) if asked.kind == CPU_KIND else 0
 
@@ -207,7 +204,10 @@ def _cache_words(asked: Asked) -> dict[str, object]:
 
 
 def _has_no_triton(asked: Asked) -> bool:
-    """Triton's kernels need a device that one of its drivers finds; the CPU fallback has none."""
+    """Tell whether Triton can't run: its kernels need a device that one of its drivers finds.
+
+    The CPU fallback has no such device.
+    """
     from vllm.triton_utils import HAS_TRITON
 
     return not HAS_TRITON or asked.kind == CPU_KIND
@@ -221,7 +221,6 @@ def _triton_words(asked: Asked) -> dict[str, object]:
 
 
 def _needed_operators(asked: Asked) -> list[str]:
-    """Operators of torch_npu without which the engine can't attend or multiply."""
     found: list[str] = []
     if asked.uses_fused_operator:
         found += ["npu_scatter_pa_kv_cache"]

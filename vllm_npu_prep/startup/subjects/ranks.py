@@ -1,4 +1,4 @@
-"""What several ranks can't do."""
+"""Refusals of what several ranks can't do, decode context parallelism included."""
 
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,9 @@ def _parallel(asked: Asked) -> "ParallelConfig":
 
 
 def _lack_devices(asked: Asked) -> bool:
-    """Each rank needs a device of its own, unless ranks compute on the CPU.
+    """Tell whether ranks would have to share a device, which only those on the CPU can.
 
-    Ray counts the devices of its nodes.
+    Ray counts the devices of its nodes itself.
     """
     visible = visible_devices(asked.kind.device_type)
     too_many = visible is not None and ranks_on_host(_parallel(asked)) > visible
@@ -104,7 +104,7 @@ DEVICES = (
 )
 
 EXPERTS_MOVE = {"vllm_npu_prep.platform.NPUPlatform.is_cuda_alike": lambda self: True}
-"""Of an example: elsewhere vLLM itself refuses experts that move."""
+"""A condition of examples: elsewhere vLLM itself refuses experts that move."""
 
 RANKS = (
     Refusal(
@@ -218,7 +218,7 @@ RANKS = (
 )
 
 SHARED = "--decode-context-parallel-size with "
-"""How refusals of what ranks that share contexts can't do begin."""
+"""The beginning of refusals of what decode context parallelism can't do."""
 
 ALONE = "leave it out, or --decode-context-parallel-size"
 

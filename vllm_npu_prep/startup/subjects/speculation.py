@@ -1,4 +1,4 @@
-"""Ways to speculate, and drafters."""
+"""Refusals of ways to speculate, and of drafters."""
 
 from vllm_npu_prep.compat.releases import drafters_head_quantization
 from vllm_npu_prep.quantization.formats import method_of
@@ -23,7 +23,8 @@ from vllm_npu_prep.startup.subjects.kernels import does_not_fit, lacking
 
 MOST_DRAFTS = 15
 """Most drafts of a decode on NPUs: vllm-project/vllm-ascend asserts a decode length of at most 16
-in the layout TND (``attention_v1.py``)."""
+in the layout TND (``attention_v1.py``).
+"""
 
 
 def _method(asked: Asked) -> dict[str, object]:
@@ -71,7 +72,7 @@ GEMMA4_ASSISTANT = small_model(
         "layer_types": ["full_attention"],
     },
 )
-"""A drafter of an example."""
+"""The drafter of an example, whose MTP layers read the target's K and V."""
 
 METHOD = (
     Refusal(

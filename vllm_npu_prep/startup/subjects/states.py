@@ -1,4 +1,4 @@
-"""Models with states: gated delta nets beside attention."""
+"""Refusals for models with recurrent states: gated delta nets beside attention."""
 
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from vllm_npu_prep.attention.state_pages import StatePage
 
 MOST_HEADS = 64
-"""Of a rank: what ``npu_chunk_gated_delta_rule`` takes."""
+"""The most value heads of a rank that ``npu_chunk_gated_delta_rule`` takes."""
 
 HEAD_SIZE = 128
-"""Of keys and of values."""
+"""The only head size, of keys and of values, that it takes."""
 
 MOST_DRAFTS = 7
-"""Of a request: ``npu_recurrent_gated_delta_rule`` takes 8 tokens of a sequence."""
+"""The most drafts of a request: ``npu_recurrent_gated_delta_rule`` takes 8 tokens of a sequence."""
 
 WITH_STATES = ("mtp", "ngram")
-"""Methods whose drafts were verified over states."""
+"""Methods whose drafts were verified over recurrent states."""
 
 
 def _on_npus(asked: Asked) -> bool:
@@ -55,7 +55,7 @@ def _page_words(asked: Asked) -> dict[str, object]:
 
 
 OPERATORS = ("npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule", "npu_rms_norm")
-"""Of torch_npu, without which there is no gated delta net on NPUs."""
+"""The operators of torch_npu without which there is no gated delta net on NPUs."""
 
 STATES = (
     Refusal(

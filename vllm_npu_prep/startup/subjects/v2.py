@@ -1,4 +1,4 @@
-"""What vLLM's Model Runner V2 can't do here yet, and V1 can."""
+"""Refusals of what vLLM's Model Runner V2 can't do here yet; V1 has most of it."""
 
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.example import (
@@ -31,7 +31,7 @@ def _sees(asked: Asked) -> bool:
 
 STAGES = f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --no-async-scheduling"
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
-"""Of examples."""
+"""Arguments of examples, as `STAGES` is."""
 
 V2 = (
     Refusal(
@@ -121,7 +121,7 @@ V2_SPECULATION = (
 
 
 def could_run(asked: Asked) -> bool:
-    """Whether an engine on V1 generates from text, and V2 has all that it asks for."""
+    """Tell whether an engine on V1 generates from text, and V2 has all that it asks for."""
     if asked.config.use_v2_model_runner or asked.pools:
         return False
     if asked.model.is_encoder_decoder or _sees(asked):
@@ -131,7 +131,10 @@ def could_run(asked: Asked) -> bool:
 
 
 def _is_wanted(asked: Asked) -> bool:
-    """Whether somebody asked for V2; vLLM takes it by itself for watermarks, which are refused."""
+    """Tell whether somebody asked for V2.
+
+    vLLM takes V2 by itself for watermarks, which have a refusal of their own.
+    """
     return asked.config.use_v2_model_runner and asked.config.watermark_config is None
 
 

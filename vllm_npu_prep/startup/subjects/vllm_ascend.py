@@ -1,4 +1,4 @@
-"""Settings of vllm-ascend, which nothing here reads: who switches should hear of each."""
+"""Refusals of vllm-ascend's settings: nothing here reads them, and who switches should know it."""
 
 from collections.abc import Mapping
 
@@ -85,11 +85,12 @@ KEYS = frozenset(
     ]
 )
 """Keys of ``--additional-config`` that ``vllm_ascend/ascend_config.py`` and the page "Additional
-Configuration" have in its release 0.30.0rc2 (October 2026), those of earlier releases that guides
-still show, and one that no release has. Our page says which is in which release."""
+Configuration" have in its release 0.30.0rc2 (October 2026), those of earlier releases that
+guides still show, and one that no release has. Our page says which is in which release.
+"""
 
 VARIABLES = ("VLLM_ASCEND_", "DYNAMIC_EPLB", "EXPERT_MAP_RECORD", "MSMONITOR_USE_DAEMON")
-"""Beginnings of its environment variables, by its ``vllm_ascend/envs.py``."""
+"""The beginnings of its environment variables, by its ``vllm_ascend/envs.py``."""
 
 
 def _keys_of(asked: Asked) -> list[str]:
@@ -98,17 +99,9 @@ def _keys_of(asked: Asked) -> list[str]:
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """Variables of vllm-ascend that are set, of which a container's image may have some.
+    """Return no or one line for the start-up block about variables of vllm-ascend that are set.
 
-    Parameters
-    ----------
-    environment
-        Name to value.
-
-    Returns
-    -------
-    list of str
-        None or one line for the start-up block.
+    A container's image may set some of them.
     """
     found = sorted(name for name in environment if name.startswith(VARIABLES))
     if not found:
