@@ -1,13 +1,13 @@
 """LoRA in plain torch: each row of a batch gets the update of its own adapter, or none.
 
-Adapters are in slots. vLLM's layers keep the weights of all slots in two tensors: A ``[num_slots,
-1, rank, input_size]`` and B ``[num_slots, 1, output_size, rank]``. We multiply rows with A of all
-slots at once, set the products of other slots than the row's own to zero, and multiply the rest
-with B of all slots. The reasons:
+Adapters are in vLLM's LoRA slots. vLLM's layers keep the weights of all slots in two tensors: A
+``[num_slots, 1, rank, input_size]`` and B ``[num_slots, 1, output_size, rank]``. We multiply rows
+with A of all slots at once, set the products of other slots than the row's own to zero, and
+multiply the rest with B of all slots. The reasons:
 
 - Shapes depend on the number of rows alone, so graphs can contain it, and nothing is read back.
 - Gathering A and B for each row, as upstream's torch version does, copies ``rank * (input_size +
-  output_size)`` values a row: 8192 tokens of a prompt copy gigabytes for each layer.
+  output_size)`` values for each row: 8192 tokens of a prompt copy gigabytes for each layer.
 - Grouping rows by adapter would give different shapes in every step.
 - The price is products with slots that a row doesn't use: ``num_slots * rank`` more columns than
   the layer's own ``output_size``, a few per cent.
@@ -27,11 +27,11 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.utils.torch_utils import async_tensor_h2d, direct_register_custom_op
 
 NO_LORA = -1
-"""Slot of a row without an adapter."""
+"""LoRA slot of a row without an adapter."""
 
 
 def shrink(x: torch.Tensor, lora_a: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
-    """Rows times A of their own slot.
+    """Multiply each row by A of its own slot.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def spread(x: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
 
 
 def expand(x: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-    """The result of `shrink` times B.
+    """Multiply the result of `shrink` by B.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def add_lora(
 ) -> None:
     """Add the updates of all slices of a layer to its output, from column `offset` on.
 
-    Without `lora_a`, `x` is ``[num_rows, rank]``: already shrunk. Steps in which no row has an
+    If `lora_a` is empty, `x` is ``[num_rows, rank]``, already shrunk. Steps in which no row has an
     adapter skip this, and so do graphs captured in such a step.
 
     This is a custom operator because torch.compile traces a model once for all steps.
@@ -115,8 +115,7 @@ def _add_lora_fake(
     active: torch.Tensor,
     scale: float,
     offset: int,
-) -> None:
-    """Returns nothing."""
+) -> None: ...
 
 
 direct_register_custom_op(
@@ -137,9 +136,9 @@ class PunicaWrapperNPU(PunicaWrapperBase):
     Parameters
     ----------
     max_num_batched_tokens
-        Most rows of a step.
+        How many rows a step has at most.
     max_batches
-        Most requests of a step.
+        How many requests a step has at most.
     device
         Where the model is.
     lora_config
@@ -168,11 +167,11 @@ class PunicaWrapperNPU(PunicaWrapperBase):
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of the step has an adapter."""
+        """Whether any row of the step has an adapter."""
         return bool(self._active)
 
     def graph_inputs(self) -> dict[str, torch.Tensor]:
-        """Tensors of the mapping that a captured graph reads, by name."""
+        """Return the tensors of the mapping that a captured graph reads, by name."""
         return {"LoRA slots": self._foreign_tokens, "LoRA embeddings": self._embeddings_indices}
 
     def update_metadata(
@@ -188,13 +187,13 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         Parameters
         ----------
         mapping
-            LoRA id of each token and of each sample; 0: none.
+            LoRA id of each token and of each sample; 0 means none.
         lora_index_to_id
             LoRA id in each slot.
         max_loras
-            Unused: as many as there are slots, and one.
+            It is not read; it is one more than the number of slots.
         vocab_size
-            Rows of one adapter's embeddings.
+            Number of rows of one adapter's embeddings.
         """
         indices = np.full(self._indices.shape, NO_LORA, np.int32)  # [3, rows]
         counts = []
@@ -215,7 +214,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
 
     @contextmanager
     def logits_of(self, slot: int) -> Iterator[None]:
-        """Context in which all rows of logits use one slot's adapter; `NO_LORA`: none."""
+        """Let all rows of logits use one slot's adapter inside of the context; `NO_LORA`: none."""
         saved = self._foreign_samples, self.is_active
         self._foreign_samples = (self._slots != slot).expand_as(self._foreign_samples)
         self._active[0] = slot != NO_LORA
@@ -293,7 +292,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `add_lora_linear`, for rows of logits."""
+        """Do what `add_lora_linear` does, for rows of logits."""
         self._add(y, x, (lora_a_stacked,), (lora_b_stacked,), self._foreign_samples, scale)
 
     def apply_lora_full_linear(
