@@ -19,21 +19,21 @@ from typing import Any
 from vllm_npu_prep.errors import PrepError
 
 CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
-"""How a process for rows is started; -P: files in the current folder are not modules."""
+"""How a process for rows is started. With -P, files in the current folder are not modules."""
 
 START_SECONDS = 300.0
 """Time limit for imports and for the device, before the first row."""
 
 END_SECONDS = 10.0
-"""How long a process may take to end by itself, maybe to write a core."""
+"""How long a process may take to end by itself, and perhaps to write a core file."""
 
 LAST_LINES = 4
-"""Lines of standard error by which a dead row is reported."""
+"""How many lines of standard error a dead row is reported with."""
 
 
 @dataclass
 class Result:
-    """What came of one row, as it is reported."""
+    """The outcome of one row, as it is reported."""
 
     name: str
     what: str
@@ -51,16 +51,16 @@ class Result:
 
 @dataclass
 class Found:
-    """What all processes told.
+    """What all processes have reported.
 
     Attributes
     ----------
     device
         Name of the device.
     versions
-        Of CANN and the driver, by torch_npu.
+        Versions of CANN and the driver, as torch_npu knows them.
     results
-        In the order of the rows.
+        Results in the order of the rows.
     """
 
     device: str = ""
@@ -69,7 +69,7 @@ class Found:
 
 
 class Child:
-    """One process, or one rank of a team."""
+    """One process that runs rows alone, or one rank of a team."""
 
     def __init__(self, command: Sequence[str], folder: Path, arguments: Sequence[str]) -> None:
         self._stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (read when it has ended)
@@ -94,12 +94,12 @@ class Child:
         self._lines.put(None)
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """The next line; None if the process has ended.
+        """Return the next line; None if the process has ended.
 
         Raises
         ------
         TimeoutError
-            If none came in time.
+            If no line came in time.
         """
         try:
             return self._lines.get(timeout=seconds)
@@ -107,7 +107,7 @@ class Child:
             raise TimeoutError from None
 
     def end(self) -> int:
-        """End the process, and all that it started; returns its exit code.
+        """End the process and all that it started, and return its exit code.
 
         It has closed its output or is not wanted any more, so it is about to end, or hangs.
         """
@@ -122,7 +122,6 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """The last lines of standard error."""
         self._stderr.seek(0)
         text = self._stderr.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -135,11 +134,11 @@ class Runner:
     Parameters
     ----------
     folder
-        For files of all processes.
+        Folder for the files of all processes.
     command
-        What is started; tests give another.
+        The command that is started; tests give another one.
     log
-        Called with each result when it is there.
+        Is called with each result as soon as it is there.
     row_seconds
         Time limit of every row, in place of its own.
     """
@@ -205,7 +204,7 @@ class Runner:
         return hello
 
     def _drain(self, child: Child, names: list[str]) -> dict[str, Result]:
-        """Let processes, one after another, run these rows, until each has a result."""
+        """Let processes, one after another, run these rows, until each row has a result."""
         results: dict[str, Result] = {}
         left = names
         while True:
@@ -226,7 +225,7 @@ class Runner:
                 return results
 
     def _watch(self, child: Child) -> Iterator[Result]:
-        """Results of one process until it ends; a row that it takes with it is dead."""
+        """Yield the results of one process until it ends; a row that ends it is dead."""
         name, start = "", time.monotonic()
         while True:
             limit = self._limit(name)
@@ -264,7 +263,7 @@ class Runner:
     # ----------------------------------------------------------------- several ranks
 
     def _teams(self, names: list[str], ranks: int, visible: int) -> dict[str, Result]:
-        """Rows that several processes run together, each row by a team of its own."""
+        """Let several processes run rows together, each row by a team of its own."""
         results = {}
         for name in names:
             if visible < ranks:
@@ -277,7 +276,10 @@ class Runner:
         return results
 
     def _together(self, name: str, ranks: int) -> Result:
-        """One row on all ranks: the first bad result ends the others; if none is, rank 0's."""
+        """Run one row on all ranks; without a bad result, rank 0's counts.
+
+        The first bad result ends the other ranks.
+        """
         with (
             tempfile.TemporaryDirectory(dir=self.folder) as folder,
             ThreadPoolExecutor(ranks) as pool,
@@ -308,7 +310,7 @@ class Runner:
 
 
 def _trouble(child: Child) -> str:
-    """Why a process can't run rows; empty if it can."""
+    """Return why a process can't run rows; empty if it can."""
     try:
         told = child.next(START_SECONDS)
     except TimeoutError:

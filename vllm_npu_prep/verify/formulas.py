@@ -1,7 +1,7 @@
-"""What operators compute, by definition: float64 on the host, plain torch.
+"""What operators compute, by definition: float64 on the host, in plain torch.
 
-These share no code with kernels, masks or references of this project. A mistake would have to be
-made twice, in two ways, to go unnoticed.
+The formulas share no code with kernels, masks or references of this project. A mistake would have
+to be made twice, in two ways, to go unnoticed.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 def visible(
     query_len: int, seq_len: int, window: int | None = None, causal: bool = True
 ) -> torch.Tensor:
-    """Which position each query token of a request sees.
+    """Return which positions each query token of a request sees.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def visible(
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of one request.
+    """Compute softmax attention of one request.
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ def attention(
     scale
         Factor of the scores.
     seen
-        Bool ``[query_len, seq_len]``, of `visible`.
+        Bool ``[query_len, seq_len]``, from `visible`.
 
     Returns
     -------
     output
         Float64 ``[query_len, num_heads, size of values]``; 0 where a token sees nothing.
     lse
-        Float64 ``[query_len, num_heads]``: the logarithm of the sum of exponentials.
+        Float64 ``[query_len, num_heads]``: the log-sum-exp of the scores.
     """
     num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
     output = torch.zeros((*query.shape[:2], value.shape[-1]), dtype=torch.float64)
@@ -75,12 +75,12 @@ def attention(
 
 
 def uniform_average(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The mean of all values for each token and head: attention that ignores query and keys.
+    """Return the mean of all values for each token and head: attention that ignores query and keys.
 
     Parameters
     ----------
     query
-        ``[query_len, num_heads, head_size]``, for its shape.
+        ``[query_len, num_heads, head_size]``, of which only the shape is read.
     value
         ``[seq_len, num_kv_heads, head_size]``.
     """
@@ -92,18 +92,18 @@ def uniform_average(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def paged_write(
     plane: torch.Tensor, rows: torch.Tensor, slots: Sequence[int], block_size: int
 ) -> torch.Tensor:
-    """A plane of the KV cache after rows were written to their slots, one by one.
+    """Return a plane of the KV cache after rows were written to their slots, one by one.
 
     Parameters
     ----------
     plane
-        ``[num_blocks, block_size, num_kv_heads, head_size]`` before.
+        ``[num_blocks, block_size, num_kv_heads, head_size]``, which isn't changed.
     rows
         ``[tokens, num_kv_heads, head_size]``.
     slots
-        Of each token; those below 0 are not written.
+        The slot of each token; tokens with a slot below 0 are not written.
     block_size
-        Tokens of a block.
+        Size of a block in tokens.
     """
     written = plane.clone()
     for row, slot in zip(rows, slots):
@@ -113,20 +113,20 @@ def paged_write(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension, float64."""
+    """Compute ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension, float64."""
     x = x.double()
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + epsilon).sqrt() * weight.double()
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """``a * sigmoid(a) * b``, a and b being the halves of the last dimension, float64."""
+    """Compute ``a * sigmoid(a) * b`` of the halves a and b of the last dimension, float64."""
     half = x.shape[-1] // 2
     a, b = x[..., :half].double(), x[..., half:].double()
     return a / (1 + (-a).exp()) * b
 
 
 def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the form of GPT-NeoX: element i and i + half are a pair, float64."""
+    """Rotate in the form of GPT-NeoX: element i and i + half are a pair, float64."""
     half = x.shape[-1] // 2
     x, cos, sin = x.double(), cos.double(), sin.double()
     rotated = torch.empty_like(x)
@@ -136,7 +136,7 @@ def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def sums(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
-    """Each token's rows, weighted and added.
+    """Weight and add each token's rows.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def experts(
     ids: torch.Tensor,
     share: Sequence[int],
 ) -> torch.Tensor:
-    """Sum of each token's experts of a share, SwiGLU between two products.
+    """Add the outputs of each token's experts in a share, with SwiGLU between two products.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def experts(
     weights, ids
         ``[T, k]``; ids of experts outside of the share count as none.
     share
-        Experts that are computed.
+        The experts that are computed.
 
     Returns
     -------
@@ -203,22 +203,23 @@ def gating(
     groups: tuple[int, int] = (1, 1),
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of the k experts of each token, one token after the other.
+    """Compute weights and ids of the k experts of each token, one token after the other.
 
     Parameters
     ----------
     logits
         ``[T, experts]``.
     k
-        Experts of a token.
+        Number of experts of a token.
     scoring
         ``sigmoid``, whose weights are divided by their sum, or ``softmax``.
     bias
-        ``[experts]``, added for the choice alone. With one, a group counts by its two best.
+        ``[experts]``, added for the choice alone. With a bias, a group counts by its two best
+        experts.
     groups
-        Groups of experts, and how many of them a token chooses from.
+        Number of groups of experts, and how many of them a token chooses from.
     factor
-        Of the weights.
+        Factor of the weights.
 
     Returns
     -------
@@ -259,7 +260,7 @@ def gated_delta(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A gated delta net over the tokens of one sequence, one after the other.
+    """Compute a gated delta net over the tokens of one sequence, one after the other.
 
     Parameters
     ----------
@@ -270,9 +271,9 @@ def gated_delta(
     state
         ``[num_v_heads, value_dim, key_dim]``.
     weight
-        ``[width, kernel_size]`` of the convolution.
+        The convolution's ``[width, kernel_size]``.
     a, b
-        ``[T, num_v_heads]``: what decays and rates are made of.
+        ``[T, num_v_heads]``: decays are made of `a`, rates of `b`.
     a_log, dt_bias
         ``[num_v_heads]``.
 

@@ -28,8 +28,8 @@ from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
 from vllm_npu_prep.wording import counted
 
 LONGEST_WINDOW = 8192
-"""Windows up to this many tokens are probed with sequences that reach past them; larger ones with
-shorter sequences, which show the form but not the limit."""
+"""Windows up to this many tokens are probed with sequences that reach past them. Larger ones are
+probed with shorter sequences, which show the form but not the limit."""
 
 OTHER_FAMILY = {"fia": "atb", "atb": "fia"}
 
@@ -48,9 +48,9 @@ class ProbedLayers:
     layer
         Heads of this rank, head size, scale.
     dtype
-        Of the model and its cache.
+        The dtype of the model and its cache.
     block_size
-        In tokens; 0 without a cache.
+        Size of a block in tokens; 0 without a cache.
     window
         Sliding window in tokens.
     causal
@@ -58,7 +58,7 @@ class ProbedLayers:
     reads_cache_only
         Whether they share the K and V of another layer.
     masks
-        The engine's own.
+        The engine's own masks.
     """
 
     family: str
@@ -71,7 +71,7 @@ class ProbedLayers:
     masks: MaskCache
 
     def forms(self, with_padding: bool) -> Iterator[tuple[str, AttentionForm]]:
-        """Each state that steps of such layers can have, with lengths that show its limits.
+        """Yield each state that steps of such layers can have, with lengths that show its limits.
 
         Parameters
         ----------
@@ -111,7 +111,7 @@ class ProbedLayers:
 def probed_layers(
     attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
 ) -> list[ProbedLayers]:
-    """The different kinds of attention layers of an engine.
+    """Return the different kinds of attention layers of an engine.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def probed_layers(
     layers
         Attention layers by name.
     dtype
-        Of the model.
+        The model's dtype.
     """
     found: dict[tuple[Any, ...], ProbedLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
@@ -153,11 +153,11 @@ class ProbedLatentLayers:
     Attributes
     ----------
     shape, dtype, block_size
-        See `vllm_npu_prep.verify.latent.LatentForm`.
+        The same as in `vllm_npu_prep.verify.latent.LatentForm`.
     decode_query_len
-        Tokens of a decode: one, and one for each draft.
+        Number of tokens of a decode: one, and one for each draft.
     masks
-        The engine's own.
+        The engine's own masks.
     """
 
     shape: LatentShape
@@ -170,7 +170,10 @@ class ProbedLatentLayers:
 def probed_latent_layers(
     attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
 ) -> list[ProbedLatentLayers]:
-    """The different kinds of latent attention layers of an engine; see `probed_layers`."""
+    """Return the different kinds of latent attention layers of an engine.
+
+    The parameters are those of `probed_layers`.
+    """
     found: dict[tuple[Any, ...], ProbedLatentLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
         builder = group.get_metadata_builder()
@@ -190,7 +193,7 @@ def _run_latent(*args: Any) -> Any:
 def probe_latent(
     kinds: Sequence[ProbedLatentLayers], device: Device, log: Callable[[str], object]
 ) -> int:
-    """Run every form of latent attention once; as `probe_attention`."""
+    """Do for latent attention what `probe_attention` does."""
     start, number = time.perf_counter(), 0
     for kind in kinds:
         sizes = kind.shape, kind.dtype, kind.block_size, kind.decode_query_len
@@ -211,14 +214,14 @@ def probe_latent(
 def probe_delta(
     heads: Sequence[tuple[int, int]], device: Device, log: Callable[[str], object]
 ) -> int:
-    """Run both forms of the gated delta rule once; as `probe_attention`.
+    """Do for the gated delta rule what `probe_attention` does.
 
     Parameters
     ----------
     heads
-        Heads of keys and of values, of each kind of layer.
+        Numbers of heads of keys and of values, for each kind of layer.
     device, log
-        As there.
+        The same as there.
     """
     start, number = time.perf_counter(), 0
     for key_heads, value_heads in heads:
@@ -246,11 +249,11 @@ def probe_attention(
     Parameters
     ----------
     kinds
-        The engine's layers, of `probed_layers`.
+        The engine's layers, from `probed_layers`.
     device
-        Of this rank.
+        This rank's device.
     log
-        Called with one line at the end.
+        Is called with one line at the end.
     with_padding
         Whether full graphs will give attention padding requests.
 
@@ -262,7 +265,7 @@ def probe_attention(
     Raises
     ------
     PrepError
-        If one differs or raises an error: names the form, what was expected and what to do.
+        If one differs or raises an error. It names the form, what was expected and what to do.
     """
     start, number = time.perf_counter(), 0
     for kind in kinds:
@@ -322,20 +325,20 @@ def probe_operator(
     log: Callable[[str], object],
     tolerance: float | None = None,
 ) -> bool:
-    """Whether a fused operator gives what its formula says; if not, a line says it is off.
+    """Return whether a fused operator gives what its formula says; if not, log that it is off.
 
     Parameters
     ----------
     name
-        For the line.
+        The operator's name in the line.
     call
         Calls the operator on small tensors; returns one result or several, on the device.
     expected
-        The same by a formula, in float64 on the host.
+        Returns the same by a formula, in float64 on the host.
     log
-        Called with the line: a logger's `warning`.
+        Is called with the line: a logger's `warning`.
     tolerance
-        Absolute and relative; that of the result's dtype if None.
+        Absolute and relative difference that is allowed; None allows that of the result's dtype.
 
     Returns
     -------
