@@ -48,10 +48,9 @@ def begin_parts_of_sessions_with_what_was_computed() -> None:
       another number of tokens than the part has, or none, and the engine ends. Here they don't
       count, as in vLLM 0.33.0.
     - Recurrent states. A step in flight has put the last token into them, a step with drafts
-      perhaps
-      more, and they can't be taken back. vLLM goes on with them, and its tokens are wrong. Here the
-      request gives its blocks back and begins anew, with what the prefix cache has, as after a
-      preemption.
+      perhaps more, and they can't be taken back. vLLM goes on with them, and its tokens are wrong.
+      Here the request gives its blocks back and begins anew, with what the prefix cache has, as
+      after a preemption.
 
     The patch applies to vLLM's schedulers and to ours, so that both go on deciding the same.
     """

@@ -41,7 +41,6 @@ def register_overrides(
 
 
 def replace_triton_kernels() -> None:
-    """Replace the kernels of vLLM's block tables, of its drafters and of its rejection sampler."""
     from vllm_npu_prep.ops import drafting, rejection, slot_mapping
 
     drafter = "vllm.v1.spec_decode.utils"

@@ -16,13 +16,6 @@ class ExpertCounts:
 
     They lie on the device and keep their addresses, so that graphs count, too. Under data
     parallelism with all-to-all experts a rank sees the tokens of all data-parallel ranks.
-
-    Parameters
-    ----------
-    model
-        The model, with the routers that it will use.
-    device
-        Where the model runs.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -42,7 +35,6 @@ class ExpertCounts:
     def asked_for(
         cls, model: nn.Module, vllm_config: VllmConfig, device: torch.device
     ) -> "ExpertCounts | None":
-        """Return counters if the plugin's options ask for tokens of experts, else None."""
         record = parse_config(vllm_config.additional_config).record
         return cls(model, device) if record is not None and record.expert_tokens else None
 

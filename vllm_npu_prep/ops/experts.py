@@ -65,19 +65,9 @@ def apply_experts(
 ) -> torch.Tensor:
     """Compute each token's experts and add their outputs, weighted by the router.
 
-    Parameters
-    ----------
-    x, w13, w2
-        Hidden states, and the weights of this rank's experts.
-    topk_weights, topk_ids, expert_map, apply_router_weight_on_input
-        What `sum_of_experts` takes.
-    activation
-        A gated activation uses the first half of ``w13``'s rows as its gate.
-
-    Returns
-    -------
-    torch.Tensor
-        A tensor of the shape and dtype of `x`; sums are kept in float32 and rounded once.
+    `sum_of_experts` says what the other arguments are. A gated activation uses the first half of
+    ``w13``'s rows as its gate. The result has the shape and dtype of `x`; sums are kept in float32
+    and rounded once.
     """
     activate = activation_of(activation)
 
@@ -101,14 +91,11 @@ def sum_of_experts(
 
     Pairs of token and expert are sorted by expert, and experts without a token are skipped. The
     host reads once how many rows each expert gets. A device graph could not contain that; the CPU
-    fallback's fake graph runs everything again.
+    fallback's fake graph runs everything again. The result has the shape and dtype of `x`; sums are
+    kept in float32 and rounded once.
 
     Parameters
     ----------
-    x
-        Hidden states.
-    num_local_experts
-        Number of experts on this rank.
     output
         Takes an expert's number on this rank and its rows of `x`, and returns the expert's output.
     topk_weights, topk_ids
@@ -117,11 +104,6 @@ def sum_of_experts(
         Number on this rank of each expert, -1 for those of other ranks; None if all are here.
     apply_router_weight_on_input
         Whether weights are applied to the inputs of experts instead of their outputs.
-
-    Returns
-    -------
-    torch.Tensor
-        A tensor of the shape and dtype of `x`; sums are kept in float32 and rounded once.
     """
     experts = topk_ids.flatten().long()  # [T * k]
     if expert_map is not None:
@@ -151,18 +133,8 @@ def sum_of_experts(
 class GroupedExperts:
     """A layer's experts on this rank, computed by grouped products.
 
-    Attributes
-    ----------
-    weights
-        The experts' weights in their format.
-    owned
-        Which experts are on this rank.
-    apply_router_weight_on_input
-        Whether weights are applied to the inputs of experts instead of their outputs.
-    is_final
-        Whether the sum is ``npu_moe_finalize_routing``'s, which skips pairs without a row.
-    layer
-        vLLM's layer. Its ``padding_has_weight`` is False if the router gives padding no weight.
+    If `is_final`, the sum is ``npu_moe_finalize_routing``'s, which skips pairs without a row.
+    vLLM's `layer` has ``padding_has_weight`` False if its router gives padding no weight.
     """
 
     weights: ExpertWeights
@@ -175,12 +147,7 @@ class GroupedExperts:
     def of(cls, layer: Any, weights: ExpertWeights, finalize: bool) -> "GroupedExperts":
         """Make them from vLLM's layer, after its weights were loaded.
 
-        Parameters
-        ----------
-        layer, weights
-            vLLM's layer, and its weights in their format.
-        finalize
-            Whether the switch ``finalize_routing`` is on.
+        `finalize` is the switch ``finalize_routing``.
         """
         owned = OwnedExperts.of(layer.expert_map, layer.global_num_experts)
         is_final = finalize and can_finalize(layer.moe_config.in_dtype, layer.hidden_size)

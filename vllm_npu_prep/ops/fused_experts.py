@@ -80,14 +80,8 @@ class ExpertWeights(Protocol):
 def grouped_product(rows: Rows, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """Multiply the rows of each group by its weight, in one launch.
 
-    Parameters
-    ----------
-    rows
-        Left sides.
-    weight
-        ``[num_local_experts, width, n]``, contiguous or a transposed view.
-    **arguments
-        Further arguments of ``npu_grouped_matmul``: scales of quantised weights.
+    The weight is ``[num_local_experts, width, n]``, contiguous or a transposed view. Further
+    arguments of ``npu_grouped_matmul`` are scales of quantised weights.
     """
     return torch.ops.npu.npu_grouped_matmul(
         [rows.values],
@@ -120,14 +114,9 @@ it."""
 class UnquantisedExperts:
     """Experts with bfloat16 or float16 weights, as vLLM loads them.
 
-    Parameters
-    ----------
-    layer
-        vLLM's layer, with ``w13_weight`` ``[num_local_experts, 2 * inner, hidden]`` and
-        ``w2_weight`` ``[num_local_experts, hidden, inner]``. They are read at each call: a reload
-        may replace them.
-    activate
-        Activation of the whole row, gated or not.
+    vLLM's `layer` has ``w13_weight`` ``[num_local_experts, 2 * inner, hidden]`` and ``w2_weight``
+    ``[num_local_experts, hidden, inner]``. They are read at each call: a reload may replace them.
+    `activate` takes the whole row, gated or not.
     """
 
     quant_mode = UNQUANTISED
@@ -173,12 +162,8 @@ class OwnedExperts:
     def of(cls, expert_map: torch.Tensor | None, num_experts: int) -> "OwnedExperts":
         """Read vLLM's map once, when weights have been loaded.
 
-        Parameters
-        ----------
-        expert_map
-            Number on this rank of each expert, -1 for those of other ranks; None if all are here.
-        num_experts
-            Experts of all ranks.
+        The map has each expert's number on this rank, -1 for experts of other ranks; it is None if
+        all are here.
 
         Raises
         ------
@@ -259,12 +244,6 @@ def compute_experts(
 
     Parameters
     ----------
-    x, topk_weights, topk_ids
-        Tokens, and what the router chose for them.
-    owned
-        This rank's experts.
-    weights
-        Their weights.
     has_padding
         Whether there may be tokens without an expert that have a weight. The sum doesn't read the
         row of a pair whose weight is zero.

@@ -207,13 +207,7 @@ class ProjectionParts(NamedTuple):
 
 
 class SplitProjection(UnquantizedLinearMethod):
-    """The method of a projection that keeps views of its weight, one for each part.
-
-    Parameters
-    ----------
-    parts
-        The parts of the layer's projection.
-    """
+    """The method of a projection that keeps views of its weight, one for each part."""
 
     def __init__(self, parts: ProjectionParts) -> None:
         super().__init__()
@@ -281,18 +275,9 @@ def attend_parts(
 ) -> torch.Tensor:
     """Attend with queries in two tensors, in place of ``MLAAttention.forward_impl``.
 
-    Without a tensor to write to, a step of decodes alone saves the copy into it.
-
-    Parameters
-    ----------
-    attn
-        The layer.
-    q, q_dcp_replicated
-        Queries, and their rotated halves; these may have the heads of zeros that decodes want.
-    k_c_normed, k_pe, kv_cache, attn_metadata, output
-        The same as vLLM's.
-    output_scale, output_block_scale, more
-        They are for quantised results, which nothing here asks for, and are not read.
+    `q_dcp_replicated` are the queries' rotated halves, which may have the heads of zeros that
+    decodes want. Without a tensor to write to, a step of decodes alone saves the copy into it.
+    Arguments for quantised results, which nothing here asks for, are not read.
     """
     del output_scale, output_block_scale, more
     count = len(q) if attn_metadata is None else attn_metadata.num_decode_tokens
@@ -330,7 +315,6 @@ def attend_parts(
 def _attend_decodes(
     attn: Any, q: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
 ) -> torch.Tensor:
-    """Attend over latent rows, and return ``[T, num_heads * v_head_dim]``."""
     query = multiply(q, attn.W_UK_T), q_rope
     attended, _ = attn.impl.forward_mqa(query, kv_cache, attn_metadata, attn)
     return multiply(attended, attn.W_UV).flatten(1)

@@ -18,16 +18,10 @@ NOT_GROUPED = -1
 
 
 class ProjectedQKV:
-    """Q, K and V in place of the tensor that a model splits.
+    """Q, K and V, each ``[T, N * D]``, in place of the tensor that a model splits.
 
     A model that does anything else with it gets that tensor, at the cost of one more launch.
-
-    Parameters
-    ----------
-    parts
-        Q, K and V, each ``[T, N * D]``.
-    on_whole
-        Is called when the whole tensor is needed.
+    `on_whole` is called when that happens.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], on_whole: Callable[[], None]) -> None:
@@ -43,13 +37,11 @@ class ProjectedQKV:
         return self.joined
 
     def split(self, sizes: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Split like a tensor; Q, K and V are returned without a copy if `sizes` are theirs."""
         widths = [part.shape[-1] for part in self.parts]
         is_ours = isinstance(sizes, list | tuple) and list(sizes) == widths and dim in (-1, 1)
         return self.parts if is_ours and self.joined is None else self.whole().split(sizes, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Chunk like a tensor; Q, K and V are returned without a copy if they are equally wide."""
         widths = {part.shape[-1] for part in self.parts}
         is_ours = chunks == len(self.parts) and len(widths) == 1 and dim in (-1, 1)
         return self.parts if is_ours and self.joined is None else self.whole().chunk(chunks, dim)
@@ -68,7 +60,6 @@ class ProjectedQKV:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Give functions of torch the whole tensor."""
         del types
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, dict(kwargs or {})))
         return function(*args, **kwargs)

@@ -47,7 +47,6 @@ MAX_HEAD_SIZE_OF_FACTORS = 896
 
 
 def suits(head_size: int, rotary_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether the operator takes heads of this size, and this much of them rotated."""
     return (
         dtype in (torch.float16, torch.bfloat16)
         and head_size % MULTIPLE == 0
@@ -246,13 +245,7 @@ class FusedApplyRotaryEmb(ApplyRotaryEmb):
 
 
 class FusedLongRotaryEmbedding(nn.Module):
-    """Phi-3's rotary embedding, which vLLM makes as a plain module with two tables in one tensor.
-
-    Parameters
-    ----------
-    layer
-        vLLM's module, whose table of cosines and sines is used.
-    """
+    """Phi-3's rotary embedding, which vLLM makes as a plain module with two tables in one."""
 
     def __init__(self, layer: Phi3LongRoPEScaledRotaryEmbedding) -> None:
         super().__init__()

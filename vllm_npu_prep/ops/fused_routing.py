@@ -51,18 +51,8 @@ OF_PADDING = "padding_of_pairs"
 def _pairs_of_padding(is_padding: torch.Tensor, top_k: int) -> list[torch.Tensor]:
     """Return upper limits of the pairs' ids and weights, which are made once in a forward pass.
 
-    Parameters
-    ----------
-    is_padding
-        bool ``[T]``.
-    top_k
-        Number of pairs of a token.
-
-    Returns
-    -------
-    list
-        int32 ``[T, top_k]`` for ids, and the same for the bits of float32 weights. The limits of a
-        padding token are `NO_EXPERT` and 0, those of another token are `ANY`.
+    Both are int32 ``[T, top_k]``, the second for the bits of float32 weights. The limits of a
+    padding token are `NO_EXPERT` and 0, those of another token are `ANY`.
     """
     kept: MutableMapping[Any, list[torch.Tensor]]
     kept = get_forward_context().additional_kwargs.setdefault(OF_PADDING, {})
@@ -76,13 +66,7 @@ def _pairs_of_padding(is_padding: torch.Tensor, top_k: int) -> list[torch.Tensor
 
 
 class _Router(BaseRouter):
-    """A router that stands in for one of vLLM's.
-
-    Parameters
-    ----------
-    router
-        vLLM's router, whose settings are kept.
-    """
+    """A router that stands in for one of vLLM's, whose settings it keeps."""
 
     def __init__(self, router: BaseRouter) -> None:
         super().__init__(router.top_k, router.global_num_experts, router.eplb_state)
@@ -96,12 +80,7 @@ class _Router(BaseRouter):
 class SoftmaxRouter(_Router):
     """Top-k of a softmax; padding tokens get the id ``num_experts``.
 
-    Parameters
-    ----------
-    router
-        vLLM's router.
-    renormalize
-        Whether each token's weights sum to 1, as the softmax of the k largest logits does.
+    With `renormalize`, a token's weights sum to 1: they are the softmax of the k largest logits.
     """
 
     def __init__(self, router: BaseRouter, renormalize: bool) -> None:
@@ -130,16 +109,11 @@ class SoftmaxRouter(_Router):
 class GatingRouter(_Router):
     """Top-k by sigmoid or softmax, with a bias and groups; padding gets the id `NO_EXPERT`.
 
-    Attributes
-    ----------
-    padding_has_weight
-        Whether padding keeps its weights. If not, the sum of experts reads nothing for it.
+    vLLM's ``e_score_correction_bias`` is read at each call, for it may be loaded later. If
+    `padding_has_weight` is False, the sum of experts reads nothing for padding.
 
     Parameters
     ----------
-    router
-        vLLM's router; its ``e_score_correction_bias`` is read at each call, for it may be loaded
-        later.
     norm_type
         `SOFTMAX` or `SIGMOID`. The operator divides a sigmoid's weights by their sum.
     groups
@@ -231,15 +205,7 @@ class MaskedRouter(_Router):
 
 
 def fused_router(router: Any, switches: Collection[str]) -> Any:
-    """Return the router to use in place of vLLM's; it may be vLLM's own.
-
-    Parameters
-    ----------
-    router
-        vLLM's router.
-    switches
-        Which operators are used: ``gating`` and ``gating_softmax`` are the ones that count here.
-    """
+    """Return the router to use in place of vLLM's; it may be vLLM's own."""
     found = _by_operator(router, switches)
     if found is not None:
         return found

@@ -18,12 +18,8 @@ FIRST_WITHOUT_LIMIT = (9, 0)
 def largest_k_of(cann: tuple[int, int] | None, documented: bool) -> int | None:
     """Return the largest k that the operator takes; None if it may be the size of the vocabulary.
 
-    Parameters
-    ----------
-    cann
-        Major and minor version of CANN; an unknown one (None) counts as the newest.
-    documented
-        Whether the documentation's limits hold, too.
+    A version of CANN that isn't known counts as the newest. With `documented`, the documentation's
+    limits hold, too.
     """
     is_older = cann is not None and cann < FIRST_WITHOUT_LIMIT
     return OLDER_LARGEST_K if is_older or documented else None
@@ -36,8 +32,6 @@ class FusedTopKTopPSampler(TopKTopPSampler):
 
     Parameters
     ----------
-    sampler
-        vLLM's sampler.
     largest_k
         The largest k that the operator takes; None if it takes any.
     k_of_step

@@ -46,13 +46,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         device: torch.device,
         fp8_padded_hidden_size: int | None = None,
     ) -> torch.Tensor:
-        """Return cumulative lengths as they came, on the host, where each layer reads them.
-
-        Returns
-        -------
-        torch.Tensor
-            int32 ``[sequences + 1]`` on the CPU.
-        """
+        """Return cumulative lengths, int32, on the host, where each layer reads them."""
         del attn_backend, hidden_size, tp_size, device, fp8_padded_hidden_size
         return torch.from_numpy(np.ascontiguousarray(cu_seqlens, dtype=np.int32))
 
@@ -88,7 +82,6 @@ class FusedMMEncoderAttention(MMEncoderAttention):
     def _attend(
         self, packed: list[torch.Tensor], ends: list[int], key_ends: list[int]
     ) -> torch.Tensor:
-        """Attend with packed Q, K and V, and return ``[T, N, D]``."""
         firsts = [*range(0, len(ends), MAX_LENGTHS), len(ends)]
         outputs = []
         for first, last in pairwise(firsts):

@@ -21,11 +21,7 @@ from vllm_npu_prep.ops.fused_projection import NOT_GROUPED
 class JoinedGate(GateLinear):
     """The router's gate, which computes the shared experts' gate in the same launch.
 
-    Attributes
-    ----------
-    beside
-        The layer of the other gate. It is in a tuple so that it doesn't become a submodule of this
-        one.
+    The layer of the other gate, `beside`, is in a tuple so that it doesn't become a submodule.
     """
 
     beside: tuple[Any]
@@ -45,12 +41,7 @@ class JoinedGate(GateLinear):
 def join_gates(model: nn.Module, switches: Collection[str]) -> None:
     """Let the layers of a loaded model weigh their shared experts where they add them.
 
-    Parameters
-    ----------
-    model
-        The model, which is changed.
-    switches
-        Which operators are used. With ``qkv``, products of one input are one launch.
+    With the switch ``qkv``, products of one input are one launch.
     """
     for module in model.modules():
         if isinstance(module, MoERunner) and (shared := _with_gate(module)) is not None:

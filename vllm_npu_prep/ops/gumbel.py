@@ -18,21 +18,10 @@ def gumbel_noise(
     vocab_size: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the noise of each token of the vocabulary.
+    """Return the noise of each token of the vocabulary, ``[num_rows, vocab_size]``.
 
-    Parameters
-    ----------
-    seeds, pos
-        int64 ``[num_rows]``: the request's seed, and the position that is sampled from.
-    vocab_size
-        Number of tokens.
-    dtype
-        float32, or float64, which gives other numbers with finer tails.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_rows, vocab_size]`` of this dtype.
+    The seeds of requests and the positions that are sampled from are int64 ``[num_rows]``. A dtype
+    of float64 gives other numbers, whose tails are finer.
     """
     tokens = torch.arange(vocab_size, device=seeds.device)
     if dtype == torch.float64:
@@ -45,15 +34,7 @@ def gumbel_noise(
 def seeded_uniform(seeds: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     """Return a number between 0 and 1, both excluded, for each row: the kernel's for token 0.
 
-    Parameters
-    ----------
-    seeds, pos
-        int64 ``[num_rows]``.
-
-    Returns
-    -------
-    torch.Tensor
-        float32 ``[num_rows]``.
+    Seeds and positions are int64 ``[num_rows]``, the result is float32.
     """
     first = torch.zeros(1, dtype=torch.int64, device=seeds.device)
     return _uniform(seeds, pos, first)[:, 0].clamp(max=1 - 2**-24)

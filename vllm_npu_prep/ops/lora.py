@@ -132,17 +132,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
     The mapping on the device has a fixed address, so graphs may read it. A new mapping costs one
     copy and one launch, an unchanged one nothing: vLLM's manager updates it only if a row's adapter
     or an adapter's slot changes, which doesn't happen in plain decoding.
-
-    Parameters
-    ----------
-    max_num_batched_tokens
-        How many rows a step has at most.
-    max_batches
-        How many requests a step has at most.
-    device
-        Where the model is.
-    lora_config
-        vLLM's ``LoRAConfig``: how many slots there are.
     """
 
     def __init__(
@@ -167,7 +156,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
 
     @property
     def is_active(self) -> bool:
-        """Whether any row of the step has an adapter."""
         return bool(self._active)
 
     def graph_inputs(self) -> dict[str, torch.Tensor]:
@@ -184,16 +172,9 @@ class PunicaWrapperNPU(PunicaWrapperBase):
     ) -> None:
         """Set a step's mapping; rows after it, the padding of graphs, have no adapter.
 
-        Parameters
-        ----------
-        mapping
-            LoRA id of each token and of each sample; 0 means none.
-        lora_index_to_id
-            LoRA id in each slot.
-        max_loras
-            It is not read; it is one more than the number of slots.
-        vocab_size
-            Number of rows of one adapter's embeddings.
+        The mapping has the LoRA id of each token and of each sample, where 0 means none;
+        `lora_index_to_id` has the LoRA id in each slot; `vocab_size` is the number of rows of one
+        adapter's embeddings.
         """
         indices = np.full(self._indices.shape, NO_LORA, np.int32)  # [3, rows]
         counts = []
@@ -278,7 +259,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add ``x`` times A times B of each row's adapter to the columns of each slice."""
         self._add(y, x, lora_a_stacked, lora_b_stacked, self._foreign_tokens, scale)
 
     def add_lora_logits(
@@ -292,7 +272,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Do what `add_lora_linear` does, for rows of logits."""
         self._add(y, x, (lora_a_stacked,), (lora_b_stacked,), self._foreign_samples, scale)
 
     def apply_lora_full_linear(

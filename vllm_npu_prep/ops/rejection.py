@@ -27,14 +27,10 @@ def rows_until_rejected(
     cu_num_draft_tokens: torch.Tensor,  # [num_reqs]
     width: int,
 ) -> torch.Tensor:
-    """Take each request's tokens up to and including the first rejected draft.
+    """Take each request's tokens up to and including the first rejected draft's place.
 
-    If no draft was rejected, the bonus token follows.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_reqs, width]``, with `PLACEHOLDER` after the last token of a request.
+    If no draft was rejected, the bonus token follows. The result is ``[num_reqs, width]``, with
+    `PLACEHOLDER` after a request's last token.
     """
     num_reqs = len(cu_num_draft_tokens)
     bonus = bonus_token_ids.view(num_reqs, 1)

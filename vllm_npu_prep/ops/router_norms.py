@@ -28,12 +28,8 @@ from vllm_npu_prep.ops.fused_routing import GatingRouter
 class CastRows:
     """What a norm hands to a mixture of experts, in place of a tensor.
 
-    Attributes
-    ----------
-    values
-        ``[T, hidden_size]``, float16 or bfloat16, for the experts.
-    cast
-        The same numbers in float32, for the router.
+    Both tensors have the same numbers, ``[T, hidden_size]``: `values` in float16 or bfloat16 for
+    the experts, `cast` in float32 for the router.
     """
 
     values: torch.Tensor

@@ -18,7 +18,6 @@ def topk_softmax(
     bias: torch.Tensor | None,  # [num_experts]
     is_padding: torch.Tensor | None,  # [T] bool
 ) -> None:
-    """Choose the k experts with the highest probabilities for each token."""
     del token_expert_indices
     scores = gating_output.float().softmax(-1)
     _select(topk_weights, topk_indices, scores, renormalize, bias, 1.0, is_padding)
@@ -34,7 +33,6 @@ def topk_sigmoid(
     routed_scaling_factor: float,
     is_padding: torch.Tensor | None,  # [T] bool
 ) -> None:
-    """Choose the k experts with the highest scores; a score depends on no other expert."""
     del token_expert_indices
     scores = gating_output.float().sigmoid()
     _select(

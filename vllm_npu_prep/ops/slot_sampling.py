@@ -331,7 +331,6 @@ def _draft_counts(
 
 
 def _unpacked(words: torch.Tensor, size: int) -> torch.Tensor:
-    """Unpack the bits of int32 words, bool ``[rows, size]``."""
     bits = (words[:, :, None] >> torch.arange(BITS, dtype=words.dtype, device=words.device)) & 1
     return bits.view(len(words), -1)[:, :size].bool()
 
@@ -343,7 +342,6 @@ def _listed(tokens: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _marked(tokens: torch.Tensor, counts: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Mark the tokens of the vocabulary that are in a list, bool ``[rows, vocab_size]``."""
     listed, is_listed = _listed(tokens, counts)
     marks = torch.zeros((len(tokens), vocab_size), dtype=torch.int32, device=tokens.device)
     return marks.scatter_add_(1, listed, is_listed.int()) > 0

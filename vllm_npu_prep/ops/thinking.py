@@ -60,17 +60,10 @@ def note_markers(
     markers: Markers,
     most_new: int,
 ) -> None:
-    """Look for markers in tokens that are new since the last step.
+    """Look for markers in tokens that are new since the last step, at most `most_new` of a request.
 
     This is ``_update_committed_marker_cache_kernel``. What the kernel looks for in a request that
     has just arrived, the host has found already (`Markers.last_of`).
-
-    Parameters
-    ----------
-    last, slots, all_token_ids, total_len, markers
-        See the comments in the signature.
-    most_new
-        How many tokens a request gets in a step at most.
     """
     length = total_len[slots].long()
     tail = _tails(all_token_ids, slots, length, length, most_new + markers.longest - 1)
@@ -91,14 +84,8 @@ def end_thinking(
 ) -> None:
     """Force the end of thinking where the budget is used up: ``_thinking_budget_kernel``.
 
-    Drafts before a row count as tokens that the request has generated.
-
-    Parameters
-    ----------
-    logits, slots, budgets, last, all_token_ids, total_len, input_ids, local_pos, markers
-        See the comments in the signature.
-    most_drafts
-        How many drafts a request has at most.
+    Drafts before a row, at most `most_drafts` of a request, count as tokens that the request has
+    generated.
     """
     forced = markers.forced_end
     has_drafts = bool(local_pos.stride(0))  # else the one value is 0: no row has drafts before it
