@@ -68,10 +68,7 @@ def check_vllm_version() -> None:
 def activate_platform() -> str | None:
     """Decide whether vLLM should use the plugin's platform, and prepare for it.
 
-    Returns
-    -------
-    str or None
-        The platform class; None if another platform of vLLM works and nobody asked for this one.
+    The result is None if another platform of vLLM works and nobody asked for this one.
     """
     _freeze_modules()
     try:
@@ -97,12 +94,9 @@ def activate_platform() -> str | None:
 
 
 def prepare_process() -> bool:
-    """Apply the patches that every process of an engine needs; the platform is known by now.
+    """Apply the patches that every process of an engine needs, and return whether it needs them.
 
-    Returns
-    -------
-    bool
-        Whether the platform is this plugin's.
+    vLLM has chosen its platform by now; if that is another one, nothing is patched.
     """
     from vllm.platforms import current_platform
 
@@ -147,7 +141,6 @@ def _freeze_modules() -> None:
 
 
 def _other_platform_works() -> bool:
-    """Return whether vLLM's own CUDA, ROCm, TPU, XPU or CPU platform can run on this machine."""
     from vllm.platforms import builtin_platform_plugins
 
     for detect in builtin_platform_plugins.values():

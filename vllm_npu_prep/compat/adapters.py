@@ -37,8 +37,6 @@ class AdapterLoads:
 
     Parameters
     ----------
-    scheduler
-        The engine's scheduler.
     load
         Lets each rank hold these adapters, in this order, and returns what it holds then: one dict
         for each rank, of loads by the adapter's number.
@@ -122,7 +120,6 @@ class AdapterLoads:
         return True
 
     def _read(self, request: "Request") -> None:
-        """Let ranks read a request's adapter, if there is room for it."""
         adapter: Any = request.lora_request
         if self._in_use is None:
             self._in_use = self._of_running()

@@ -8,15 +8,8 @@ from typing import Any
 class AnswerQueue:
     """A rank's queue of answers, which skips those that nobody read.
 
-    Parameters
-    ----------
-    queue
-        vLLM's `MessageQueue`, with one answer for each call, in the order of calls.
-
-    Attributes
-    ----------
-    due
-        Number of answers, not read yet, that calls are reading or should have read.
+    vLLM's `MessageQueue` has one answer for each call, in the order of calls. `due` is the number
+    of answers, not read yet, that calls are reading or should have read.
     """
 
     def __init__(self, queue: Any) -> None:

@@ -30,14 +30,7 @@ def forget_hashes(connector: Any, request: Any) -> None:
     """Let the scheduler's side of a connector forget what it made of a request's block hashes.
 
     vLLM's offloading keeps names of its own for the blocks of each request, and assumes that their
-    hashes never change. Nothing is done where there is no such list.
-
-    Parameters
-    ----------
-    connector
-        The scheduler's connector; None if it has none.
-    request
-        A request that holds no blocks, and whose blocks will have other hashes.
+    hashes never change. Nothing is done where there is no such list. The request holds no blocks.
     """
     offloading = getattr(connector, "connector_scheduler", None)
     status = getattr(offloading, "_req_status", {}).get(request.request_id)

@@ -31,13 +31,9 @@ def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
 def limit_drafts_by(limit: Callable[..., Any] | None) -> None:
     """Let the rejection sampler apply top-k and top-p by another function; None means vLLM's.
 
-    It imports the function by name and takes no other.
-
-    Parameters
-    ----------
-    limit
-        Takes logits ``[num_drafts, vocab_size]``, k and p ``[num_drafts]`` or None, and returns the
-        logits with -inf for tokens that are left out.
+    It imports the function by name and takes no other. The function takes logits ``[num_drafts,
+    vocab_size]``, k and p ``[num_drafts]`` or None, and returns the logits with -inf for tokens
+    that are left out.
     """
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p

@@ -75,11 +75,7 @@ def look_at_models_before_weights(
     """Look at each model between its making and its weights, and say in one line why none is made.
 
     vLLM's code of a model may refuse a config, a runner or a platform, in the midst of a traceback.
-
-    Parameters
-    ----------
-    check
-        Takes the model, and the engine's layers with a KV cache or recurrent states, by name.
+    `check` takes the model, and the engine's layers with a KV cache or recurrent states, by name.
     """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

@@ -212,7 +212,6 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
 
 
 def _tell_of_the_cache(engine: Any) -> None:
-    """Let an engine's client know the cache of its renderer."""
     upstream = engine.__init__
 
     @functools.wraps(upstream)

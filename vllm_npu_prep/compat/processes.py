@@ -59,7 +59,6 @@ def let_engines_end_by_themselves() -> None:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Run ``EngineCoreProc.run_engine_core``, an engine's process, which may refuse to start."""
     tell_refusals_to_the_main_process()
     end_without_collecting()
     with one_line.ending_without_traceback():
@@ -67,7 +66,6 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def run_worker(*args: Any, **kwargs: Any) -> None:
-    """Run ``WorkerProc.worker_main``, a rank's process, which may refuse to start."""
     tell_refusals_to_the_main_process()
     end_without_collecting()
     run_worker.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]

@@ -64,14 +64,8 @@ class SchedulerRules:
     ) -> None:
         """Add what upstream's ``schedule`` does once a step, for requests that it didn't see.
 
-        Parameters
-        ----------
-        scheduler
-            The scheduler, after the step was put together.
-        output
-            The whole step.
-        taken
-            Ids of the requests that were scheduled without upstream's ``schedule``.
+        It is called after the whole step was put together; `taken` are the ids of requests that
+        were scheduled without upstream's ``schedule``.
         """
 
 
@@ -101,7 +95,6 @@ class SchedulerRules033(SchedulerRules):
 
 
 def scheduler_rules(version: str | None = None) -> SchedulerRules:
-    """Return the rules of a release of vLLM; by default of the one that is installed."""
     newer = is_since("0.33.0", version or installed_vllm())
     return SchedulerRules033() if newer else SchedulerRules()
 

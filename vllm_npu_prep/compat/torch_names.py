@@ -31,7 +31,6 @@ def silence_accelerator_calls() -> None:
 
 
 def no_op_cuda_streams() -> contextlib.AbstractContextManager[None]:
-    """Give upstream's runner streams and events on a machine that has none."""
     return cuda_names(
         Event=NoOpEvent,
         Stream=NoOpStream,

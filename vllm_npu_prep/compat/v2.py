@@ -59,18 +59,9 @@ def top_k_and_top_p(
 ) -> tuple[Any | None, Any | None]:
     """Return k and p of rows of logits; None where no request limits its tokens by it.
 
-    vLLM 0.33.0 also says whether a row has a p alone, which only its Triton kernel needs.
-
-    Parameters
-    ----------
-    states
-        Upstream's ``SamplingStates``.
-    idx_mapping
-        int64 ``[num_logits]`` on the device: the request row of each row of logits.
-    slots
-        int ``[num_reqs]`` on the host: request rows.
-    vocab_size
-        Number of columns of the logits.
+    `idx_mapping` has the request row of each row of logits, int64 ``[num_logits]`` on the device,
+    and `slots` the request rows on the host, int ``[num_reqs]``. vLLM 0.33.0 also says whether a
+    row has a p alone, which only its Triton kernel needs.
     """
     size: tuple[int, ...] = (vocab_size,) if is_since("0.33.0") else ()
     found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, slots, *size)
@@ -78,7 +69,6 @@ def top_k_and_top_p(
 
 
 def modules() -> list[ModuleType]:
-    """Return the modules of upstream's V2 runner that are imported."""
     return [
         module
         for name, module in sys.modules.items()
@@ -91,12 +81,8 @@ def stand_ins(**classes: Any) -> Iterator[None]:
     """Give upstream's V2 modules other classes or functions under names that they imported.
 
     Its runner makes request states, block tables, samplers and buffers by these names, and takes no
-    others. The context covers the construction of a part, so that nothing else sees the stand-ins.
-
-    Parameters
-    ----------
-    **classes
-        Stand-ins by name. A name is replaced in every module of upstream's package that has it.
+    others. A name is replaced in every module of upstream's package that has it. The context covers
+    the construction of a part, so that nothing else sees the stand-ins.
     """
     saved = [
         (module, name, vars(module)[name])
@@ -117,13 +103,9 @@ def stand_ins(**classes: Any) -> Iterator[None]:
 def decisions_by(decide: Callable[..., Any]) -> Iterator[None]:
     """Let upstream's ``execute_model`` ask another function for a step's graph and padding.
 
-    Upstream's runner calls ``dispatch_cg_and_sync_dp`` by the name that it imported. The context
-    covers one call, because a drafter's module has a name of its own.
-
-    Parameters
-    ----------
-    decide
-        Takes upstream's arguments.
+    Upstream's runner calls ``dispatch_cg_and_sync_dp``, whose arguments the function takes, by the
+    name that it imported. The context covers one call, because a drafter's module has a name of its
+    own.
     """
     from vllm.v1.worker.gpu import model_runner
 

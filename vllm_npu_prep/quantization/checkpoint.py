@@ -38,8 +38,6 @@ NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|
 
 
 class Entry(NamedTuple):
-    """One tensor of a checkpoint."""
-
     dtype: str  # as safetensors names it: I8, F32, BF16
     shape: tuple[int, ...]
     file: str
@@ -73,7 +71,6 @@ def read_headers(folder: Path) -> dict[str, Entry]:
 
 
 def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return the type of each weight that a description names, by module."""
     return {
         name.removesuffix(".weight"): str(value)
         for name, value in description.items()
@@ -116,16 +113,7 @@ def check_description(
 ) -> None:
     """Hold ModelSlim's description against the files and the model's config.
 
-    Parameters
-    ----------
-    folder
-        The model's folder, for messages.
-    modules
-        Type of each weight, by module: one of `TYPES`.
-    headers
-        What the files hold.
-    num_layers
-        Number of the model's decoder layers, with those that draft.
+    The number of layers includes those that draft.
 
     Raises
     ------
@@ -164,18 +152,9 @@ def check_compressed(
 ) -> None:
     """Hold the weights of a compressed-tensors checkpoint against their scales.
 
-    Parameters
-    ----------
-    folder
-        The model's folder, for messages.
-    headers
-        What the files hold.
-    ignored
-        Modules that config.json leaves out: names, or ``re:`` and a pattern.
-    num_layers
-        Number of the model's decoder layers, with those that draft.
-    num_decoder_layers
-        The same without those that draft; None if no layer drafts.
+    Modules that config.json leaves out (`ignored`) are names, or ``re:`` and a pattern.
+    `num_layers` includes layers that draft, `num_decoder_layers` doesn't; None means that no layer
+    drafts.
 
     Raises
     ------
@@ -228,7 +207,6 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _layer_of(module: str) -> int:
-    """Return the index of a module's decoder layer; -1 outside of them."""
     found = LAYER.search(module)
     return int(found[1]) if found else -1
 
@@ -253,7 +231,6 @@ def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
 
 
 def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> None:
-    """Raise unless a module has what its type needs, in matching shapes."""
     weight = headers[f"{module}.weight"]
     path = folder / weight.file
     if weight.dtype != "I8" or len(weight.shape) != 2:

@@ -52,7 +52,7 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Do what vLLM does, and then look at the files.
+        """Do what vLLM does, and then hold weights against scales.
 
         Raises
         ------
@@ -135,7 +135,6 @@ class Int8LinearKernel(Int8ScaledMMLinearKernel):
         return False, "scales for each token are symmetric only"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bring scales into the form by which the device multiplies; weights stay in place."""
         weight, scale, input_scale, zero_point, _ = self._get_layer_params(layer)
         if not self.config.is_channelwise:  # one scale for each part of a fused layer
             widths = torch.tensor(layer.logical_widths, device=scale.device)
@@ -162,7 +161,6 @@ class Int8LinearKernel(Int8ScaledMMLinearKernel):
 
 
 def register_kernel() -> None:
-    """Let vLLM find the kernel for int8 linear layers on this platform, once in a process."""
     from vllm.model_executor.kernels import linear
 
     if Int8LinearKernel not in linear._POSSIBLE_INT8_KERNELS.get(PlatformEnum.OOT, ()):

@@ -43,15 +43,7 @@ def apply_int8_experts(
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Compute each token's experts and add their outputs, weighted by the router.
-
-    This is `vllm_npu_prep.ops.experts.apply_experts` with int8 weights and rounded inputs.
-
-    Returns
-    -------
-    torch.Tensor
-        A tensor of the shape and dtype of `x`; sums are kept in float32 and rounded once.
-    """
+    """Do what `apply_experts` of `vllm_npu_prep.ops.experts` does, by int8 weights and inputs."""
     activate = activation_of(activation)
 
     def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
@@ -65,15 +57,8 @@ def apply_int8_experts(
 class NPUInt8Experts:
     """Weights of a layer's experts for grouped products; routing rounds the rows.
 
-    Parameters
-    ----------
-    layer
-        vLLM's layer, with int8 weights in the shapes that `UnquantisedExperts` of `fused_experts`
-        names, and scales ``[num_local_experts, outputs, 1]``.
-    dtype
-        The model's dtype, which the products have.
-    in_one_launch
-        Whether the operator that activates and rounds may be used.
+    vLLM's layer has int8 weights in the shapes that `UnquantisedExperts` of `fused_experts` names,
+    and scales ``[num_local_experts, outputs, 1]``.
     """
 
     quant_mode = 1  # of `npu_moe_init_routing_v2`: a scale for each row
@@ -121,14 +106,7 @@ class NPUInt8Experts:
 class Int8Experts(FusedMoEMethodBase):
     """vLLM's method for experts of int8 weights and inputs.
 
-    Parameters
-    ----------
-    layer
-        vLLM's experts, for which this is made.
-    config
-        Config of the model's quantisation.
-    has_offsets
-        Whether the files have ``weight_offset``, as ModelSlim's do.
+    ModelSlim's files have offsets of weights, compressed-tensors' don't (`has_offsets`).
 
     Raises
     ------
@@ -169,7 +147,6 @@ class Int8Experts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the weights of this rank's experts, with a scale for each output channel."""
         self.dtype = params_dtype
         loader = self.config.before_loading(extra_weight_attrs["weight_loader"])
         extra_weight_attrs["weight_loader"] = loader

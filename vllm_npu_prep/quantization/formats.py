@@ -65,7 +65,6 @@ def fault(model: "ModelConfig") -> str | None:
 
 
 def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
-    """Return ``quantization_config`` of config.json, wherever the model keeps it."""
     text = getattr(model.hf_config, "text_config", None)
     for config in (model.hf_config, text):
         for name in ("quantization_config", "compression_config"):

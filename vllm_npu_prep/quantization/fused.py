@@ -79,15 +79,7 @@ not among them. GELU has no operator that rounds."""
 
 
 class QuantizingNorm(nn.Module):
-    """The residual's addition, RMSNorm, and rounding for the projection that reads the result.
-
-    Parameters
-    ----------
-    norm
-        vLLM's norm, whose weight is used.
-    linear
-        The int8 layer of the projection that reads the result.
-    """
+    """The residual's addition, RMSNorm, and rounding for the projection that reads the result."""
 
     scales: torch.Tensor | None  # static: [hidden_size]
     offsets: torch.Tensor | None
@@ -149,13 +141,7 @@ class QuantizingNorm(nn.Module):
 
 
 class QuantizingSiluAndMul(nn.Module):
-    """``silu(gate) * up``, rounded for the projection that reads the result.
-
-    Parameters
-    ----------
-    linear
-        The int8 layer of that projection.
-    """
+    """``silu(gate) * up``, rounded for the projection that reads the result."""
 
     scale: torch.Tensor | None  # static: float32 [1]
     offset: torch.Tensor | None
@@ -174,7 +160,6 @@ class QuantizingSiluAndMul(nn.Module):
         }
 
     def renew(self) -> None:
-        """Copy new factors of the projection to where graphs read them."""
         _copy(self._factors(), self)
 
     def forward(self, x: torch.Tensor) -> QuantizedRows:
@@ -199,12 +184,7 @@ def laid_aside(model: nn.Module) -> Iterator[None]:
     """Put vLLM's modules back during a reload; those that round take new factors at its end.
 
     Files name the weights of norms as vLLM's modules do, so these have to be in the model
-    meanwhile.
-
-    Parameters
-    ----------
-    model
-        A model as `fuse_rounding` left it.
+    meanwhile. The model is one that `fuse_rounding` has changed.
     """
     found = [
         (owner, name, child)
@@ -227,23 +207,11 @@ TRIES = 128
 
 
 def two_factors(product: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find two numbers of 16 bits whose product is nearly a given one of float32.
+    """Find two numbers of 16 bits whose product is nearly a given one of float32, ``[N]``.
 
     Gemma's norms multiply by 1 + weight, which 16 bits don't hold: bfloat16 would shift columns by
     up to 0.4 %. The operator multiplies by two such numbers, in float32 (cann/ops-nn 9.1.0,
-    ``add_rms_norm_dynamic_quant_normal_kernel.h``).
-
-    Parameters
-    ----------
-    product
-        float32 ``[N]``.
-    dtype
-        The dtype of the factors.
-
-    Returns
-    -------
-    first, second
-        ``[N]`` each: the best of `TRIES` pairs.
+    ``add_rms_norm_dynamic_quant_normal_kernel.h``). The best of `TRIES` pairs is taken.
     """
     steps = torch.linspace(1, 2, TRIES, device=product.device)[:, None]
     first = (product * steps).to(dtype)  # [TRIES, N]
@@ -295,7 +263,6 @@ def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
 
 
 def _fuse_norms(decoder: Any) -> None:
-    """Let a decoder layer's norms round for the projections that alone read their results."""
     attention = decoder.self_attn
     if _is_known(attention, ATTENTIONS):
         _fuse_norm(decoder, "input_layernorm", attention.qkv_proj)
@@ -349,7 +316,6 @@ def _gives_parts(layer: Any) -> bool:
 
 
 def _order_rows(parts: ProjectionParts) -> None:
-    """Put the columns of an int8 layer's result in the order of its parts."""
     layer, sizes, order, _ = parts
     layer.part_sizes, layer.part_weights = sizes, None
     if order is not None:

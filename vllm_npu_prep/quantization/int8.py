@@ -82,7 +82,6 @@ class Int8Linear:
 
     @property
     def is_static(self) -> bool:
-        """Whether one scale, known before, serves all tokens."""
         return self.input_scale is not None
 
     def __call__(
@@ -165,13 +164,7 @@ class NPUInt8Linear(Int8Linear):
 
 @dataclass(frozen=True)
 class DequantizedLinear:
-    """A layer whose weights were int8 in the checkpoint, and whose inputs are not rounded.
-
-    Attributes
-    ----------
-    weight
-        ``[N, K]``, in the dtype of the model.
-    """
+    """A layer whose weights, ``[N, K]``, were int8 in the checkpoint; inputs are not rounded."""
 
     weight: torch.Tensor
 
@@ -184,19 +177,10 @@ class DequantizedLinear:
 
 
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to int8 with a scale of its own.
+    """Round each row ``[..., K]`` of any float dtype to int8 with a scale of its own.
 
-    Parameters
-    ----------
-    x
-        ``[..., K]``, any float dtype.
-
-    Returns
-    -------
-    values
-        int8, of the shape of `x`.
-    scale
-        float32 ``[...]``, 1/127 of the largest magnitude of a row; 0 for rows of zeros.
+    The second result has the scales, float32 ``[...]``: a scale is 1/127 of the largest magnitude
+    of its row, and 0 for a row of zeros.
     """
     rows = x.float()
     scale = rows.abs().amax(-1) / LEVELS
@@ -207,26 +191,12 @@ def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_all(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Round to int8 with one scale and offset; what lies outside of int8 is cut off.
 
-    Parameters
-    ----------
-    x
-        A tensor of any shape and float dtype.
-    scale, offset
-        float32 ``[1]`` and integer ``[1]``.
+    The scale is float32 ``[1]``, the offset an integer ``[1]``.
     """
     return ((x.float() / scale).round() + offset).clamp(-128, 127).to(torch.int8)
 
 
 def int8_linear(layer: Int8Linear, dtype: torch.dtype) -> Int8Linear:
-    """Return the implementation for the device that holds a layer's weights.
-
-    Parameters
-    ----------
-    layer
-        Weights and scales, which are float32.
-    dtype
-        The model's dtype.
-    """
     kind = TorchInt8Linear if layer.weight.device.type == "cpu" else NPUInt8Linear
     scale = layer.weight_scale.contiguous()
     if kind is NPUInt8Linear and layer.is_static and dtype == torch.float16:

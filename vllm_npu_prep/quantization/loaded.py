@@ -37,16 +37,8 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
     """Make a layer ready to multiply: its ``int8`` becomes the implementation for its device.
 
-    The layer's parameters stay, because other parts of vLLM look at ``weight``.
-
-    Parameters
-    ----------
-    layer
-        vLLM's layer.
-    kept
-        Its weights and scales.
-    scale
-        float32 ``[N]``, the scales of the weights alone.
+    The layer's parameters stay, because other parts of vLLM look at ``weight``. The scale is that
+    of the weights alone, float32 ``[N]``.
     """
     layer.channel_scale = scale
     layer.int8 = int8_linear(kept, dtype_of(layer))

@@ -189,7 +189,6 @@ class ModelSlimDynamicLinear(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Register parameters by the names that they have in the files."""
         del input_size, output_size
         outputs = sum(output_partition_sizes)
         loader = self.config.before_loading(extra["weight_loader"])
@@ -206,7 +205,7 @@ class ModelSlimDynamicLinear(LinearMethodBase):
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bring scales into the form by which the device multiplies.
+        """Check scales, and bring them into the form by which the device multiplies.
 
         Raises
         ------
@@ -261,7 +260,7 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
             layer.register_parameter(name, made)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bring scales into the form by which the device multiplies.
+        """Check scales, and bring them into the form by which the device multiplies.
 
         Raises
         ------

@@ -48,11 +48,9 @@ class KnowsModules:
         self._expected, self._made, self._num_held = files, set(), 0
 
     def rename(self, renamed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Give the expected modules the names that the model has for them."""
         self._expected = renamed(getattr(self, "_expected", {}))
 
     def made(self, prefix: str) -> None:
-        """Note that the model has a module, or a mixture of experts."""
         if not hasattr(self, "_made"):
             self._made = set()
         self._made.add(prefix)
@@ -83,15 +81,9 @@ class KnowsModules:
 def refuse_unknown(expected: dict[str, str], made: set[str]) -> None:
     """Raise for the first module that a checkpoint has and the model hasn't.
 
-    A decoder layer of which the model has no module is left out: it is on another pipeline stage,
-    or it drafts.
-
-    Parameters
-    ----------
-    expected
-        For each module the file that names it.
-    made
-        The model's modules; of a mixture of experts, the module that all experts are in.
+    `expected` has the file that names each module. Of a mixture of experts, `made` has the module
+    that all experts are in. A decoder layer of which the model has no module is left out: it is on
+    another pipeline stage, or it drafts.
     """
     layers = {_start_of_layer(module) for module in made}
     for module, source in expected.items():

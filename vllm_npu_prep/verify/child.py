@@ -31,7 +31,6 @@ OUTCOME_CHARACTERS = 400
 
 
 def main() -> None:
-    """Say what is here, then run the rows that were asked for."""
     parser = argparse.ArgumentParser(description="Runs rows of verify-device.")
     parser.add_argument("--only", action="append", help="rows, or beginnings of their names")
     parser.add_argument("--rows", nargs="*", help="exactly these rows, in this order")
@@ -144,7 +143,6 @@ def _short(outcome: dict[str, str]) -> dict[str, str]:
 
 
 def _versions_of_cann() -> dict[str, str]:
-    """Return what torch_npu is told about CANN and the driver, without what isn't known."""
     found = {}
     with contextlib.suppress(Exception):
         from vllm_npu_prep.device.npu import versions

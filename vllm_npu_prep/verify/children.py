@@ -45,7 +45,6 @@ class Result:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the device is not what the plugin takes it for."""
         return self.verdict not in ("same", "left out")
 
 
@@ -53,14 +52,8 @@ class Result:
 class Found:
     """What all processes have reported.
 
-    Attributes
-    ----------
-    device
-        Name of the device.
-    versions
-        Versions of CANN and the driver, as torch_npu knows them.
-    results
-        Results in the order of the rows.
+    The versions are those of CANN and the driver, as torch_npu knows them; the results are in the
+    order of the rows.
     """
 
     device: str = ""
@@ -131,16 +124,8 @@ class Child:
 class Runner:
     """Runs rows in processes.
 
-    Parameters
-    ----------
-    folder
-        Folder for the files of all processes.
-    command
-        The command that is started; tests give another one.
-    log
-        Is called with each result as soon as it is there.
-    row_seconds
-        Time limit of every row, in place of its own.
+    Each result is handed to `log` as soon as it is there. Tests give another command; `row_seconds`
+    is the time limit of every row, in place of its own.
     """
 
     def __init__(
@@ -263,7 +248,6 @@ class Runner:
     # ----------------------------------------------------------------- several ranks
 
     def _teams(self, names: list[str], ranks: int, visible: int) -> dict[str, Result]:
-        """Let several processes run rows together, each row by a team of its own."""
         results = {}
         for name in names:
             if visible < ranks:

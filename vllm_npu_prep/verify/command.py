@@ -47,7 +47,6 @@ def add_parser(commands: Any) -> None:
 
 
 def verify_device(args: argparse.Namespace) -> int:
-    """Run the rows and report; the exit code is 1 if anything differs."""
     from vllm_npu_prep.inspect.files import write_whole
     from vllm_npu_prep.verify.children import Result, Runner
     from vllm_npu_prep.verify.report import (

@@ -31,8 +31,6 @@ class DeltaForm:
 
     Attributes
     ----------
-    num_k_heads, num_v_heads
-        Numbers of heads on a rank.
     lengths
         For each request the tokens before the step, and its tokens in the step. Decodes, which come
         first, have one token and a recurrent state.
@@ -71,17 +69,7 @@ def forms_of(num_k_heads: int, num_v_heads: int) -> dict[str, DeltaForm]:
 
 
 class DeltaStep:
-    """A step of one layer with random weights, inputs and recurrent states.
-
-    Parameters
-    ----------
-    form
-        What the step depends on.
-    device
-        Where operators run.
-    seed
-        Seed of all random numbers.
-    """
+    """A step of one layer with random weights, inputs and recurrent states."""
 
     def __init__(self, form: DeltaForm, device: torch.device, seed: int = 0) -> None:
         self.form, self._device = form, device
@@ -126,7 +114,6 @@ class DeltaStep:
         )
 
     def run(self) -> Outcome:
-        """Compute the step, and compare outputs and states with what they should be."""
         from vllm_npu_prep.attention.kernels.fused_delta import (
             DeltaShape,
             DeltaWeights,

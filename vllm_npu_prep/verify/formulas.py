@@ -13,21 +13,11 @@ import torch
 def visible(
     query_len: int, seq_len: int, window: int | None = None, causal: bool = True
 ) -> torch.Tensor:
-    """Return which positions each query token of a request sees.
+    """Return which positions each query token of a request sees, bool ``[query_len, seq_len]``.
 
-    Parameters
-    ----------
-    query_len, seq_len
-        Tokens of the request in this step, and in all. The last query token is the last token.
-    window
-        Token p sees p - window + 1 to p, and without causality also up to p + window - 1.
-    causal
-        Whether tokens see only themselves and tokens before them.
-
-    Returns
-    -------
-    torch.Tensor
-        Bool ``[query_len, seq_len]``, True where seen.
+    The last query token is the request's last token. With a window, token p sees p - window + 1 to
+    p, and without causality also up to p + window - 1. With causality, tokens see only themselves
+    and tokens before them.
     """
     tokens = torch.arange(seq_len - query_len, seq_len)[:, None]
     distance = tokens - torch.arange(seq_len)[None, :]  # how far a column lies in the past
@@ -49,8 +39,6 @@ def attention(
     key, value
         ``[seq_len, num_kv_heads, head_size]``; consecutive query heads share a K/V head. Values
         may have another size.
-    scale
-        Factor of the scores.
     seen
         Bool ``[query_len, seq_len]``, from `visible`.
 
@@ -77,12 +65,8 @@ def attention(
 def uniform_average(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the mean of all values for each token and head: attention that ignores query and keys.
 
-    Parameters
-    ----------
-    query
-        ``[query_len, num_heads, head_size]``, of which only the shape is read.
-    value
-        ``[seq_len, num_kv_heads, head_size]``.
+    Only the shape of the query, ``[query_len, num_heads, head_size]``, is read. The values are
+    ``[seq_len, num_kv_heads, head_size]``.
     """
     group = query.shape[1] // value.shape[1]
     mean = value.double().mean(0).repeat_interleave(group, 0)
@@ -94,16 +78,8 @@ def paged_write(
 ) -> torch.Tensor:
     """Return a plane of the KV cache after rows were written to their slots, one by one.
 
-    Parameters
-    ----------
-    plane
-        ``[num_blocks, block_size, num_kv_heads, head_size]``, which isn't changed.
-    rows
-        ``[tokens, num_kv_heads, head_size]``.
-    slots
-        The slot of each token; tokens with a slot below 0 are not written.
-    block_size
-        Size of a block in tokens.
+    The plane, which isn't changed, is ``[num_blocks, block_size, num_kv_heads, head_size]``, and
+    the rows are ``[tokens, num_kv_heads, head_size]``. Rows with a slot below 0 are not written.
     """
     written = plane.clone()
     for row, slot in zip(rows, slots):
@@ -136,21 +112,10 @@ def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def sums(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
-    """Weight and add each token's rows.
+    """Weight and add each token's rows: float64 ``[T, hidden]``.
 
-    Parameters
-    ----------
-    rows
-        ``[pairs, hidden]``.
-    weights
-        ``[T, k]``.
-    row_of_pair
-        ``[T * k]``, -1 for a pair without a row.
-
-    Returns
-    -------
-    torch.Tensor
-        Float64 ``[T, hidden]``.
+    Rows are ``[pairs, hidden]``, weights ``[T, k]``, and `row_of_pair` ``[T * k]`` is -1 for a pair
+    without a row.
     """
     output = torch.zeros(len(weights), rows.shape[1], dtype=torch.float64)
     for pair, row in enumerate(row_of_pair.tolist()):
@@ -178,8 +143,6 @@ def experts(
         ``[experts, 2 * inner, hidden]``, gates first, and ``[experts, hidden, inner]``.
     weights, ids
         ``[T, k]``; ids of experts outside of the share count as none.
-    share
-        The experts that are computed.
 
     Returns
     -------
@@ -203,14 +166,12 @@ def gating(
     groups: tuple[int, int] = (1, 1),
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute weights and ids of the k experts of each token, one token after the other.
+    """Compute weights (float64) and ids (int64) of each token's k experts, both ``[T, k]``.
 
     Parameters
     ----------
     logits
         ``[T, experts]``.
-    k
-        Number of experts of a token.
     scoring
         ``sigmoid``, whose weights are divided by their sum, or ``softmax``.
     bias
@@ -218,13 +179,6 @@ def gating(
         experts.
     groups
         Number of groups of experts, and how many of them a token chooses from.
-    factor
-        Factor of the weights.
-
-    Returns
-    -------
-    tuple of torch.Tensor
-        Float64 and int64 ``[T, k]``.
     """
     weights, ids = [], []
     number, kept = groups

@@ -80,19 +80,7 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
 
 
 def is_right(name: str, dtype: torch.dtype, put: Put, log: Callable[[str], object]) -> bool:
-    """Return whether an operator gives what its formula says; if not, log why it is off.
-
-    Parameters
-    ----------
-    name
-        The operator's switch.
-    dtype
-        The model's dtype.
-    put
-        Puts a tensor on the device.
-    log
-        Is called with the line.
-    """
+    """Return whether an operator gives what its formula says; if not, log why it is off."""
     probe = probes(dtype)[name]
     return probe_operator(f"fused operator {name}", lambda: probe.call(put), probe.expected, log)
 
@@ -222,7 +210,6 @@ def _vision_attention(dtype: torch.dtype) -> Probe:
 
 
 def _vision_rotary(dtype: torch.dtype) -> Probe:
-    """Probe heads of 80, as vision towers have them."""
     x, angles = _numbers(5, 240, dtype).view(1, 5, 3, 80), _angles(5, 40)
     factors = [torch.cat((f, f), -1)[None, :, None].to(dtype) for f in (angles.cos(), angles.sin())]
 

@@ -32,17 +32,7 @@ def operators() -> Any:
 
 @dataclass(frozen=True)
 class Int8Probe:
-    """One call of an operator, like `vllm_npu_prep.verify.operator_call.Probe`.
-
-    Attributes
-    ----------
-    operator
-        Name of the operator in torch_npu.
-    call
-        Takes a function that puts a tensor on the device, and returns results on the device.
-    expected
-        Returns the same by a formula, in float64 on the host.
-    """
+    """One call of an operator, like `vllm_npu_prep.verify.operator_call.Probe`, and its name."""
 
     operator: str
     call: Callable[[Put], Results]
@@ -182,13 +172,6 @@ def levels(values: torch.Tensor) -> torch.Tensor:
 
 def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
     """Raise unless the device rounds to int8 and multiplies int8 as formulas say.
-
-    Parameters
-    ----------
-    dtype
-        The model's dtype.
-    put
-        Puts a tensor on the device.
 
     Raises
     ------

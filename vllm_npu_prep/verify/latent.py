@@ -38,12 +38,8 @@ class LatentForm:
         Requests with at most `decode_threshold` tokens come first, and are decodes.
     shape
         The layer's sizes on this rank.
-    dtype
-        The dtype of all tensors.
     block_size
         Size of a block in tokens.
-    decode_threshold
-        How many tokens a decode has at most.
     workspace_blocks
         Number of blocks in a chunk of the context.
     """
@@ -78,18 +74,7 @@ def shape_of(
 class LatentStep:
     """A step with random queries and latent rows.
 
-    Parameters
-    ----------
-    form
-        What the step depends on.
-    device
-        Where kernels run.
-    kernels
-        The kernels of the family.
-    mask
-        The constant mask on the device.
-    seed
-        Seed of all random numbers.
+    The mask is the constant mask on the device.
     """
 
     def __init__(
@@ -182,7 +167,6 @@ class LatentStep:
         return planes_of(self.kv_cache, shape)
 
     def run(self) -> Outcome:
-        """Write the step's rows, attend, and compare both with what they should be."""
         form, shape = self.form, self.form.shape
         fresh = [
             torch.cat([rows[first:] for rows, (first, _) in zip(each, form.lengths)]).unsqueeze(1)

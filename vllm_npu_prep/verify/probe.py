@@ -43,12 +43,8 @@ class ProbedLayers:
 
     Attributes
     ----------
-    family
-        Name of their kernel family.
     layer
         Heads of this rank, head size, scale.
-    dtype
-        The dtype of the model and its cache.
     block_size
         Size of a block in tokens; 0 without a cache.
     window
@@ -73,10 +69,7 @@ class ProbedLayers:
     def forms(self, with_padding: bool) -> Iterator[tuple[str, AttentionForm]]:
         """Yield each state that steps of such layers can have, with lengths that show its limits.
 
-        Parameters
-        ----------
-        with_padding
-            Whether full graphs will give attention padding requests.
+        `with_padding` says whether full graphs will give attention padding requests.
         """
         size, window = self.block_size, self.window
         form = AttentionForm(
@@ -113,14 +106,7 @@ def probed_layers(
 ) -> list[ProbedLayers]:
     """Return the different kinds of attention layers of an engine.
 
-    Parameters
-    ----------
-    attn_groups
-        vLLM's attention groups of each KV-cache group, whose builders are this plugin's.
-    layers
-        Attention layers by name.
-    dtype
-        The model's dtype.
+    The groups are vLLM's attention groups of each KV-cache group, with this plugin's builders.
     """
     found: dict[tuple[Any, ...], ProbedLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
@@ -150,14 +136,8 @@ def probed_layers(
 class ProbedLatentLayers:
     """What layers of latent attention have in common, as far as kernels can tell.
 
-    Attributes
-    ----------
-    shape, dtype, block_size
-        The same as in `vllm_npu_prep.verify.latent.LatentForm`.
-    decode_query_len
-        Number of tokens of a decode: one, and one for each draft.
-    masks
-        The engine's own masks.
+    A decode has one token, and one for each draft (`decode_query_len`). The masks are the engine's
+    own.
     """
 
     shape: LatentShape
@@ -170,10 +150,6 @@ class ProbedLatentLayers:
 def probed_latent_layers(
     attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
 ) -> list[ProbedLatentLayers]:
-    """Return the different kinds of latent attention layers of an engine.
-
-    The parameters are those of `probed_layers`.
-    """
     found: dict[tuple[Any, ...], ProbedLatentLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
         builder = group.get_metadata_builder()
@@ -216,12 +192,7 @@ def probe_delta(
 ) -> int:
     """Do for the gated delta rule what `probe_attention` does.
 
-    Parameters
-    ----------
-    heads
-        Numbers of heads of keys and of values, for each kind of layer.
-    device, log
-        The same as there.
+    `heads` has the numbers of heads of keys and of values, for each kind of layer.
     """
     start, number = time.perf_counter(), 0
     for key_heads, value_heads in heads:
@@ -246,26 +217,13 @@ def probe_attention(
 ) -> int:
     """Run every form of attention once, and compare its result and the cache with a formula.
 
-    Parameters
-    ----------
-    kinds
-        The engine's layers, from `probed_layers`.
-    device
-        This rank's device.
-    log
-        Is called with one line at the end.
-    with_padding
-        Whether full graphs will give attention padding requests.
-
-    Returns
-    -------
-    int
-        Number of forms.
+    The number of forms is returned, and one line is logged at the end. `with_padding` says whether
+    full graphs will give attention padding requests.
 
     Raises
     ------
     PrepError
-        If one differs or raises an error. It names the form, what was expected and what to do.
+        If a form differs or raises an error. It names the form, what was expected and what to do.
     """
     start, number = time.perf_counter(), 0
     for kind in kinds:
@@ -327,23 +285,16 @@ def probe_operator(
 ) -> bool:
     """Return whether a fused operator gives what its formula says; if not, log that it is off.
 
+    An operator that raises an error is wrong, too. The caller then uses torch's own operators.
+
     Parameters
     ----------
-    name
-        The operator's name in the line.
     call
         Calls the operator on small tensors; returns one result or several, on the device.
     expected
         Returns the same by a formula, in float64 on the host.
-    log
-        Is called with the line: a logger's `warning`.
     tolerance
         Absolute and relative difference that is allowed; None allows that of the result's dtype.
-
-    Returns
-    -------
-    bool
-        False if it differs or raises an error. The caller then uses torch's own operators.
     """
     try:
         got, wanted = call(), expected()

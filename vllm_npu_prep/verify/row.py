@@ -36,17 +36,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a row found.
-
-    Attributes
-    ----------
-    given
-        The call's sizes, in a few words.
-    expected, got
-        The result by the formula, and the device's.
-    verdict
-        How this is to be taken.
-    """
+    """What a row found: the call's sizes, the formula's result, the device's, and the verdict."""
 
     given: str
     expected: str
@@ -63,16 +53,9 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a row runs.
+    """Where a row runs: this process's device, and its rank among the processes that run the row.
 
-    Attributes
-    ----------
-    device
-        The device of this process.
-    folder
-        A folder that all processes of the command share; it is deleted afterwards.
-    rank, num_ranks
-        This process among those that run the row.
+    All processes of the command share the folder, which is deleted afterwards.
     """
 
     device: Device
@@ -112,8 +95,6 @@ class Row:
         The records that this row tries.
     ranks
         How many processes run it together, each with a device of its own.
-    seconds
-        Time limit.
     instead
         What a user can do without the operator. If it is given, an error is no failure, and the row
         is left out.
@@ -153,14 +134,10 @@ def compare(
     readings: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     where: tuple[str, ...] = ("token", "head", "element"),
 ) -> Outcome:
-    """Compare a result of the device with the formula's.
+    """Compare a result of the device with the formula's, which is on the host.
 
     Parameters
     ----------
-    got
-        A tensor on the device or on the host.
-    expected
-        A tensor of the same shape on the host.
     given
         The call's sizes, for the outcome.
     tolerance

@@ -41,14 +41,8 @@ class AttentionForm:
 
     Attributes
     ----------
-    state
-        Attention state of the step.
     lengths
         For each request the tokens in the cache before the step, and its tokens in the step.
-    layer
-        Heads, head size and scale.
-    dtype
-        The dtype of the model and its cache.
     block_size
         Size of a block in tokens; 0 means that there is no cache.
     window
@@ -58,8 +52,6 @@ class AttentionForm:
     num_padding
         Number of padding requests of a full graph. Each has one token, and is attended to at a
         length of `padding_len` over the null block.
-    padding_len
-        Length of padding requests.
     num_shared
         Number of leading blocks that all requests share.
     """
@@ -114,12 +106,6 @@ class AttentionStep:
 
     Parameters
     ----------
-    form
-        The form of the step.
-    device
-        Where its tensors are.
-    kernels
-        The kernel family that runs it.
     seed
         Steps with other seeds have other values and blocks.
     num_blocks, table_width
@@ -386,7 +372,7 @@ class AttentionStep:
         return torch.cat(parts)
 
     def check_attention(self, output: torch.Tensor) -> Outcome:
-        """Compare the real tokens with the formula."""
+        """Compare the real tokens, without padding, with the formula."""
         expected = self.expected()
         return compare(
             output[: self.num_tokens], expected, str(self.form), readings=self.readings()
@@ -414,7 +400,6 @@ class AttentionStep:
         return cache
 
     def run(self, masks: MaskCache | None = None, cache_only: bool = False) -> Outcome:
-        """Write, attend, and compare both."""
         metadata = self.metadata(masks)
         self.write(metadata)
         output = self.attend(metadata, cache_only)

@@ -91,21 +91,10 @@ def _engine(model: Path, **settings: Any) -> Iterator[Any]:
 
 
 def tokens_of(model: Path, mode: str) -> tuple[list[list[int]], list[list[float]]]:
-    """Generate greedy tokens for each prompt.
+    """Generate greedy tokens for each prompt; return each answer's tokens and their leads in nats.
 
-    The first prompt is answered twice: alone, and with the others.
-
-    Parameters
-    ----------
-    model
-        The model's folder.
-    mode
-        ``"eager"``, or a graph mode of vLLM.
-
-    Returns
-    -------
-    tokens, leads
-        For each answer its tokens, and by how many nats each led.
+    The first prompt is answered twice: alone, and with the others. The mode is ``"eager"``, or a
+    graph mode of vLLM.
     """
     from vllm import SamplingParams
 
@@ -163,7 +152,6 @@ def difference(
 
 
 def main() -> None:
-    """Make the model, and the tokens of this process's device, in the folder that is given."""
     folder = Path(sys.argv[1])
     make_model(folder / MODEL)
     tokens, leads = tokens_of(folder / MODEL, "eager")

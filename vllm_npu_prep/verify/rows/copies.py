@@ -40,7 +40,6 @@ def ring(bench: Bench) -> Outcome:
 
 
 def read_back(bench: Bench) -> Outcome:
-    """Copy samples to the host while later work is issued."""
     back = ReadBack(bench.device, 64, pin_memory=True)
     values = torch.arange(64, dtype=torch.int32, device=bench.device.device)
     found = []

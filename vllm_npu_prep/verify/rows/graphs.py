@@ -72,17 +72,7 @@ class Group:
 
 
 class Model:
-    """Layers of attention, one after another; the layers of all groups take turns.
-
-    Parameters
-    ----------
-    family
-        Name of the kernel family.
-    groups
-        The groups of layers.
-    bench
-        Where the model runs.
-    """
+    """Layers of attention, one after another; the layers of all groups take turns."""
 
     def __init__(self, family: str, groups: list[Group], bench: Bench) -> None:
         self.groups = groups
@@ -97,7 +87,6 @@ class Model:
         ]
 
     def load(self, index: int) -> dict[str, AscendMetadata]:
-        """Load a step, and return the metadata by layer."""
         by_group = {id(group): group.load(index) for group in self.groups}
         return {name: by_group[id(group)] for name, group, _ in self.layers}
 
