@@ -263,6 +263,5 @@ def check_sync_is_possible() -> None:
 
 
 def register_method() -> None:
-    """Let vLLM make `TorchMoEMethod` where it would make its own method."""
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         CustomOp.register_oot(TorchMoEMethod, name=UnquantizedFusedMoEMethod.__name__)

@@ -214,7 +214,6 @@ class SplitProjection(UnquantizedLinearMethod):
         self.parts = parts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the views as the operator wants them: ``[inner, columns]``."""
         super().process_weights_after_loading(layer)
         keep_part_weights(self.parts)
 

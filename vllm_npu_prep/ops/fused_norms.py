@@ -27,7 +27,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def register_implementations() -> None:
-    """Register the implementations of the IR operators, once in a process."""
     for name, implementation, supports in (
         ("rms_norm", _rms_norm, _supports_rms_norm),
         ("fused_add_rms_norm", _fused_add_rms_norm, _supports_fused_add_rms_norm),
@@ -71,7 +70,6 @@ def _fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RMSNorm of ``x + x_residual``, and that sum."""
     del variance_size
     output, _, total = torch.ops.npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
     return output, total

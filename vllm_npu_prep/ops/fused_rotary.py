@@ -69,7 +69,6 @@ def most_columns(head_size: int, rotary_dim: int, is_neox_style: bool) -> int | 
 
 
 def has_more(query: torch.Tensor, most: int | None) -> bool:
-    """Return whether Q, ``[T, N * D]`` or ``[T, N, D]``, has more than `most` columns."""
     return most is not None and math.prod(query.shape[1:]) > most
 
 
@@ -186,7 +185,6 @@ class FusedMRotaryEmbedding(MRotaryEmbedding):
         return rotate(rows, query, key, merged, size, is_neox)
 
     def _merge(self, cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Gather each token's cosines and sines, ``[T, rotary_dim]``, from its sections' rows."""
         of_sections = cache[positions]  # [3, T, rotary_dim]
         columns = self._section_of_column.expand(1, *of_sections.shape[1:])
         return of_sections.gather(0, columns)[0]

@@ -95,7 +95,6 @@ class SoftmaxRouter(_Router):
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights in the dtype of the logits and int32 ids, ``[T, k]`` each."""
         del hidden_states, indices_type, input_ids
         weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(
             router_logits,

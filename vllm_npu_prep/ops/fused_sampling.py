@@ -88,5 +88,4 @@ class FusedTopKTopPSampler(TopKTopPSampler):
 
 
 def limit_drafts_by(sampler: FusedTopKTopPSampler | None) -> None:
-    """Let the rejection sampler limit drafts' logits as a sampler does; with None, as vLLM does."""
     kernels.limit_drafts_by(None if sampler is None else sampler.limit)

@@ -244,7 +244,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Add ``x``, rows of the adapters' embeddings, times B."""
         self.add_expand(y, (x,), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
 
     def add_lora_linear(

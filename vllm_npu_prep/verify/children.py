@@ -110,7 +110,6 @@ class Child:
         return self.process.wait()
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -189,7 +188,6 @@ class Runner:
         return hello
 
     def _drain(self, child: Child, names: list[str]) -> dict[str, Result]:
-        """Let processes, one after another, run these rows, until each row has a result."""
         results: dict[str, Result] = {}
         left = names
         while True:

@@ -17,7 +17,6 @@ EPSILON = 0.3
 
 
 def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
-    """Return the probe of each switch, for models of a dtype."""
     x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
     weight = _numbers(128, 1, dtype, 2)[:, 0]
     npu = torch.ops.npu
@@ -107,7 +106,6 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _angles(rows: int, frequencies: int) -> torch.Tensor:
-    """Return the angle of each position and frequency, float64."""
     position, index = torch.arange(rows).double(), torch.arange(frequencies).double()
     return position[:, None] / 50 ** (index / frequencies)
 

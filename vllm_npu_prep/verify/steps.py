@@ -207,7 +207,6 @@ class AttentionStep:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the step without padding."""
         return sum(self.form.query_lens)
 
     @property
@@ -303,7 +302,6 @@ class AttentionStep:
         return output
 
     def call(self, name: str, output: torch.Tensor, query: torch.Tensor) -> AttentionCall:
-        """Return the call of a layer of this name inside a full graph."""
         return AttentionCall(name, self.kernels, query, self.kv_cache, self.form.layer, output)
 
     # ----------------------------------------------------------------- what it has to give
@@ -360,7 +358,6 @@ class AttentionStep:
         )
 
     def _first_table_row(self) -> torch.Tensor:
-        """Compute attention in which every request reads the blocks of the first one."""
         form, cache = self.form, self.expected_cache()
         parts = []
         for query, seq_len in zip(self.queries, form.seq_lens):
@@ -372,7 +369,6 @@ class AttentionStep:
         return torch.cat(parts)
 
     def check_attention(self, output: torch.Tensor) -> Outcome:
-        """Compare the real tokens, without padding, with the formula."""
         expected = self.expected()
         return compare(
             output[: self.num_tokens], expected, str(self.form), readings=self.readings()

@@ -280,7 +280,6 @@ def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def _shape_of(step: AttentionStep) -> dict[str, Any]:
-    """Return the arguments that all calls of fused attention share."""
     layer = step.form.layer
     return {
         "num_heads": layer.num_heads,
@@ -405,7 +404,6 @@ def cache_write(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def all_padding(family: str, bench: Bench) -> Outcome:
-    """Write with slots of -1 only: nothing may be written."""
     step = AttentionStep(BASE, bench.device.device, make_kernels(family))
     slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=bench.device.device)
     step.kernels.write_kv(step.own(step.keys), step.own(step.values), step.kv_cache, slots)
@@ -436,7 +434,6 @@ def _writes() -> Iterator[Row]:
 
 
 def constant_mask(bench: Bench) -> Outcome:
-    """Compare the constant of the compressed form, bit by bit."""
     family = make_kernels("fia").family
     made = masks_for(family, torch.bfloat16, bench.device.device, 256).constant()
     rows = torch.arange(2048)
@@ -445,7 +442,6 @@ def constant_mask(bench: Bench) -> Outcome:
 
 
 def dense_mask(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Compare the matrix and rows with a window, as atb takes them."""
     family = make_kernels("atb").family
     assert family.mask_values is not None
     parts = []

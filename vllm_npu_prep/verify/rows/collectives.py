@@ -185,7 +185,6 @@ def all_to_all(bench: Bench) -> Outcome:
 
 
 def in_a_graph(bench: Bench) -> Outcome:
-    """Capture a sum, and replay it with new numbers."""
     outcomes = []
     with team(bench):
         x = torch.zeros(1000, device=bench.device.device)

@@ -65,7 +65,6 @@ def events(bench: Bench) -> Outcome:
 
 
 def streams(bench: Bench) -> Outcome:
-    """Run work on three streams that events alone put in order."""
     npu = torch_npu.npu
     main, others = npu.current_stream(), [npu.Stream() for _ in range(2)]
     x = torch.ones(1 << 20, device=bench.device.device)
@@ -87,7 +86,6 @@ def streams(bench: Bench) -> Outcome:
 
 
 def scatter(bench: Bench) -> Outcome:
-    """Try `index_copy_` of int32 by int64 indices: samples and new block-table entries."""
     indices = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:300]
     values = torch.arange(300, dtype=torch.int32) + 7
     target = torch.full((1000,), -5, dtype=torch.int32)
@@ -101,7 +99,6 @@ def scatter(bench: Bench) -> Outcome:
 
 
 def gather(bench: Bench) -> Outcome:
-    """Try `index_select` of int32 rows by int32 indices into a tensor that exists."""
     source = torch.arange(50 * 12, dtype=torch.int32).view(50, 12)
     rows = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(1)).int()
     expected = torch.tensor([source[row].tolist() for row in rows.tolist()], dtype=torch.int32)
@@ -111,7 +108,6 @@ def gather(bench: Bench) -> Outcome:
 
 
 def zeroed(bench: Bench) -> Outcome:
-    """Check a zeroed buffer, and new blocks of a used cache that are zeroed in both planes."""
     buffer = bench.device.zeros(1 << 20)
     empty = torch.zeros(1 << 20, dtype=torch.int8)
     parts = [compare(buffer, empty, "1 MiB of zeros", where=("byte",))]

@@ -78,7 +78,6 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
 
 
 def fused(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Compare every result of an operator's call, as start-up does."""
     probe = probes(dtype)[name]
     given = f"{OPERATORS[name]}, {dtype}"
     results = zip(probe.call(bench.put), probe.expected(), strict=True)

@@ -35,7 +35,6 @@ class Group:
     num_layers: int
 
     def make(self, family: str, device: torch.device, seed: int) -> None:
-        """Make the group's steps, and tensors at fixed addresses through which they take turns."""
         self.kernels = make_kernels(family)
         self.steps = [
             AttentionStep(form, device, self.kernels, seed + i, NUM_BLOCKS, TABLE_WIDTH)
@@ -103,7 +102,6 @@ class Model:
                 call(metadata)
 
     def call(self, attn_metadata: dict[str, AscendMetadata]) -> GraphCall:
-        """Return the call of a step, as the graph wrapper gets it."""
         return GraphCall(self, (attn_metadata,), {}, attn_metadata)
 
     def taken(self) -> list[torch.Tensor]:
@@ -129,7 +127,6 @@ class Model:
 
 
 def pool_for(bench: Bench) -> GraphPool:
-    """Make a pool as the graph wrapper makes it."""
     del bench
     return make_pool("npu", graph_pool("npu"))
 
@@ -189,13 +186,11 @@ def decodes(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def padded_decodes(family: str, bench: Bench) -> Outcome:
-    """Replay a graph that has more rows than requests."""
     forms = [replace(f, num_padding=2) for f in _forms(DECODE_STEPS, DECODE, torch.bfloat16)]
     return replayed([Model(family, [Group(forms, 1)], bench)], len(DECODE_STEPS), bench)
 
 
 def chunks(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Replay a mixed batch whose query lengths change, too."""
     group = Group(_forms(CHUNK_STEPS, CHUNK, dtype), 2)
     return replayed([Model("fia", [group], bench)], len(CHUNK_STEPS), bench)
 
@@ -208,7 +203,6 @@ def windows(lengths: tuple[Any, ...], state: AttentionState, bench: Bench) -> Ou
 
 
 def two_sizes(family: str, bench: Bench) -> Outcome:
-    """Replay graphs of two sizes in turn, with one memory and one workspace."""
     large = Group(_forms(DECODE_STEPS, DECODE, torch.bfloat16), 2)
     small = Group(_forms(tuple(e[:1] for e in DECODE_STEPS), DECODE, torch.bfloat16), 2)
     models = [Model(family, [group], bench) for group in (large, small)]
@@ -216,7 +210,6 @@ def two_sizes(family: str, bench: Bench) -> Outcome:
 
 
 def plain(bench: Bench) -> Outcome:
-    """Replay a graph without attention, which reads its inputs at their addresses."""
     source = bench.put(torch.zeros(64))
     target = torch.zeros_like(source)
 

@@ -38,7 +38,6 @@ def calls(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
 
 
 def int8(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Compare every result of an operator's call, as start-up does."""
     probe = calls(dtype)[name]
     given = f"{probe.operator}, {dtype}"
     results = zip(probe.call(bench.put), probe.expected(), strict=True)
