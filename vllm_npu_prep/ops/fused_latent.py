@@ -5,7 +5,7 @@ of each head in place, and transposes around its products with latent weights. O
 slices first. Here a projection gives each part as a tensor of its own, in one launch; for that, the
 rows of the queries' projection are put in the order of its parts when weights are loaded. The
 operator that multiplies heads by latent weights transposes by itself. int8 products have one result
-only, which one more launch splits.
+only, whose parts are then copied one by one.
 
 ``npu_mla_prolog`` to ``_v3`` would do everything from the projection to the cache write in one
 launch. They are not used, because their demands don't fit (Ascend/op-plugin's documentation;
@@ -250,9 +250,8 @@ def project(layer: Any, x: Any) -> list[torch.Tensor]:
 def split_columns(rows: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """Copy columns of rows ``[T, sum(sizes)]`` into tensors of their own.
 
-    torch_npu launches one kernel for up to 32 parts (op-plugin,
-    ``SplitWithSizesCopyNpuOpApi.cpp``). The operators that read the parts would copy strided
-    slices, too.
+    Each part is a launch, for up to 32 parts (op-plugin, ``SplitWithSizesCopyNpuOpApi.cpp``). The
+    operators that read the parts would copy strided slices, too.
     """
     parts = [rows.new_empty(len(rows), size) for size in sizes]
     torch.ops.aten.split_with_sizes_copy.out(rows, sizes, -1, out=parts)

@@ -59,7 +59,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend in one launch for each `MAX_LENGTHS` sequences."""
+        """Attend in one launch for up to `MAX_LENGTHS` sequences."""
         del max_seqlen, sequence_lengths
         batch, query_len = query.shape[:2]
         if not self._is_fused or max(batch * query_len, batch * key.shape[1]) > MAX_TOKENS:
