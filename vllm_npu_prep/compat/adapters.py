@@ -66,7 +66,7 @@ class AdapterLoads:
 
         def hash_loaded(request: "Request") -> list[Any]:
             adapter = request.lora_request
-            if adapter is not None and load_of(request) is None:  # it arrives
+            if adapter is not None and load_of(request) is None:  # it has just arrived
                 _set_load(request, self._held.get(adapter.lora_int_id))
                 if load_of(request) is None:
                     return []

@@ -189,7 +189,7 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
             self.unsent = deque[int]()  # type: ignore[attr-defined]
         unsent: deque[int] = self.unsent  # type: ignore[attr-defined]
         references = self._shm_cache.writer_flag
-        while unsent:  # here, as one thread alone may write
+        while unsent:  # here, because only one thread may write
             number = unsent.popleft()
             if number in references:  # else the cache was cleared
                 references[number] -= 1

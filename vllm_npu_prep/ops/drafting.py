@@ -127,7 +127,7 @@ def copy_and_expand_eagle_inputs(
     num_output_tokens = total_input_tokens + num_reqs * added
     query_start = query_start_loc[:num_reqs]
     query_lens = query_start_loc[1 : num_reqs + 1] - query_start  # [num_reqs]
-    requests = torch.arange(num_reqs, device=device)  # each one's rows move by `added` more
+    requests = torch.arange(num_reqs, device=device)  # a request's rows move by `added` more
     new_tokens = torch.add(query_end_loc, requests, alpha=added)  # [num_reqs]
     if not shift_input_ids:
         new_tokens.add_(1)

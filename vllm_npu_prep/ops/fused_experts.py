@@ -269,8 +269,8 @@ def compute_experts(
         x,
         ids,
         active_num=ids.numel(),
-        # One more than there are: padding's id is not above it, and the range is never the whole,
-        # for which kernels take every pair as active.
+        # One more expert than there are: padding's id must not be above it, and the active range
+        # must not be the whole, because kernels would then take every pair as active.
         expert_num=owned.num_experts + 1,
         expert_tokens_num_type=SIZES,
         expert_tokens_num_flag=True,

@@ -61,7 +61,7 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         halves = by_head.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         order = torch.cat([half.flatten() for half in halves])
         of_queries, rows = [h.numel() for h in halves], [self.kv_lora_rank, self.qk_rope_head_dim]
-        # Decodes want heads of zeros beside these; rotated halves come with theirs, at no cost.
+        # Decodes want heads of zeros, too; the rotated halves' are projected with them, at no cost.
         attention: Any = self.mla_attn.impl
         zeros = (attention.decode_shape.num_heads - heads) * self.qk_rope_head_dim
         if self.q_lora_rank is not None:
@@ -227,7 +227,7 @@ def keep_part_weights(parts: ProjectionParts) -> None:
     if num_zeros:
         padded = weight.new_zeros(len(weight) + num_zeros, weight.shape[1])
         padded[: len(weight)] = weight
-        layer.weight.data = padded[: len(weight)]  # as large as in files, for new weights
+        layer.weight.data = padded[: len(weight)]  # the size of the files' weight, for a reload
         weight, sizes = padded, [*sizes[:-1], sizes[-1] + num_zeros]
     layer.part_sizes, layer.part_weights = sizes, [part.t() for part in weight.split(sizes)]
 

@@ -46,8 +46,9 @@ def rows_until_rejected(
         index.clamp_(max=len(tokens) - 1)
         rows = torch.where(is_past, bonus, tokens[index])
         ends = rejected[index].logical_or_(is_past)
-    # More ends up to a place than at it: one is before it. Counted by a sum of int8, because NPUs
-    # compute `cumprod` on their AI CPU, which is slow, and `aclnnCumsum` takes no bool.
+    # An end lies before a place if there are more ends up to the place than at it. They are counted
+    # by a sum of int8, because NPUs compute `cumprod` on their AI CPU, which is slow, and
+    # `aclnnCumsum` takes no bool.
     num_ends = ends.view(torch.int8).cumsum(1, dtype=torch.int32)
     return rows.masked_fill_(num_ends > ends, PLACEHOLDER)
 

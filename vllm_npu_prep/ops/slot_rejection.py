@@ -63,7 +63,8 @@ def verify_drawn_drafts(
     of_drafter = of_drafter.log_softmax(-1)
     of_target = target_logits.log_softmax(-1)
     tokens = draft_token_ids.long().clamp(min=0)[:, None]
-    # As a difference, so that equal probabilities reject nothing: no token would have an excess
+    # A difference of logarithms is 0 for equal probabilities, which have to reject nothing, because
+    # no token has an excess
     of_drafts = of_target.gather(1, tokens) - of_drafter.gather(1, tokens)
     are_accepted = of_drafts[:, 0] > uniform.log()
     are_accepted.masked_fill_(is_none | are_greedy, False)

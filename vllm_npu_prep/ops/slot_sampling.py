@@ -188,7 +188,7 @@ def forbid_bad_words(
     start, end = offsets.gather(1, word), offsets.gather(1, word + 1)
     is_last = in_word & (place == end - 1) & (words < logits.shape[1])
     known, prompt = total_len[slots].long()[:, None], prompt_len[slots].long()[:, None]
-    # The prefix of a word ends where the output does
+    # The tokens before a word's last one have to be the end of the output
     local_pos = expanded_local_pos.long()[:, None]
     at = known + local_pos - (end - 1 - start) + (place - start)
     output = all_token_ids[slots].gather(1, at.clamp(0, all_token_ids.shape[1] - 1)).long()
@@ -312,7 +312,7 @@ def apply_grammar_bitmask(
     is_there = place < cu_num_logits[reqs + 1] - first
     rows = torch.where(is_there, first + place, 0).long()
     forbidden = ~_unpacked(bitmask, vocab_size) & is_there[:, None]
-    # By addition: a row that isn't there adds nothing to row 0
+    # By addition, so that a row that isn't there changes nothing in row 0
     logits.index_add_(0, rows, torch.where(forbidden, -INFINITY, 0.0).to(logits.dtype))
 
 

@@ -103,7 +103,7 @@ def end_thinking(
     budget = budgets[slots]
     num_thought = length - start - len(markers.start)
     is_over = (start > end) & (budget >= 0) & (num_thought >= budget)
-    # The end may have begun already: its next token comes
+    # If the end has begun already, its next token is forced
     tokens = torch.full_like(slots, forced[0])
     for begun in range(1, len(forced)):
         tokens.masked_fill_(_equal(tail[:, size - begun :], forced[:begun]), forced[begun])

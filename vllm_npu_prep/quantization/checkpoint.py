@@ -174,7 +174,7 @@ def check_compressed(
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
         if _drafts(served_name(module, num_decoder_layers), num_decoder_layers):
-            continue  # drafts, and is served as it is
+            continue  # it drafts, and is served as it is
         if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
             raise PrepError(
                 f"{folder / entry.file}: the weight of {module} is {entry.dtype}, int8 is "

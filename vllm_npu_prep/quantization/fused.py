@@ -268,7 +268,7 @@ def _fuse_norms(decoder: Any) -> None:
         _fuse_norm(decoder, "input_layernorm", attention.qkv_proj)
     if _is_known(attention, LATENT_ATTENTIONS):
         wrapper = attention.mla_attn
-        # Ranks that cut rows among them exchange what the norm gives.
+        # With sequence parallelism, ranks exchange the norm's result.
         is_whole = not getattr(decoder, "use_sequence_parallel_moe", False)
         if is_whole and getattr(wrapper, "is_split", False):
             _fuse_norm(decoder, "input_layernorm", *wrapper.readers())

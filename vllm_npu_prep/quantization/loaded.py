@@ -53,7 +53,7 @@ def dequantize(layer: Any) -> None:
     if not isinstance(getattr(layer, "int8", None), Int8Linear):
         return
     weight = layer.weight.detach().float() * layer.channel_scale[:, None]  # [N, K]
-    if layer.weight.dtype == dtype_of(layer):  # new weights: levels, where these were before
+    if layer.weight.dtype == dtype_of(layer):  # a reload has put int8 levels into it
         layer.weight.data.copy_(weight)
     else:
         layer.weight = nn.Parameter(weight.to(dtype_of(layer)), requires_grad=False)

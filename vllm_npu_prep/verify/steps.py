@@ -154,7 +154,7 @@ class AttentionStep:
         form = self.form
         size = form.block_size or 1
         counts = [-(-seq_len // size) for seq_len in form.seq_lens] if form.block_size else []
-        # As many as all rows of the table name together, which documentation demands
+        # As many as all rows of the table name together: the documentation demands it
         self.num_blocks = num_blocks or sum(counts) + form.num_padding + 2
         owned = iter((torch.randperm(self.num_blocks - 1, generator=self._generator) + 1).tolist())
         width = table_width or max(counts, default=1) + 1

@@ -148,7 +148,7 @@ def replayed(models: list[Model], num_steps: int, bench: Bench) -> Outcome:
     pool = pool_for(bench)
     graphs = [captured(model, pool, bench) for model in models]
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for index in [*range(num_steps), 0]:  # the first one again: nothing of the others may stay
+    for index in [*range(num_steps), 0]:  # the first again: nothing of the others may be left
         for number, (model, graph) in enumerate(zip(models, graphs)):
             graph.replay(model.call(model.load(index)))
             outputs[number, index] = model.taken()
