@@ -1,4 +1,8 @@
-"""The emulator's functions for Python code inside an emulated command."""
+"""The emulator's functions for Python code inside an emulated command.
+
+They count the device's work, make kernels fail, and register references: Python functions that run
+wherever torch_npu would launch a kernel.
+"""
 
 import ctypes
 import functools
@@ -22,7 +26,7 @@ PlacementCheck = Callable[[str, Mapping[str, bool], str], None]
 
 @dataclass
 class Counts:
-    """Counts of the device's work; fields in the order of native/runtime/report.h."""
+    """Counts of the device's work; the fields have the order of native/runtime/report.h."""
 
     h2d_copies: int = 0
     h2d_bytes: int = 0
@@ -31,12 +35,12 @@ class Counts:
     d2d_copies: int = 0
     d2d_bytes: int = 0
     staged_copies: int = 0
-    """Asynchronous host-to-device copies from pageable memory, also part of ``h2d_copies``."""
+    """Asynchronous host-to-device copies from pageable memory, which are also in ``h2d_copies``."""
     staged_bytes: int = 0
     launches: int = 0
     """Kernels launched or captured; replaying a graph doesn't count its kernels again."""
     hidden_copies: int = 0
-    """Copies that operators make of strided tensors, by a kernel of their own each; not in
+    """Copies that operators make of strided tensors, each by a kernel of its own; they are not in
     ``launches``."""
     graph_launches: int = 0
     syncs: int = 0
@@ -44,12 +48,11 @@ class Counts:
     event_waits: int = 0
     hazards: int = 0
     errors: int = 0
-    """Calls refused as misuse."""
+    """Calls that were refused as misuse."""
     peak_memory_bytes: int = 0
-    """Most memory in use since the process started, not per region."""
+    """Most memory in use since the process started, also where a region is counted."""
 
     def nonzero(self) -> dict[str, int]:
-        """Return the fields that aren't 0, for messages."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
@@ -82,7 +85,7 @@ class count:  # noqa: N801 - used as a statement: with count() as c
 
 
 def counters() -> Counts:
-    """Counters of this process since it started."""
+    """Return the counters of this process since it started."""
     runtime = _runtime()
     _drain_task_queue()
     values = (ctypes.c_uint64 * len(fields(Counts)))()
@@ -91,26 +94,26 @@ def counters() -> Counts:
 
 
 def is_active() -> bool:
-    """Whether this process runs under `ascend-emulator`."""
+    """Return whether this process runs under `ascend-emulator`."""
     return LIBRARIES in os.environ
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether a tensor that a reference was given is device memory and not a host argument."""
+    """Return whether a tensor that a reference was given is device memory, not a host argument."""
     return bool(_runtime().emulator_is_alias(ctypes.c_void_p(tensor.data_ptr())))
 
 
 def touch(cache: Any, block_ids: Any, write: bool = False) -> None:
-    """Say which blocks of a `paged` argument a reference touches; for the order between streams.
+    """Say which blocks of a `paged` argument a reference touches, for the order between streams.
 
     Parameters
     ----------
     cache
         ``[num_blocks, ...]``, as the reference was given it.
     block_ids
-        Integers, of any shape, in any order.
+        Integers of any shape, in any order.
     write
-        Whether it writes them.
+        Whether the reference writes the blocks.
     """
     if not is_active() or not block_ids.numel() or not is_on_device(cache):
         return
@@ -134,12 +137,12 @@ def fail_kernel(name: str, skip: int = 0, times: int = 1) -> None:
     Parameters
     ----------
     name
-        Of the kernel in reports: ``aten::add`` say, or ``npu::npu_rms_norm``.
+        Name of the kernel in reports: ``aten::add`` say, or ``npu::npu_rms_norm``.
     skip
-        How many runs of it succeed before; those that were launched earlier and wait in their
-        stream count, too.
+        How many runs of it succeed before; runs that were launched earlier and wait in their stream
+        count, too.
     times
-        How many fail then; with 0, none that an earlier call asked for.
+        How many runs fail then; with 0, none fails that an earlier call asked for.
 
     Raises
     ------
@@ -154,10 +157,10 @@ def fail_kernel(name: str, skip: int = 0, times: int = 1) -> None:
 
 
 def let_run() -> None:
-    """Wait until the current device has run what was launched, which orders nothing.
+    """Wait until the current device has run what was launched, without ordering anything.
 
-    As a program that has waited long enough: all has run, and it can't know. No sync is counted,
-    and none of the device's errors is raised.
+    The program is like one that has waited long enough: everything has run, and it can't know. No
+    sync is counted, and none of the device's errors is raised.
     """
     _drain_task_queue()
     _runtime().emulator_let_run()
@@ -184,10 +187,9 @@ def register_reference(
     stands for the argument at its position.
 
     Results are returned, as many as the schema has and of its types. Their shapes and dtypes must
-    be those of torch_npu's Meta function, `None` leaves a tensor unwritten, and an operator without
-    Meta function makes the caller wait for them.
-    Arguments that the schema marks as written, and `out`, are written in place. An exception
-    surfaces at the next sync.
+    be those of torch_npu's Meta function; `None` leaves a tensor unwritten. An operator without a
+    Meta function makes the caller wait for its results. Arguments that the schema marks as written,
+    and `out`, are written in place. An exception surfaces at the next sync.
 
     Parameters
     ----------
@@ -200,25 +202,26 @@ def register_reference(
     written
         Arguments that the operator writes although its schema doesn't say so.
     check_placement
-        Called before the function with the operator's name, whether each tensor is on the host (by
-        argument name), and the overload; raises when one is on the wrong side.
+        Is called before the function with the operator's name, whether each tensor is on the host
+        (by argument name), and the overload; it raises when a tensor is on the wrong side.
     on_host
-        For an operator that launches nothing, one that sizes a workspace say: gets the device's
-        tensors, whose values it can't see, and returns device tensors. The reference then serves
-        calls with tensors of the CPU only.
+        For an operator that launches nothing, for example one that sizes a workspace: takes the
+        device's tensors, whose values it can't see, and returns device tensors. The reference then
+        serves calls with tensors of the CPU only.
     contiguous
         Tensor arguments that the operator copies if they are strided, each by a kernel of its own,
-        which `Counts.hidden_copies` counts. Without this: all that it doesn't write, as most do.
+        which `Counts.hidden_copies` counts. None means all that it doesn't write, as most operators
+        do.
     paged
-        Caches in blocks, of which it touches some alone. The function calls `touch` with them;
-        otherwise an operator counts as touching all that it is given.
+        Caches in blocks, of which the operator touches only some. The function calls `touch` with
+        them; otherwise an operator counts as touching all that it is given.
     block_ids
         Arguments that say which blocks; without one of them a call touches everything.
 
     Raises
     ------
     EmulatorError
-        When torch_npu has no such operator.
+        If torch_npu has no such operator.
     """
     import torch
 
@@ -260,7 +263,7 @@ def install() -> None:
 
 
 def _install_references(module: Any) -> None:
-    """Let a module register its references, which it may also have done when it was imported."""
+    """Let a module register its references, if it hasn't done so when it was imported."""
     if hasattr(module, "install"):
         check = getattr(module, "check_placement", None)
         module.install(functools.partial(register_reference, check_placement=check))
@@ -300,7 +303,7 @@ def _is_written(argument: Any, also: Sequence[str]) -> bool:
 
 
 def _checked(schema: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Form of an operator that runs on the host, with its results checked."""
+    """Wrap the form of an operator that runs on the host, so that its results are checked."""
 
     @functools.wraps(function)
     def checked(*given: Any, **keywords: Any) -> Any:
@@ -317,7 +320,7 @@ def _as_in_schema(schema: Any, result: Any, may_be_none: bool) -> Any:
     Raises
     ------
     EmulatorError
-        Names the operator, what was returned and what the schema has.
+        If they are not. It names the operator, what was returned and what the schema has.
     """
     import torch
 
@@ -361,7 +364,7 @@ def _is_of_type(value: Any, declared: str) -> bool:
 def _binder(
     schema: Any, signature: inspect.Signature
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Function that passes a schema's arguments by name, as far as the reference takes them."""
+    """Make a function that passes a schema's arguments by name, if the reference takes them."""
     parameters = list(signature.parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {argument.name for argument in schema.arguments}
@@ -423,7 +426,7 @@ def _load_atb() -> None:
 
 
 def _flush_at_hard_exit() -> None:
-    """Write the report before os._exit, too, by which most of vLLM's processes end."""
+    """Let os._exit write the report, too: most of vLLM's processes end by it."""
     hard_exit = os._exit
 
     def flush_and_exit(status: int) -> None:

@@ -1,11 +1,11 @@
 """Known silent misbehaviour of kernels, switched on by name.
 
 Each fault changes one value at one point of the references; `FAULTS` is the whole list. A reference
-passes its value through `apply` with the name of the point. None is on unless
+passes its value through `apply` with the name of the point. No fault is on unless
 ``NPU_EMULATOR_FAULTS`` names it, which is read once in a process; `using` replaces the choice for a
 block of code.
 
-To add one: a line in `FAULTS`, and an `apply` in the reference if its point is new.
+To add a fault, add a line to `FAULTS`, and an `apply` to the reference if its point is new.
 """
 
 import functools
@@ -39,13 +39,14 @@ class Fault(NamedTuple):
     Attributes
     ----------
     name
-        What ``--fault`` takes.
+        The name that ``--fault`` takes.
     description
         What the kernel does wrong.
     point
         Where a reference lets it happen.
     change
-        Function of the value at this point, and of the context that the reference passes.
+        Takes the value at this point and the context that the reference passes, and returns the
+        wrong value.
     """
 
     name: str
@@ -179,7 +180,6 @@ FAULTS = {
         ),
     )
 }
-"""Every fault by name."""
 
 
 def check(names: Iterable[str]) -> frozenset[str]:
@@ -188,7 +188,7 @@ def check(names: Iterable[str]) -> frozenset[str]:
     Raises
     ------
     EmulatorError
-        Lists the faults if one of the names is none.
+        If one of the names is no fault; it lists the faults.
     """
     chosen = frozenset(names)
     if unknown := sorted(chosen - set(FAULTS)):
@@ -201,7 +201,6 @@ _replaced: ContextVar[frozenset[str] | None] = ContextVar("faults", default=None
 
 
 def active() -> frozenset[str]:
-    """Names of the faults that are on."""
     replaced = _replaced.get()
     return _of_process() if replaced is None else replaced
 
@@ -224,14 +223,7 @@ def using(*names: str) -> Iterator[None]:
 def apply(point: str, value: Any, **context: Any) -> Any:
     """Return a value as the active faults of a point leave it.
 
-    Parameters
-    ----------
-    point
-        `Fault.point`.
-    value
-        What the reference goes on with.
-    context
-        What the faults of this point need to know; the same names for all of them.
+    The context is what the faults of this point need to know; all of them get the same names.
     """
     if names := active():
         for fault in FAULTS.values():

@@ -19,11 +19,11 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 DELAYS = ("none", "equal", "skewed")
 HAZARDS = ("error", "warn")
 FEWEST_STREAMS = 2
-"""torch_npu creates two when it is initialised."""
+"""torch_npu creates this many streams when it is initialised."""
 STREAMS_OF_A_DEVICE = 2048
-"""Of A2 and A3; vllm-ascend's stream budget begins with 1800 of them."""
+"""Streams of A2 and A3; vllm-ascend's stream budget begins with 1800 of them."""
 MOST_STREAMS = 1 << 15
-"""Of A3 with driver 25.5.1 and CANN 8.5, and newer ones: so many graphs were captured there
+"""Streams of A3 from driver 25.5.1 and CANN 8.5 on: so many graphs were captured there
 (vllm-project/vllm-ascend 9572, 9962)."""
 
 CHIPS = (
@@ -61,7 +61,7 @@ class Options:
     soc: str = "Ascend910B1"
     """Name that the runtime reports; torch_npu and plugins derive the generation from it."""
     profile: str = profiles.DEFAULT
-    """Whose kernels, and whose word, the references follow."""
+    """Profile whose kernels, and whose word, the references follow."""
     cann: str = profiles.PROFILES[profiles.DEFAULT].cann
     """CANN version that the runtime reports."""
     driver: str = "25.5.1"
@@ -70,11 +70,11 @@ class Options:
     memory_bytes: int = 8 * GIB
     """Memory of one device; host memory is only used for what is written."""
     streams: int = 2048
-    """Streams of one device, those that captured graphs hold included."""
+    """Streams of one device, with those that captured graphs hold."""
     hccl_streams: int = 2
     """Streams that a communication group holds in each graph that it is captured in."""
     delay: str = "none"
-    """Wait before each task: none, the same on all streams, or different per stream."""
+    """Wait before each task: none, the same on all streams, or a different one for each stream."""
     hazards: str = "error"
     """Whether a hazard makes the next sync fail or is only reported."""
     trace: bool = False
@@ -85,17 +85,13 @@ class Options:
     references: tuple[str, ...] = ()
     """Modules with operator references, imported after torch_npu in every process."""
     faults: tuple[str, ...] = ()
-    """Silent misbehaviour of kernels that is switched on, names of `ascend_emulator.faults`."""
+    """Silent misbehaviour of kernels that is switched on: names of `ascend_emulator.faults`."""
 
     def environment(self, libraries: Path, report_folder: Path) -> dict[str, str]:
-        """Environment variables for the command.
+        """Return environment variables for the command.
 
-        Parameters
-        ----------
-        libraries
-            Folder of the built libraries.
-        report_folder
-            Folder in which each process writes its part of the report.
+        `libraries` is the folder of the built libraries; each process writes its part of the report
+        to `report_folder`.
         """
         return {
             SOC: self.soc,
@@ -124,7 +120,7 @@ def check_soc(soc: str) -> str:
     Raises
     ------
     EmulatorError
-        If it is not among `CHIPS`; suggests the closest one.
+        If it is not among `CHIPS`; it suggests the closest one.
     """
     if soc not in CHIPS:
         near = difflib.get_close_matches(soc, CHIPS, n=1)
@@ -171,7 +167,6 @@ def check_streams(streams: int, hccl_streams: int) -> None:
 
 
 def streams_of(soc: str, driver: str, cann: str) -> int:
-    """Streams that a device has by its chip, driver and CANN."""
     version = [int(number) for number in re.findall(r"\d+", driver)]
     release = [int(number) for number in re.findall(r"\d+", cann)]
     holds_many = soc.startswith("Ascend910_93") and version >= [25, 5, 1] and release >= [8, 5]
@@ -185,7 +180,7 @@ def write_driver_info(folder: Path, version: str) -> None:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of a size such as ``512M`` or ``8G`` (binary units).
+    """Return the bytes of a size such as ``512M`` or ``8G`` (binary units).
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Profiles: which release's kernels stand behind an operator, and whose word decides.
 
 A profile is read once in a process, from ``NPU_EMULATOR_PROFILE``; `using` replaces it for a block
-of code, which tests of the references do.
+of code, as tests of the references do.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Profile:
     Attributes
     ----------
     name
-        What ``--profile`` takes.
+        The name that ``--profile`` takes.
     release
         CANN release whose published sources decide which kernel is called and what it demands.
     cann
@@ -47,17 +47,17 @@ PROFILES = {
         Profile("docs", "9.1", "9.1.0", documentation=True),
     )
 }
-"""Profiles by name; the first is the default."""
+"""Profiles by name; the first one is the default."""
 DEFAULT = next(iter(PROFILES))
 
 
 def find(name: str) -> Profile:
-    """Profile of a name.
+    """Return the profile of a name.
 
     Raises
     ------
     EmulatorError
-        Lists the profiles if there is none of this name.
+        If there is no profile of this name; it lists the profiles.
     """
     if name not in PROFILES:
         raise EmulatorError(
@@ -70,7 +70,7 @@ _replaced: ContextVar[Profile | None] = ContextVar("profile", default=None)
 
 
 def current() -> Profile:
-    """Profile of this process, or of the `using` block around the call."""
+    """Return the profile of this process, or of the `using` block around the call."""
     return _replaced.get() or _of_process()
 
 
@@ -91,5 +91,5 @@ def using(name: str) -> Iterator[Profile]:
 
 @functools.cache
 def cube_cores() -> int:
-    """Cube cores of the chip, as the runtime reports them (`native/runtime/device.cpp`)."""
+    """Return the number of the chip's cube cores, as `native/runtime/device.cpp` reports it."""
     return 8 if os.environ.get(SOC, "").startswith("Ascend310") else 24

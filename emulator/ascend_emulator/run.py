@@ -39,13 +39,10 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command on emulated devices.
+    """Run a command on emulated devices, and return its exit code.
 
-    Returns
-    -------
-    int
-        The command's exit code; `HAZARD_EXIT_CODE` if it succeeded in spite of a hazard; 2 if it
-        could not be started, which prints one line and no traceback.
+    The code is `HAZARD_EXIT_CODE` if the command succeeded in spite of a hazard, and 2 if it could
+    not be started, which prints one line and no traceback.
     """
     try:
         return emulate(parser().parse_args(argv))
@@ -55,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command."""
     defaults = Options()
     parser = argparse.ArgumentParser(
         prog="ascend-emulator",
@@ -146,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Build if needed, run the command, and report; returns the command's exit code."""
+    """Build if needed, run the command, and report; return the command's exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
         raise EmulatorError("no command given: ascend-emulator [options] -- COMMAND ...")

@@ -68,10 +68,7 @@ def check_vllm_version() -> None:
 def activate_platform() -> str | None:
     """Decide whether vLLM should use the plugin's platform, and prepare for it.
 
-    Returns
-    -------
-    str or None
-        The platform class; None if another platform of vLLM works and nobody asked for this one.
+    The result is None if another platform of vLLM works and nobody asked for this one.
     """
     _freeze_modules()
     try:
@@ -97,12 +94,9 @@ def activate_platform() -> str | None:
 
 
 def prepare_process() -> bool:
-    """Apply the patches that every process of an engine needs; the platform is known by now.
+    """Apply the patches that every process of an engine needs, and return whether it needs them.
 
-    Returns
-    -------
-    bool
-        Whether the platform is this plugin's.
+    vLLM has chosen its platform by now; if that is another one, nothing is patched.
     """
     from vllm.platforms import current_platform
 
@@ -138,8 +132,8 @@ def prepare_process() -> bool:
 def _freeze_modules() -> None:
     """Speed up start-up: exempt the million imported objects from garbage collection.
 
-    Imports trigger full collections, loading and profiling request more, and each visits all of
-    them: a quarter of an engine's start. We do this only in vLLM's own processes, as a user's
+    Imports trigger full collections, loading and profiling request more, and each visits all
+    objects: a quarter of an engine's start. We do this only in vLLM's own processes, as a user's
     objects aren't ours to freeze; for an engine in the user's process, `NPUWorker` does it.
     """
     if multiprocessing.parent_process() or "vllm.entrypoints.cli.main" in sys.modules:
@@ -147,7 +141,6 @@ def _freeze_modules() -> None:
 
 
 def _other_platform_works() -> bool:
-    """Whether vLLM's own CUDA, ROCm, TPU, XPU or CPU platform can run on this machine."""
     from vllm.platforms import builtin_platform_plugins
 
     for detect in builtin_platform_plugins.values():
@@ -158,9 +151,9 @@ def _other_platform_works() -> bool:
 
 
 def _let_segments_expand() -> None:
-    """Have torch_npu's allocator extend its segments, which keeps memory from fragmenting.
+    """Let torch_npu's allocator extend its segments, which keeps memory from fragmenting.
 
-    It reads the variable when it first allocates, in each process. A value of the user's stays.
+    The allocator reads the variable when it first allocates, in each process. A user's value stays.
     Sleep mode and pluggable allocators don't work with it; both are refused or absent here. Graph
     pools do: vllm-project/vllm-ascend captures with this default (``platform.py``).
 
@@ -183,7 +176,7 @@ def _select_runner() -> None:
 
 
 def _switch_off_aot_compile() -> None:
-    """Compiling ahead of time needs Inductor, which this platform doesn't have.
+    """Switch off compiling ahead of time, which needs Inductor; this platform doesn't have it.
 
     vLLM would notice when it compiles, and go on to hash its whole config in every step to look for
     what was never saved (``support_torch_compile``): 10 ms a step.

@@ -1,11 +1,11 @@
-"""LoRA adapters by what was loaded: a request computes with one load of its adapter, and finds
-cached blocks of that load alone.
+"""LoRA adapters by what was loaded: a request finds cached blocks of its adapter's weights alone.
 
 vLLM knows an adapter by its name, its path and its number. The weights change under all three: a
 folder is overwritten, an adapter is removed and its number given to another, a rank that has no
 room for one more drops an adapter and reads its folder again in the middle of a step. Here a load
-is a digest of the weights that ranks hold. The engine asks its ranks for it before a request
-begins, names blocks by it, and has requests begin anew whose adapter was exchanged meanwhile.
+is a digest of the weights that ranks hold, and a request computes with one load from beginning to
+end. The engine asks its ranks for the load before a request begins, names blocks by it, and lets
+requests begin anew whose adapter was exchanged meanwhile.
 """
 
 import functools
@@ -32,18 +32,16 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class AdapterLoads:
     """What the ranks of an engine hold of adapters.
 
-    Ranks read an adapter when they are asked to, here or by ``add_lora``, and in no step: before
-    they read one more, those in use are touched, so that the one that has to go is another.
+    Ranks read an adapter when they are asked to, here or by ``add_lora``, and never in a step:
+    before they read one more, those in use are touched, so that another one has to go.
 
     Parameters
     ----------
-    scheduler
-        The engine's.
     load
-        Has each rank hold adapters, in this order, and returns what it holds then: a load by the
-        adapter's number, one dict a rank.
+        Lets each rank hold these adapters, in this order, and returns what it holds then: one dict
+        for each rank, of loads by the adapter's number.
     max_loras
-        Adapters that a step may have.
+        How many adapters a step may have.
     """
 
     def __init__(
@@ -59,13 +57,16 @@ class AdapterLoads:
     def hashing(
         self, hash_blocks: "Callable[[Request], list[Any]] | None"
     ) -> "Callable[[Request], list[Any]] | None":
-        """The engine's function that hashes blocks, for requests whose load is known."""
+        """Wrap the engine's function that hashes blocks: only known loads are hashed.
+
+        A request whose load isn't known yet gets no hashes.
+        """
         if hash_blocks is None:
             return None
 
         def hash_loaded(request: "Request") -> list[Any]:
             adapter = request.lora_request
-            if adapter is not None and load_of(request) is None:  # it arrives
+            if adapter is not None and load_of(request) is None:  # it has just arrived
                 _set_load(request, self._held.get(adapter.lora_int_id))
                 if load_of(request) is None:
                     return []
@@ -74,7 +75,7 @@ class AdapterLoads:
         return hash_loaded
 
     def watch(self) -> None:
-        """Have the scheduler, vLLM's or ours, ask before it schedules a request that waits."""
+        """Let the scheduler, vLLM's or ours, ask `is_ready` before it schedules a request."""
         scheduler: Any = self._scheduler
         schedule, may_go_on = scheduler.schedule, scheduler._handle_blocked_waiting_request
 
@@ -90,12 +91,12 @@ class AdapterLoads:
         scheduler._handle_blocked_waiting_request = handle_blocked_waiting_request
 
     def is_ready(self, request: "Request") -> bool:
-        """Whether a waiting request can be scheduled, with what ranks hold of its adapter now.
+        """Return whether a waiting request can be scheduled, with what ranks hold of its adapter.
 
-        What it has of another load is given back. An adapter that nobody holds is read, unless it
-        is one too many beside those in use; if it can't be read, its request ends with an error.
-        A request that lost its blocks between steps waits for the step that tells of it, as one
-        that is preempted in a step does: a connector can't load for it before.
+        Blocks that it has of another load are given back. An adapter that nobody holds is read,
+        unless it is one too many beside those in use; if it can't be read, its request ends with an
+        error. A request that lost its blocks between steps waits for the step that tells of it, as
+        one that is preempted in a step does: a connector can't load for it before.
         """
         adapter: Any = request.lora_request
         number = adapter.lora_int_id
@@ -119,7 +120,6 @@ class AdapterLoads:
         return True
 
     def _read(self, request: "Request") -> None:
-        """Have ranks read the adapter of a request, if it finds room."""
         adapter: Any = request.lora_request
         if self._in_use is None:
             self._in_use = self._of_running()
@@ -147,7 +147,10 @@ class AdapterLoads:
         self._scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
 
     def were_given(self, adapter: "LoRARequest") -> None:
-        """After ranks were given an adapter: it has its number, in requests that are here, too."""
+        """Take note that ranks were given an adapter.
+
+        It has its number from now on, also in requests that are here already.
+        """
         for request in self._scheduler.requests.values():
             other = request.lora_request
             if other is not None and other.lora_int_id == adapter.lora_int_id:
@@ -155,7 +158,7 @@ class AdapterLoads:
         self.may_have_changed()
 
     def may_have_changed(self) -> None:
-        """After ranks may have read or dropped adapters: look at those in use.
+        """Look at the adapters in use, after ranks may have read or dropped some.
 
         A running request begins anew if it computed with another load than its adapter has now.
         """
@@ -178,7 +181,11 @@ class AdapterLoads:
             scheduler._preempt_request(request, now, drop_stale_output=drop)
 
     def _of_running(self) -> "dict[int, LoRARequest]":
-        """Adapters of running requests; our scheduler takes some out of ``running`` for a while."""
+        """Return the adapters of running requests, by number.
+
+        They are told by status, because our scheduler takes some requests out of ``running`` for a
+        while.
+        """
         from vllm.v1.request import RequestStatus
 
         return {
@@ -189,7 +196,7 @@ class AdapterLoads:
 
 
 def load_of(request: "Request") -> str | None:
-    """The load of its adapter that a request computes with; None while it isn't known."""
+    """Return the load of its adapter that a request computes with; None while it isn't known."""
     load: str | None = getattr(request, "adapter_load", None)
     return load
 
@@ -199,12 +206,18 @@ def _set_load(request: Any, load: str | None) -> None:
 
 
 def once(adapter: "LoRARequest") -> "LoRARequest":
-    """The same adapter, to be read if it isn't held; it may have been asked to be read anyway."""
+    """Return the same adapter, to be read only if it isn't held.
+
+    The given one may be asked to be read in any case (``load_inplace``).
+    """
     return msgspec.structs.replace(adapter, load_inplace=False)
 
 
 def _on_all(held: list[dict[int, str]]) -> dict[int, str]:
-    """What all ranks hold. Stages have parts of an adapter, so that loads of ranks differ."""
+    """Return the loads of adapters that all ranks hold.
+
+    A load joins the ranks' digests, because pipeline stages hold different parts of an adapter.
+    """
     numbers = set.intersection(*(set(of_rank) for of_rank in held))
     return {
         number: "".join(dict.fromkeys(of_rank[number] for of_rank in held)) for number in numbers
@@ -212,7 +225,7 @@ def _on_all(held: list[dict[int, str]]) -> dict[int, str]:
 
 
 def identify_loads() -> None:
-    """Have adapters identified by what was loaded; see the module."""
+    """Let adapters be identified by what was loaded; the module's docstring says why."""
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.core import kv_cache_utils
 
@@ -236,7 +249,7 @@ def identify_loads() -> None:
 
 
 def _tell_loads_of_calls() -> None:
-    """Have engines keep an `AdapterLoads`, and tell it of calls that reach ranks' adapters."""
+    """Let engines keep an `AdapterLoads`, and tell it of calls that reach ranks' adapters."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -303,15 +316,14 @@ def _tell_loads_of_calls() -> None:
 
 
 def _loads(engine: Any) -> AdapterLoads | None:
-    """Of an engine; None without adapters."""
     loads: AdapterLoads | None = getattr(engine, "adapter_loads", None)
     return loads
 
 
 def _take_and_digest(adapter: "LoRAModel") -> str:
-    """Copy an adapter's weights out of its file, unless they are pinned already; their digest.
+    """Copy an adapter's weights out of its file, unless they are pinned; return their digest.
 
-    Upstream maps the file: a folder that is overwritten would change what is held.
+    Upstream maps the file into memory: a folder that is overwritten would change what is held.
     """
     import torch
 

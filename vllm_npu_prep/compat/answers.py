@@ -1,4 +1,4 @@
-"""Answers of ranks belong to the calls that asked for them, also after a call that failed."""
+"""A patch of vLLM's executor: each call reads its own answers, also after a call that failed."""
 
 import functools
 from collections.abc import Iterator
@@ -8,15 +8,8 @@ from typing import Any
 class AnswerQueue:
     """A rank's queue of answers, which skips those that nobody read.
 
-    Parameters
-    ----------
-    queue
-        vLLM's `MessageQueue`, one answer a call, in the order of calls.
-
-    Attributes
-    ----------
-    due
-        Answers of calls whose answers are being read or should have been.
+    vLLM's `MessageQueue` has one answer for each call, in the order of calls. `due` is the number
+    of answers, not read yet, that calls are reading or should have read.
     """
 
     def __init__(self, queue: Any) -> None:
@@ -24,7 +17,7 @@ class AnswerQueue:
         self.due = 0
 
     def dequeue(self, timeout: float | None = None) -> Any:
-        """The answer to the last call that is due."""
+        """Return the answer to the last call that is due."""
         answer = None
         while self.due:
             answer = self._queue.dequeue(timeout=timeout)
@@ -36,13 +29,12 @@ class AnswerQueue:
 
 
 class OneAnswer:
-    """A queue from which a call wants an answer, whatever the other ranks say."""
+    """The queue of one rank, for a call that wants that rank's answer alone."""
 
     def __init__(self, queue: AnswerQueue) -> None:
         self._queue = queue
 
     def dequeue(self, timeout: float | None = None) -> Any:
-        """The answer to this call."""
         self._queue.due += 1
         return self._queue.dequeue(timeout)
 
@@ -50,8 +42,8 @@ class OneAnswer:
 class Answers(list[Any]):
     """Queues of all ranks, in order, as vLLM's executor reads them.
 
-    An iteration reads an answer of each rank, or stops at the first error; what it left is skipped
-    later.
+    An iteration reads an answer of each rank, or stops at the first error; the answers that it
+    didn't read are skipped later.
     """
 
     def __init__(self, queues: list[Any]) -> None:
@@ -71,8 +63,8 @@ def keep_answers_with_their_calls() -> None:
 
     Upstream's executor reads the answers of all ranks in order, up to the first error. Those of
     later ranks stay in their queues, and are taken for answers to the next call. So a call that
-    several ranks refuse, such as an adapter that isn't there, spoils whatever comes after it: the
-    next steps are answered by their predecessors.
+    several ranks refuse, such as one for an adapter that isn't there, spoils whatever comes after
+    it: the next steps get their predecessors' answers.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -1,4 +1,4 @@
-"""KV connectors: what they are told when the cache sleeps, and requests that one can't serve."""
+"""Patches of KV connectors: what they learn of a sleeping cache, and requests they can't serve."""
 
 import copy
 import functools
@@ -8,12 +8,12 @@ from vllm_npu_prep.compat.releases import is_since
 
 
 def forget_caches() -> None:
-    """Have a KV connector drop what it registered of the cache, which is about to sleep."""
+    """Let a KV connector drop what it registered of the cache, which is about to sleep."""
     _tell("unregister_kv_caches")
 
 
 def restore_caches() -> None:
-    """Have a KV connector register the cache again, which is awake at the same addresses."""
+    """Let a KV connector register the cache again, which is awake at the same addresses."""
     _tell("restore_kv_caches")
 
 
@@ -27,17 +27,10 @@ def _tell(what: str) -> None:
 
 
 def forget_hashes(connector: Any, request: Any) -> None:
-    """Have the scheduler's side of a connector forget what it made of a request's block hashes.
+    """Let the scheduler's side of a connector forget what it made of a request's block hashes.
 
     vLLM's offloading keeps names of its own for the blocks of each request, and assumes that their
-    hashes never change. Nothing is done where there is no such list.
-
-    Parameters
-    ----------
-    connector
-        Of the scheduler; None without.
-    request
-        Whose blocks have other hashes now, and which holds none.
+    hashes never change. Nothing is done where there is no such list. The request holds no blocks.
     """
     offloading = getattr(connector, "connector_scheduler", None)
     status = getattr(offloading, "_req_status", {}).get(request.request_id)
@@ -50,8 +43,8 @@ def refuse_sessions_beside_offloading() -> None:
     """Refuse a session where blocks are stored in the host's memory: vLLM's engine would end.
 
     Its connector takes a session for finished after each answer, and fails when a store that began
-    before is done (`_remove_pending_job`). It also takes the blocks of a next part for new ones
-    behind those that it knows.
+    before is done (`_remove_pending_job`). It also takes the blocks of the session's next part for
+    new ones behind those that it knows.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
@@ -79,8 +72,9 @@ def let_preempted_requests_load_at_once() -> None:
     """Keep vLLM's offloading from ending the engine after a reset of requests that it stores.
 
     A reset of the prefix cache, also by a pause, takes the blocks of requests that run. The next
-    step tells of that, and may already load what the host has of them. vLLM then looks for stores
-    to end, and asserts that a request's transfers are stores. A request that loads has no other.
+    step tells the connector of that, and may already load what the host has of these requests. vLLM
+    then looks for stores to end, and asserts that a request's transfers are stores. A request that
+    loads has no stores, so the connector isn't told of its preemption.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,

@@ -1,4 +1,4 @@
-"""Patch of upstream's measurement of graphs."""
+"""A patch of how upstream measures the memory of graphs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def measured_as_captured() -> Iterator[None]:
-    """Context in which upstream measures the memory of graphs as this plugin captures them.
+    """Let upstream measure the memory of graphs as this plugin captures them.
 
     Upstream prepares the communicators of ranks for a capture, which asserts that they are CUDA's:
-    two ranks on NPUs would not start. Collectives of HCCL are captured as they are. Upstream's V2
+    two ranks on NPUs would not start. HCCL's collectives need no preparation. Upstream's V2
     measures by its graph manager, which is this plugin's.
     """
     from vllm.v1.worker import gpu_model_runner

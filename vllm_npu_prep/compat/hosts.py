@@ -9,7 +9,7 @@ from typing import Any
 from vllm_npu_prep.errors import PrepError
 
 QUEUE_WAKE_MS = 500
-"""Poll interval (ms) for noticing shutdown while waiting on a message of another host."""
+"""Milliseconds after which a reader that waits for another host's message looks for a shutdown."""
 
 
 def refuse_ray_where_it_is_missing() -> None:
@@ -39,7 +39,7 @@ def keep_addresses_on_their_host() -> None:
 
 
 def wake_who_reads_from_another_host() -> None:
-    """On shutdown, also wake readers that wait for a worker on another host.
+    """Wake also readers that wait for a worker on another host, when the engine shuts down.
 
     Upstream's `MessageQueue.shutdown` wakes readers of shared memory. If the last pipeline stage
     runs on another host, the engine reads a socket. It keeps waiting for a worker that Ray has

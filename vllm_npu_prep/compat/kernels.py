@@ -1,4 +1,4 @@
-"""Patches of vLLM's device-specific parts: its Triton kernels and its profiler."""
+"""Patches of vLLM's device-specific parts: Triton kernels, rejection sampler, profiler."""
 
 import sys
 import warnings
@@ -9,8 +9,9 @@ from typing import Any
 def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
     """Register replacements of Triton kernels with vLLM's dispatcher, once for each process.
 
-    The dispatcher then looks for copies of the kernels in every attribute of every module:
-    deprecated ones warn, and llvmlite's library object breaks the scan by answering to any name.
+    The dispatcher then looks for copies of the kernels in every attribute of every module.
+    Deprecated attributes warn, and llvmlite's library object breaks the scan, because it answers to
+    any name: the warnings are ignored, and llvmlite's module is hidden meanwhile.
     """
     from vllm.triton_utils import dispatcher
 
@@ -28,15 +29,11 @@ def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
 
 
 def limit_drafts_by(limit: Callable[..., Any] | None) -> None:
-    """Let the rejection sampler apply top-k and top-p by another function; None: by vLLM's own.
+    """Let the rejection sampler apply top-k and top-p by another function; None means vLLM's.
 
-    It imports the function by name and takes no other.
-
-    Parameters
-    ----------
-    limit
-        Gets logits ``[num_drafts, vocab_size]``, k and p ``[num_drafts]`` or None, and returns the
-        logits with -inf for tokens that are left out.
+    It imports the function by name and takes no other. The function takes logits ``[num_drafts,
+    vocab_size]``, k and p ``[num_drafts]`` or None, and returns the logits with -inf for tokens
+    that are left out.
     """
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -45,7 +42,7 @@ def limit_drafts_by(limit: Callable[..., Any] | None) -> None:
 
 
 def let_profiler_run(device_type: str) -> None:
-    """Let vLLM's profiler run on devices that it refuses: torch's records the host on any.
+    """Let vLLM's profiler run on a device that it refuses: torch's records the host on any device.
 
     What torch_npu records under ``PrivateUse1`` is untested.
     """

@@ -1,4 +1,4 @@
-"""Patches of vLLM's model registry."""
+"""Patches of how vLLM finds, makes and reloads models."""
 
 import functools
 import importlib.util
@@ -39,8 +39,8 @@ def refuse_vision_without_torchvision() -> None:
 def name_weight_loaders(model: nn.Module) -> None:
     """Give loaders of weights that are partial functions a name, which upstream's reload reads.
 
-    The norm of MiniMax-M2's queries and keys has such ones, and new weights end in an
-    ``AttributeError`` there.
+    The norm of MiniMax-M2's queries and keys has such loaders, and a reload of its weights would
+    end in an ``AttributeError``.
     """
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
@@ -75,11 +75,7 @@ def look_at_models_before_weights(
     """Look at each model between its making and its weights, and say in one line why none is made.
 
     vLLM's code of a model may refuse a config, a runner or a platform, in the midst of a traceback.
-
-    Parameters
-    ----------
-    check
-        Gets the model, and the engine's layers with a KV cache or states by name.
+    `check` takes the model, and the engine's layers with a KV cache or recurrent states, by name.
     """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

@@ -1,8 +1,8 @@
-"""Images and videos: what is left out on the way to an engine has to be there when it is needed.
+"""Images and videos: data that is left out on the way to an engine has to come when it is needed.
 
-Twice vLLM leaves out what a receiver should have: a client sends an item without its data if the
-engine keeps it, and a scheduler does the same if the prefix cache covers the item. Both guess what
-the other side has.
+vLLM leaves out an item's data twice, each time by a guess about what the other side has: a client
+sends an item without its data if the engine should have it cached, and a scheduler does the same if
+the prefix cache covers the item. The patches here make both guesses right.
 """
 
 import functools
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 
 def send_items_that_were_left_out() -> None:
-    """Send the data of an item when its encoder runs, if the request came without.
+    """Send the data of an item when its encoder runs, if the request came without it.
 
-    A request of which the prefix cache has an image comes to the runner without its pixels. Should
-    its blocks be lost (the cache is emptied, the request is preempted and others take its blocks,
+    A request for which the prefix cache covers an image comes to the runner without its pixels. If
+    its blocks are lost (the cache is emptied, the request is preempted and others take its blocks,
     a connector fails to load them), the image is encoded once more: vLLM then skips it, and the
     engine ends. Model Runner V2 gets a request anew after a preemption, but not after a failed
     load.
 
-    It applies to vLLM's schedulers and ours. `NPUWorker` gives a runner what `items_of` has.
+    The patch applies to vLLM's schedulers and to ours. `NPUWorker` hands a runner what `items_of`
+    returns.
     """
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -70,7 +71,7 @@ def send_items_that_were_left_out() -> None:
 def _left_out(
     requests: Mapping[str, Any], encoded: Mapping[str, list[int]]
 ) -> dict[str, dict[int, "MultiModalFeatureSpec"]]:
-    """Items that a step encodes and whose data the runner never got, by request and number."""
+    """Return items that a step encodes and the runner never got, by request and number."""
     found: dict[str, dict[int, MultiModalFeatureSpec]] = {}
     for req_id, numbers in encoded.items():
         missing = getattr(requests[req_id], "left_out", ())
@@ -81,7 +82,7 @@ def _left_out(
 
 
 def items_of(scheduler_output: "SchedulerOutput") -> Mapping[str, dict[int, Any]]:
-    """Items that come with a step because they were left out before, by request and number."""
+    """Return items that come with a step, left out before, by request and number."""
     found: Mapping[str, dict[int, Any]] = getattr(scheduler_output, "items_left_out", {})
     return found
 
@@ -90,15 +91,16 @@ def items_of(scheduler_output: "SchedulerOutput") -> Mapping[str, dict[int, Any]
 
 
 def believe_only_what_was_sent() -> None:
-    """Have a client's cache of processed items follow the requests that it sends.
+    """Let a client's cache of processed items follow the requests that it sends.
 
     vLLM's cache notes an item when a prompt is processed. The request may still be refused (a bad
-    parameter, a prompt that is too long, too many requests) or given up, and never reaches the
-    engine: the next one with the same image comes without pixels, and fails. Here an item is noted
-    when its request is sent, in the order of sending, as the engine's cache does when it arrives.
+    parameter, a prompt that is too long, too many requests) or given up, and then never reaches the
+    engine: the next request with the same image comes without pixels, and fails. Here an item is
+    noted when its request is sent, in the order of sending, as the engine's cache notes it when it
+    arrives.
 
-    Of items in shared memory, a request that is not sent gives its reference back: an item that
-    waits for a reader can't be freed, nor can any behind it.
+    For an item in shared memory, a request that is not sent gives its reference back: an item that
+    waits for a reader can't be freed, nor can any item behind it.
 
     A request that fails on its way to the engine also leaves no state behind: vLLM would wait for
     its answer forever.
@@ -121,7 +123,7 @@ def believe_only_what_was_sent() -> None:
 
 
 def _note_when_sent(cache: "type[LruKeyReplicatedSenderCache]") -> None:
-    """Keep what an item's entry will be with the item, and enter it once it is sent."""
+    """Keep an item's future cache entry with the item, and enter it once the item is sent."""
     import cachetools
     from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata as Entry
 
@@ -142,12 +144,12 @@ def _note_when_sent(cache: "type[LruKeyReplicatedSenderCache]") -> None:
         return mm_item
 
     def touch_sender_cache_item(self: "LruKeyReplicatedSenderCache", mm_hash: str) -> None:
-        """Nothing: eviction follows what is sent."""
+        """Do nothing: the order of eviction follows what is sent."""
 
     def note_sent(
         self: "LruKeyReplicatedSenderCache", features: Iterable["MultiModalFeatureSpec"]
     ) -> None:
-        """Do what the engine's `LruKeyReplicatedReceiverCache` does with these."""
+        """Do what the engine's `LruKeyReplicatedReceiverCache` does with these items."""
         items = [(each.mm_hash or each.identifier, each.data) for each in features]
         with lock:
             for mm_hash, _ in items:
@@ -176,7 +178,7 @@ def _note_when_sent(cache: "type[LruKeyReplicatedSenderCache]") -> None:
 
 
 def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
-    """Take back the reference that a handle stands for if the handle goes unsent."""
+    """Take back the reference that a handle stands for if the handle is never sent."""
     upstream = cache.get_and_update_item
 
     @functools.wraps(upstream)
@@ -187,7 +189,7 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
             self.unsent = deque[int]()  # type: ignore[attr-defined]
         unsent: deque[int] = self.unsent  # type: ignore[attr-defined]
         references = self._shm_cache.writer_flag
-        while unsent:  # here, as one thread alone may write
+        while unsent:  # here, because only one thread may write
             number = unsent.popleft()
             if number in references:  # else the cache was cleared
                 references[number] -= 1
@@ -210,7 +212,6 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
 
 
 def _tell_of_the_cache(engine: Any) -> None:
-    """Let an engine's client know the cache of its renderer."""
     upstream = engine.__init__
 
     @functools.wraps(upstream)
@@ -244,7 +245,10 @@ def _tell_what_is_sent(client: "type[SyncMPClient | AsyncMPClient]") -> None:
 
 
 def _tell_what_is_handed_over(client: "type[InprocClient]") -> None:
-    """The same in one process, where the engine's cache comes first of all that may fail."""
+    """Note items before they are handed over in one process, not after.
+
+    There the engine's cache notes them first of all, before anything can fail.
+    """
     upstream = client.add_request
 
     @functools.wraps(upstream)
@@ -282,9 +286,10 @@ def _leave_no_state_of_refused_requests(engine: "type[LLMEngine]") -> None:
 
 
 def tell_masks_of_embeddings_apart() -> None:
-    """Have a block's hash include which positions are embeddings and which are token ids.
+    """Let a block's hash include which positions are embeddings and which are token ids.
 
-    A prompt may have both everywhere, and a mask that chooses. vLLM hashes ids and embeddings.
+    A prompt may have both at every position, and a mask that chooses between them. vLLM hashes the
+    ids and the embeddings, but not the mask.
     """
     import hashlib
 

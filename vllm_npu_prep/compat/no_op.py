@@ -9,14 +9,11 @@ class NoOpEvent:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record(self, *args: object) -> None:
-        """Nothing to mark."""
+    def record(self, *args: object) -> None: ...
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
-        """Always complete."""
         return True
 
 
@@ -26,8 +23,6 @@ class NoOpStream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = torch.device("cpu")
 
-    def wait_stream(self, *args: object) -> None:
-        """Nothing to wait for."""
+    def wait_stream(self, *args: object) -> None: ...
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Patches of vLLM's processes: errors reach the user in one line, and they end quickly."""
+"""Patches of vLLM's processes: errors reach the user in one line, and the processes end quickly."""
 
 import functools
 import gc
@@ -14,7 +14,7 @@ from vllm_npu_prep.server.processes import Child
 
 
 def report_errors_in_one_line() -> None:
-    """Show bad config as one line: ``vllm serve`` would end with a traceback."""
+    """Show a bad config as one line: ``vllm serve`` would end with a traceback."""
     if not isinstance(sys.excepthook, OneLineErrors):
         sys.excepthook = OneLineErrors()
 
@@ -40,7 +40,7 @@ def tell_of_waits_for_engines() -> None:
 
 
 def let_engines_end_by_themselves() -> None:
-    """Engines that have ended in time are not killed, nor is it logged.
+    """Keep vLLM from killing engines that have ended in time, and from logging that it did.
 
     A thread of vLLM's client waits for them beside the one that stops them.
     """
@@ -59,7 +59,6 @@ def let_engines_end_by_themselves() -> None:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """``EngineCoreProc.run_engine_core``, the process of an engine, which may refuse to start."""
     tell_refusals_to_the_main_process()
     end_without_collecting()
     with one_line.ending_without_traceback():
@@ -67,14 +66,13 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def run_worker(*args: Any, **kwargs: Any) -> None:
-    """``WorkerProc.worker_main``, the process of a rank, which may refuse to start."""
     tell_refusals_to_the_main_process()
     end_without_collecting()
     run_worker.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def tell_refusals_to_the_main_process() -> None:
-    """Engines and ranks leave a `PrepError` to the process that the user started (`one_line`).
+    """Let engines and ranks leave a `PrepError` to the process that the user started (`one_line`).
 
     Their processes run functions of this module, so that they are set up before anything else.
     """
@@ -96,9 +94,9 @@ def tell_refusals_to_the_main_process() -> None:
 def end_without_collecting() -> None:
     """Leave the objects of this process, an engine's or a rank's, to the operating system.
 
-    When they end, vLLM thaws a million objects of modules and of the model and looks for garbage
-    among them, and Python does so again. On a busy host, a rank had spent 1.4 s of a processor on
-    it when its nine seconds were nearly over, and its engine was killed after fifteen.
+    When such a process ends, vLLM thaws a million objects of modules and of the model and looks for
+    garbage among them, and Python does so again. On a busy host, a rank had spent 1.4 s of a
+    processor on it when its nine seconds were nearly over, and its engine was killed after fifteen.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -108,7 +106,7 @@ def end_without_collecting() -> None:
 
 
 def _freezing(shutdown: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The method, which leaves frozen what it would thaw, and freezes the rest."""
+    """Wrap the method so that it leaves frozen what it would thaw, and freezes the rest."""
 
     @functools.wraps(shutdown)
     def frozen(self: Any) -> None:
@@ -119,5 +117,4 @@ def _freezing(shutdown: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _log(line: str) -> None:
-    """Log a line of progress."""
     logging.getLogger(f"vllm.{__name__}").info("%s", line)

@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
-"""Oldest first. The first is pinned."""
+"""Releases, oldest first; the first one is pinned."""
 TORCH = "2.13.0"
-"""With which all of them were tested; setup.py pins it."""
+"""The torch with which all of them were tested; setup.py pins it."""
 OTHER_TORCH = {"0.33.0": "2.14.0"}
-"""What a supported release pins itself, where that is another."""
+"""The torch that a supported release pins itself, where that is another one."""
 
 
 def installed_vllm() -> str:
-    """Release of the installed vLLM, without the kind of its build."""
+    """Return the release of the installed vLLM, without the kind of its build."""
     return metadata.version("vllm").partition("+")[0]
 
 
 def note_on_torch(version: str | None = None) -> str:
-    """With which torch a release was tested, if it pins another; by default the installed one."""
+    """Say with which torch a release was tested, if it pins another one; else return nothing.
+
+    Without a version, it is about the installed release.
+    """
     version = version or installed_vllm()
     pinned = OTHER_TORCH.get(version)
     if pinned is None:
@@ -45,15 +48,15 @@ class SchedulerRules:
         ``max_loras``.
     caches_verified_tokens
         Whether a request's blocks enter the prefix cache up to the tokens that no step in flight
-        computes, with synchronous speculation, too. Otherwise it is up to the placeholders, and
-        with asynchronous scheduling only.
+        computes, with synchronous speculation, too. Otherwise they enter it up to the placeholders,
+        and with asynchronous scheduling only.
     """
 
     counts_idle_adapters = False
     caches_verified_tokens = False
 
     def reasons_for_upstream(self, scheduler: "Scheduler") -> dict[str, bool]:
-        """Reasons to leave an engine to upstream's methods, and whether each holds."""
+        """Return reasons to leave an engine to upstream's methods, and whether each holds."""
         return {}
 
     def complete(
@@ -61,14 +64,8 @@ class SchedulerRules:
     ) -> None:
         """Add what upstream's ``schedule`` does once a step, for requests that it didn't see.
 
-        Parameters
-        ----------
-        scheduler
-            After the step was put together.
-        output
-            The whole step.
-        taken
-            Ids of the requests that were scheduled without it.
+        It is called after the whole step was put together; `taken` are the ids of requests that
+        were scheduled without upstream's ``schedule``.
         """
 
 
@@ -79,7 +76,6 @@ class SchedulerRules033(SchedulerRules):
     caches_verified_tokens = True
 
     def reasons_for_upstream(self, scheduler: "Scheduler") -> dict[str, bool]:
-        """Steps that upstream decides by all requests at once."""
         rules: Any = scheduler
         return {
             "prefills wait for an interval": rules.local_prefill_interval > 1,
@@ -99,24 +95,23 @@ class SchedulerRules033(SchedulerRules):
 
 
 def scheduler_rules(version: str | None = None) -> SchedulerRules:
-    """Rules of a release of vLLM; by default of the one that is installed."""
     newer = is_since("0.33.0", version or installed_vllm())
     return SchedulerRules033() if newer else SchedulerRules()
 
 
 @functools.cache
 def is_since(release: str, version: str | None = None) -> bool:
-    """Whether a release of vLLM, by default the installed one, is `release` or a later one."""
+    """Return whether a release of vLLM, by default the installed one, is `release` or later."""
     return _numbers(version or installed_vllm()) >= _numbers(release)
 
 
 def drafters_head_quantization(speculative: Any) -> str | None:
-    """How a drafter's copy of the target's head is quantised, which vLLM 0.33.0 can do on V2."""
+    """Return how a drafter's copy of the target's head is quantised; 0.33.0 can do so on V2."""
     return getattr(speculative, "draft_lm_head_quantization", None)
 
 
 def ray_compiles_graphs() -> bool:
-    """Whether vLLM's first executor for Ray is asked for; vLLM 0.33 has the second one alone."""
+    """Return whether vLLM's first executor for Ray is asked for; vLLM 0.33 has only the second."""
     from vllm import envs
 
     return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)

@@ -1,4 +1,7 @@
-"""How vLLM gets this plugin's scheduler, and what any scheduler keeps of a session."""
+"""How vLLM gets this plugin's scheduler, and what any scheduler keeps of a session.
+
+A session is a request whose input comes in parts.
+"""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -8,15 +11,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, StreamingUpdate
 
 PREFIX = "vllm_npu_prep."
-"""Of our schedulers' names."""
+"""Beginning of the names of our schedulers."""
 
 
 def get_our_schedulers_quietly() -> None:
-    """Keep vLLM from warning of schedulers that it doesn't know where the scheduler is ours.
+    """Keep vLLM from warning of a scheduler that it doesn't know if the scheduler is ours.
 
     The warning says that compatibility may not be maintained, and that asynchronous scheduling may
     be off. Neither holds for our schedulers: they belong to one release of vLLM, and there is one
-    for each kind of scheduling. It stays for schedulers that users give.
+    for each kind of scheduling. The warning stays for schedulers that users give.
     """
     from vllm.config import SchedulerConfig
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -36,20 +39,20 @@ def get_our_schedulers_quietly() -> None:
 
 
 def begin_parts_of_sessions_with_what_was_computed() -> None:
-    """Have the next part of a session follow what was computed for tokens that it keeps.
+    """Let the next part of a session follow what was computed for tokens that it keeps.
 
-    A session's answer is kept but for its last token. Two things may have been computed beyond:
+    A session keeps its answer without the last token. Two things may have been computed beyond:
 
     - Drafts that were accepted behind the token that ended the answer. They are no tokens of the
-      request, but count as computed, with synchronous scheduling: vLLM 0.32.0 then schedules
-      another number of tokens than the part has, or none and the engine ends. They count no more,
-      as in vLLM 0.33.0.
-    - States of linear attention. A step in flight has put the last token into them, a step with
-      drafts perhaps more, and they can't be taken back: vLLM goes on with them, and its tokens are
-      wrong. The request gives its blocks back and begins anew, with what the prefix cache has, as
+      request, but with synchronous scheduling they count as computed: vLLM 0.32.0 then schedules
+      another number of tokens than the part has, or none, and the engine ends. Here they don't
+      count, as in vLLM 0.33.0.
+    - Recurrent states. A step in flight has put the last token into them, a step with drafts
+      perhaps more, and they can't be taken back. vLLM goes on with them, and its tokens are wrong.
+      Here the request gives its blocks back and begins anew, with what the prefix cache has, as
       after a preemption.
 
-    It applies to vLLM's schedulers and ours, so that they go on deciding the same.
+    The patch applies to vLLM's schedulers and to ours, so that both go on deciding the same.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -33,7 +33,7 @@ def let_servers_drain_and_stop_quietly() -> None:
         return
 
     class EngineStoppedError(EngineDeadError):
-        """Drop error logs about the engine's end, because it was told to stop."""
+        """Says that the engine was told to stop, so that no log tells of its end."""
 
         def __init__(self) -> None:
             super().__init__(suppress_context=True)
@@ -62,12 +62,11 @@ def let_servers_drain_and_stop_quietly() -> None:
 
 
 def let_servers_drain_and_fail_with_their_engine() -> None:
-    """Count requests for `Drain`, and write records on request.
+    """Let a server count requests for `Drain`, write records on request, and fail with its engine.
 
-    A server whose engine died says so and exits with code 1.
-
-    Upstream's watchdog exits with code 0, as after a normal stop, so no supervisor would restart
-    it. With several API servers their parent notices on its own.
+    A server whose engine died says so and exits with code 1. Upstream's watchdog exits with code 0,
+    as after a normal stop, so no supervisor would restart it. With several API servers their parent
+    notices on its own.
     """
     from vllm_npu_prep.server.draining import END_SECONDS, Drain, DrainMiddleware, cause_of_death
     from vllm_npu_prep.server.record_server import answering
@@ -106,10 +105,10 @@ def let_servers_drain_and_fail_with_their_engine() -> None:
 
 
 def read_adapters_once_they_are_loaded() -> None:
-    """Have a server that was told to load an adapter in place do so once.
+    """Let a server that was told to load an adapter in place do so once.
 
-    Upstream keeps the request to load, so that each later one of a client reads the folder again.
-    It also warns that cached blocks of the old weights are found, which they are not
+    Upstream keeps the request to load, so that each later request of a client reads the folder
+    again. It also warns that cached blocks of the old weights are found, which they are not
     (`compat.adapters`).
     """
     from vllm.entrypoints.openai.models import serving
@@ -130,5 +129,4 @@ def read_adapters_once_they_are_loaded() -> None:
 
 
 def _log(line: str) -> None:
-    """Log a line of progress."""
     logging.getLogger(f"vllm.{__name__}").info("%s", line)

@@ -1,10 +1,10 @@
-"""Patches of how vLLM's runner moves states of linear attention between blocks."""
+"""A patch of how vLLM's runner moves recurrent states (of linear attention) between blocks."""
 
 from typing import Any
 
 
 def leave_states_in_their_blocks() -> None:
-    """Let nothing copy states before a step, once for each process.
+    """Let nothing copy recurrent states before a step, once for each process.
 
     With prefix caching, a request that enters a block begins with the state of the block before.
     Upstream's runner copies it there in every such step, by a Triton kernel. Our layers read the
@@ -15,5 +15,4 @@ def leave_states_in_their_blocks() -> None:
     mamba_utils.preprocess_mamba = _nothing
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``preprocess_mamba``."""
+def _nothing(*args: Any, **kwargs: Any) -> None: ...

@@ -18,14 +18,11 @@ def silence_accelerator_calls() -> None:
     if torch.accelerator.is_available():
         return
 
-    def synchronize(*args: object, **kwargs: object) -> None:
-        """No accelerator, nothing to wait for."""
+    def synchronize(*args: object, **kwargs: object) -> None: ...
 
-    def empty_cache(*args: object, **kwargs: object) -> None:
-        """No accelerator, nothing cached."""
+    def empty_cache(*args: object, **kwargs: object) -> None: ...
 
-    def empty_host_cache(*args: object, **kwargs: object) -> None:
-        """No accelerator, nothing cached."""
+    def empty_host_cache(*args: object, **kwargs: object) -> None: ...
 
     # Distinct objects: Dynamo keys its handlers on them.
     torch.accelerator.synchronize = synchronize
@@ -34,7 +31,6 @@ def silence_accelerator_calls() -> None:
 
 
 def no_op_cuda_streams() -> contextlib.AbstractContextManager[None]:
-    """Streams and events for upstream's runner on a machine that has none."""
     return cuda_names(
         Event=NoOpEvent,
         Stream=NoOpStream,
@@ -48,7 +44,8 @@ def cuda_names(**stand_ins: Any) -> Iterator[None]:
     """Give names of ``torch.cuda`` to another device's streams and events.
 
     Upstream's runner names ``torch.cuda`` directly in its constructor and in its asynchronous
-    outputs. Scoped to those calls, so that nothing else in the process sees the stand-ins.
+    outputs. The context covers those calls alone, so that nothing else in the process sees the
+    stand-ins.
     """
     saved = {name: getattr(torch.cuda, name) for name in stand_ins}
     saved_event = torch.Event

@@ -1,5 +1,4 @@
-"""Patches of vLLM's Model Runner V2: what it demands of a host, and names that it takes no other
-way."""
+"""Patches of vLLM's Model Runner V2: its demands on a host, and names that can't be passed in."""
 
 import contextlib
 import os
@@ -15,16 +14,16 @@ if TYPE_CHECKING:
 
 RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 FOLDER = "vllm.v1.worker.gpu"
-"""Of upstream's V2 runner."""
+"""Package of upstream's V2 runner."""
 
 
 def is_asked_for() -> bool:
-    """Whether the environment asks for Model Runner V2, as vLLM reads it."""
+    """Return whether the environment asks for Model Runner V2, as vLLM reads it."""
     return os.environ.get(RUNNER_ENV_VAR, "").strip().lower() in ("1", "true")
 
 
 class _TrueIfAskedFor:
-    """Triton counts as present while the environment asks for V2."""
+    """A truth value: Triton counts as present while the environment asks for V2."""
 
     def __bool__(self) -> bool:
         return is_asked_for()
@@ -34,7 +33,7 @@ def let_it_run_without_triton() -> None:
     """Keep vLLM from refusing V2 where Triton is missing: no kernel of Triton is launched here.
 
     The environment is asked at each config, not now: engines of one process may have either
-    runner. While it asks for none, vLLM takes V1, because Triton is missing.
+    runner. While it doesn't ask for V2, vLLM takes V1, because Triton is missing.
 
     vLLM's stand-in for a missing Triton also lacks a function that launchers of kernels call.
     """
@@ -58,20 +57,11 @@ def let_workers_run_without_triton() -> None:
 def top_k_and_top_p(
     states: "SamplingStates", idx_mapping: Any, slots: Any, vocab_size: int
 ) -> tuple[Any | None, Any | None]:
-    """k and p of rows of logits; None where no request limits its tokens by it.
+    """Return k and p of rows of logits; None where no request limits its tokens by it.
 
-    vLLM 0.33.0 also says whether a row has a p alone, which is about its Triton kernel.
-
-    Parameters
-    ----------
-    states
-        Upstream's ``SamplingStates``.
-    idx_mapping
-        int64 ``[num_logits]``, on the device: slot of each row.
-    slots
-        int ``[num_reqs]``, on the host.
-    vocab_size
-        Of the logits.
+    `idx_mapping` has the request row of each row of logits, int64 ``[num_logits]`` on the device,
+    and `slots` the request rows on the host, int ``[num_reqs]``. vLLM 0.33.0 also says whether a
+    row has a p alone, which only its Triton kernel needs.
     """
     size: tuple[int, ...] = (vocab_size,) if is_since("0.33.0") else ()
     found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, slots, *size)
@@ -79,7 +69,6 @@ def top_k_and_top_p(
 
 
 def modules() -> list[ModuleType]:
-    """Modules of upstream's V2 runner that are imported."""
     return [
         module
         for name, module in sys.modules.items()
@@ -91,13 +80,9 @@ def modules() -> list[ModuleType]:
 def stand_ins(**classes: Any) -> Iterator[None]:
     """Give upstream's V2 modules other classes or functions under names that they imported.
 
-    Its runner makes request states, block tables, samplers and buffers by these names, and takes
-    no others. Scoped to the construction of a part, so that nothing else sees the stand-ins.
-
-    Parameters
-    ----------
-    **classes
-        By name. A name is replaced in every module of upstream's folder that has it.
+    Its runner makes request states, block tables, samplers and buffers by these names, and takes no
+    others. A name is replaced in every module of upstream's package that has it. The context covers
+    the construction of a part, so that nothing else sees the stand-ins.
     """
     saved = [
         (module, name, vars(module)[name])
@@ -118,13 +103,9 @@ def stand_ins(**classes: Any) -> Iterator[None]:
 def decisions_by(decide: Callable[..., Any]) -> Iterator[None]:
     """Let upstream's ``execute_model`` ask another function for a step's graph and padding.
 
-    Upstream's runner calls ``dispatch_cg_and_sync_dp`` by the name that it imported. Scoped to one
-    call, because a drafter's module has a name of its own.
-
-    Parameters
-    ----------
-    decide
-        Gets upstream's arguments.
+    Upstream's runner calls ``dispatch_cg_and_sync_dp``, whose arguments the function takes, by the
+    name that it imported. The context covers one call, because a drafter's module has a name of its
+    own.
     """
     from vllm.v1.worker.gpu import model_runner
 

@@ -1,4 +1,10 @@
-"""What stands in for vLLM's kernels and layers, registered through its own hooks."""
+"""Operators that stand in for vLLM's kernels and layers, and the functions that register them.
+
+Three things are replaced, each through a hook of vLLM: Triton kernels (by functions of torch that
+the dispatcher calls in their place), compiled kernels of experts and routing, and layers for which
+torch_npu has a fused operator. A model that is already loaded is changed only where vLLM has no
+hook.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +25,7 @@ def register_overrides(
     Parameters
     ----------
     triton_kernels
-        Whether to replace Triton kernels or to keep vLLM's own. Experts and routing are always
+        Whether Triton kernels are replaced or vLLM's own are kept. Experts and routing are always
         replaced: vLLM's are compiled kernels, which don't exist here.
     for_v2_runner
         Whether the worker has vLLM's V2 runner, whose sampler has kernels of its own.
@@ -35,7 +41,6 @@ def register_overrides(
 
 
 def replace_triton_kernels() -> None:
-    """Replace the kernels of vLLM's block tables, of drafters and of the rejection sampler."""
     from vllm_npu_prep.ops import drafting, rejection, slot_mapping
 
     drafter = "vllm.v1.spec_decode.utils"
@@ -100,12 +105,13 @@ def register_fused(
     Parameters
     ----------
     vllm_config
-        The engine's config; afterwards it says which operators are used.
+        The engine's config. It is changed: afterwards it says which operators are used.
     log
-        Gets a line for each operator that was asked for and isn't used.
+        Is called with one line for each operator that was asked for and isn't used because
+        torch_npu or CANN lacks it.
     is_right
-        Gets a switch and the model's dtype: whether the device computes the operator rightly, and
-        logs a line if not. None: all are trusted.
+        Takes a switch and the model's dtype, and returns whether the device computes the operator
+        rightly; it logs a line if not. With None all operators are trusted.
     """
     import torch
 
@@ -129,7 +135,7 @@ def register_fused(
 
 
 def models_of(model: "nn.Module", drafter: Any) -> "list[nn.Module]":
-    """A runner's model and, if it has one, that of its drafter, whose layers are alike."""
+    """Return a runner's model and, if it has one, its drafter's: layers of both are alike."""
     from torch import nn
 
     drafting = getattr(drafter, "model", None)
@@ -158,7 +164,6 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
 
 
 def _prefer_in_ir(names: frozenset[str]) -> None:
-    """Let vLLM's IR operators take our implementations first, where they are used."""
     from vllm import ir
 
     from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER, register_implementations
@@ -170,7 +175,11 @@ def _prefer_in_ir(names: frozenset[str]) -> None:
 
 
 def _register_layers() -> None:
-    """Register our layers for vLLM's; each finds in its engine's config whether it is used."""
+    """Register our layers for vLLM's.
+
+    Each layer reads from its engine's config whether it is used, so one registration serves all
+    engines of a process.
+    """
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 
     from vllm_npu_prep.ops import fused_activations as activations

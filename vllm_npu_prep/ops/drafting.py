@@ -21,7 +21,7 @@ def eagle_step_slot_mapping_metadata(
     PAD_ID: int,  # noqa: N803 (the Triton kernel's name)
     batch_size: int,
 ) -> None:
-    """``eagle_step_slot_mapping_metadata_kernel``: each request moves on by one draft token.
+    """Move each request on by one draft token, as ``eagle_step_slot_mapping_metadata_kernel`` does.
 
     A request that has reached `max_model_len` continues at position 0 with a length of 1 and
     without a slot. Rows of graph padding after `batch_size` get no slot either.
@@ -50,7 +50,7 @@ def eagle_prepare_inputs_padded(
     num_rejected_tokens_gpu: torch.Tensor,  # [num_reqs] int32, written
     num_reqs: int,
 ) -> None:
-    """``eagle_prepare_inputs_padded_kernel``: each request's last token that wasn't rejected."""
+    """Find each request's last token not rejected: ``eagle_prepare_inputs_padded_kernel``."""
     num_drafts = cu_num_draft_tokens[:num_reqs].clone()
     num_drafts[1:].sub_(cu_num_draft_tokens[: num_reqs - 1])
     has_drafts = num_drafts.clamp(max=1)  # 0 or 1
@@ -79,9 +79,10 @@ def eagle_prepare_next_token_padded(
     stride_sampled_token_ids: int,
     BLOCK_SIZE_TOKENS: int,  # noqa: N803
 ) -> None:
-    """``eagle_prepare_next_token_padded_kernel``: each request's last valid sample, or its backup.
+    """Choose each request's last valid sample, or its backup if it has none.
 
-    Samples of a discarded request don't count.
+    This is ``eagle_prepare_next_token_padded_kernel``. All samples of a discarded request are
+    invalid.
     """
     del stride_sampled_token_ids, BLOCK_SIZE_TOKENS
     tokens = sampled_token_ids[:num_reqs, :num_sampled_tokens_per_req]
@@ -113,11 +114,11 @@ def copy_and_expand_eagle_inputs(
     shift_input_ids: bool,
     BLOCK_SIZE_TOKENS: int,  # noqa: N803
 ) -> None:
-    """``copy_and_expand_eagle_inputs_kernel``: make room for new tokens after each request's own.
+    """Make room for new tokens after each request's own: ``copy_and_expand_eagle_inputs_kernel``.
 
-    A request's output is its valid tokens (without the first, if shifted), the sampled token, slots
-    for drafting in parallel, and padding for rejected tokens. Positions count up from that of the
-    first token. Each request has `added` tokens more than before.
+    A request's output is its valid tokens (without the first, if shifted), the sampled token,
+    places for tokens that are drafted in parallel, and padding for rejected tokens. Positions count
+    up from that of the first token. Each request has `added` tokens more than before.
     """
     del BLOCK_SIZE_TOKENS
     num_reqs, device = len(query_end_loc), query_end_loc.device
@@ -126,7 +127,7 @@ def copy_and_expand_eagle_inputs(
     num_output_tokens = total_input_tokens + num_reqs * added
     query_start = query_start_loc[:num_reqs]
     query_lens = query_start_loc[1 : num_reqs + 1] - query_start  # [num_reqs]
-    requests = torch.arange(num_reqs, device=device)  # each one's rows move by `added` more
+    requests = torch.arange(num_reqs, device=device)  # a request's rows move by `added` more
     new_tokens = torch.add(query_end_loc, requests, alpha=added)  # [num_reqs]
     if not shift_input_ids:
         new_tokens.add_(1)

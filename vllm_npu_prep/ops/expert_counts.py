@@ -15,14 +15,7 @@ class ExpertCounts:
     """Counters of a loaded model's experts.
 
     They lie on the device and keep their addresses, so that graphs count, too. Under data
-    parallelism with all-to-all experts a rank sees the tokens of all engines.
-
-    Parameters
-    ----------
-    model
-        With the routers that it will use.
-    device
-        Where it runs.
+    parallelism with all-to-all experts a rank sees the tokens of all data-parallel ranks.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -42,16 +35,18 @@ class ExpertCounts:
     def asked_for(
         cls, model: nn.Module, vllm_config: VllmConfig, device: torch.device
     ) -> "ExpertCounts | None":
-        """Counters, if the plugin's options ask for tokens of experts."""
         record = parse_config(vllm_config.additional_config).record
         return cls(model, device) if record is not None and record.expert_tokens else None
 
     def clear(self) -> None:
-        """Forget what was counted, so that `read` tells whether anything was counted since."""
+        """Set all counts to zero, so that `read` tells whether anything was counted since."""
         self._all.zero_()
 
     def read(self) -> dict[str, list[int]]:
-        """Tokens of each expert by layer, or nothing if none was counted; waits for the device."""
+        """Return the tokens of each expert by layer, or nothing if none was counted.
+
+        The call waits for the device.
+        """
         counted = self._all.cpu()
         if not counted.any():
             return {}
@@ -60,6 +55,6 @@ class ExpertCounts:
 
 
 def _count(counts: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Count a pass; ids of no expert, -1 and the number of experts, count in the last entry."""
+    """Count one pass; ids that mean no expert, -1 and `num_experts`, count in the last entry."""
     experts = topk_ids.flatten().remainder(len(counts))
     counts.zero_().index_add_(0, experts, torch.ones_like(experts, dtype=counts.dtype))

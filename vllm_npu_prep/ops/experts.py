@@ -1,6 +1,7 @@
-"""Mixture of experts: vLLM's method for them, and its computation in torch for the CPU fallback.
+"""Mixture of experts: the method that vLLM's layers call, and a computation in torch for the CPU.
 
-`fused_experts` computes them on NPUs.
+On NPUs the method calls the grouped products of `fused_experts`. The computation here is the CPU
+fallback's, and an NPU's if the switch ``experts`` is off.
 """
 
 from collections.abc import Callable
@@ -35,11 +36,12 @@ ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.GELU_TANH_NO_MUL: partial(functional.gelu, approximate="tanh"),
     MoEActivation.RELU2_NO_MUL: lambda x: functional.relu(x).square(),
 }
-"""Activations by name, without gating; gated ones multiply the result by the second half."""
+"""Activations without gating, by vLLM's name. A gated one multiplies the result by the second
+half."""
 
 
 def activation_of(activation: MoEActivation) -> Activate:
-    """What becomes of the rows of the first product; the first half of a gated one is its gate."""
+    """Return the function between the two products; a gate is the first half of a row."""
     activate = ACTIVATIONS[activation.without_mul()]
     if not activation.is_gated:
         return activate
@@ -61,21 +63,11 @@ def apply_experts(
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Sum of the outputs of each token's experts, weighted by the router: see `sum_of_experts`.
+    """Compute each token's experts and add their outputs, weighted by the router.
 
-    Parameters
-    ----------
-    x, w13, w2
-        Hidden states, and the weights of the experts of this rank.
-    topk_weights, topk_ids, expert_map, apply_router_weight_on_input
-        As `sum_of_experts` takes them.
-    activation
-        A gated activation uses the first half of ``w13``'s rows as its gate.
-
-    Returns
-    -------
-    torch.Tensor
-        Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
+    `sum_of_experts` says what the other arguments are. A gated activation uses the first half of
+    ``w13``'s rows as its gate. The result has the shape and dtype of `x`; sums are kept in float32
+    and rounded once.
     """
     activate = activation_of(activation)
 
@@ -95,31 +87,23 @@ def sum_of_experts(
     expert_map: torch.Tensor | None,  # [num_experts] integer
     apply_router_weight_on_input: bool,
 ) -> torch.Tensor:
-    """Sum of what each token's experts make of it, weighted by the router.
+    """Add what each token's experts make of it, weighted by the router.
 
     Pairs of token and expert are sorted by expert, and experts without a token are skipped. The
     host reads once how many rows each expert gets. A device graph could not contain that; the CPU
-    fallback's fake graph runs everything again.
+    fallback's fake graph runs everything again. The result has the shape and dtype of `x`; sums are
+    kept in float32 and rounded once.
 
     Parameters
     ----------
-    x
-        Hidden states.
-    num_local_experts
-        Of this rank.
     output
-        What an expert of this rank makes of its rows of `x`.
+        Takes an expert's number on this rank and its rows of `x`, and returns the expert's output.
     topk_weights, topk_ids
         Each token's experts, numbered over all ranks, and their weights.
     expert_map
         Number on this rank of each expert, -1 for those of other ranks; None if all are here.
     apply_router_weight_on_input
-        Weight the inputs of experts instead of their outputs.
-
-    Returns
-    -------
-    torch.Tensor
-        Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
+        Whether weights are applied to the inputs of experts instead of their outputs.
     """
     experts = topk_ids.flatten().long()  # [T * k]
     if expert_map is not None:
@@ -149,18 +133,8 @@ def sum_of_experts(
 class GroupedExperts:
     """A layer's experts on this rank, computed by grouped products.
 
-    Attributes
-    ----------
-    weights
-        Of the layer, in their format.
-    owned
-        Which experts are here.
-    apply_router_weight_on_input
-        Weight the inputs of experts instead of their outputs.
-    is_final
-        Whether the sum knows pairs without a row.
-    layer
-        vLLM's. Its ``padding_has_weight`` is False if the router gives padding no weight.
+    If `is_final`, the sum is ``npu_moe_finalize_routing``'s, which skips pairs without a row.
+    vLLM's `layer` has ``padding_has_weight`` False if its router gives padding no weight.
     """
 
     weights: ExpertWeights
@@ -171,14 +145,9 @@ class GroupedExperts:
 
     @classmethod
     def of(cls, layer: Any, weights: ExpertWeights, finalize: bool) -> "GroupedExperts":
-        """From vLLM's layer, after its weights were loaded.
+        """Make them from vLLM's layer, after its weights were loaded.
 
-        Parameters
-        ----------
-        layer, weights
-            vLLM's layer, and its weights in their format.
-        finalize
-            Whether the switch ``finalize_routing`` is on.
+        `finalize` is the switch ``finalize_routing``.
         """
         owned = OwnedExperts.of(layer.expert_map, layer.global_num_experts)
         is_final = finalize and can_finalize(layer.moe_config.in_dtype, layer.hidden_size)
@@ -190,7 +159,7 @@ class GroupedExperts:
         topk_weights: torch.Tensor,  # [num_input_tokens, k] float32
         topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
     ) -> torch.Tensor:
-        """Each token's sum over its experts here; padding goes to none."""
+        """Return each token's sum over this rank's experts; padding is sent to no expert."""
         has_weight = getattr(self.layer, "padding_has_weight", True)
         return compute_experts(
             x,
@@ -205,7 +174,7 @@ class GroupedExperts:
 
 
 class TorchMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's unquantised experts: by grouped products on NPUs, else by `apply_experts`.
+    """vLLM's method of unquantised experts, by grouped products on NPUs, else by `apply_experts`.
 
     Raises
     ------
@@ -225,7 +194,6 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
             check_sync_is_possible()
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, after a check that `layer` can be computed."""
         extras = {
             f"activation {layer.activation.value}": layer.activation.without_mul()
             not in ACTIVATIONS,
@@ -240,7 +208,7 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
         super().create_weights(layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As vLLM's; grouped products read weights in the layout in which they were loaded."""
+        """Keep the layout in which weights were loaded: grouped products read it."""
         super().process_weights_after_loading(layer)
         if self._is_fused:
             switch, activate = ONE_LAUNCH.get(layer.activation, (None, None))
@@ -258,7 +226,7 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
+        """Compute the routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
         del shared_experts, shared_experts_input
         if self.grouped is not None:
             return self.grouped(x, topk_weights, topk_ids)
@@ -275,7 +243,7 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def check_sync_is_possible() -> None:
-    """Refuse graphs where experts are computed in a way that reads counts back.
+    """Refuse graphs where experts are computed in a way that reads counts back to the host.
 
     Raises
     ------
@@ -295,6 +263,5 @@ def check_sync_is_possible() -> None:
 
 
 def register_method() -> None:
-    """Let vLLM make `TorchMoEMethod` where it would make its own."""
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         CustomOp.register_oot(TorchMoEMethod, name=UnquantizedFusedMoEMethod.__name__)

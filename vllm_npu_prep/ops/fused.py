@@ -1,7 +1,7 @@
-"""Fused operators of torch_npu: what each replaces, and which of them an engine uses.
+"""Fused operators of torch_npu: which operator serves each switch, and which an engine uses.
 
 An engine asks for them by its options; an operator that torch_npu or CANN lacks is left out.
-What is used stands in the engine's config, where layers find it when they are made.
+Which ones are used is written into the engine's config, where layers read it when they are made.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,13 +37,14 @@ OPERATORS: Mapping[str, str] = {
     "int8_norm": "npu_add_rms_norm_dynamic_quant",
     "int8_swiglu": "npu_dequant_swiglu_quant",
 }
-"""The operator of torch_npu of each switch; of experts, which take several, the newest."""
+"""The operator of torch_npu that serves each switch. Experts need several; the newest one is
+named."""
 
 assert OPERATORS.keys() == FusedConfig.model_fields.keys()
 
 
 def missing_operators(names: Iterable[str]) -> dict[str, str]:
-    """Which of these switches the installed software can't serve, and what it lacks."""
+    """Return which switches the installed software can't serve, each with what it lacks."""
     found = {}
     for name in names:
         operator = OPERATORS[name]
@@ -58,7 +59,7 @@ def missing_operators(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_fused(name: str) -> bool:
-    """Whether the engine that is being built uses a fused operator."""
+    """Return whether the engine that is being built uses a fused operator."""
     from vllm.config import get_current_vllm_config
 
     return name in fused_operators(get_current_vllm_config())

@@ -20,26 +20,27 @@ from vllm_npu_prep.ops.fused import is_fused
 
 
 class FusedSiluAndMul(SiluAndMul):
-    """``silu(gate) * up`` of the two halves."""
+    """``silu(gate) * up`` of the two halves of a row: ``[..., 2 D]`` to ``[..., D]``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_fused = is_fused("swiglu")
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., 2 D]`` to ``[..., D]``."""
         return torch.ops.npu.npu_swiglu(x, -1) if self._is_fused else self.forward_native(x)
 
 
 class FusedGeluAndMul(GeluAndMul):
-    """``gelu(gate) * up`` of the two halves; the operator would take the second as the gate."""
+    """``gelu(gate) * up`` of the two halves of a row: ``[..., 2 D]`` to ``[..., D]``.
+
+    By default the operator would take the second half as the gate.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_fused = is_fused("geglu")
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., 2 D]`` to ``[..., D]``."""
         if not self._is_fused:
             return self.forward_native(x)
         by_tanh = int(self.approximate == "tanh")
@@ -47,40 +48,38 @@ class FusedGeluAndMul(GeluAndMul):
 
 
 class FusedGELU(GELU):
-    """Exact GELU."""
+    """The exact GELU, without an approximation by tanh."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_fused = is_fused("gelu")
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each element."""
         if not self._is_fused:
             return self.forward_native(x)
         return torch.ops.npu.npu_gelu(x, approximate="none")
 
 
 class _ByTanh:
-    """GELU by tanh, of which vLLM has three layers with one formula."""
+    """GELU by tanh, for which vLLM has three layers with one formula."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_fused = is_fused("gelu")
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each element."""
         if not self._is_fused:
             return self.forward_native(x)  # type: ignore[attr-defined]
         return torch.ops.npu.npu_gelu(x, approximate="tanh")
 
 
 class FusedGELUTanh(_ByTanh, GELUTanh):
-    """torch's formula."""
+    """GELU by tanh, which vLLM computes by torch's function."""
 
 
 class FusedNewGELU(_ByTanh, NewGELU):
-    """Written out, with a power of three."""
+    """GELU by tanh, which vLLM writes out with a power of three."""
 
 
 class FusedFastGELU(_ByTanh, FastGELU):
-    """Written out, with a square."""
+    """GELU by tanh, which vLLM writes out with a square."""

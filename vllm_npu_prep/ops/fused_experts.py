@@ -1,9 +1,9 @@
 """Mixture of experts by torch_npu's grouped products: no shape depends on data, nothing is synced.
 
 Pairs of token and expert are sorted by expert on the device, and each expert multiplies its rows in
-a product of all experts. How many rows an expert gets stays on the device, so a graph may contain
-all of it. Rows past the last pair of this rank's experts are undefined: nothing of them may reach a
-result.
+one product that serves all experts. How many rows an expert gets stays on the device, so a graph
+may contain all of it. Rows past the last pair of this rank's experts are undefined: nothing of them
+may reach a result.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm_npu_prep.errors import PrepError
 
 ROWS_GROUPED = 0
-"""``group_type`` of the grouped product with a weight for each group of rows."""
+"""``group_type`` of the grouped product in which each group of rows has a weight of its own."""
 
 ENDS, SIZES = 0, 1
-"""``group_list_type``: what the group list has of each group."""
+"""``group_list_type``: whether the group list holds each group's end or its size."""
 
 ONE_OUTPUT = 2
 """``split_item`` with which all groups write to one tensor."""
@@ -28,32 +28,33 @@ UNQUANTISED = -1
 """``quant_mode`` of routing that copies rows as they are."""
 
 PAST_ANY_ROW = 0x7FFFFFFF
-"""Mask that turns -1, the index of a pair without a row, into one that no tensor reaches."""
+"""Mask that turns -1, the index of a pair without a row, into an index past the end of any
+tensor."""
 
 SOME_WITHOUT_ROW = 3
 """``drop_pad_mode`` with which a pair may lack a row, and pairs of a token lie side by side."""
 
 FINALIZED = (torch.bfloat16, torch.float32)
-"""Dtypes whose rows `npu_moe_finalize_routing` adds in float32; float16 it adds in float16."""
+"""Dtypes whose rows `npu_moe_finalize_routing` adds in float32; it adds float16 in float16."""
 
 MAX_FINALIZED_WIDTH = 8192
 """Longer rows are cut, and kernels of CANN 8.5 then lose a row of tokens with four experts."""
 
 
 class Rows(NamedTuple):
-    """Rows of tokens by expert: those of this rank's first expert come first.
+    """Rows of tokens, sorted by expert: those of this rank's first expert come first.
 
     Attributes
     ----------
     values
         ``[T * k, width]``; rows past the last group are undefined.
     group_list
-        Rows of each expert, int64 ``[num_local_experts]`` on the device.
+        Number of rows of each expert, int64 ``[num_local_experts]`` on the device.
     group_list_type
-        `SIZES`; `ENDS` for one expert, where both are the same number. The operator takes a single
-        group in this form only.
+        `SIZES`, or `ENDS` if there is one expert, where both are the same number: the operator
+        takes a single group in this form only.
     scales
-        float32 ``[T * k]`` of rows that routing has quantised, else None.
+        float32 ``[T * k]`` if routing has quantised the rows, else None.
     """
 
     values: torch.Tensor
@@ -70,23 +71,17 @@ class ExpertWeights(Protocol):
         """How routing quantises rows: ``quant_mode`` of ``npu_moe_init_routing_v2``."""
 
     def up(self, rows: Rows) -> Rows:
-        """First product and activation: rows of ``hidden_size`` to rows of the inner size."""
+        """Apply the first product and the activation: ``hidden_size`` columns to the inner size."""
 
     def down(self, rows: Rows) -> torch.Tensor:
-        """Second product: ``[T * k, hidden_size]``, undefined past the last group."""
+        """Apply the second product: ``[T * k, hidden_size]``, undefined past the last group."""
 
 
 def grouped_product(rows: Rows, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Rows of each group times its weight, in one launch.
+    """Multiply the rows of each group by its weight, in one launch.
 
-    Parameters
-    ----------
-    rows
-        Left sides.
-    weight
-        ``[num_local_experts, width, n]``, contiguous or a transposed view.
-    **arguments
-        Further arguments of ``npu_grouped_matmul``: scales of quantised weights.
+    The weight is ``[num_local_experts, width, n]``, contiguous or a transposed view. Further
+    arguments of ``npu_grouped_matmul`` are scales of quantised weights.
     """
     return torch.ops.npu.npu_grouped_matmul(
         [rows.values],
@@ -112,20 +107,16 @@ ONE_LAUNCH: Mapping[MoEActivation, tuple[str, Activate]] = {
         lambda x: torch.ops.npu.npu_geglu(x, -1, 1, activate_left=True)[0],
     ),
 }
-"""Gated activations that an operator computes in one launch, by the switch that allows it."""
+"""Gated activations that an operator computes in one launch, each with the switch that allows
+it."""
 
 
 class UnquantisedExperts:
-    """bfloat16 or float16 weights, as vLLM loads them.
+    """Experts with bfloat16 or float16 weights, as vLLM loads them.
 
-    Parameters
-    ----------
-    layer
-        vLLM's layer, with ``w13_weight`` ``[num_local_experts, 2 * inner, hidden]`` and
-        ``w2_weight`` ``[num_local_experts, hidden, inner]``. They are read at each call: a reload
-        may replace them.
-    activate
-        Activation of the whole row, gated or not.
+    vLLM's `layer` has ``w13_weight`` ``[num_local_experts, 2 * inner, hidden]`` and ``w2_weight``
+    ``[num_local_experts, hidden, inner]``. They are read at each call: a reload may replace them.
+    `activate` takes the whole row, gated or not.
     """
 
     quant_mode = UNQUANTISED
@@ -135,28 +126,27 @@ class UnquantisedExperts:
         self.activate = activate
 
     def up(self, rows: Rows) -> Rows:
-        """The operator wants ``[experts, hidden, 2 * inner]`` and takes a transposed view."""
         hidden = grouped_product(rows, self.layer.w13_weight.transpose(1, 2))
         return rows._replace(values=self.activate(hidden))
 
     def down(self, rows: Rows) -> torch.Tensor:
-        """Likewise."""
         return grouped_product(rows, self.layer.w2_weight.transpose(1, 2))
 
 
 @dataclass(frozen=True)
 class OwnedExperts:
-    """The experts of this rank, in the numbers that routing gets.
+    """The experts of this rank, by the numbers that routing gets.
 
     Attributes
     ----------
     num_experts
-        Experts of all ranks. It is also an id of no expert, as -1 is.
+        Experts of all ranks. As an id it means no expert, as -1 does.
     start, end
-        Ids of this rank's experts: ``start <= id < end``.
+        This rank's experts have the ids ``start <= id < end``.
     numbers
         New id of each id, int32 ``[num_experts + 1]`` on the device, if this rank's experts are
-        scattered; the last one is for ids of no expert, -1 and `num_experts`. None: ids stay.
+        scattered; the last entry is for the ids that mean no expert, -1 and `num_experts`. None if
+        ids stay.
     """
 
     num_experts: int
@@ -166,19 +156,14 @@ class OwnedExperts:
 
     @property
     def is_all(self) -> bool:
-        """Whether no other rank has experts."""
         return self.numbers is None and self.end - self.start == self.num_experts
 
     @classmethod
     def of(cls, expert_map: torch.Tensor | None, num_experts: int) -> "OwnedExperts":
-        """From vLLM's map, which is read once, when weights have been loaded.
+        """Read vLLM's map once, when weights have been loaded.
 
-        Parameters
-        ----------
-        expert_map
-            Number on this rank of each expert, -1 for those of other ranks; None if all are here.
-        num_experts
-            Experts of all ranks.
+        The map has each expert's number on this rank, -1 for experts of other ranks; it is None if
+        all are here.
 
         Raises
         ------
@@ -205,15 +190,15 @@ class OwnedExperts:
         return cls(num_experts, 0, max(count, 1), table)
 
     def number(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Ids by which routing sorts, int32 ``[T, k]``."""
+        """Return the ids by which routing sorts, int32 ``[T, k]``."""
         return topk_ids if self.numbers is None else self.numbers[topk_ids]
 
 
 def can_finalize(dtype: torch.dtype, hidden_size: int) -> bool:
-    """Whether `npu_moe_finalize_routing` adds the rows of such a layer rightly.
+    """Return whether `npu_moe_finalize_routing` adds the rows of such a layer rightly.
 
-    Read in cann/ops-transformer (``moe_finalize_routing_v2``, October 2025): its kernels for
-    float16, and the one for four experts a token that cuts rows, with its tiling.
+    The limits were read in cann/ops-transformer (``moe_finalize_routing_v2``, October 2025): its
+    kernels for float16, and the one that cuts rows of tokens with four experts, with its tiling.
     """
     return dtype in FINALIZED and hidden_size <= MAX_FINALIZED_WIDTH
 
@@ -223,10 +208,10 @@ def finalize(
     weights: torch.Tensor | None,  # [T, k]; None: 1, and k is 1
     row_of_pair: torch.Tensor,  # int32 [T * k], -1 for a pair without a row
 ) -> torch.Tensor:
-    """Sum of each token's rows, ``[T, hidden_size]``, in one launch; none of a pair without a row.
+    """Add each token's rows to ``[T, hidden_size]`` in one launch; a pair without a row adds none.
 
-    The operator allows -1 for rows of experts with a capacity, ``[E, C, H]``. Here each row is an
-    expert's whose capacity is 1, as sgl-project/sglang 40705 has it, which was tried on cards.
+    The operator allows -1 for rows of experts with a capacity, ``[E, C, H]``. Here each row belongs
+    to an expert with a capacity of 1, as in sgl-project/sglang 40705, which was tried on cards.
     """
     return torch.ops.npu.npu_moe_finalize_routing(
         rows[:, None],
@@ -251,27 +236,23 @@ def compute_experts(
     is_final: bool,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Sum of the outputs of each token's experts on this rank, weighted by the router.
+    """Add the outputs of each token's experts on this rank, weighted by the router.
 
-    Five launches: routing, product, activation, product, sum. Two more where they are needed:
-    renumbering of scattered experts and, without `is_final`, indices of pairs without a row.
+    There are five launches: routing, product, activation, product, sum. Two more come where they
+    are needed: renumbering of scattered experts and, without `is_final`, indices of pairs without a
+    row.
 
     Parameters
     ----------
-    x, topk_weights, topk_ids
-        Tokens, and what the router chose for them.
-    owned
-        Experts of this rank.
-    weights
-        Their weights.
     has_padding
-        Whether there may be tokens without an expert that have a weight. Of a row whose weight is
-        zero nothing is read.
+        Whether there may be tokens without an expert that have a weight. The sum doesn't read the
+        row of a pair whose weight is zero.
     is_final
-        Whether the sum is ``npu_moe_finalize_routing``'s, which knows pairs without a row: see
-        `can_finalize`. Otherwise it is ``npu_moe_token_unpermute``'s.
+        Whether the sum is ``npu_moe_finalize_routing``'s, which skips pairs without a row (see
+        `can_finalize`). Otherwise it is ``npu_moe_token_unpermute``'s.
     apply_router_weight_on_input
-        Weight the inputs of experts instead of their outputs; there is one expert a token then.
+        Whether weights are applied to the inputs of experts instead of their outputs; a token has
+        one expert then.
 
     Returns
     -------
@@ -288,8 +269,8 @@ def compute_experts(
         x,
         ids,
         active_num=ids.numel(),
-        # One more than there are: padding's id is not above it, and the range is never the whole,
-        # for which kernels take every pair as active.
+        # One more expert than there are: padding's id must not be above it, and the active range
+        # must not be the whole, because kernels would then take every pair as active.
         expert_num=owned.num_experts + 1,
         expert_tokens_num_type=SIZES,
         expert_tokens_num_flag=True,
@@ -314,9 +295,9 @@ def add_gated(
     shared: torch.Tensor,  # [T, hidden_size]
     gate: torch.Tensor,  # [T, 1]
 ) -> torch.Tensor:
-    """The routed experts' sum and the shared experts' output times the sigmoid of its gate.
+    """Add the shared experts' output times the sigmoid of its gate to the routed experts' sum.
 
-    Two launches: ``aclnnAddcmul`` broadcasts inside of its kernel (cann/ops-math 9.1.0,
+    These are two launches: ``aclnnAddcmul`` broadcasts inside of its kernel (cann/ops-math 9.1.0,
     `math/addcmul/op_api/aclnn_addcmul.cpp`).
     """
     return torch.addcmul(routed, shared, gate.sigmoid())

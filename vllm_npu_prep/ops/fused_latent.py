@@ -2,16 +2,16 @@
 
 vLLM's layer projects into tensors that are split into slices with gaps between rows, rotates a part
 of each head in place, and transposes around its products with latent weights. Operators copy such
-slices first. Here projections give each part as a tensor of its own, in one launch; for that, rows
-of the queries' projection are put in the order of its parts when weights are loaded. Products of
-heads with latent weights transpose by themselves. int8 products have one result only, which one
-more launch splits.
+slices first. Here a projection gives each part as a tensor of its own, in one launch; for that, the
+rows of the queries' projection are put in the order of its parts when weights are loaded. The
+operator that multiplies heads by latent weights transposes by itself. int8 products have one result
+only, whose parts are then copied one by one.
 
-``npu_mla_prolog`` to ``_v3`` would do all from the projection to the cache write in one launch.
-Their demands don't fit (Ascend/op-plugin's documentation; ``mla_prolog_tiling_check.cpp`` in CANN's
-published ops-transformer): slots inside of the cache, where padding of graphs has -1; weights in
-the NZ layout, which prefills and loading don't have; bfloat16, a q_lora_rank of 1536 and listed
-hidden sizes. So they are not used.
+``npu_mla_prolog`` to ``_v3`` would do everything from the projection to the cache write in one
+launch. They are not used, because their demands don't fit (Ascend/op-plugin's documentation;
+``mla_prolog_tiling_check.cpp`` in CANN's published ops-transformer): slots inside of the cache,
+where the padding of graphs has -1; weights in the NZ layout, which prefills and loading don't have;
+bfloat16, a q_lora_rank of 1536 and listed hidden sizes.
 """
 
 from functools import partial
@@ -27,11 +27,11 @@ from vllm_npu_prep.ops.fused import is_fused
 from vllm_npu_prep.ops.fused_projection import NOT_GROUPED
 
 MAX_INNER = 65536
-"""The operator takes fewer heads times inner size than this."""
+"""The operator takes products whose number of heads times inner size is below this."""
 
 
 class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's layer, whose projections give parts."""
+    """vLLM's layer of latent attention, whose projections give their parts as separate tensors."""
 
     q_b_proj: Any  # None where the model has `q_proj`
     fused_qkv_a_proj: Any
@@ -55,13 +55,13 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
             self.use_parts()
 
     def parts(self) -> "list[ProjectionParts]":
-        """What the layer's projections are split into: those of queries last."""
+        """Return what the layer's projections are split into; that of the queries comes last."""
         heads, size = self.num_heads, self.qk_head_dim
         by_head = torch.arange(heads * size).view(heads, size)
         halves = by_head.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         order = torch.cat([half.flatten() for half in halves])
         of_queries, rows = [h.numel() for h in halves], [self.kv_lora_rank, self.qk_rope_head_dim]
-        # Decodes want heads of zeros beside these; rotated halves come with theirs, at no cost.
+        # Decodes want heads of zeros, too; the rotated halves' are projected with them, at no cost.
         attention: Any = self.mla_attn.impl
         zeros = (attention.decode_shape.num_heads - heads) * self.qk_rope_head_dim
         if self.q_lora_rank is not None:
@@ -75,18 +75,19 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         ]
 
     def readers(self) -> list[Any]:
-        """Projections that read the layer's input."""
         return [each.layer for each in self.parts() if each.layer is not self.q_b_proj]
 
     def use_parts(self) -> None:
-        """From now on projections give parts: each has ``part_weights`` and ``part_sizes``."""
+        """Let projections give parts from now on.
+
+        Each projection must have ``part_weights`` and ``part_sizes`` by then.
+        """
         self.is_split = True
         # vLLM has no hook for the layer inside of this one
         attend = partial(attend_parts, self.mla_attn)
         self.mla_attn.forward_impl = attend  # type: ignore[method-assign]
 
     def _suits(self) -> bool:
-        """Whether the model's layer is one whose parts these are."""
         extras = self.indexer, self.g_proj
         return (
             extras == (None, None)
@@ -105,7 +106,6 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         hidden_states: torch.Tensor,  # [T, hidden_size], or such rows rounded to int8
         llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's."""
         if not self.is_split:
             return super().forward(positions, hidden_states, llama_4_scaling)
         assert llama_4_scaling is None, "no model with latent attention scales its queries so"
@@ -129,9 +129,10 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         latent: torch.Tensor,  # [T, kv_lora_rank]
         key_rope: torch.Tensor,  # [T, 1, qk_rope_head_dim], rotated
     ) -> torch.Tensor:
-        """Write the cache and attend, as vLLM's layer inside does.
+        """Write the cache and attend, as vLLM's inner layer does.
 
-        Its operator has a place for a second tensor of queries: ours are the rotated halves.
+        vLLM's custom operator has an argument for a second tensor of queries, ``q_dcp_replicated``;
+        the rotated halves are passed in it.
         """
         attn: Any = self.mla_attn
         if not attn.use_direct_call:
@@ -174,7 +175,7 @@ def keep_weights_contiguous(model: torch.nn.Module) -> None:
     """Lay out the latent weights of a loaded model's layers as their operator reads them.
 
     vLLM keeps views of one projection's weights, and the operator would copy them in every step.
-    This takes as much memory as that projection does.
+    The contiguous copies take as much memory as that projection does.
     """
     for module in model.modules():
         if isinstance(module, FusedMultiHeadLatentAttentionWrapper) and module.may_be_split:
@@ -191,11 +192,12 @@ class ProjectionParts(NamedTuple):
     layer
         vLLM's projection.
     sizes
-        Columns of each part, as this rank has it.
+        Number of columns of each part on this rank.
     order
-        Rows of the weight in the order of the parts; None: they are.
+        The order into which the rows of the weight are put, so that parts are contiguous; None if
+        they are already.
     num_zeros
-        Columns of zeros that the last part has beside these, if weights are float.
+        Number of columns of zeros that are appended to the last part, if weights are float.
     """
 
     layer: Any
@@ -205,20 +207,13 @@ class ProjectionParts(NamedTuple):
 
 
 class SplitProjection(UnquantizedLinearMethod):
-    """Weights of parts of a projection, as views of the layer's.
-
-    Parameters
-    ----------
-    parts
-        Of the layer.
-    """
+    """The method of a projection that keeps views of its weight, one for each part."""
 
     def __init__(self, parts: ProjectionParts) -> None:
         super().__init__()
         self.parts = parts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As vLLM's; the operator wants weights ``[inner, columns]``."""
         super().process_weights_after_loading(layer)
         keep_part_weights(self.parts)
 
@@ -232,18 +227,17 @@ def keep_part_weights(parts: ProjectionParts) -> None:
     if num_zeros:
         padded = weight.new_zeros(len(weight) + num_zeros, weight.shape[1])
         padded[: len(weight)] = weight
-        layer.weight.data = padded[: len(weight)]  # as large as in files, for new weights
+        layer.weight.data = padded[: len(weight)]  # the size of the files' weight, for a reload
         weight, sizes = padded, [*sizes[:-1], sizes[-1] + num_zeros]
     layer.part_sizes, layer.part_weights = sizes, [part.t() for part in weight.split(sizes)]
 
 
 def project(layer: Any, x: Any) -> list[torch.Tensor]:
-    """The parts of a projection, each contiguous.
+    """Return the parts of a projection, each contiguous.
 
-    One launch with float weights. With int8 ones a copy of each part follows the product, which
-    has a single result:
-    ``npu_grouped_matmul`` refuses several int8 inputs with scales for each token (cann/
-    ops-transformer 9.1.0, ``CheckPerTokenScale`` in ``aclnn_grouped_matmul.cpp``).
+    Float weights take one launch. With int8 weights a copy of each part follows the product, which
+    has a single result: ``npu_grouped_matmul`` refuses several int8 inputs with scales for each
+    token (cann/ops-transformer 9.1.0, ``CheckPerTokenScale`` in ``aclnn_grouped_matmul.cpp``).
     """
     weights = layer.part_weights
     if weights is None:
@@ -254,10 +248,10 @@ def project(layer: Any, x: Any) -> list[torch.Tensor]:
 
 
 def split_columns(rows: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Columns of rows ``[T, sum(sizes)]`` as tensors of their own.
+    """Copy columns of rows ``[T, sum(sizes)]`` into tensors of their own.
 
-    A launch for each, for up to 32 parts (op-plugin, ``SplitWithSizesCopyNpuOpApi.cpp``); what
-    reads them would copy strided slices, too.
+    Each part is a launch, for up to 32 parts (op-plugin, ``SplitWithSizesCopyNpuOpApi.cpp``). The
+    operators that read the parts would copy strided slices, too.
     """
     parts = [rows.new_empty(len(rows), size) for size in sizes]
     torch.ops.aten.split_with_sizes_copy.out(rows, sizes, -1, out=parts)
@@ -277,20 +271,11 @@ def attend_parts(
     q_dcp_replicated: torch.Tensor | None = None,  # [T, at least num_heads, qk_rope_head_dim]
     **more: Any,
 ) -> torch.Tensor:
-    """In place of ``MLAAttention.forward_impl``: queries come as two tensors.
+    """Attend with queries in two tensors, in place of ``MLAAttention.forward_impl``.
 
-    Without a tensor to write to, a step of decodes alone saves the copy into it.
-
-    Parameters
-    ----------
-    attn
-        The layer.
-    q, q_dcp_replicated
-        Queries, and their rotated halves; these may have the heads of zeros that decodes want.
-    k_c_normed, k_pe, kv_cache, attn_metadata, output
-        As vLLM's.
-    output_scale, output_block_scale, more
-        Of quantised results, which nothing here asks for.
+    `q_dcp_replicated` are the queries' rotated halves, which may have the heads of zeros that
+    decodes want. Without a tensor to write to, a step of decodes alone saves the copy into it.
+    Arguments for quantised results, which nothing here asks for, are not read.
     """
     del output_scale, output_block_scale, more
     count = len(q) if attn_metadata is None else attn_metadata.num_decode_tokens
@@ -328,7 +313,6 @@ def attend_parts(
 def _attend_decodes(
     attn: Any, q: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
 ) -> torch.Tensor:
-    """Over latent rows, ``[T, num_heads * v_head_dim]``."""
     query = multiply(q, attn.W_UK_T), q_rope
     attended, _ = attn.impl.forward_mqa(query, kv_cache, attn_metadata, attn)
     return multiply(attended, attn.W_UV).flatten(1)
@@ -338,7 +322,7 @@ def multiply(
     heads: torch.Tensor,  # [T, N, K]
     weights: torch.Tensor,  # [N, K, L]
 ) -> torch.Tensor:
-    """Each head's rows times its weights, ``[T, N, L]``."""
+    """Multiply each head's rows by its weights, ``[T, N, L]``."""
     if weights.shape[0] * weights.shape[1] >= MAX_INNER:
         return torch.bmm(heads.transpose(0, 1), weights).transpose(0, 1).contiguous()
     return torch.ops.npu.npu_transpose_batchmatmul(

@@ -1,4 +1,4 @@
-"""Norms in one launch: RMSNorm, the residual's addition with it, and Gemma's.
+"""Norms in one launch: RMSNorm, RMSNorm with the residual's addition, and Gemma's norm.
 
 vLLM's RMSNorm calls operators of vLLM's IR, for which this module registers implementations.
 Gemma's norm is a layer that vLLM lets others replace.
@@ -17,17 +17,16 @@ PROVIDER = "npu"
 """Name of our implementations among those of vLLM's IR operators."""
 
 IR_OPERATORS = {"rms_norm": "rms_norm", "add_rms_norm": "fused_add_rms_norm"}
-"""IR operator of each switch."""
+"""The IR operator that each switch replaces."""
 
 MAX_TOKENS_OF_WHOLE_ROWS = 1024
-"""Up to here two launches saved are worth more than the bytes of V, read and written twice:
-4 KiB for each token with 8 heads of 128, at some 1 TB/s."""
+"""Up to this many tokens the two launches that are saved are worth more than the bytes of V, which
+are read and written twice: 4 KiB for each token with 8 heads of 128, at some 1 TB/s."""
 
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 def register_implementations() -> None:
-    """Register the implementations of the IR operators, once in a process."""
     for name, implementation, supports in (
         ("rms_norm", _rms_norm, _supports_rms_norm),
         ("fused_add_rms_norm", _fused_add_rms_norm, _supports_fused_add_rms_norm),
@@ -43,7 +42,6 @@ def _rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor:
-    """RMSNorm over the last dimension."""
     del variance_size
     assert weight is not None
     return normalise(torch.ops.npu.npu_rms_norm, x, weight, epsilon)
@@ -55,7 +53,7 @@ def _supports_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """Whether the operator takes these arguments: the weight's dtype is that of x."""
+    """Return whether the operator takes these arguments: the weight's dtype is that of x."""
     return (
         weight is not None
         and variance_size is None
@@ -72,7 +70,6 @@ def _fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of ``x + x_residual``, and that sum."""
     del variance_size
     output, _, total = torch.ops.npu.npu_add_rms_norm(x, x_residual, weight, epsilon)
     return output, total
@@ -85,7 +82,7 @@ def _supports_fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """Whether the operator takes these arguments: one dtype and one shape."""
+    """Return whether the operator takes these arguments: one dtype and one shape."""
     return (
         _supports_rms_norm(x, weight, epsilon, variance_size)
         and x_residual.dtype == x.dtype
@@ -105,7 +102,7 @@ class FusedGemmaRMSNorm(GemmaRMSNorm):
         x: torch.Tensor,  # [..., D]
         residual: torch.Tensor | None = None,  # the same
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Two launches with a residual, else one."""
+        """Normalise in two launches with a residual, else in one."""
         if not self._is_fused or self.weight.dtype != x.dtype or x.dtype not in DTYPES:
             return self.forward_native(x, residual)
         operator = torch.ops.npu.npu_gemma_rms_norm
@@ -121,7 +118,7 @@ def normalise(
     weight: torch.Tensor,  # [D]
     epsilon: float,
 ) -> torch.Tensor:
-    """A norm over the last dimension.
+    """Apply a norm over the last dimension.
 
     The operators copy an input that isn't contiguous. Heads of Q or K are slices of the fused
     projection's rows; we normalise the whole rows, which are contiguous, and return the slice.
@@ -135,7 +132,10 @@ def normalise(
 
 
 def first_head_of_rows(x: torch.Tensor) -> int | None:
-    """Place of a slice of heads in rows that fill their memory; None if x is no such slice."""
+    """Return the place of a slice of heads in rows that fill their memory.
+
+    The result is None if `x` is no such slice.
+    """
     if x.dim() != 3 or torch.compiler.is_compiling() or x.is_contiguous():
         return None
     (tokens, _, size), row = x.shape, x.stride(0)

@@ -18,16 +18,10 @@ NOT_GROUPED = -1
 
 
 class ProjectedQKV:
-    """Q, K and V in place of the tensor that a model splits.
+    """Q, K and V, each ``[T, N * D]``, in place of the tensor that a model splits.
 
-    A model that does anything else with it gets that tensor, which takes a launch more.
-
-    Parameters
-    ----------
-    parts
-        ``[T, N * D]`` each.
-    on_whole
-        Called when the whole tensor is needed.
+    A model that does anything else with it gets that tensor, at the cost of one more launch.
+    `on_whole` is called when that happens.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], on_whole: Callable[[], None]) -> None:
@@ -36,20 +30,18 @@ class ProjectedQKV:
         self.joined: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
-        """One tensor, the same from the first call on: a model may write to it."""
+        """Return one tensor, the same from the first call on: a model may write to it."""
         if self.joined is None:
             self.on_whole()
             self.joined = torch.cat(self.parts, -1)
         return self.joined
 
     def split(self, sizes: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """As a tensor's; Q, K and V as they are if these are the sizes."""
         widths = [part.shape[-1] for part in self.parts]
         is_ours = isinstance(sizes, list | tuple) and list(sizes) == widths and dim in (-1, 1)
         return self.parts if is_ours and self.joined is None else self.whole().split(sizes, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """As a tensor's; Q, K and V as they are if they are equally wide."""
         widths = {part.shape[-1] for part in self.parts}
         is_ours = chunks == len(self.parts) and len(widths) == 1 and dim in (-1, 1)
         return self.parts if is_ours and self.joined is None else self.whole().chunk(chunks, dim)
@@ -68,14 +60,13 @@ class ProjectedQKV:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Functions of torch get the whole tensor."""
         del types
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, dict(kwargs or {})))
         return function(*args, **kwargs)
 
 
 class FusedQKVParallelLinear(QKVParallelLinear):
-    """vLLM's projection, whose result a model can split without a copy."""
+    """vLLM's projection, with a result that a model can split without a copy."""
 
     part_weights: list[torch.Tensor] | None = None
     part_biases: list[torch.Tensor] | None = None
@@ -92,7 +83,7 @@ class FusedQKVParallelLinear(QKVParallelLinear):
             self.quant_method = GroupedProjection()
 
     def forward(self, input_: torch.Tensor) -> Any:
-        """As vLLM's for ``[T, hidden]``, with an object in place of the tensor."""
+        """Return a `ProjectedQKV` in place of the tensor, if the input is ``[T, hidden]``."""
         if not self._is_fused or self.part_weights is None or input_.dim() != 2:
             return super().forward(input_)
         parts = torch.ops.npu.npu_grouped_matmul(
@@ -106,15 +97,15 @@ class FusedQKVParallelLinear(QKVParallelLinear):
         return (projected, None) if self.return_bias else projected
 
     def _keep_whole(self) -> None:
-        """This model doesn't split: from now on, one tensor for it."""
+        """Project into one tensor from now on, because this model doesn't split the result."""
         self._is_fused = False
 
 
 class GroupedProjection(UnquantizedLinearMethod):
-    """Weights of Q, K and V apart, as views of the layer's."""
+    """A layer's method that keeps the weights of Q, K and V apart, as views of its weight."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """As vLLM's; the operator wants weights ``[hidden, N * D]`` and biases that aren't bf16."""
+        """Keep the parts as the operator wants them: ``[hidden, N * D]``, no bfloat16 bias."""
         super().process_weights_after_loading(layer)
         assert isinstance(layer, FusedQKVParallelLinear)
         sizes = [size // layer.tp_size for size in layer.output_sizes]

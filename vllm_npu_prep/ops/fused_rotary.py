@@ -2,7 +2,7 @@
 
 The operator takes slices of the fused projection as they are, and writes contiguous Q and K.
 Variants of vLLM that only compute other tables of cosines and sines (Llama 3, YaRN, NTK, linear,
-proportional) are served by the same layer. Left to vLLM: tables by head (FoPE), positions in
+proportional) are served by the same layer. vLLM still computes tables by head (FoPE), positions in
 chunks (dual chunk attention), and the tables of Ernie, Bailing and openPangu.
 """
 
@@ -32,21 +32,21 @@ from vllm_npu_prep.aclnn import MROPE_V2, is_missing
 from vllm_npu_prep.ops.fused import is_fused
 
 MULTIPLE = 32
-"""Sizes of heads, and of the part of a head that is rotated, are multiples of 64 bytes."""
+"""Sizes of heads, and of the part of a head that is rotated, must be multiples of 64 bytes."""
 
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12))
-"""Frequencies of time, height and width that the operator knows: those of Qwen2.5-VL, Qwen3-VL and
-GLM-4.1V. Sections of other models are merged before it, and before CANN 9.0 also those in turn."""
+"""Frequencies of time, height and width that the operator takes: those of Qwen2.5-VL, Qwen3-VL and
+GLM-4.1V. The columns of other models' sections are merged before the operator is called; before
+CANN 9.0 interleaved sections are merged, too."""
 
 BUFFER = 192 << 10
 """Bytes of a vector core's memory on A2 and A3."""
 
 MAX_HEAD_SIZE_OF_FACTORS = 896
-"""``npu_rotary_mul`` takes smaller heads only."""
+"""Heads for ``npu_rotary_mul`` must be smaller than this."""
 
 
 def suits(head_size: int, rotary_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the operator takes heads of this size, and this much of them rotated."""
     return (
         dtype in (torch.float16, torch.bfloat16)
         and head_size % MULTIPLE == 0
@@ -56,11 +56,11 @@ def suits(head_size: int, rotary_dim: int, dtype: torch.dtype) -> bool:
 
 
 def most_columns(head_size: int, rotary_dim: int, is_neox_style: bool) -> int | None:
-    """Columns of Q that the operator takes at most; None: any number.
+    """Return how many columns of Q the operator takes at most; None if there is no limit.
 
     Before CANN 9.0 its tiling divides by the number of tokens whose heads fit into `BUFFER` at
-    once, also if that is zero (ops-transformer, ``rope_with_sin_cos_cache_tiling.cpp`` of v8.5.0;
-    guarded from v9.0.0 on, which has `MROPE_V2` first): the process would die of it.
+    once, even if that is zero (ops-transformer, ``rope_with_sin_cos_cache_tiling.cpp`` of v8.5.0;
+    guarded from v9.0.0 on, the first release that has `MROPE_V2`): the process would die of it.
     """
     if not is_missing(MROPE_V2):
         return None
@@ -69,7 +69,6 @@ def most_columns(head_size: int, rotary_dim: int, is_neox_style: bool) -> int | 
 
 
 def has_more(query: torch.Tensor, most: int | None) -> bool:
-    """Whether Q, ``[T, N * D]`` or ``[T, N, D]``, has more than `most` columns."""
     return most is not None and math.prod(query.shape[1:]) > most
 
 
@@ -83,7 +82,7 @@ def rotate(
     sections: tuple[int, int, int] = (0, 0, 0),
     interleaved_sections: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate Q and K, in one launch; K may be missing in layers that share another's."""
+    """Rotate Q and K in one launch; K may be missing in layers that share another layer's."""
     rows = query.flatten(1)
     other = rows[:, :head_size] if key is None else key.flatten(1)
     rotated, rotated_key = torch.ops.npu.npu_mrope(
@@ -102,7 +101,7 @@ def rotate(
 
 
 class _Fused(RotaryEmbeddingBase):
-    """A rotary embedding with one position a token."""
+    """A rotary embedding with one position for each token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -115,7 +114,6 @@ class _Fused(RotaryEmbeddingBase):
         query: torch.Tensor,
         key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's; results are new tensors, contiguous."""
         is_fused = self._is_fused and query.dtype == self.dtype
         if not is_fused or has_more(query, self._most_columns):
             return self.forward_native(positions, query, key)
@@ -145,7 +143,10 @@ ROTARY = {
 
 
 class FusedMRotaryEmbedding(MRotaryEmbedding):
-    """A rotary embedding with positions by time, height and width."""
+    """A rotary embedding with positions by time, height and width.
+
+    Sections that the operator doesn't know cost four launches more.
+    """
 
     _section_of_column: torch.Tensor  # int64 [rotary_dim]
 
@@ -167,7 +168,6 @@ class FusedMRotaryEmbedding(MRotaryEmbedding):
         key: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's; sections that the operator doesn't know take four launches more."""
         is_fused = self._is_fused and query.dtype == self.dtype and offsets is None
         if not is_fused or has_more(query, self._most_columns):
             return self.forward_native(positions, query, key, offsets)
@@ -185,14 +185,13 @@ class FusedMRotaryEmbedding(MRotaryEmbedding):
         return rotate(rows, query, key, merged, size, is_neox)
 
     def _merge(self, cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines of each token, ``[T, rotary_dim]``, each from its section's row."""
         of_sections = cache[positions]  # [3, T, rotary_dim]
         columns = self._section_of_column.expand(1, *of_sections.shape[1:])
         return of_sections.gather(0, columns)[0]
 
 
 def columns_of_sections(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
-    """Section that each column of cosines and sines follows, int64 ``[rotary_dim]``."""
+    """Return the section that each column of cosines and sines follows, int64 ``[rotary_dim]``."""
     if interleaved:
         columns = torch.zeros(sum(sections), dtype=torch.int64)
         for row in (1, 2):
@@ -203,7 +202,7 @@ def columns_of_sections(sections: tuple[int, ...], interleaved: bool) -> torch.T
 
 
 class FusedApplyRotaryEmb(ApplyRotaryEmb):
-    """Rotary embedding of a vision tower, whose cosines and sines are given."""
+    """Rotary embedding of a vision tower, which gets its cosines and sines from the tower."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -215,7 +214,7 @@ class FusedApplyRotaryEmb(ApplyRotaryEmb):
         cos: torch.Tensor,  # [S, D / 2]
         sin: torch.Tensor,  # the same
     ) -> torch.Tensor:
-        """As vLLM's; the operator wants cosines and sines of the whole head."""
+        """Rotate `x`; the operator wants cosines and sines of the whole head, not of its half."""
         size = x.shape[-1]
         suits = 2 * cos.shape[-1] == size < MAX_HEAD_SIZE_OF_FACTORS and cos.dim() == 2
         if not self._is_fused or not suits or x.shape[-2] >= 1000 or x[..., 0, 0, 0].numel() >= 999:
@@ -228,9 +227,9 @@ class FusedApplyRotaryEmb(ApplyRotaryEmb):
         return output.to(x.dtype).view(x.shape)
 
     def _whole_head(self, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``[1, S, 1, D]`` of ``[S, D / 2]``, made once for all layers of a tower.
+        """Repeat ``[S, D / 2]`` to ``[1, S, 1, D]``, once for all layers of a tower.
 
-        All layers get one tensor of cosines; what is made of it stays on it as an attribute.
+        All layers get the same tensor of cosines; what is made of it is kept as an attribute of it.
         """
         made: dict[Any, torch.Tensor] = factors.__dict__.setdefault("_whole_heads", {})
         form = (self.is_neox_style, dtype)
@@ -244,13 +243,7 @@ class FusedApplyRotaryEmb(ApplyRotaryEmb):
 
 
 class FusedLongRotaryEmbedding(nn.Module):
-    """Phi-3's rotary embedding, of which vLLM makes a plain module with two tables in one.
-
-    Parameters
-    ----------
-    layer
-        vLLM's module, whose table of cosines and sines is used.
-    """
+    """Phi-3's rotary embedding, which vLLM makes as a plain module with two tables in one."""
 
     def __init__(self, layer: Phi3LongRoPEScaledRotaryEmbedding) -> None:
         super().__init__()
@@ -265,7 +258,7 @@ class FusedLongRotaryEmbedding(nn.Module):
         key: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's, from the table of short or of long contexts."""
+        """Rotate Q and K by the table of short or of long contexts."""
         if offsets is not None or has_more(query, self._most_columns):
             return self.layer(positions, query, key, offsets)
         table = self.layer.long_short_cos_sin_cache

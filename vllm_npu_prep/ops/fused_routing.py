@@ -23,14 +23,15 @@ from vllm_npu_prep.errors import PrepError
 MAX_EXPERTS = 2048
 MAX_TOP_K = 1024
 GROUP_MULTIPLE = 32
-"""The operator pads groups to a multiple of this; all together are at most `MAX_EXPERTS`."""
+"""The operator pads groups of experts to a multiple of this; all together have at most
+`MAX_EXPERTS`."""
 
 SOFTMAX, SIGMOID = 0, 1
 """``norm_type``: how logits become scores."""
 
 
 def padding_mask(num_tokens: int) -> torch.Tensor | None:
-    """Which tokens of this step are padding, bool ``[num_tokens]``; None if none can be."""
+    """Return which tokens of this step are padding, bool ``[num_tokens]``; None if none can be."""
     if not envs.VLLM_MOE_SKIP_PADDING or not is_forward_context_available():
         return None
     is_padding = get_forward_context().is_padding
@@ -38,30 +39,20 @@ def padding_mask(num_tokens: int) -> torch.Tensor | None:
 
 
 NO_EXPERT = -1
-"""Id of padding in the place of an expert's."""
+"""Id that a padding token gets in place of an expert's."""
 
 ANY = 0x7FFFFFFF
-"""The largest int32: the smaller of it and another one is the other one."""
+"""The largest int32, a limit that changes no value: the minimum of it and an id is the id."""
 
 OF_PADDING = "padding_of_pairs"
-"""Under which a forward pass keeps what `_pairs_of_padding` gives."""
+"""Key under which a forward pass keeps the result of `_pairs_of_padding`."""
 
 
 def _pairs_of_padding(is_padding: torch.Tensor, top_k: int) -> list[torch.Tensor]:
-    """What ids and weights of pairs are limited to: made once in a forward pass.
+    """Return upper limits of the pairs' ids and weights, which are made once in a forward pass.
 
-    Parameters
-    ----------
-    is_padding
-        bool ``[T]``.
-    top_k
-        Pairs of a token.
-
-    Returns
-    -------
-    list
-        int32 ``[T, top_k]`` for ids, and the same for the bits of float32 weights. For a padding
-        token `NO_EXPERT`, and 0; `ANY` for others.
+    Both are int32 ``[T, top_k]``, the second for the bits of float32 weights. The limits of a
+    padding token are `NO_EXPERT` and 0, those of another token are `ANY`.
     """
     kept: MutableMapping[Any, list[torch.Tensor]]
     kept = get_forward_context().additional_kwargs.setdefault(OF_PADDING, {})
@@ -75,13 +66,7 @@ def _pairs_of_padding(is_padding: torch.Tensor, top_k: int) -> list[torch.Tensor
 
 
 class _Router(BaseRouter):
-    """Stands in for a router of vLLM.
-
-    Parameters
-    ----------
-    router
-        vLLM's, whose settings are kept.
-    """
+    """A router that stands in for one of vLLM's, whose settings it keeps."""
 
     def __init__(self, router: BaseRouter) -> None:
         super().__init__(router.top_k, router.global_num_experts, router.eplb_state)
@@ -89,19 +74,13 @@ class _Router(BaseRouter):
 
     @property
     def routing_method_type(self) -> Any:
-        """As vLLM's."""
         return self.router.routing_method_type
 
 
 class SoftmaxRouter(_Router):
     """Top-k of a softmax; padding tokens get the id ``num_experts``.
 
-    Parameters
-    ----------
-    router
-        vLLM's.
-    renormalize
-        Whether each token's weights sum to 1: the softmax of the k largest logits.
+    With `renormalize`, a token's weights sum to 1: they are the softmax of the k largest logits.
     """
 
     def __init__(self, router: BaseRouter, renormalize: bool) -> None:
@@ -116,7 +95,6 @@ class SoftmaxRouter(_Router):
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights in the dtype of the logits, and int32 ids, ``[T, k]`` each."""
         del hidden_states, indices_type, input_ids
         weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(
             router_logits,
@@ -130,21 +108,17 @@ class SoftmaxRouter(_Router):
 class GatingRouter(_Router):
     """Top-k by sigmoid or softmax, with a bias and groups; padding gets the id `NO_EXPERT`.
 
-    Attributes
-    ----------
-    padding_has_weight
-        Whether padding keeps its weights. If not, the sum of experts reads nothing for it.
+    vLLM's ``e_score_correction_bias`` is read at each call, for it may be loaded later. If
+    `padding_has_weight` is False, the sum of experts reads nothing for padding.
 
     Parameters
     ----------
-    router
-        vLLM's; its ``e_score_correction_bias`` is read at each call, for it may be loaded later.
     norm_type
         `SOFTMAX` or `SIGMOID`. The operator divides a sigmoid's weights by their sum.
     groups
         Number of groups of experts, and how many of them a token may choose from.
     factor
-        Of all weights.
+        Factor by which all weights are multiplied.
     """
 
     def __init__(
@@ -168,7 +142,7 @@ class GatingRouter(_Router):
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights in the dtype of logits or bias, and int32 ids, ``[T, k]`` each."""
+        """Return weights in the wider dtype of logits and bias, and int32 ids, ``[T, k]`` each."""
         del hidden_states, indices_type, input_ids
         bias = getattr(self.router, "e_score_correction_bias", None)
         if bias is not None and bias.dtype != router_logits.dtype:
@@ -196,8 +170,9 @@ class GatingRouter(_Router):
     ) -> None:
         """Take the experts of padding away, in one launch.
 
-        ``_foreach_minimum_`` is one (``aclnnForeachMinimumList``, int32 among its dtypes). Bits of
-        floats that aren't negative are ordered as the floats are.
+        ``_foreach_minimum_`` changes ids and weights in one launch (``aclnnForeachMinimumList``,
+        int32 among its dtypes): the bits of floats that aren't negative are ordered as the floats
+        are.
         """
         if not self.padding_has_weight and weights.dtype == torch.float32:
             limits = _pairs_of_padding(is_padding, self.top_k)
@@ -209,7 +184,7 @@ class GatingRouter(_Router):
 
 
 class MaskedRouter(_Router):
-    """vLLM's choice, without one for padding, which some of its routers send to experts."""
+    """vLLM's choice with the id `NO_EXPERT` for padding, which some of its routers give experts."""
 
     def _compute_routing(
         self,
@@ -219,7 +194,6 @@ class MaskedRouter(_Router):
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As vLLM's, with the id `NO_EXPERT` for padding."""
         weights, ids = self.router._compute_routing(
             hidden_states, router_logits, indices_type, input_ids=input_ids
         )
@@ -230,15 +204,7 @@ class MaskedRouter(_Router):
 
 
 def fused_router(router: Any, switches: Collection[str]) -> Any:
-    """The router to use in place of vLLM's.
-
-    Parameters
-    ----------
-    router
-        vLLM's.
-    switches
-        Which operators are used: ``gating`` and ``gating_softmax`` among others.
-    """
+    """Return the router to use in place of vLLM's; it may be vLLM's own."""
     found = _by_operator(router, switches)
     if found is not None:
         return found
@@ -275,7 +241,7 @@ def _by_operator(router: Any, switches: Collection[str]) -> _Router | None:
 
 
 def _takes_groups(experts: int, top_k: int, number: int, kept: int) -> bool:
-    """Whether the operator takes groups like these; see its demands in ``operators.md``."""
+    """Return whether the operator takes such groups; ``operators.md`` lists its demands."""
     if number < 1 or experts % number or not 1 <= kept <= number:
         return False
     size = experts // number
@@ -300,7 +266,6 @@ def refuse_routers(model: nn.Module) -> None:
 
 
 def replace_routers(model: nn.Module, switches: Collection[str]) -> None:
-    """Replace the routers of a loaded model."""
     for module in model.modules():
         if isinstance(module, MoERunner):
             module.router = fused_router(module.router, switches)
@@ -311,8 +276,8 @@ def replace_routers(model: nn.Module, switches: Collection[str]) -> None:
 def _take_factor(runner: MoERunner) -> None:
     """Let a router apply the factor of its layer's output, which saves a launch.
 
-    In float16 vLLM divides the output of shared experts instead, and its decoder layers make up for
-    that: they are left alone.
+    In float16 vLLM divides the output of shared experts by the factor instead, and its decoder
+    layers make up for that: such layers are left alone.
     """
     router, factor = runner.router, runner.routed_scaling_factor
     divides = runner.moe_config.in_dtype == torch.float16 and runner.shared_experts is not None
@@ -324,8 +289,8 @@ def _take_factor(runner: MoERunner) -> None:
 def _weigh_no_padding(runner: MoERunner) -> None:
     """Let a router give padding no weight where that saves the sum of experts a launch.
 
-    A sum that knows pairs without a row needs none. Where other ranks have experts, pairs of tokens
-    that are no padding lack a row as well.
+    A sum that skips pairs without a row needs no such weights. Where other ranks have experts,
+    pairs of tokens that are no padding lack a row as well, so the launch is needed anyway.
     """
     layer: Any = runner.routed_experts
     grouped = getattr(layer.quant_method, "grouped", None)

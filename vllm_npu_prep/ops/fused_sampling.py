@@ -1,4 +1,4 @@
-"""Top-k and top-p by one operator."""
+"""Top-k and top-p by one operator, for vLLM's sampler and for its rejection sampler."""
 
 from collections.abc import Callable
 
@@ -16,14 +16,10 @@ FIRST_WITHOUT_LIMIT = (9, 0)
 
 
 def largest_k_of(cann: tuple[int, int] | None, documented: bool) -> int | None:
-    """Largest k that the operator takes; None: the size of the vocabulary.
+    """Return the largest k that the operator takes; None if it may be the size of the vocabulary.
 
-    Parameters
-    ----------
-    cann
-        Major and minor version; one that can't be told counts as the newest.
-    documented
-        Whether the documentation's limits hold, too.
+    A version of CANN that isn't known counts as the newest. With `documented`, the documentation's
+    limits hold, too.
     """
     is_older = cann is not None and cann < FIRST_WITHOUT_LIMIT
     return OLDER_LARGEST_K if is_older or documented else None
@@ -36,13 +32,12 @@ class FusedTopKTopPSampler(TopKTopPSampler):
 
     Parameters
     ----------
-    sampler
-        vLLM's.
     largest_k
-        Of the operator; None: any.
+        The largest k that the operator takes; None if it takes any.
     k_of_step
-        Largest k of the requests of the step, known on the host; None if it isn't, in a dummy run.
-        Only asked if there is a limit. A request without top-k has the size of the vocabulary.
+        Returns the largest k of the step's requests, which the host knows; None in a dummy run,
+        where it doesn't. A request without top-k has the size of the vocabulary. The function is
+        called only if `largest_k` is set.
     """
 
     def __init__(
@@ -63,7 +58,6 @@ class FusedTopKTopPSampler(TopKTopPSampler):
         k: torch.Tensor | None,  # [num_reqs] int32
         p: torch.Tensor | None,  # [num_reqs] float32
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's."""
         return self.forward_native(self.limit(logits, k, p), generators, None, None)
 
     def limit(
@@ -72,9 +66,9 @@ class FusedTopKTopPSampler(TopKTopPSampler):
         k: torch.Tensor | None,  # [rows] int32
         p: torch.Tensor | None,  # [rows] float32
     ) -> torch.Tensor:
-        """Logits with -inf for tokens left out; rows are the step's requests, or their drafts.
+        """Return logits with -inf for tokens left out; rows are the step's requests or drafts.
 
-        vLLM's dummy runs have limits of other dtypes.
+        Limits are cast, because vLLM's dummy runs have them in other dtypes.
         """
         if (k is None and p is None) or not len(logits):
             return logits
@@ -87,7 +81,6 @@ class FusedTopKTopPSampler(TopKTopPSampler):
         )
 
     def _is_taken(self, k: torch.Tensor | None) -> bool:
-        """Whether the operator takes the step's k."""
         if k is None or self._largest_k is None:
             return True
         of_step = self._k_of_step()
@@ -95,5 +88,4 @@ class FusedTopKTopPSampler(TopKTopPSampler):
 
 
 def limit_drafts_by(sampler: FusedTopKTopPSampler | None) -> None:
-    """Let the rejection sampler limit the logits of drafts as a sampler does; None: as vLLM's."""
     kernels.limit_drafts_by(None if sampler is None else sampler.limit)

@@ -1,6 +1,6 @@
 """Attention of vision towers by one operator, whose lengths never leave the host.
 
-vLLM computes the lengths of images on the host, sends them to the device, and its own form for
+vLLM computes the lengths of images on the host and sends them to the device. Its own form for
 devices without a kernel reads them back in each layer, to attend image by image.
 """
 
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderA
 from vllm_npu_prep.ops.fused import is_fused
 
 MAX_LENGTHS = 1024
-"""Most sequences of a call in the layout TND (op-plugin's documentation)."""
+"""How many sequences a call in the layout TND takes (op-plugin's documentation)."""
 
 MAX_HEADS = 256
 MAX_HEAD_SIZE = 768
@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 20
 
 
 class FusedMMEncoderAttention(MMEncoderAttention):
-    """Each token sees all tokens of its own image, window or frame."""
+    """Attention in which each token sees all tokens of its own image, window or frame."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +34,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
 
     @classmethod
     def maybe_compute_seq_lens(cls, *args: Any, **kwargs: Any) -> None:
-        """None: cumulative lengths say it all."""
+        """Return None: cumulative lengths say it all."""
 
     @classmethod
     def maybe_recompute_cu_seqlens(
@@ -46,13 +46,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         device: torch.device,
         fp8_padded_hidden_size: int | None = None,
     ) -> torch.Tensor:
-        """Cumulative lengths as they came: on the host, where each layer reads them.
-
-        Returns
-        -------
-        torch.Tensor
-            int32 ``[sequences + 1]`` on the CPU.
-        """
+        """Return cumulative lengths, int32, on the host, where each layer reads them."""
         del attn_backend, hidden_size, tp_size, device, fp8_padded_hidden_size
         return torch.from_numpy(np.ascontiguousarray(cu_seqlens, dtype=np.int32))
 
@@ -65,7 +59,7 @@ class FusedMMEncoderAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's, in one launch for up to `MAX_LENGTHS` sequences."""
+        """Attend in one launch for up to `MAX_LENGTHS` sequences."""
         del max_seqlen, sequence_lengths
         batch, query_len = query.shape[:2]
         if not self._is_fused or max(batch * query_len, batch * key.shape[1]) > MAX_TOKENS:
@@ -88,7 +82,6 @@ class FusedMMEncoderAttention(MMEncoderAttention):
     def _attend(
         self, packed: list[torch.Tensor], ends: list[int], key_ends: list[int]
     ) -> torch.Tensor:
-        """``[T, N, D]`` of packed Q, K and V."""
         firsts = [*range(0, len(ends), MAX_LENGTHS), len(ends)]
         outputs = []
         for first, last in pairwise(firsts):

@@ -1,8 +1,8 @@
-"""Shared experts with a gate of their own: weighed and added in one launch.
+"""Shared experts with a gate of their own, weighed and added in one launch.
 
-vLLM multiplies what they give by the gate and adds it to the routed experts' sum, two launches.
-Qwen2-MoE, Qwen3-Next and Qwen3.5 have such a gate. In Qwen2-MoE's code both gates read the same
-rows, one after the other: one launch for both products.
+vLLM multiplies their output by the gate and adds it to the routed experts' sum, which is two
+launches. Qwen2-MoE, Qwen3-Next and Qwen3.5 have such a gate. In Qwen2-MoE's code both gates read
+the same rows, one after the other; here one launch computes both products.
 """
 
 from collections.abc import Callable, Collection
@@ -19,18 +19,15 @@ from vllm_npu_prep.ops.fused_projection import NOT_GROUPED
 
 
 class JoinedGate(GateLinear):
-    """The router's gate, which computes the shared experts' gate as well.
+    """The router's gate, which computes the shared experts' gate in the same launch.
 
-    Attributes
-    ----------
-    beside
-        The layer of the other gate, alone in a tuple: so it is no module of this one.
+    The layer of the other gate, `beside`, is in a tuple so that it doesn't become a submodule.
     """
 
     beside: tuple[Any]
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Logits ``[T, num_experts]`` and ``[T, 1]`` of `x` ``[T, hidden_size]``, and no bias."""
+        """Return logits ``[T, num_experts]`` and ``[T, 1]``, and None in place of a bias."""
         gates: tuple[Any, ...] = (self, *self.beside)
         logits, shared = torch.ops.npu.npu_grouped_matmul(
             [x, x],
@@ -44,12 +41,7 @@ class JoinedGate(GateLinear):
 def join_gates(model: nn.Module, switches: Collection[str]) -> None:
     """Let the layers of a loaded model weigh their shared experts where they add them.
 
-    Parameters
-    ----------
-    model
-        The model.
-    switches
-        Which operators are used. With ``qkv``, products of one input are one launch.
+    With the switch ``qkv``, products of one input are one launch.
     """
     for module in model.modules():
         if isinstance(module, MoERunner) and (shared := _with_gate(module)) is not None:
@@ -63,7 +55,7 @@ def join_gates(model: nn.Module, switches: Collection[str]) -> None:
 
 
 def _may_be_joined(block: Any) -> bool:
-    """Whether a layer reads both gates' logits as `_gated` hands them on, and they are alike."""
+    """Return whether a layer hands both gates' logits on to `_gated`, and the gates are alike."""
     from vllm.model_executor.models.qwen2_moe import Qwen2MoeSparseMoeBlock
 
     if type(block) is not Qwen2MoeSparseMoeBlock or block.shared_expert is None:
@@ -80,7 +72,7 @@ def _may_be_joined(block: Any) -> bool:
 
 
 def _with_gate(runner: MoERunner) -> Any:
-    """The shared experts of a layer, if they have a gate and what is added is only their output."""
+    """Return a layer's shared experts if they have a gate and only their output is added."""
     from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 
     shared = None if runner.shared_experts is None else runner.shared_experts._layer
@@ -98,7 +90,7 @@ def _with_gate(runner: MoERunner) -> Any:
 
 
 def _gated(forward: Callable[..., Any], gate: nn.Module) -> Callable[..., torch.Tensor]:
-    """A layer's computation, whose two results become one.
+    """Wrap a layer's computation so that its two results become one.
 
     vLLM adds nothing to a single result, and sums it over ranks as it sums the two.
     """

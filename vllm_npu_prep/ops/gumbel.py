@@ -1,14 +1,15 @@
-"""Gumbel noise by seed and position, as upstream's V2 sampler hashes it.
+"""Gumbel noise by seed and position, hashed as upstream's V2 sampler hashes it.
 
-Source: ``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_uniform32``, ``murmur3_uniform64`` and
-``gumbel_noised_argmax``: MurmurHash3 of five words, of which the last is the token's index.
+The source is ``vllm/v1/worker/gpu/sample/gumbel.py``: ``murmur3_uniform32``, ``murmur3_uniform64``
+and ``gumbel_noised_argmax``. The hash is MurmurHash3 of five words, the last of which is the
+token's index.
 """
 
 import torch
 
 WORD = 0xFFFFFFFF
 HIGH = 0x9E3779B9
-"""What the hash of the higher bits begins with, where a number has 53 of them."""
+"""First word of the hash that gives the higher bits of a number with 53 bits."""
 
 
 def gumbel_noise(
@@ -17,21 +18,10 @@ def gumbel_noise(
     vocab_size: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Noise of each token of the vocabulary.
+    """Return the noise of each token of the vocabulary, ``[num_rows, vocab_size]``.
 
-    Parameters
-    ----------
-    seeds, pos
-        int64 ``[num_rows]``: the request's seed, and the position that is sampled from.
-    vocab_size
-        Tokens.
-    dtype
-        float32, or float64: other numbers, whose tails are finer.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_rows, vocab_size]`` of this dtype.
+    The seeds of requests and the positions that are sampled from are int64 ``[num_rows]``. A dtype
+    of float64 gives other numbers, whose tails are finer.
     """
     tokens = torch.arange(vocab_size, device=seeds.device)
     if dtype == torch.float64:
@@ -42,17 +32,9 @@ def gumbel_noise(
 
 
 def seeded_uniform(seeds: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    """A number of each row, more than 0 and less than 1: the kernel's for token 0.
+    """Return a number between 0 and 1, both excluded, for each row: the kernel's for token 0.
 
-    Parameters
-    ----------
-    seeds, pos
-        int64 ``[num_rows]``.
-
-    Returns
-    -------
-    torch.Tensor
-        float32 ``[num_rows]``.
+    Seeds and positions are int64 ``[num_rows]``, the result is float32.
     """
     first = torch.zeros(1, dtype=torch.int64, device=seeds.device)
     return _uniform(seeds, pos, first)[:, 0].clamp(max=1 - 2**-24)
@@ -65,7 +47,7 @@ def _uniform(seeds: torch.Tensor, pos: torch.Tensor, tokens: torch.Tensor) -> to
 
 
 def _uniform64(seeds: torch.Tensor, pos: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """float64 of 53 bits: all of one hash, and the highest 21 of another."""
+    """Return float64 numbers of 53 bits: all 32 of one hash, and the highest 21 of another."""
     high, low = _hashed(seeds, pos, tokens, HIGH), _hashed(seeds, pos, tokens)
     uniform = (((high << 21) | (low >> 11)).double() + 0.5) * 2**-53
     return uniform.clamp_(max=1 - 2**-53)  # the largest rounds to 1
@@ -81,7 +63,7 @@ def _hashed(
 
 
 def _times(value: torch.Tensor, factor: int) -> torch.Tensor:
-    """The product modulo 2**32; in halves, so that no product exceeds int64."""
+    """Multiply modulo 2**32, in halves so that no product exceeds int64."""
     low, high = value & 0xFFFF, value >> 16
     return (low * factor + (((high * factor) & 0xFFFF) << 16)) & WORD
 

@@ -1,13 +1,13 @@
 """LoRA in plain torch: each row of a batch gets the update of its own adapter, or none.
 
-Adapters are in slots. vLLM's layers keep the weights of all slots in two tensors: A ``[num_slots,
-1, rank, input_size]`` and B ``[num_slots, 1, output_size, rank]``. We multiply rows with A of all
-slots at once, set the products of other slots than the row's own to zero, and multiply the rest
-with B of all slots. The reasons:
+Adapters are in vLLM's LoRA slots. vLLM's layers keep the weights of all slots in two tensors: A
+``[num_slots, 1, rank, input_size]`` and B ``[num_slots, 1, output_size, rank]``. We multiply rows
+with A of all slots at once, set the products of other slots than the row's own to zero, and
+multiply the rest with B of all slots. The reasons:
 
 - Shapes depend on the number of rows alone, so graphs can contain it, and nothing is read back.
 - Gathering A and B for each row, as upstream's torch version does, copies ``rank * (input_size +
-  output_size)`` values a row: 8192 tokens of a prompt copy gigabytes for each layer.
+  output_size)`` values for each row: 8192 tokens of a prompt copy gigabytes for each layer.
 - Grouping rows by adapter would give different shapes in every step.
 - The price is products with slots that a row doesn't use: ``num_slots * rank`` more columns than
   the layer's own ``output_size``, a few per cent.
@@ -27,11 +27,11 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.utils.torch_utils import async_tensor_h2d, direct_register_custom_op
 
 NO_LORA = -1
-"""Slot of a row without an adapter."""
+"""LoRA slot of a row without an adapter."""
 
 
 def shrink(x: torch.Tensor, lora_a: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
-    """Rows times A of their own slot.
+    """Multiply each row by A of its own slot.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def spread(x: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
 
 
 def expand(x: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-    """The result of `shrink` times B.
+    """Multiply the result of `shrink` by B.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def add_lora(
 ) -> None:
     """Add the updates of all slices of a layer to its output, from column `offset` on.
 
-    Without `lora_a`, `x` is ``[num_rows, rank]``: already shrunk. Steps in which no row has an
+    If `lora_a` is empty, `x` is ``[num_rows, rank]``, already shrunk. Steps in which no row has an
     adapter skip this, and so do graphs captured in such a step.
 
     This is a custom operator because torch.compile traces a model once for all steps.
@@ -115,8 +115,7 @@ def _add_lora_fake(
     active: torch.Tensor,
     scale: float,
     offset: int,
-) -> None:
-    """Returns nothing."""
+) -> None: ...
 
 
 direct_register_custom_op(
@@ -133,17 +132,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
     The mapping on the device has a fixed address, so graphs may read it. A new mapping costs one
     copy and one launch, an unchanged one nothing: vLLM's manager updates it only if a row's adapter
     or an adapter's slot changes, which doesn't happen in plain decoding.
-
-    Parameters
-    ----------
-    max_num_batched_tokens
-        Most rows of a step.
-    max_batches
-        Most requests of a step.
-    device
-        Where the model is.
-    lora_config
-        vLLM's ``LoRAConfig``: how many slots there are.
     """
 
     def __init__(
@@ -168,11 +156,10 @@ class PunicaWrapperNPU(PunicaWrapperBase):
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of the step has an adapter."""
         return bool(self._active)
 
     def graph_inputs(self) -> dict[str, torch.Tensor]:
-        """Tensors of the mapping that a captured graph reads, by name."""
+        """Return the tensors of the mapping that a captured graph reads, by name."""
         return {"LoRA slots": self._foreign_tokens, "LoRA embeddings": self._embeddings_indices}
 
     def update_metadata(
@@ -185,16 +172,9 @@ class PunicaWrapperNPU(PunicaWrapperBase):
     ) -> None:
         """Set a step's mapping; rows after it, the padding of graphs, have no adapter.
 
-        Parameters
-        ----------
-        mapping
-            LoRA id of each token and of each sample; 0: none.
-        lora_index_to_id
-            LoRA id in each slot.
-        max_loras
-            Unused: as many as there are slots, and one.
-        vocab_size
-            Rows of one adapter's embeddings.
+        The mapping has the LoRA id of each token and of each sample, where 0 means none;
+        `lora_index_to_id` has the LoRA id in each slot; `vocab_size` is the number of rows of one
+        adapter's embeddings.
         """
         indices = np.full(self._indices.shape, NO_LORA, np.int32)  # [3, rows]
         counts = []
@@ -215,7 +195,7 @@ class PunicaWrapperNPU(PunicaWrapperBase):
 
     @contextmanager
     def logits_of(self, slot: int) -> Iterator[None]:
-        """Context in which all rows of logits use one slot's adapter; `NO_LORA`: none."""
+        """Let all rows of logits use one slot's adapter inside of the context; `NO_LORA`: none."""
         saved = self._foreign_samples, self.is_active
         self._foreign_samples = (self._slots != slot).expand_as(self._foreign_samples)
         self._active[0] = slot != NO_LORA
@@ -264,7 +244,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Add ``x``, rows of the adapters' embeddings, times B."""
         self.add_expand(y, (x,), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
 
     def add_lora_linear(
@@ -279,7 +258,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add ``x`` times A times B of each row's adapter to the columns of each slice."""
         self._add(y, x, lora_a_stacked, lora_b_stacked, self._foreign_tokens, scale)
 
     def add_lora_logits(
@@ -293,7 +271,6 @@ class PunicaWrapperNPU(PunicaWrapperBase):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `add_lora_linear`, for rows of logits."""
         self._add(y, x, (lora_a_stacked,), (lora_b_stacked,), self._foreign_samples, scale)
 
     def apply_lora_full_linear(

@@ -9,13 +9,12 @@ import torch
 from torch.nn import functional
 
 PLACEHOLDER = -1
-"""What vLLM fills the output with: the token of a place that nothing is written to."""
+"""Token with which vLLM fills the output; it stays in places to which nothing is written."""
 
 
 def lengths_of(
     ends: torch.Tensor,  # [num_reqs], cumulative
 ) -> torch.Tensor:
-    """Each request's number of tokens, ``[num_reqs]``."""
     lengths = ends.clone()
     lengths[1:].sub_(ends[:-1])
     return lengths
@@ -28,12 +27,10 @@ def rows_until_rejected(
     cu_num_draft_tokens: torch.Tensor,  # [num_reqs]
     width: int,
 ) -> torch.Tensor:
-    """Tokens up to and including the first rejected draft, or also the bonus if none was.
+    """Take each request's tokens up to and including the first rejected draft's place.
 
-    Returns
-    -------
-    torch.Tensor
-        ``[num_reqs, width]``, `PLACEHOLDER` after the last token of a request.
+    If no draft was rejected, the bonus token follows. The result is ``[num_reqs, width]``, with
+    `PLACEHOLDER` after a request's last token.
     """
     num_reqs = len(cu_num_draft_tokens)
     bonus = bonus_token_ids.view(num_reqs, 1)
@@ -49,8 +46,9 @@ def rows_until_rejected(
         index.clamp_(max=len(tokens) - 1)
         rows = torch.where(is_past, bonus, tokens[index])
         ends = rejected[index].logical_or_(is_past)
-    # More ends up to a place than at it: one is before it. Counted by a sum of int8, because NPUs
-    # compute `cumprod` on their AI CPU, which is slow, and `aclnnCumsum` takes no bool.
+    # An end lies before a place if there are more ends up to the place than at it. They are counted
+    # by a sum of int8, because NPUs compute `cumprod` on their AI CPU, which is slow, and
+    # `aclnnCumsum` takes no bool.
     num_ends = ends.view(torch.int8).cumsum(1, dtype=torch.int32)
     return rows.masked_fill_(num_ends > ends, PLACEHOLDER)
 
@@ -67,7 +65,7 @@ def rejection_greedy_sample(
     synthetic_conditional_rates: torch.Tensor | None,
     SYNTHETIC_MODE: bool,  # noqa: N803 (the Triton kernel's name)
 ) -> None:
-    """``rejection_greedy_sample_kernel``: accept drafts while they equal the target's argmax."""
+    """Accept drafts while they equal the target's argmax: ``rejection_greedy_sample_kernel``."""
     del uniform_probs, synthetic_conditional_rates
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
     rejected = draft_token_ids != target_argmax
@@ -95,7 +93,7 @@ def rejection_random_sample(
     NO_DRAFT_PROBS: bool,  # noqa: N803
     SYNTHETIC_MODE: bool,  # noqa: N803
 ) -> None:
-    """``rejection_random_sample_kernel``: accept a draft with probability target / draft."""
+    """Accept each draft with probability target / draft: ``rejection_random_sample_kernel``."""
     del synthetic_conditional_rates, vocab_size
     assert not SYNTHETIC_MODE, "synthetic acceptance is not supported"
     wanted = draft_token_ids.long().clamp_(min=0)[:, None]  # -1 pads drafts: always rejected
@@ -122,7 +120,7 @@ def expand(
     replace_to: int,
     MAX_NUM_TOKENS: int,  # noqa: N803
 ) -> None:
-    """``expand_kernel``: repeat each request's value for each of its tokens."""
+    """Repeat each request's value for each of its tokens: ``expand_kernel``."""
     del MAX_NUM_TOKENS
     output.copy_(input.repeat_interleave(lengths_of(cu_num_tokens), output_size=len(output)))
     if replace_from != replace_to:
@@ -141,7 +139,7 @@ def sample_recovered_tokens(
     NO_DRAFT_PROBS: bool,  # noqa: N803
     USE_FP64_GUMBEL: bool,  # noqa: N803
 ) -> None:
-    """``sample_recovered_tokens_kernel``: a token of the target's excess over the draft."""
+    """Draw a token of the target's excess over the draft: ``sample_recovered_tokens_kernel``."""
     del BLOCK_SIZE, USE_FP64_GUMBEL
     lengths = lengths_of(cu_num_draft_tokens)
     scores = inv_q.repeat_interleave(lengths, dim=0, output_size=len(draft_token_ids))

@@ -1,12 +1,13 @@
 """Norms that give routers their input in float32, in the launch of the norm.
 
-MiniMax-M2 and GLM-4.5 keep the weights of their routers in float32, so a layer casts its input, a
-launch. ``npu_add_rms_norm_cast`` gives the norm's result in both dtypes; the first is handed to the
-router and the second to the experts. This is done for layers whose code is known to do nothing else
-with the norm's result.
+MiniMax-M2 and GLM-4.5 keep the weights of their routers in float32, so a layer of theirs casts its
+input, which is a launch. ``npu_add_rms_norm_cast`` gives the norm's result in both dtypes: the
+router gets the float32 one and the experts get the other. This is done for layers whose code is
+known to do nothing else with the norm's result.
 
-DeepSeek V3 and Kimi K2 add a float32 bias to scores, for which logits are cast, a launch. Their
-routers' weights become float32, exactly; logits are then rounded no more, as in transformers' code.
+DeepSeek V3 and Kimi K2 add a float32 bias to scores, for which logits are cast, also a launch.
+Their routers' weights become float32, which changes no value; logits are then not rounded, as in
+transformers' code.
 """
 
 from collections.abc import Mapping
@@ -25,14 +26,10 @@ from vllm_npu_prep.ops.fused_routing import GatingRouter
 
 @dataclass
 class CastRows:
-    """What a norm gives a mixture of experts, in place of a tensor.
+    """What a norm hands to a mixture of experts, in place of a tensor.
 
-    Attributes
-    ----------
-    values
-        ``[T, hidden_size]``, float16 or bfloat16: for experts.
-    cast
-        The same numbers in float32: for the router.
+    Both tensors have the same numbers, ``[T, hidden_size]``: `values` in float16 or bfloat16 for
+    the experts, `cast` in float32 for the router.
     """
 
     values: torch.Tensor
@@ -40,10 +37,9 @@ class CastRows:
 
 
 class CastingNorm(RMSNorm):
-    """vLLM's norm, whose result with a residual is `CastRows`."""
+    """vLLM's norm, whose result is `CastRows` if there is a residual."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """As vLLM's, with `CastRows` in place of the first tensor if there is a residual."""
         if residual is None:
             return super().forward(x)
         cast, values, _, total = torch.ops.npu.npu_add_rms_norm_cast(
@@ -53,7 +49,7 @@ class CastingNorm(RMSNorm):
 
 
 def _forward(self: Any, hidden_states: CastRows) -> torch.Tensor:
-    """As ``MiniMaxM2MoE.forward`` and ``Glm4MoE.forward`` of vLLM, without the router's cast."""
+    """Do what ``MiniMaxM2MoE.forward`` and ``Glm4MoE.forward`` do, without the router's cast."""
     logits, _ = self.gate(hidden_states.cast)
     return self.experts(hidden_states=hidden_states.values, router_logits=logits)
 
@@ -61,13 +57,13 @@ def _forward(self: Any, hidden_states: CastRows) -> torch.Tensor:
 def _forward_deepseek(
     self: Any, hidden_states: CastRows, already_sequence_parallel: bool = False
 ) -> torch.Tensor:
-    """As ``DeepseekV2MoE.forward`` of vLLM, for rows that are this rank's own."""
+    """Compute what ``DeepseekV2MoE.forward`` does for rows that are this rank's own."""
     del already_sequence_parallel
     return _forward(self, hidden_states)
 
 
 def _known() -> Mapping[type[nn.Module], tuple[str, type[nn.Module]]]:
-    """By decoder layer: where its mixture of experts is, and what that has to be."""
+    """Return, by class of decoder layer, where its mixture of experts is and that one's class."""
     from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2MoE
     from vllm.model_executor.models.glm4_moe import Glm4MoE, Glm4MoeDecoderLayer
     from vllm.model_executor.models.minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2MoE
@@ -80,7 +76,7 @@ def _known() -> Mapping[type[nn.Module], tuple[str, type[nn.Module]]]:
 
 
 def cast_for_routers(model: nn.Module) -> None:
-    """Let norms of a loaded model cast for routers in float32."""
+    """Let the norms of a loaded model cast for those of its routers that compute in float32."""
     layer: Any
     known = _known()
     for layer in model.modules():
@@ -91,7 +87,6 @@ def cast_for_routers(model: nn.Module) -> None:
 
 
 def _cast_in(layer: Any, mixture: Any, kind: type[nn.Module]) -> None:
-    """Let the norm of a layer cast for the router of its mixture."""
     forward: Any = _forward
     if mixture.gate.weight.dtype != torch.float32:
         if not _may_widen(layer, mixture):
@@ -104,7 +99,7 @@ def _cast_in(layer: Any, mixture: Any, kind: type[nn.Module]) -> None:
 
 
 def _may_widen(layer: Any, mixture: Any) -> bool:
-    """Whether logits are cast for a bias, and the norm gives this rank's rows, as DeepSeek's."""
+    """Return whether logits are cast for a bias, and the norm's rows are this rank's (DeepSeek)."""
     bias = getattr(mixture.gate, "e_score_correction_bias", None)
     return (
         isinstance(mixture.experts.router, GatingRouter)
@@ -116,7 +111,7 @@ def _may_widen(layer: Any, mixture: Any) -> bool:
 
 
 def _may_cast(norm: Any, gate: Any) -> bool:
-    """Whether the operator takes what the norm gets, and the router is a plain product."""
+    """Return whether the operator takes what the norm gets, and the router is a plain product."""
     return (
         type(norm) is RMSNorm
         and norm.variance_size_override is None

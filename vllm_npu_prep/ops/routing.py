@@ -1,6 +1,7 @@
-"""Top-k routing in torch: the operators of ``vllm._moe_C`` that vLLM's routers call.
+"""Top-k routing in torch: the two operators of ``vllm._moe_C`` that vLLM's routers call.
 
-These two are compiled in vLLM; its grouped top-k and custom routing functions are torch already.
+In vLLM these two are compiled kernels, which a build for NPUs lacks; its grouped top-k and its
+custom routing functions are written in torch already.
 """
 
 import torch
@@ -17,7 +18,6 @@ def topk_softmax(
     bias: torch.Tensor | None,  # [num_experts]
     is_padding: torch.Tensor | None,  # [T] bool
 ) -> None:
-    """The k experts with the highest probabilities for each token."""
     del token_expert_indices
     scores = gating_output.float().softmax(-1)
     _select(topk_weights, topk_indices, scores, renormalize, bias, 1.0, is_padding)
@@ -33,7 +33,6 @@ def topk_sigmoid(
     routed_scaling_factor: float,
     is_padding: torch.Tensor | None,  # [T] bool
 ) -> None:
-    """The k experts with the highest scores, where the score of an expert depends on no other."""
     del token_expert_indices
     scores = gating_output.float().sigmoid()
     _select(
@@ -50,7 +49,7 @@ def _select(
     routed_scaling_factor: float,
     is_padding: torch.Tensor | None,
 ) -> None:
-    """Choose experts; a bias changes the choice but not the weights (DeepSeek-V3)."""
+    """Choose experts by score; a bias changes the choice but not the weights (DeepSeek-V3)."""
     choice = scores if bias is None else scores + bias
     chosen = choice.topk(topk_weights.shape[1]).indices
     weights = scores.gather(1, chosen)
@@ -75,7 +74,7 @@ SCHEMAS = {
         "Tensor? is_padding) -> ()"
     ),
 }
-"""Schemas by operator, arguments in the order in which ``vllm._custom_ops`` passes them."""
+"""Schemas by operator, with arguments in the order in which ``vllm._custom_ops`` passes them."""
 
 
 def register_operators() -> None:

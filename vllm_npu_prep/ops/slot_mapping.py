@@ -18,9 +18,10 @@ def compute_slot_mapping(
     pad_id: int,
     block_size: int,
 ) -> None:
-    """``ComputeSlotMappingKernel`` in torch; tokens that another rank keeps get `pad_id`.
+    """Compute each token's slot in the KV cache, as ``ComputeSlotMappingKernel`` does.
 
-    Arguments have the order of the Triton kernel, which alone uses strides and tile sizes.
+    Tokens that another rank keeps get `pad_id`. Arguments have the order of the Triton kernel;
+    strides and tile sizes are not used here.
     """
     del max_num_tokens, block_table_stride, block_size
     query_lens = query_start_loc.diff()

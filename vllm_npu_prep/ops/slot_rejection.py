@@ -1,6 +1,6 @@
-"""Verification of drafts that were drawn, by Model Runner V2's rule, in torch.
+"""Verification of randomly drawn drafts by the rule of Model Runner V2, in torch.
 
-Source: ``vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py``. The kernels reduce the
+The source is ``vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py``. Its kernels reduce the
 vocabulary in blocks and draw one token for each request; here each draft's row gets its logits, and
 the sampler draws from all rows at once. Nothing is read back.
 """
@@ -16,7 +16,7 @@ class VerifiedDrafts(NamedTuple):
     Attributes
     ----------
     are_accepted
-        bool ``[num_drafts]``; False of greedy requests, whose tokens tell.
+        bool ``[num_drafts]``; False for greedy requests, whose drafts are verified by their tokens.
     logits
         float32 ``[num_drafts, vocab_size]``, from which the token in place of a rejected draft is
         drawn.
@@ -33,11 +33,11 @@ def verify_drawn_drafts(
     draft_token_ids: torch.Tensor,
     uniform: torch.Tensor,
 ) -> VerifiedDrafts:
-    """Accept a draft with the ratio of its probabilities (Leviathan et al., 2023).
+    """Accept each draft with the ratio of its probabilities (Leviathan et al., 2023).
 
-    ``_compute_local_logits_stats_kernel``, ``_rejection_kernel`` and ``_resample_kernel``. A token
-    in place of a rejected draft has the target's excess over the drafter's probabilities; in place
-    of none (-1), the target's probabilities.
+    This is ``_compute_local_logits_stats_kernel``, ``_rejection_kernel`` and ``_resample_kernel``.
+    A token in place of a rejected draft is drawn from the target's excess over the drafter's
+    probabilities; where there was no draft (-1), from the target's probabilities.
 
     Parameters
     ----------
@@ -47,23 +47,24 @@ def verify_drawn_drafts(
     draft_logits
         ``[num_drafts, vocab_size]`` as the drafter computed them, not divided.
     temperature
-        float32 ``[num_drafts]``; 0: greedy.
+        float32 ``[num_drafts]``; 0 means greedy.
     draft_token_ids
-        int ``[num_drafts]``; -1: no draft, or one that a grammar forbids.
+        int ``[num_drafts]``; -1 means no draft, or one that a grammar forbids.
     uniform
         float32 ``[num_drafts]``, from 0 to 1.
 
     Returns
     -------
     VerifiedDrafts
-        Of each draft; of greedy requests the target's logits as they are.
+        The result for each draft; a greedy request's rows keep the target's logits.
     """
     are_greedy, is_none = temperature == 0, draft_token_ids < 0
     of_drafter = draft_logits.float() / temperature.masked_fill(are_greedy, 1)[:, None]
     of_drafter = of_drafter.log_softmax(-1)
     of_target = target_logits.log_softmax(-1)
     tokens = draft_token_ids.long().clamp(min=0)[:, None]
-    # As a difference, so that equal probabilities reject nothing: no token would have an excess
+    # A difference of logarithms is 0 for equal probabilities, which have to reject nothing, because
+    # no token has an excess
     of_drafts = of_target.gather(1, tokens) - of_drafter.gather(1, tokens)
     are_accepted = of_drafts[:, 0] > uniform.log()
     are_accepted.masked_fill_(is_none | are_greedy, False)

@@ -5,7 +5,7 @@ Arguments have the order of the Triton kernels (``vllm/v1/worker/gpu/sample/``,
 follow from sizes that the host knows, so nothing is read back. `tests/ops/test_slot_sampling.py`
 holds each against a scalar reading of its kernel.
 
-Sizes in comments: rows of logits R, slots S, vocabulary V.
+Sizes in comments: rows of logits R, request rows S, vocabulary V.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 INFINITY = float("inf")
 BITS = 32
-"""Of a word of a packed mask."""
+"""Number of bits in a word of a packed mask."""
 
 
 def scale_by_temperature(
@@ -25,7 +25,7 @@ def scale_by_temperature(
     vocab_size: int,
     **_: Any,
 ) -> None:
-    """``_temperature_kernel`` of ``gumbel.py``: divide by the temperature, unless it is 0."""
+    """Divide by the temperature, unless it is 0: ``_temperature_kernel`` of ``gumbel.py``."""
     chosen = temperature[expanded_idx_mapping]
     logits.div_(torch.where(chosen == 0, 1.0, chosen)[:, None])
 
@@ -38,7 +38,7 @@ def limit_by_min_p(
     vocab_size: int,
     **_: Any,
 ) -> None:
-    """``_min_p_kernel`` of ``min_p.py``: leave out what is less likely than a share of the best."""
+    """Leave out tokens less likely than a share of the best: ``_min_p_kernel`` of ``min_p.py``."""
     least = logits.amax(-1).float() + min_p[expanded_idx_mapping].log()  # log(0) limits nothing
     logits.masked_fill_(logits < least[:, None], -INFINITY)
 
@@ -55,7 +55,10 @@ def count_tokens(
     output_bin_counts_stride: int,
     **_: Any,
 ) -> None:
-    """``_bincount_kernel`` of ``penalties.py``: which tokens a prompt has, and what came after."""
+    """Note which tokens a prompt has, and count the tokens that came after it.
+
+    This is ``_bincount_kernel`` of ``penalties.py``.
+    """
     vocab_size = output_bin_counts.shape[1]
     num_words = prompt_bin_mask.shape[1]
     tokens = all_token_ids[expanded_idx_mapping].long()
@@ -92,7 +95,7 @@ def apply_penalties(
     vocab_size: int,
     **_: Any,
 ) -> None:
-    """``_penalties_kernel`` of ``penalties.py``; a row counts the drafts before it, too."""
+    """Apply penalties; a row counts the drafts before it, too: ``_penalties_kernel``."""
     counts = output_bin_counts[expanded_idx_mapping]
     if expanded_local_pos.stride(0):  # else the one value is 0: no row has drafts before it
         counts = counts + _draft_counts(token_ids, expanded_local_pos, vocab_size)
@@ -126,7 +129,10 @@ def apply_logit_bias(
     stop_token_ids_stride: int,
     **constants: Any,
 ) -> None:
-    """``_bias_kernel`` of ``logit_bias.py``: allowed tokens, then bias, then minimal lengths."""
+    """Apply allowed tokens, then bias, then minimal lengths.
+
+    This is ``_bias_kernel`` of ``logit_bias.py``.
+    """
     slots = expanded_idx_mapping
     num_allowed = num_allowed_token_ids[slots]
     allowed = _marked(allowed_token_ids[slots], num_allowed, vocab_size)
@@ -163,9 +169,10 @@ def forbid_bad_words(
     expanded_local_pos: torch.Tensor,  # [R] int32, place of each row among its request's
     **_: Any,
 ) -> None:
-    """``_bad_words_kernel`` of ``bad_words.py``; drafts before a row are output to it.
+    """Forbid the last token of a bad word whose other tokens have just been generated.
 
-    Each token of each word is compared with its place in the output, all at once. A word whose last
+    This is ``_bad_words_kernel`` of ``bad_words.py``: the drafts before a row count as output. Each
+    token of each word is compared with its place in the output, all at once. A word whose last
     token has no logit forbids nothing, as on V1: a tokenizer may have more tokens than a model has.
     """
     slots = expanded_idx_mapping
@@ -181,7 +188,7 @@ def forbid_bad_words(
     start, end = offsets.gather(1, word), offsets.gather(1, word + 1)
     is_last = in_word & (place == end - 1) & (words < logits.shape[1])
     known, prompt = total_len[slots].long()[:, None], prompt_len[slots].long()[:, None]
-    # The prefix of a word ends where the output does
+    # The tokens before a word's last one have to be the end of the output
     local_pos = expanded_local_pos.long()[:, None]
     at = known + local_pos - (end - 1 - start) + (place - start)
     output = all_token_ids[slots].gather(1, at.clamp(0, all_token_ids.shape[1] - 1)).long()
@@ -209,7 +216,7 @@ def log_softmax_of(
     vocab_size: int,
     **_: Any,
 ) -> None:
-    """``_topk_log_softmax_kernel`` of ``logprob.py``: log-probabilities of some tokens."""
+    """Compute log-probabilities of some tokens: ``_topk_log_softmax_kernel`` of ``logprob.py``."""
     wide = logits.float()
     output.copy_(wide.gather(1, topk_ids) - wide.logsumexp(-1, keepdim=True))
 
@@ -222,7 +229,7 @@ def ranks_of(
     vocab_size: int,
     **_: Any,
 ) -> None:
-    """``_ranks_kernel`` of ``logprob.py``: how many tokens are at least as likely."""
+    """Count the tokens that are at least as likely: ``_ranks_kernel`` of ``logprob.py``."""
     chosen = logits.gather(1, token_ids.long()[:, None])
     output.copy_((logits >= chosen).sum(-1))
 
@@ -241,7 +248,10 @@ def fill_logprob_token_ids(
     per_req_token_ids_stride: int,
     **constants: Any,
 ) -> None:
-    """``_fill_logprob_token_ids_kernel`` of ``logprob.py``: the sample, then chosen tokens."""
+    """List the sampled token and, after it, the tokens that a request asked for or the best ones.
+
+    This is ``_fill_logprob_token_ids_kernel`` of ``logprob.py``.
+    """
     columns, num_topk = out_token_ids.shape[1] - 1, constants["NUM_TOPK"]
     out_token_ids[:, 0] = sampled_token_ids
     out_valid_mask[:, 0] = True
@@ -268,7 +278,10 @@ def list_prompt_tokens(
     all_token_ids_stride: int,
     **_: Any,
 ) -> None:
-    """``_prompt_logprobs_token_ids_kernel`` of ``prompt_logprob.py``: the token after each."""
+    """Write the token that follows each token of a prompt.
+
+    This is ``_prompt_logprobs_token_ids_kernel`` of ``prompt_logprob.py``.
+    """
     num_tokens = len(prompt_logprobs_token_ids)
     places = torch.arange(num_tokens, device=idx_mapping.device, dtype=torch.int32)
     reqs = torch.searchsorted(query_start_loc[1:], places, right=True)
@@ -289,21 +302,24 @@ def apply_grammar_bitmask(
     vocab_size: int,
     **constants: Any,
 ) -> None:
-    """``_apply_grammar_bitmask_kernel`` of ``structured_outputs.py``: forbid tokens."""
+    """Forbid tokens that a grammar excludes.
+
+    This is ``_apply_grammar_bitmask_kernel`` of ``structured_outputs.py``.
+    """
     stride = constants["MASK_STRIDE"]
     reqs, place = logits_indices // stride, logits_indices % stride
     first = cu_num_logits[reqs]
     is_there = place < cu_num_logits[reqs + 1] - first
     rows = torch.where(is_there, first + place, 0).long()
     forbidden = ~_unpacked(bitmask, vocab_size) & is_there[:, None]
-    # By addition: a row that isn't there adds nothing to row 0
+    # By addition, so that a row that isn't there changes nothing in row 0
     logits.index_add_(0, rows, torch.where(forbidden, -INFINITY, 0.0).to(logits.dtype))
 
 
 def _draft_counts(
     token_ids: torch.Tensor, local_pos: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """How often each token is among the drafts before a row's logits, int32 ``[R, V]``.
+    """Count each token among the drafts before a row's logits, int32 ``[R, V]``.
 
     A row's own input is the last of them; the first row of a request has none.
     """
@@ -315,19 +331,17 @@ def _draft_counts(
 
 
 def _unpacked(words: torch.Tensor, size: int) -> torch.Tensor:
-    """Bits of int32 words, bool ``[rows, size]``."""
     bits = (words[:, :, None] >> torch.arange(BITS, dtype=words.dtype, device=words.device)) & 1
     return bits.view(len(words), -1)[:, :size].bool()
 
 
 def _listed(tokens: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of lists as indices, 0 past each list's end, and which belong to the list."""
+    """Return tokens of lists as indices, 0 past each list's end, and which belong to the list."""
     is_listed = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
     return torch.where(is_listed, tokens.long(), 0), is_listed
 
 
 def _marked(tokens: torch.Tensor, counts: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The tokens of the vocabulary that are in a list, bool ``[rows, vocab_size]``."""
     listed, is_listed = _listed(tokens, counts)
     marks = torch.zeros((len(tokens), vocab_size), dtype=torch.int32, device=tokens.device)
     return marks.scatter_add_(1, listed, is_listed.int()) > 0

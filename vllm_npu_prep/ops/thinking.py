@@ -1,13 +1,14 @@
 """Budgets of thinking tokens: which rows of logits have to end a request's thinking.
 
-What upstream's V2 does by two kernels of Triton (``vllm/v1/worker/gpu/sample/thinking_budget.py``),
-in torch. Shapes follow from sizes that the host knows, so nothing is read back.
+Upstream's V2 does this by two kernels of Triton (``vllm/v1/worker/gpu/sample/thinking_budget.py``);
+this is the same in torch. Shapes follow from sizes that the host knows, so nothing is read back.
 `tests/ops/test_thinking.py` holds both against a scalar reading of the kernels.
 
 A request thinks from its last start marker on, unless an end marker comes after it. Where the
-markers are is kept by slot; a step looks for them only in the tokens that are new since the last.
+markers are is kept by request row; a step looks for them only in the tokens that are new since the
+last step.
 
-Sizes in comments: rows of logits R, slots S, vocabulary V.
+Sizes in comments: rows of logits R, request rows S, vocabulary V.
 """
 
 from collections.abc import Sequence
@@ -17,23 +18,23 @@ import numpy as np
 import torch
 
 NO_TOKEN = -1
-"""Before a request's first token; no marker has it."""
+"""What stands before a request's first token; no marker contains it."""
 FORCED = 1.0e9
 """Logit of a token that has to come."""
 
 
 @dataclass(frozen=True)
 class Markers:
-    """Tokens between which a model thinks; none of them is empty.
+    """Tokens between which a model thinks; no marker is empty.
 
     Attributes
     ----------
     start
-        Begins thinking.
+        Tokens that begin thinking.
     natural_end
-        Ends it.
+        Tokens by which the model ends it.
     forced_end
-        What is forced, token by token, when the budget is used up; it may say more than
+        Tokens that are forced one by one when the budget is used up. They may say more than
         `natural_end`.
     """
 
@@ -43,11 +44,11 @@ class Markers:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longer one of those that are looked for."""
+        """Length of the longer one of the two markers that are looked for."""
         return max(len(self.start), len(self.natural_end))
 
     def last_of(self, token_ids: np.ndarray) -> list[int]:
-        """Where the last start and the last end are in tokens on the host; -1: nowhere."""
+        """Return where the last start and the last end are in tokens on the host; -1 is nowhere."""
         return [_last_place(token_ids, np.asarray(m)) for m in (self.start, self.natural_end)]
 
 
@@ -59,17 +60,10 @@ def note_markers(
     markers: Markers,
     most_new: int,
 ) -> None:
-    """Look for markers in tokens that are new since the last step.
+    """Look for markers in tokens that are new since the last step, at most `most_new` of a request.
 
-    ``_update_committed_marker_cache_kernel``; what it looks for in a request that has just arrived,
-    the host has found by `Markers.last_of`.
-
-    Parameters
-    ----------
-    last, slots, all_token_ids, total_len, markers
-        As the comments say.
-    most_new
-        Most tokens that a request gets in a step.
+    This is ``_update_committed_marker_cache_kernel``. What the kernel looks for in a request that
+    has just arrived, the host has found already (`Markers.last_of`).
     """
     length = total_len[slots].long()
     tail = _tails(all_token_ids, slots, length, length, most_new + markers.longest - 1)
@@ -88,16 +82,10 @@ def end_thinking(
     markers: Markers,
     most_drafts: int,
 ) -> None:
-    """``_thinking_budget_kernel``: force the end where the budget is used up.
+    """Force the end of thinking where the budget is used up: ``_thinking_budget_kernel``.
 
-    Drafts before a row count as what the request has generated.
-
-    Parameters
-    ----------
-    logits, slots, budgets, last, all_token_ids, total_len, input_ids, local_pos, markers
-        As the comments say.
-    most_drafts
-        Of a request.
+    Drafts before a row, at most `most_drafts` of a request, count as tokens that the request has
+    generated.
     """
     forced = markers.forced_end
     has_drafts = bool(local_pos.stride(0))  # else the one value is 0: no row has drafts before it
@@ -115,7 +103,7 @@ def end_thinking(
     budget = budgets[slots]
     num_thought = length - start - len(markers.start)
     is_over = (start > end) & (budget >= 0) & (num_thought >= budget)
-    # The end may have begun already: its next token comes
+    # If the end has begun already, its next token is forced
     tokens = torch.full_like(slots, forced[0])
     for begun in range(1, len(forced)):
         tokens.masked_fill_(_equal(tail[:, size - begun :], forced[:begun]), forced[begun])
@@ -132,7 +120,7 @@ def _tails(
     size: int,
     drafts: tuple[torch.Tensor, torch.Tensor] | None = None,  # inputs and places of the rows
 ) -> torch.Tensor:
-    """The last tokens of each row, int32 ``[R, size]``; `NO_TOKEN` before the first."""
+    """Return the last tokens of each row, int32 ``[R, size]``; `NO_TOKEN` before the first."""
     at = length[:, None] + torch.arange(-size, 0, device=slots.device)
     tail = all_token_ids[slots[:, None], at.clamp(0, all_token_ids.shape[1] - 1)]
     if drafts is not None:
@@ -149,7 +137,7 @@ def _last_markers(
     length: torch.Tensor,  # [R] int64
     markers: Markers,
 ) -> torch.Tensor:
-    """Places of the last markers, int32 ``[R, 2]``: those of `tail`, else those from before."""
+    """Return the last markers' places, int32 ``[R, 2]``: those in `tail`, else `before`."""
     size = tail.shape[1]
     found = []
     for column, marker in enumerate((markers.start, markers.natural_end)):
@@ -165,7 +153,6 @@ def _last_markers(
 
 
 def _equal(tokens: torch.Tensor, marker: Sequence[int]) -> torch.Tensor:
-    """Whether the last dimension is the marker."""
     matches = tokens[..., 0] == marker[0]
     for index, token in enumerate(marker[1:], 1):
         matches = matches & (tokens[..., index] == token)

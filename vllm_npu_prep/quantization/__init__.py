@@ -1,7 +1,7 @@
 """Models with int8 weights and int8 inputs (W8A8), in two formats.
 
-- compressed-tensors, which vLLM reads; its int8 linear layers find `Int8LinearKernel`, its experts
-  `Int8Experts`;
+- compressed-tensors, which vLLM reads: its int8 linear layers find `Int8LinearKernel` here, and its
+  experts `Int8Experts`;
 - ModelSlim's, ``--quantization ascend``: a file ``quant_model_description.json`` says of each
   weight how it was quantised.
 """

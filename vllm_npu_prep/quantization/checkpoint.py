@@ -14,7 +14,8 @@ from vllm_npu_prep.errors import PrepError
 DESCRIPTION = "quant_model_description.json"
 FLOAT, STATIC, DYNAMIC = "FLOAT", "W8A8", "W8A8_DYNAMIC"
 TYPES = (FLOAT, STATIC, DYNAMIC)
-"""How ModelSlim says that a weight was quantised, as far as this plugin can serve it."""
+"""The names that ModelSlim has for how a weight was quantised, as far as this plugin can serve
+them."""
 
 REQUIRED = {
     STATIC: ("weight_scale", "input_scale", "input_offset", "quant_bias", "deq_scale"),
@@ -24,10 +25,10 @@ REQUIRED = {
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 MTP_LAYER = re.compile(r"\bmtp_layers\.(\d+)\.")
-"""MiMo's layers that draft, which its files count from 0."""
+"""Layers of MiMo that draft, which its files count from 0."""
 
 MTP = "mtp."
-"""What the names of Qwen3-Next's and Qwen3.5's modules that draft begin with, in files and here."""
+"""Beginning of the names of Qwen3-Next's and Qwen3.5's modules that draft, in files and in vLLM."""
 
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Parts of tensors ``[experts, ...]`` that hold all experts of a layer, as Qwen3.5's files do."""
@@ -37,8 +38,6 @@ NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|
 
 
 class Entry(NamedTuple):
-    """One tensor of a checkpoint."""
-
     dtype: str  # as safetensors names it: I8, F32, BF16
     shape: tuple[int, ...]
     file: str
@@ -48,7 +47,9 @@ Headers = Mapping[str, Entry]
 
 
 def read_headers(folder: Path) -> dict[str, Entry]:
-    """Every tensor in the safetensors files of a folder, by name; empty if there are none.
+    """Read the header of every tensor in the safetensors files of a folder, by the tensor's name.
+
+    The result is empty if there are no such files.
 
     Raises
     ------
@@ -70,7 +71,6 @@ def read_headers(folder: Path) -> dict[str, Entry]:
 
 
 def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
-    """Type of each weight that a description names, by module."""
     return {
         name.removesuffix(".weight"): str(value)
         for name, value in description.items()
@@ -79,14 +79,15 @@ def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
 
 
 def served_name(module: str, num_decoder_layers: int) -> str:
-    """A module's name in vLLM, which counts layers that draft after the others."""
+    """Return a module's name in vLLM, which counts layers that draft after the others."""
     return MTP_LAYER.sub(lambda found: f"layers.{num_decoder_layers + int(found[1])}.", module)
 
 
 def prefix_of(module: str, hf_config: Any) -> str:
-    """What vLLM calls a module where it asks how to make it.
+    """Return the name by which vLLM asks how to make a module.
 
-    Its name, but for MiniMax-M2's mixtures, which vLLM's code calls otherwise than its weights.
+    It is the module's name, except for MiniMax-M2's mixtures of experts, for which vLLM's code has
+    another name than for their weights.
     """
     if getattr(hf_config, "model_type", "") == "minimax_m2":
         return module.replace(".block_sparse_moe.", ".mlp.")
@@ -94,7 +95,7 @@ def prefix_of(module: str, hf_config: Any) -> str:
 
 
 def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[str]:
-    """Modules of MTP layers that aren't int8, by their names in vLLM.
+    """List the modules of MTP layers that aren't int8, by their names in vLLM.
 
     Tools that quantise a model often copy its MTP layers as they are, and don't name them.
     """
@@ -112,21 +113,13 @@ def check_description(
 ) -> None:
     """Hold ModelSlim's description against the files and the model's config.
 
-    Parameters
-    ----------
-    folder
-        Of the model, for messages.
-    modules
-        Type of each weight, by module: one of `TYPES`.
-    headers
-        What the files hold.
-    num_layers
-        Decoder layers of the model, with those that draft.
+    The number of layers includes those that draft.
 
     Raises
     ------
     PrepError
-        Names the module and the file, for the first that is missing, unknown or of a wrong shape.
+        For the first module that is missing, unknown or of a wrong shape; it names the module and
+        the file.
     """
     source = folder / DESCRIPTION
     for module, kind in modules.items():
@@ -159,23 +152,14 @@ def check_compressed(
 ) -> None:
     """Hold the weights of a compressed-tensors checkpoint against their scales.
 
-    Parameters
-    ----------
-    folder
-        Of the model, for messages.
-    headers
-        What the files hold.
-    ignored
-        Modules that config.json leaves out: names, or ``re:`` and a pattern.
-    num_layers
-        Decoder layers of the model, with those that draft.
-    num_decoder_layers
-        Without those. None: the same.
+    Modules that config.json leaves out (`ignored`) are names, or ``re:`` and a pattern.
+    `num_layers` includes layers that draft, `num_decoder_layers` doesn't; None means that no layer
+    drafts.
 
     Raises
     ------
     PrepError
-        Names the module and the file.
+        For the first module that lacks something; it names the module and the file.
     """
     ignored = tuple(ignored)
     num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
@@ -190,7 +174,7 @@ def check_compressed(
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
         if _drafts(served_name(module, num_decoder_layers), num_decoder_layers):
-            continue  # drafts, and is served as it is
+            continue  # it drafts, and is served as it is
         if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
             raise PrepError(
                 f"{folder / entry.file}: the weight of {module} is {entry.dtype}, int8 is "
@@ -207,7 +191,7 @@ def _weights(headers: Headers) -> Iterator[str]:
 
 
 def _modules_in(name: str, entry: Entry) -> list[str]:
-    """Modules of which a tensor is the weight: each expert's, if it holds those of all."""
+    """Return the modules whose weight a tensor is: each expert's, if it holds those of all."""
     if name.endswith(".weight"):
         return [name.removesuffix(".weight")]
     layer, _, last = name.rpartition(".")
@@ -217,20 +201,17 @@ def _modules_in(name: str, entry: Entry) -> list[str]:
 
 
 def _matches(module: str, pattern: str) -> bool:
-    """Whether "ignore" of compressed-tensors leaves a module out."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
     return module == pattern or module.startswith(f"{pattern}.")
 
 
 def _layer_of(module: str) -> int:
-    """Index of a module's decoder layer; -1 outside of them."""
     found = LAYER.search(module)
     return int(found[1]) if found else -1
 
 
 def _drafts(module: str, num_decoder_layers: int) -> bool:
-    """Whether a module, by its name in vLLM, belongs to an MTP layer."""
     return module.startswith(MTP) or _layer_of(module) >= num_decoder_layers
 
 
@@ -250,7 +231,6 @@ def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
 
 
 def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> None:
-    """Whether a module has what its type needs, in matching shapes."""
     weight = headers[f"{module}.weight"]
     path = folder / weight.file
     if weight.dtype != "I8" or len(weight.shape) != 2:

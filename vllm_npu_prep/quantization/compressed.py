@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
     KnowsModules, CompressedTensorsConfig
 ):
-    """vLLM's, which also holds the checkpoint's files against each other."""
+    """vLLM's config, which also holds the checkpoint's files against each other."""
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """As vLLM's, after a look at the files.
+        """Do what vLLM does, and then hold weights against scales.
 
         Raises
         ------
@@ -73,12 +73,11 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             self.expect({prefix_of(name, hf_config): file for name, file in made.items()})
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
-        """Names of modules as the model has them."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         self.rename(hf_to_vllm_mapper.apply_dict)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """As vLLM's, but for experts, of which vLLM's are compiled kernels."""
+        """Return vLLM's method, except for experts, where vLLM has compiled kernels only."""
         if not isinstance(layer, RoutedExperts):
             if isinstance(layer, LinearBase):
                 self.made(prefix)
@@ -108,10 +107,10 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
 
 @register_weight_loader_v2_supported_method
 class CheckedLinearMethod(CompressedTensorsLinearMethod):
-    """vLLM's, which holds the model's modules against the files before weights are loaded."""
+    """vLLM's method, which holds the model's modules against the files before loading."""
 
     def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
-        """As vLLM's, with scales that are 0 until a file gives them."""
+        """Make vLLM's parameters, with scales that are 0 until a file gives them."""
         config: Any = self.quantization_config
         loader = config.before_loading(extra["weight_loader"])
         super().create_weights(layer, *args, **{**extra, "weight_loader": loader})
@@ -125,19 +124,17 @@ class Int8LinearKernel(Int8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On every device of this platform."""
         del compute_capability
         return True, None
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        """Scales for each token are symmetric; start-up has refused others by name."""
+        """Take symmetric scales for each token only; start-up has refused others by name."""
         if c.input_symmetric or c.is_static_input_scheme:
             return True, None
         return False, "scales for each token are symmetric only"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales in the form that the device multiplies by; weights stay where they are."""
         weight, scale, input_scale, zero_point, _ = self._get_layer_params(layer)
         if not self.config.is_channelwise:  # one scale for each part of a fused layer
             widths = torch.tensor(layer.logical_widths, device=scale.device)
@@ -160,12 +157,10 @@ class Int8LinearKernel(Int8ScaledMMLinearKernel):
         x: "torch.Tensor | QuantizedRows",
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``x @ weight + bias`` of rounded inputs."""
         return layer.int8(x, bias)
 
 
 def register_kernel() -> None:
-    """Let vLLM find the kernel for int8 linear layers on this platform, once in a process."""
     from vllm.model_executor.kernels import linear
 
     if Int8LinearKernel not in linear._POSSIBLE_INT8_KERNELS.get(PlatformEnum.OOT, ()):

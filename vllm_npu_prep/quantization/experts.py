@@ -1,7 +1,7 @@
 """Mixtures of experts with int8 weights and int8 inputs, in both formats.
 
-Each expert's weights have a scale for each output channel; its inputs, and what goes between its
-two products, get a scale for each token (dynamic).
+Each expert's weights have a scale for each output channel; its inputs, and the rows between its two
+products, get a scale for each token (dynamic).
 """
 
 from typing import Any
@@ -43,15 +43,7 @@ def apply_int8_experts(
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Sum of the outputs of each token's experts, weighted by the router.
-
-    As `vllm_npu_prep.ops.experts.apply_experts`, whose arguments these are, with rounded inputs.
-
-    Returns
-    -------
-    torch.Tensor
-        Of the shape and dtype of `x`; sums are kept in float32 and rounded once.
-    """
+    """Do what `apply_experts` of `vllm_npu_prep.ops.experts` does, by int8 weights and inputs."""
     activate = activation_of(activation)
 
     def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
@@ -63,17 +55,10 @@ def apply_int8_experts(
 
 
 class NPUInt8Experts:
-    """Weights of a layer's experts for grouped products: routing rounds the rows.
+    """Weights of a layer's experts for grouped products; routing rounds the rows.
 
-    Parameters
-    ----------
-    layer
-        vLLM's layer, with int8 weights as `UnquantisedExperts` of `fused_experts` has them, and
-        scales ``[num_local_experts, outputs, 1]``.
-    dtype
-        Of the model.
-    in_one_launch
-        Whether the operator that activates and rounds may be used.
+    vLLM's layer has int8 weights in the shapes that `UnquantisedExperts` of `fused_experts` names,
+    and scales ``[num_local_experts, outputs, 1]``.
     """
 
     quant_mode = 1  # of `npu_moe_init_routing_v2`: a scale for each row
@@ -90,12 +75,12 @@ class NPUInt8Experts:
         self.w13_scale, self.w2_scale = (s.detach().squeeze(-1).to(kind) for s in scales)
 
     def refresh(self) -> None:
-        """Take the layer's new scales, where graphs read them."""
+        """Copy the layer's new scales to where graphs read them."""
         self.w13_scale.copy_(self.layer.w13_weight_scale.squeeze(-1))
         self.w2_scale.copy_(self.layer.w2_weight_scale.squeeze(-1))
 
     def up(self, rows: Rows) -> Rows:
-        """First product, activation and rounding; rows past the last group stay undefined."""
+        """Multiply, activate and round; rows past the last group stay undefined."""
         hidden = self._product(rows, self.layer.w13_weight, self.w13_scale)
         if self.in_one_launch:
             values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
@@ -106,7 +91,6 @@ class NPUInt8Experts:
         return rows._replace(values=values, scales=scales)
 
     def down(self, rows: Rows) -> torch.Tensor:
-        """Second product."""
         return self._product(rows, self.layer.w2_weight, self.w2_scale)
 
     def _product(self, rows: Rows, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -120,16 +104,9 @@ class NPUInt8Experts:
 
 
 class Int8Experts(FusedMoEMethodBase):
-    """Experts of int8 weights and inputs.
+    """vLLM's method for experts of int8 weights and inputs.
 
-    Parameters
-    ----------
-    layer
-        vLLM's experts, for which this is made.
-    config
-        Of the model's quantisation.
-    has_offsets
-        Whether the files have ``weight_offset``, as ModelSlim's do.
+    ModelSlim's files have offsets of weights, compressed-tensors' don't (`has_offsets`).
 
     Raises
     ------
@@ -170,7 +147,6 @@ class Int8Experts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Weights of this rank's experts, and a scale for each output channel of each."""
         self.dtype = params_dtype
         loader = self.config.before_loading(extra_weight_attrs["weight_loader"])
         extra_weight_attrs["weight_loader"] = loader
@@ -192,7 +168,7 @@ class Int8Experts(FusedMoEMethodBase):
                 layer.register_parameter(f"{name}_{kind}", parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check scales, and keep them as the device multiplies by them.
+        """Check scales, and keep them in the form by which the device multiplies.
 
         Raises
         ------
@@ -215,7 +191,7 @@ class Int8Experts(FusedMoEMethodBase):
             self.grouped = GroupedExperts.of(layer, self._weights, self._finalize)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: no kernel of vLLM computes them."""
+        """Return None: no kernel of vLLM computes these experts."""
         del layer
 
     def apply(
@@ -227,7 +203,7 @@ class Int8Experts(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
+        """Compute the routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
         del shared_experts, shared_experts_input
         if self.grouped is not None:
             return self.grouped(x, topk_weights, topk_ids)

@@ -1,4 +1,4 @@
-"""What of a quantised model can be served, told from its config and description alone."""
+"""Which quantised models can be served, told from a model's config and description alone."""
 
 import json
 from collections import Counter
@@ -18,14 +18,14 @@ FORMATS = (COMPRESSED_TENSORS, MODELSLIM)
 
 
 def method_of(model: "ModelConfig") -> str | None:
-    """How a model is quantised, by its config or the description beside its weights."""
+    """Return how a model is quantised, by its config or by the description beside its weights."""
     if model.quantization is None and read_description(model.model, model.revision) is not None:
         return MODELSLIM
     return model.quantization
 
 
 def find_description(vllm_config: "VllmConfig") -> None:
-    """Quantise as a description says that lies beside the weights, if nothing else was asked for.
+    """Quantise as a description beside the weights says, if nothing else was asked for.
 
     ModelSlim's checkpoints name no method in config.json, where vLLM looks for one.
     """
@@ -44,7 +44,7 @@ ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 
 
 def describe(model: "ModelConfig", on_npu: bool) -> str:
-    """For start-up: which format, how many modules of each kind, and which operators run."""
+    """Return start-up's line: the format, how many modules of each kind, and which operators."""
     text = f"{model.quantization}, int8 weights and inputs"
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
@@ -53,7 +53,7 @@ def describe(model: "ModelConfig", on_npu: bool) -> str:
 
 
 def fault(model: "ModelConfig") -> str | None:
-    """What of a model's quantisation can't be served, in a few words; None if all can."""
+    """Say what of a model's quantisation can't be served, in a few words; None if all can."""
     method = model.quantization
     if method is None and getattr(model, "quantization_config", None) is None:
         return None
@@ -65,7 +65,6 @@ def fault(model: "ModelConfig") -> str | None:
 
 
 def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
-    """``quantization_config`` of config.json, wherever the model keeps it."""
     text = getattr(model.hf_config, "text_config", None)
     for config in (model.hf_config, text):
         for name in ("quantization_config", "compression_config"):
@@ -76,7 +75,6 @@ def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
 
 
 def _fault_of_groups(config: Mapping[str, Any]) -> str | None:
-    """What of compressed-tensors' ``quantization_config`` can't be served."""
     if config.get("kv_cache_scheme"):
         return "it quantises the KV cache (kv_cache_scheme)"
     transforms = config.get("transform_config") or {}
@@ -117,14 +115,13 @@ def _fault_of_group(group: Mapping[str, Any]) -> str | None:
 
 
 def _words(scheme: Mapping[str, Any]) -> str:
-    """Bits, type, granularity and symmetry, as compressed-tensors names them."""
+    """Name bits, type, granularity and symmetry as compressed-tensors does."""
     symmetry = "" if scheme.get("symmetric", True) else ", asymmetric"
     strategy = scheme.get("strategy") or "?"
     return f"{scheme.get('type', 'int')}{scheme.get('num_bits')} by {strategy}{symmetry}"
 
 
 def _fault_of_description(description: Mapping[str, Any] | None) -> str | None:
-    """What of ModelSlim's description can't be served."""
     if description is None:
         return f"it has no {DESCRIPTION}"
     for name in ("kv_quant_type", "kv_cache_type", "fa_quant_type", "indexer_quant_type"):
@@ -137,7 +134,7 @@ def _fault_of_description(description: Mapping[str, Any] | None) -> str | None:
 
 
 def read_description(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """ModelSlim's description of a model; None if it has none.
+    """Read ModelSlim's description of a model; None if it has none.
 
     Raises
     ------

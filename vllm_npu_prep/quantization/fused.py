@@ -1,8 +1,8 @@
 """Norms and activations that round their results to int8, for the linear layers that come next.
 
-vLLM's decoder layers hand the result of a norm to one projection only, and that of the activation
-to the next. So the launch that rounds them can be saved. This is done for layers whose code is
-known to do nothing else with these results.
+vLLM's decoder layers hand the result of a norm to one projection only, and the result of the
+activation to the next projection. So the launch that rounds them can be saved. This is done for
+layers whose code is known to do nothing else with these results.
 """
 
 import contextlib
@@ -74,20 +74,12 @@ MLPS = {
     f"{MODELS}.qwen2_moe.Qwen2MoeMLP.forward",
     f"{MODELS}.qwen3_moe.Qwen3MoeMLP.forward",
 }
-"""Methods whose code is known; subclasses that have their own are not among them. GELU has
-no operator that rounds."""
+"""Methods whose code is known, here and in the three sets above; subclasses that have their own are
+not among them. GELU has no operator that rounds."""
 
 
 class QuantizingNorm(nn.Module):
-    """The residual's addition, RMSNorm, and rounding for the projection that reads the result.
-
-    Parameters
-    ----------
-    norm
-        vLLM's, whose weight is used.
-    linear
-        Of the projection.
-    """
+    """The residual's addition, RMSNorm, and rounding for the projection that reads the result."""
 
     scales: torch.Tensor | None  # static: [hidden_size]
     offsets: torch.Tensor | None
@@ -108,7 +100,7 @@ class QuantizingNorm(nn.Module):
         return {"first": first, "second": second, "scales": scales, "offsets": offsets}
 
     def renew(self) -> None:
-        """Take new weights of the norm, and new scales of the projection, where graphs read them.
+        """Copy the norm's new weights and the projection's new scales to where graphs read them.
 
         Raises
         ------
@@ -123,7 +115,7 @@ class QuantizingNorm(nn.Module):
         _copy(self._factors(), self)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """As vLLM's, with `QuantizedRows` in place of the first tensor.
+        """Normalise, with `QuantizedRows` in place of the first tensor of vLLM's result.
 
         The operators add in any case. Without a residual rows are added to themselves, and the
         norm of twice a row is that of the row, with four times the epsilon.
@@ -149,13 +141,7 @@ class QuantizingNorm(nn.Module):
 
 
 class QuantizingSiluAndMul(nn.Module):
-    """``silu(gate) * up``, rounded for the projection that reads the result.
-
-    Parameters
-    ----------
-    linear
-        Of the projection.
-    """
+    """``silu(gate) * up``, rounded for the projection that reads the result."""
 
     scale: torch.Tensor | None  # static: float32 [1]
     offset: torch.Tensor | None
@@ -174,11 +160,9 @@ class QuantizingSiluAndMul(nn.Module):
         }
 
     def renew(self) -> None:
-        """Take new factors of the projection, where graphs read them."""
         _copy(self._factors(), self)
 
     def forward(self, x: torch.Tensor) -> QuantizedRows:
-        """``[T, 2 D]`` to rows of D."""
         values, scale = torch.ops.npu.npu_dequant_swiglu_quant(
             x,
             quant_scale=self.scale,
@@ -190,7 +174,6 @@ class QuantizingSiluAndMul(nn.Module):
 
 
 def _copy(factors: Mapping[str, torch.Tensor | None], module: nn.Module) -> None:
-    """Write a module's buffers."""
     for name, factor in factors.items():
         if factor is not None:
             getattr(module, name).copy_(factor)
@@ -198,14 +181,10 @@ def _copy(factors: Mapping[str, torch.Tensor | None], module: nn.Module) -> None
 
 @contextlib.contextmanager
 def laid_aside(model: nn.Module) -> Iterator[None]:
-    """Context of a reload: what rounds is out of the way, and takes new factors at the end.
+    """Put vLLM's modules back during a reload; those that round take new factors at its end.
 
-    Files name the weights of norms as vLLM's modules do, which stand in the model meanwhile.
-
-    Parameters
-    ----------
-    model
-        As `fuse_rounding` left it.
+    Files name the weights of norms as vLLM's modules do, so these have to be in the model
+    meanwhile. The model is one that `fuse_rounding` has changed.
     """
     found = [
         (owner, name, child)
@@ -228,23 +207,11 @@ TRIES = 128
 
 
 def two_factors(product: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two numbers of 16 bits whose product is nearly a given one of float32.
+    """Find two numbers of 16 bits whose product is nearly a given one of float32, ``[N]``.
 
     Gemma's norms multiply by 1 + weight, which 16 bits don't hold: bfloat16 would shift columns by
     up to 0.4 %. The operator multiplies by two such numbers, in float32 (cann/ops-nn 9.1.0,
-    ``add_rms_norm_dynamic_quant_normal_kernel.h``).
-
-    Parameters
-    ----------
-    product
-        float32 ``[N]``.
-    dtype
-        Of the factors.
-
-    Returns
-    -------
-    first, second
-        ``[N]`` each: the best of some pairs.
+    ``add_rms_norm_dynamic_quant_normal_kernel.h``). The best of `TRIES` pairs is taken.
     """
     steps = torch.linspace(1, 2, TRIES, device=product.device)[:, None]
     first = (product * steps).to(dtype)  # [TRIES, N]
@@ -257,7 +224,10 @@ def two_factors(product: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
 def static_factors(
     linear: Int8Linear, weight: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A static scale and offset for each column, in the dtypes that the norm's operator wants."""
+    """Return a static scale and offset for each column, in the dtypes of the norm's operator.
+
+    Both are None if the layer's inputs get a scale for each token.
+    """
     if linear.input_scale is None or linear.input_offset is None:
         return None, None
     is_half = weight.dtype == torch.float16
@@ -271,7 +241,7 @@ def static_factors(
 def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
     """Let norms and activations round for quantised layers, in a model whose weights are loaded.
 
-    Not with LoRA, whose layers read the inputs of projections themselves.
+    With LoRA nothing is done: its layers read the inputs of projections themselves.
     """
     names = fused_operators(vllm_config)
     if vllm_config.lora_config is not None:
@@ -293,13 +263,12 @@ def fuse_rounding(model: nn.Module, vllm_config: "VllmConfig") -> None:
 
 
 def _fuse_norms(decoder: Any) -> None:
-    """Let a decoder layer's norms round for the projections that alone read their results."""
     attention = decoder.self_attn
     if _is_known(attention, ATTENTIONS):
         _fuse_norm(decoder, "input_layernorm", attention.qkv_proj)
     if _is_known(attention, LATENT_ATTENTIONS):
         wrapper = attention.mla_attn
-        # Ranks that cut rows among them exchange what the norm gives.
+        # With sequence parallelism, ranks exchange the norm's result.
         is_whole = not getattr(decoder, "use_sequence_parallel_moe", False)
         if is_whole and getattr(wrapper, "is_split", False):
             _fuse_norm(decoder, "input_layernorm", *wrapper.readers())
@@ -332,7 +301,7 @@ def _split_latent(wrapper: FusedMultiHeadLatentAttentionWrapper, with_norm: bool
 
 
 def _split_anew(parts: Iterable[ProjectionParts]) -> None:
-    """Split weights that were loaded anew; those that were not are split already."""
+    """Split weights that were loaded anew; the others are split already."""
     for each in parts:
         linear = getattr(each.layer, "int8", None)
         if not isinstance(linear, Int8Linear):
@@ -347,7 +316,6 @@ def _gives_parts(layer: Any) -> bool:
 
 
 def _order_rows(parts: ProjectionParts) -> None:
-    """Put columns of an int8 layer's result in the order of its parts."""
     layer, sizes, order, _ = parts
     layer.part_sizes, layer.part_weights = sizes, None
     if order is not None:
@@ -358,7 +326,6 @@ def _order_rows(parts: ProjectionParts) -> None:
 
 
 def _is_known(module: Any, methods: Container[str]) -> bool:
-    """Whether the ``forward`` that a module runs is one of these."""
     if not isinstance(module, nn.Module):
         return False
     forward = type(module).forward
@@ -386,10 +353,10 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def _is_exact(linear: Int8Linear, dtype: torch.dtype) -> bool:
-    """Whether a static scale survives in the dtype that the norm's operator wants.
+    """Return whether a static scale is exact in the dtype that the norm's operator wants.
 
-    Others are divided by in float32, in a launch of their own: a rounded scale would shift the
-    levels of all inputs.
+    Inputs with other scales are divided in float32, in a launch of their own: a rounded scale would
+    shift the levels of all inputs.
     """
     if linear.input_scale is None or dtype == torch.float16:
         return True

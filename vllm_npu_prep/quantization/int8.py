@@ -19,15 +19,15 @@ LEVELS = 127
 
 
 MOST_COLUMNS_OF_SWIGLU = 7840
-"""Of a result, to which ``npu_dequant_swiglu_quant`` gives scales by token as a whole row. It takes
-a wider row in parts, and reads a part's maximum without waiting for it (cann/ops-nn 8.5.0 to 9.1.0,
-``dequant_swiglu_quant_tiling_base.cpp`` and ``dynamicMultiColMax`` in
-``dequant_swiglu_quant_dynamic_base.hpp``): scales may be wrong, without an error. Rows
-``int8-swiglu-wide`` of ``verify-device`` tell on a device; none has been asked yet."""
+"""How wide a result may be at most so that ``npu_dequant_swiglu_quant`` scales a token's row as a
+whole. It takes a wider row in parts, and reads a part's maximum without waiting for it (cann/ops-nn
+8.5.0 to 9.1.0, ``dequant_swiglu_quant_tiling_base.cpp`` and ``dynamicMultiColMax`` in
+``dequant_swiglu_quant_dynamic_base.hpp``): scales may be wrong, without an error. The rows
+``int8-swiglu-wide`` of ``verify-device`` find out on a device; none has been asked yet."""
 
 
 def swiglu_may_round(columns: int, is_static: bool) -> bool:
-    """Whether SwiGLU may round its result of so many columns itself; a line says if not."""
+    """Return whether SwiGLU may round its result of so many columns; log a line if it may not."""
     if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:
         return True
     logger.info_once(
@@ -50,7 +50,7 @@ class QuantizedRows:
     scale
         float32 ``[T]``; None if the scale is the layer's own (static).
     dtype
-        Of the rows before they were rounded.
+        The dtype that the rows had before they were rounded.
     """
 
     values: torch.Tensor
@@ -67,11 +67,11 @@ class Int8Linear:
     weight
         int8 ``[K, N]``: a transposed view, which both devices read as it is.
     weight_scale
-        float32 ``[N]``. Static: the input's scale times that of the weight.
+        float32 ``[N]``. If static, it is the input's scale times the weight's.
     input_scale, input_offset
-        Static: float32 ``[1]`` and int32 ``[1]``. None: a scale for each token.
+        If static, float32 ``[1]`` and int32 ``[1]``. None if each token gets a scale.
     sum_bias
-        int32 ``[N]``, added to the sums: takes the offset out again. Static only.
+        int32 ``[N]``, added to the sums to take the offset out again; None unless static.
     """
 
     weight: torch.Tensor
@@ -82,7 +82,6 @@ class Int8Linear:
 
     @property
     def is_static(self) -> bool:
-        """Whether one scale, known before, serves all tokens."""
         return self.input_scale is not None
 
     def __call__(
@@ -90,14 +89,14 @@ class Int8Linear:
         x: "torch.Tensor | QuantizedRows",  # [..., K]
         bias: torch.Tensor | None = None,  # [N]
     ) -> torch.Tensor:
-        """``x @ weight + bias`` of rounded inputs, ``[..., N]`` in the dtype of `x`."""
+        """Compute ``x @ weight + bias`` of rounded inputs, ``[..., N]`` in the dtype of `x`."""
         if isinstance(x, QuantizedRows):
             return self.multiply(x, bias)
         rows = x.reshape(-1, x.shape[-1])
         return self.multiply(self.quantize(rows), bias).view(*x.shape[:-1], -1)
 
     def ordered(self, order: torch.Tensor) -> "Int8Linear":
-        """The layer whose column i is column ``order[i]``; its weight is written in place."""
+        """Return a layer whose column i is column ``order[i]``; the weight is written in place."""
         self.weight.copy_(self.weight[:, order])
         bias = None if self.sum_bias is None else self.sum_bias[order]
         return replace(self, weight_scale=self.weight_scale[order], sum_bias=bias)
@@ -107,22 +106,20 @@ class Int8Linear:
         raise NotImplementedError
 
     def multiply(self, rows: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-        """Products ``[T, N]`` of rows that are rounded already."""
+        """Multiply rows that are rounded already: ``[T, N]`` in their former dtype."""
         raise NotImplementedError
 
 
 class TorchInt8Linear(Int8Linear):
-    """On the CPU; also the definition of what NPUs are to compute."""
+    """The layer on the CPU, which also defines what NPUs have to compute."""
 
     def quantize(self, x: torch.Tensor) -> QuantizedRows:
-        """As `quantize_tokens`, or `quantize_all` with the layer's scale."""
         if self.input_scale is None:
             return QuantizedRows(*quantize_tokens(x), x.dtype)
         assert self.input_offset is not None
         return QuantizedRows(quantize_all(x, self.input_scale, self.input_offset), None, x.dtype)
 
     def multiply(self, rows: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-        """int32 sums, then scales in float32."""
         sums = torch._int_mm(rows.values.contiguous(), self.weight)  # int32 [T, N]
         if self.sum_bias is not None:
             sums = sums + self.sum_bias
@@ -135,10 +132,10 @@ class TorchInt8Linear(Int8Linear):
 
 
 class NPUInt8Linear(Int8Linear):
-    """Two launches: one rounds the input, one multiplies."""
+    """The layer on an NPU, in two launches: one rounds the input, one multiplies."""
 
     def quantize(self, x: torch.Tensor) -> QuantizedRows:
-        """``npu_dynamic_quant``, or ``npu_quantize`` that divides by the scale.
+        """Round by ``npu_dynamic_quant``, or by the ``npu_quantize`` that divides by the scale.
 
         The form that multiplies by a reciprocal wants it in the input's dtype, and bfloat16 would
         put up to a quarter of a level of error into large values.
@@ -152,7 +149,7 @@ class NPUInt8Linear(Int8Linear):
         return QuantizedRows(values, None, x.dtype)
 
     def multiply(self, rows: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-        """``npu_quant_matmul``, with the bias if its combination of dtypes has a place for it."""
+        """Multiply by ``npu_quant_matmul``, which also adds the bias if its dtypes allow one."""
         added = self.sum_bias if self.is_static else bias
         product = torch.ops.npu.npu_quant_matmul(
             rows.values,
@@ -167,13 +164,7 @@ class NPUInt8Linear(Int8Linear):
 
 @dataclass(frozen=True)
 class DequantizedLinear:
-    """Weights that were int8 in the checkpoint, and multiply inputs that are not rounded.
-
-    Attributes
-    ----------
-    weight
-        ``[N, K]``, in the dtype of the model.
-    """
+    """A layer whose weights, ``[N, K]``, were int8 in the checkpoint; inputs are not rounded."""
 
     weight: torch.Tensor
 
@@ -182,24 +173,14 @@ class DequantizedLinear:
         x: torch.Tensor,  # [..., K]
         bias: torch.Tensor | None = None,  # [N]
     ) -> torch.Tensor:
-        """``x @ weight.T + bias``, ``[..., N]``."""
         return torch.nn.functional.linear(x, self.weight, bias)
 
 
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to int8 with a scale of its own.
+    """Round each row ``[..., K]`` of any float dtype to int8 with a scale of its own.
 
-    Parameters
-    ----------
-    x
-        ``[..., K]``, any float dtype.
-
-    Returns
-    -------
-    values
-        int8, of the shape of `x`.
-    scale
-        float32 ``[...]``: the largest magnitude of a row is 127 of it. 0 for rows of zeros.
+    The second result has the scales, float32 ``[...]``: a scale is 1/127 of the largest magnitude
+    of its row, and 0 for a row of zeros.
     """
     rows = x.float()
     scale = rows.abs().amax(-1) / LEVELS
@@ -208,28 +189,14 @@ def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_all(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Round to int8 with one scale and offset; what lies outside is cut off.
+    """Round to int8 with one scale and offset; what lies outside of int8 is cut off.
 
-    Parameters
-    ----------
-    x
-        Any shape and float dtype.
-    scale, offset
-        float32 ``[1]`` and integer ``[1]``.
+    The scale is float32 ``[1]``, the offset an integer ``[1]``.
     """
     return ((x.float() / scale).round() + offset).clamp(-128, 127).to(torch.int8)
 
 
 def int8_linear(layer: Int8Linear, dtype: torch.dtype) -> Int8Linear:
-    """The implementation for the device that holds a layer's weights.
-
-    Parameters
-    ----------
-    layer
-        Weights and scales, float32.
-    dtype
-        Of the model.
-    """
     kind = TorchInt8Linear if layer.weight.device.type == "cpu" else NPUInt8Linear
     scale = layer.weight_scale.contiguous()
     if kind is NPUInt8Linear and layer.is_static and dtype == torch.float16:

@@ -27,28 +27,18 @@ def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
 
 
 def name_of(layer: nn.Module) -> str:
-    """Name of a layer in the model."""
     return str(getattr(layer, "prefix", "") or type(layer).__name__)
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
-    """Dtype in which a layer computes."""
     return getattr(layer, "params_dtype", torch.get_default_dtype())
 
 
 def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
-    """Make a layer ready to multiply: `layer.int8` for its device.
+    """Make a layer ready to multiply: its ``int8`` becomes the implementation for its device.
 
-    Its parameters stay, as other parts of vLLM look at ``weight``.
-
-    Parameters
-    ----------
-    layer
-        vLLM's.
-    kept
-        Its weights and scales.
-    scale
-        float32 ``[N]``, of the weights alone.
+    The layer's parameters stay, because other parts of vLLM look at ``weight``. The scale is that
+    of the weights alone, float32 ``[N]``.
     """
     layer.channel_scale = scale
     layer.int8 = int8_linear(kept, dtype_of(layer))
@@ -57,13 +47,13 @@ def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
 def dequantize(layer: Any) -> None:
     """Give a layer weights in the model's dtype in place of int8 ones; inputs aren't rounded then.
 
-    For weights that something else multiplies by, too: both then compute with the same numbers.
-    Layers that are not quantised stay as they are.
+    This is for weights by which something else multiplies, too: both then compute with the same
+    numbers. Layers that are not quantised stay as they are.
     """
     if not isinstance(getattr(layer, "int8", None), Int8Linear):
         return
     weight = layer.weight.detach().float() * layer.channel_scale[:, None]  # [N, K]
-    if layer.weight.dtype == dtype_of(layer):  # new weights: levels, where these were before
+    if layer.weight.dtype == dtype_of(layer):  # a reload has put int8 levels into it
         layer.weight.data.copy_(weight)
     else:
         layer.weight = nn.Parameter(weight.to(dtype_of(layer)), requires_grad=False)
@@ -71,7 +61,10 @@ def dequantize(layer: Any) -> None:
 
 
 def num_layers_of(hf_config: Any) -> tuple[int, int]:
-    """Decoder layers of a model, without and with those that draft; large numbers if unknown."""
+    """Return a model's number of decoder layers without and with those that draft.
+
+    Both numbers are very large if the config doesn't tell.
+    """
     text = getattr(hf_config, "text_config", None) or hf_config
     layers = getattr(text, "num_hidden_layers", None)
     drafting = getattr(text, "num_nextn_predict_layers", None) or 0

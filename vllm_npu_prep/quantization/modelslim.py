@@ -3,7 +3,7 @@
 ``quant_model_description.json`` names each weight and how it was quantised. Beside an int8
 ``weight`` ``[N, K]``, the files have ``weight_scale`` and ``weight_offset`` ``[N, 1]``; static
 quantisation adds ``input_scale``, ``input_offset``, ``deq_scale`` (the product of both scales) and
-``quant_bias`` (the layer's bias over that, less the offset times the weights' sums).
+``quant_bias`` (the layer's bias divided by ``deq_scale``, less the offset times the weights' sums).
 """
 
 from collections.abc import Callable
@@ -62,14 +62,15 @@ if TYPE_CHECKING:
 class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
     KnowsModules, QuantizationConfig
 ):
-    """Which layers are quantised, and how.
+    """vLLM's config of a model in this format: which layers are quantised, and how.
 
     Attributes
     ----------
     modules
         ``FLOAT``, ``W8A8`` or ``W8A8_DYNAMIC`` of each weight, by the module's name in vLLM.
     scales_as_int64
-        Whether the files keep ``deq_scale`` as the bits of float32 in int64, as for float16 models.
+        Whether the files keep ``deq_scale`` as the bits of float32 in int64, as ModelSlim does for
+        float16 models; None until files tell.
     """
 
     def __init__(self) -> None:
@@ -78,26 +79,25 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         self.scales_as_int64: bool | None = None
 
     def get_name(self) -> str:  # type: ignore[override]  # of the methods that vLLM brings
-        """Value of ``--quantization``."""
         return MODELSLIM
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """All that the device takes; float32 on the CPU fallback."""
+        """Return all dtypes that the device takes; float32 is the CPU fallback's."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """None: only CUDA devices have one."""
+        """Return 0: only CUDA devices have a capability."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: `maybe_update_config` reads the description, which vLLM would look for in vain."""
+        """Return none: `maybe_update_config` reads the description, which vLLM would not find."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ModelSlimConfig":
-        """An empty config; `maybe_update_config` fills it."""
+        """Return an empty config, which `maybe_update_config` fills."""
         del config
         return cls()
 
@@ -130,12 +130,11 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         self.scales_as_int64 = dtypes == {"I64"} if dtypes else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
-        """Names of modules as the model has them."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
         self.rename(hf_to_vllm_mapper.apply_dict)
 
     def kind_of(self, prefix: str) -> str:
-        """How a layer was quantised, by its name in the model.
+        """Return how a layer was quantised, by its name in the model.
 
         Raises
         ------
@@ -154,7 +153,6 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         return next(iter(kinds.values()))
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """How vLLM is to make and call a layer; None for those without weights to multiply."""
         if isinstance(layer, RoutedExperts):
             self.made(prefix)
             return modelslim_experts(self, layer, prefix)
@@ -176,7 +174,7 @@ def _parameter(kind: type, loader: Callable[..., Any], data: torch.Tensor, **dim
 
 @register_weight_loader_v2_supported_method
 class ModelSlimDynamicLinear(LinearMethodBase):
-    """``W8A8_DYNAMIC``: a scale for each token, computed from the token."""
+    """vLLM's method for ``W8A8_DYNAMIC``: each token gets a scale, computed from the token."""
 
     def __init__(self, config: ModelSlimConfig) -> None:
         self.config = config
@@ -191,7 +189,6 @@ class ModelSlimDynamicLinear(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Parameters by the names in the files."""
         del input_size, output_size
         outputs = sum(output_partition_sizes)
         loader = self.config.before_loading(extra["weight_loader"])
@@ -208,7 +205,7 @@ class ModelSlimDynamicLinear(LinearMethodBase):
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales in the form that the device multiplies by.
+        """Check scales, and bring them into the form by which the device multiplies.
 
         Raises
         ------
@@ -234,16 +231,14 @@ class ModelSlimDynamicLinear(LinearMethodBase):
         x: "torch.Tensor | QuantizedRows",
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``x @ weight + bias`` of rounded inputs."""
         return layer.int8(x, bias)
 
 
 @register_weight_loader_v2_supported_method
 class ModelSlimStaticLinear(ModelSlimDynamicLinear):
-    """``W8A8``: one scale and offset for all inputs of the layer."""
+    """vLLM's method for ``W8A8``: one scale and offset serve all inputs of the layer."""
 
     def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
-        """Those of dynamic quantisation, and what describes the inputs."""
         super().create_weights(layer, *args, **extra)
         loader, parts = extra["weight_loader"], len(layer.logical_widths)
         outputs = sum(layer.logical_widths)
@@ -265,7 +260,7 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
             layer.register_parameter(name, made)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales in the form that the device multiplies by.
+        """Check scales, and bring them into the form by which the device multiplies.
 
         Raises
         ------
@@ -305,17 +300,17 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
         x: "torch.Tensor | QuantizedRows",
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``x @ weight`` of rounded inputs; ``quant_bias`` has the layer's bias in it."""
+        """Compute ``x @ weight`` of rounded inputs; ``quant_bias`` has the layer's bias in it."""
         del bias
         return layer.int8(x)
 
 
 METHODS = {STATIC: ModelSlimStaticLinear, DYNAMIC: ModelSlimDynamicLinear}
-"""How each type of weight is made and called."""
+"""The method by which each type of weight is made and called."""
 
 
 def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> FusedMoEMethodBase:
-    """How ModelSlim's description says that a layer's experts are made.
+    """Return how a layer's experts are made, as ModelSlim's description says.
 
     Raises
     ------

@@ -1,4 +1,7 @@
-"""Which modules of a quantised checkpoint a model has: fused ones by their parts."""
+"""Which modules of a quantised checkpoint a model has.
+
+vLLM fuses some of a checkpoint's modules into one; such a module is known here by its parts.
+"""
 
 import functools
 from collections import ChainMap
@@ -21,8 +24,8 @@ FUSED_MODULES = {
 class KnowsModules:
     """A quantisation config that knows fused modules, and refuses modules that a model lacks.
 
-    Models name the parts of their fused modules, but vLLM's Qwen3-MoE names those of dense layers
-    too late to be heard, for one.
+    Models name the parts of their fused modules, but some too late: vLLM's Qwen3-MoE names those of
+    its dense layers only after they have been made. `FUSED_MODULES` is known from the beginning.
     """
 
     _fused: MutableMapping[str, list[str]]
@@ -41,21 +44,19 @@ class KnowsModules:
         self._fused = ChainMap(given, getattr(self, "_fused", FUSED_MODULES))
 
     def expect(self, files: dict[str, str]) -> None:
-        """Say which modules are int8, by their names in vLLM, and what names each."""
+        """Say which modules are int8, by their names in vLLM, each with the file that names it."""
         self._expected, self._made, self._num_held = files, set(), 0
 
     def rename(self, renamed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Give modules the names that the model has for them."""
         self._expected = renamed(getattr(self, "_expected", {}))
 
     def made(self, prefix: str) -> None:
-        """Note that the model has a module, or experts."""
         if not hasattr(self, "_made"):
             self._made = set()
         self._made.add(prefix)
 
     def before_loading(self, loader: Callable[..., R]) -> Callable[..., R]:
-        """A parameter's loader, before whose first call modules are held against the files.
+        """Wrap a parameter's loader: its first call holds the model's modules against the files.
 
         The model is complete by then, and no weight is loaded.
         """
@@ -78,16 +79,11 @@ class KnowsModules:
 
 
 def refuse_unknown(expected: dict[str, str], made: set[str]) -> None:
-    """Raise for the first module that a checkpoint has, and the model hasn't.
+    """Raise for the first module that a checkpoint has and the model hasn't.
 
-    Layers that the model has none of are another rank's, or those that draft.
-
-    Parameters
-    ----------
-    expected
-        What names each module, by module.
-    made
-        Modules of the model; of experts, those that all are in.
+    `expected` has the file that names each module. Of a mixture of experts, `made` has the module
+    that all experts are in. A decoder layer of which the model has no module is left out: it is on
+    another pipeline stage, or it drafts.
     """
     layers = {_start_of_layer(module) for module in made}
     for module, source in expected.items():
@@ -101,7 +97,7 @@ def refuse_unknown(expected: dict[str, str], made: set[str]) -> None:
 
 
 def _start_of_layer(module: str) -> str:
-    """A module's name up to its decoder layer; empty outside of them."""
+    """Return a module's name up to its decoder layer; it is empty outside of decoder layers."""
     found = LAYER.search(module)
     return module[: found.end()] if found else ""
 

@@ -1,7 +1,7 @@
-"""Runs rows of ``verify-device``, in a process that a row may take with it.
+"""Runs rows of ``verify-device``, in a process that may die of a row.
 
-Started by `vllm_npu_prep.verify.children`. It prints lines of JSON on the descriptor that was its
-standard output; everything else that a library prints there goes to standard error.
+It is started by `vllm_npu_prep.verify.children`. It prints lines of JSON on the descriptor that was
+its standard output; everything else that a library prints there goes to standard error.
 
 ======================  ===========================================================
 line                    when
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 NO_ERROR = "no error"
-"""What a row expected that raised one; its process ends, as the device may be spoiled."""
+"""What is expected in the outcome of a row that raised an error. The process ends after such a row,
+because the device may be in a bad state."""
 
 OUTCOME_CHARACTERS = 400
-"""Most characters of one field of an outcome: errors of CANN fill pages."""
+"""How many characters a field of an outcome has at most: errors of CANN fill pages."""
 
 
 def main() -> None:
-    """Say what is here, then run the rows that were asked for."""
     parser = argparse.ArgumentParser(description="Runs rows of verify-device.")
     parser.add_argument("--only", action="append", help="rows, or beginnings of their names")
     parser.add_argument("--rows", nargs="*", help="exactly these rows, in this order")
@@ -102,7 +102,7 @@ def _groups(names: Any) -> list[str]:
 
 
 def run_row(row: Any, bench: Any) -> tuple[dict[str, str], bool]:
-    """Run a row; its outcome, and whether the device still works after it."""
+    """Run a row, and return its outcome and whether the device still works after it."""
     from vllm_npu_prep.verify.row import NotHereError, Outcome, Verdict
 
     try:
@@ -121,7 +121,7 @@ def run_row(row: Any, bench: Any) -> tuple[dict[str, str], bool]:
 
 
 def _failed(row: Any, error: Exception) -> Any:
-    """Outcome of a row that raised an error: a failure, unless the plugin can do without it."""
+    """Return the outcome of a row that raised an error: a failure, unless it has an `instead`."""
     from vllm_npu_prep.verify.row import Outcome, Verdict
 
     got = _first_line(error)
@@ -143,7 +143,6 @@ def _short(outcome: dict[str, str]) -> dict[str, str]:
 
 
 def _versions_of_cann() -> dict[str, str]:
-    """What torch_npu is told about CANN and the driver; without what isn't known."""
     found = {}
     with contextlib.suppress(Exception):
         from vllm_npu_prep.device.npu import versions

@@ -19,21 +19,21 @@ from typing import Any
 from vllm_npu_prep.errors import PrepError
 
 CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
-"""How a process for rows is started; -P: files in the current folder are not modules."""
+"""How a process for rows is started. With -P, files in the current folder are not modules."""
 
 START_SECONDS = 300.0
 """Time limit for imports and for the device, before the first row."""
 
 END_SECONDS = 10.0
-"""How long a process may take to end by itself, maybe to write a core."""
+"""How long a process may take to end by itself, and perhaps to write a core file."""
 
 LAST_LINES = 4
-"""Lines of standard error by which a dead row is reported."""
+"""How many lines of standard error a dead row is reported with."""
 
 
 @dataclass
 class Result:
-    """What came of one row, as it is reported."""
+    """The outcome of one row, as it is reported."""
 
     name: str
     what: str
@@ -45,22 +45,15 @@ class Result:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the device is not what the plugin takes it for."""
         return self.verdict not in ("same", "left out")
 
 
 @dataclass
 class Found:
-    """What all processes told.
+    """What all processes have reported.
 
-    Attributes
-    ----------
-    device
-        Name of the device.
-    versions
-        Of CANN and the driver, by torch_npu.
-    results
-        In the order of the rows.
+    The versions are those of CANN and the driver, as torch_npu knows them; the results are in the
+    order of the rows.
     """
 
     device: str = ""
@@ -69,7 +62,7 @@ class Found:
 
 
 class Child:
-    """One process, or one rank of a team."""
+    """One process that runs rows alone, or one rank of a team."""
 
     def __init__(self, command: Sequence[str], folder: Path, arguments: Sequence[str]) -> None:
         self._stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (read when it has ended)
@@ -94,12 +87,12 @@ class Child:
         self._lines.put(None)
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """The next line; None if the process has ended.
+        """Return the next line; None if the process has ended.
 
         Raises
         ------
         TimeoutError
-            If none came in time.
+            If no line came in time.
         """
         try:
             return self._lines.get(timeout=seconds)
@@ -107,7 +100,7 @@ class Child:
             raise TimeoutError from None
 
     def end(self) -> int:
-        """End the process, and all that it started; returns its exit code.
+        """End the process and all that it started, and return its exit code.
 
         It has closed its output or is not wanted any more, so it is about to end, or hangs.
         """
@@ -117,12 +110,10 @@ class Child:
         return self.process.wait()
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """The last lines of standard error."""
         self._stderr.seek(0)
         text = self._stderr.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -132,16 +123,8 @@ class Child:
 class Runner:
     """Runs rows in processes.
 
-    Parameters
-    ----------
-    folder
-        For files of all processes.
-    command
-        What is started; tests give another.
-    log
-        Called with each result when it is there.
-    row_seconds
-        Time limit of every row, in place of its own.
+    Each result is handed to `log` as soon as it is there. Tests give another command; `row_seconds`
+    is the time limit of every row, in place of its own.
     """
 
     def __init__(
@@ -205,7 +188,6 @@ class Runner:
         return hello
 
     def _drain(self, child: Child, names: list[str]) -> dict[str, Result]:
-        """Let processes, one after another, run these rows, until each has a result."""
         results: dict[str, Result] = {}
         left = names
         while True:
@@ -226,7 +208,7 @@ class Runner:
                 return results
 
     def _watch(self, child: Child) -> Iterator[Result]:
-        """Results of one process until it ends; a row that it takes with it is dead."""
+        """Yield the results of one process until it ends; a row that ends it is dead."""
         name, start = "", time.monotonic()
         while True:
             limit = self._limit(name)
@@ -264,7 +246,6 @@ class Runner:
     # ----------------------------------------------------------------- several ranks
 
     def _teams(self, names: list[str], ranks: int, visible: int) -> dict[str, Result]:
-        """Rows that several processes run together, each row by a team of its own."""
         results = {}
         for name in names:
             if visible < ranks:
@@ -277,7 +258,10 @@ class Runner:
         return results
 
     def _together(self, name: str, ranks: int) -> Result:
-        """One row on all ranks: the first bad result ends the others; if none is, rank 0's."""
+        """Run one row on all ranks; without a bad result, rank 0's counts.
+
+        The first bad result ends the other ranks.
+        """
         with (
             tempfile.TemporaryDirectory(dir=self.folder) as folder,
             ThreadPoolExecutor(ranks) as pool,
@@ -308,7 +292,7 @@ class Runner:
 
 
 def _trouble(child: Child) -> str:
-    """Why a process can't run rows; empty if it can."""
+    """Return why a process can't run rows; empty if it can."""
     try:
         told = child.next(START_SECONDS)
     except TimeoutError:

@@ -1,6 +1,6 @@
 """``vllm-npu-prep verify-device``: does this device compute what the plugin takes it to compute?
 
-This process imports neither torch nor vllm: what may die, dies in others.
+This process imports neither torch nor vllm: what may kill a process runs in other ones.
 """
 
 import argparse
@@ -19,7 +19,6 @@ WIDTH = 180
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to the ``vllm-npu-prep`` command."""
     parser = commands.add_parser(
         "verify-device",
         help="compare what this NPU computes with float64 formulas, operator by operator",
@@ -48,7 +47,6 @@ def add_parser(commands: Any) -> None:
 
 
 def verify_device(args: argparse.Namespace) -> int:
-    """Run the rows and report; 1 if anything differs."""
     from vllm_npu_prep.inspect.files import write_whole
     from vllm_npu_prep.verify.children import Result, Runner
     from vllm_npu_prep.verify.report import (

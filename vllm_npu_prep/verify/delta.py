@@ -1,4 +1,4 @@
-"""Steps of gated delta nets through the plugin's calls, beside a formula in float64."""
+"""Steps of gated delta nets through the plugin's calls, held against a formula in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.row import Outcome, compare, worst_of
 
 UNUSED = 30.0
-"""What blocks hold that no request owns: large enough to show where one is read."""
+"""What blocks hold that no request owns: so large that it shows where one is read."""
 
 KERNEL_SIZE = 4
-"""Of the convolution, in tokens: Qwen3-Next's and Qwen3.5's."""
+"""Size of the convolution in tokens: Qwen3-Next's and Qwen3.5's."""
 
 HEAD = 128
-"""Elements of a head."""
+"""Number of elements of a head."""
 
 TOLERANCE = 0.04
-"""Queries, keys, values and states are rounded to bfloat16 between the parts of a layer."""
+"""Queries, keys, values and recurrent states are rounded to bfloat16 between the parts of a
+layer."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,12 @@ class DeltaForm:
 
     Attributes
     ----------
-    num_k_heads, num_v_heads
-        Of a rank.
     lengths
-        Of each request: tokens before the step, and tokens of the step. Decodes, which come first,
-        have one token and a state.
+        For each request the tokens before the step, and its tokens in the step. Decodes, which come
+        first, have one token and a recurrent state.
     accepted
-        If given, all requests are decodes with drafts, and this many tokens of the last step count
-        of each.
+        For each request how many tokens of the last step count. If it is given, all requests are
+        decodes with drafts.
     """
 
     num_k_heads: int
@@ -52,7 +51,7 @@ class DeltaForm:
 
     @property
     def num_decodes(self) -> int:
-        """The leading requests of one token that have a state; with drafts, all."""
+        """Number of leading requests of one token with a state; with drafts, of all requests."""
         if self.accepted:
             return len(self.lengths)
         rest = (row for row, (old, new) in enumerate(self.lengths) if new > 1 or not old)
@@ -60,7 +59,6 @@ class DeltaForm:
 
 
 def forms_of(num_k_heads: int, num_v_heads: int) -> dict[str, DeltaForm]:
-    """A form of each kind of call of an engine."""
     heads = num_k_heads, num_v_heads
     return {
         "decodes over states": DeltaForm(*heads, ((5, 1), (9, 1), (2, 1))),
@@ -71,17 +69,7 @@ def forms_of(num_k_heads: int, num_v_heads: int) -> dict[str, DeltaForm]:
 
 
 class DeltaStep:
-    """A step of one layer with random weights, inputs and states.
-
-    Parameters
-    ----------
-    form
-        What the step depends on.
-    device
-        Where operators run.
-    seed
-        Of everything random.
-    """
+    """A step of one layer with random weights, inputs and recurrent states."""
 
     def __init__(self, form: DeltaForm, device: torch.device, seed: int = 0) -> None:
         self.form, self._device = form, device
@@ -126,7 +114,6 @@ class DeltaStep:
         )
 
     def run(self) -> Outcome:
-        """Compute the step, and compare outputs and states with what they should be."""
         from vllm_npu_prep.attention.kernels.fused_delta import (
             DeltaShape,
             DeltaWeights,
@@ -204,7 +191,7 @@ class DeltaStep:
     def _formula(
         self, row: int, most: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Outputs and both parts of the state after a request's tokens, or after the first ones."""
+        """Compute outputs and the state's parts after a request's tokens, or its first `most`."""
         start = sum(new for _, new in self.form.lengths[:row])
         tokens = slice(start, start + (most or self.form.lengths[row][1]))
         return formulas.gated_delta(
@@ -220,6 +207,6 @@ class DeltaStep:
 
 
 def heads_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
-    """Heads of keys and of values of an engine's layers with states, each pair once."""
+    """Return the heads of keys and of values of an engine's recurrent layers, each pair once."""
     shapes = [layer.fused.shape for layer in layers]
     return list(dict.fromkeys((shape.num_k_heads, shape.num_v_heads) for shape in shapes))

@@ -1,7 +1,7 @@
-"""What operators compute, by definition: float64 on the host, plain torch.
+"""What operators compute, by definition: float64 on the host, in plain torch.
 
-These share no code with kernels, masks or references of this project. A mistake would have to be
-made twice, in two ways, to go unnoticed.
+The formulas share no code with kernels, masks or references of this project. A mistake would have
+to be made twice, in two ways, to go unnoticed.
 """
 
 import math
@@ -13,21 +13,11 @@ import torch
 def visible(
     query_len: int, seq_len: int, window: int | None = None, causal: bool = True
 ) -> torch.Tensor:
-    """Which position each query token of a request sees.
+    """Return which positions each query token of a request sees, bool ``[query_len, seq_len]``.
 
-    Parameters
-    ----------
-    query_len, seq_len
-        Tokens of the request in this step, and in all. The last query token is the last token.
-    window
-        Token p sees p - window + 1 to p, and without causality also up to p + window - 1.
-    causal
-        Whether tokens see only themselves and tokens before them.
-
-    Returns
-    -------
-    torch.Tensor
-        Bool ``[query_len, seq_len]``, True where seen.
+    The last query token is the request's last token. With a window, token p sees p - window + 1 to
+    p, and without causality also up to p + window - 1. With causality, tokens see only themselves
+    and tokens before them.
     """
     tokens = torch.arange(seq_len - query_len, seq_len)[:, None]
     distance = tokens - torch.arange(seq_len)[None, :]  # how far a column lies in the past
@@ -40,7 +30,7 @@ def visible(
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of one request.
+    """Compute softmax attention of one request.
 
     Parameters
     ----------
@@ -49,17 +39,15 @@ def attention(
     key, value
         ``[seq_len, num_kv_heads, head_size]``; consecutive query heads share a K/V head. Values
         may have another size.
-    scale
-        Factor of the scores.
     seen
-        Bool ``[query_len, seq_len]``, of `visible`.
+        Bool ``[query_len, seq_len]``, from `visible`.
 
     Returns
     -------
     output
         Float64 ``[query_len, num_heads, size of values]``; 0 where a token sees nothing.
     lse
-        Float64 ``[query_len, num_heads]``: the logarithm of the sum of exponentials.
+        Float64 ``[query_len, num_heads]``: the log-sum-exp of the scores.
     """
     num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
     output = torch.zeros((*query.shape[:2], value.shape[-1]), dtype=torch.float64)
@@ -75,14 +63,10 @@ def attention(
 
 
 def uniform_average(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The mean of all values for each token and head: attention that ignores query and keys.
+    """Return the mean of all values for each token and head: attention that ignores query and keys.
 
-    Parameters
-    ----------
-    query
-        ``[query_len, num_heads, head_size]``, for its shape.
-    value
-        ``[seq_len, num_kv_heads, head_size]``.
+    Only the shape of the query, ``[query_len, num_heads, head_size]``, is read. The values are
+    ``[seq_len, num_kv_heads, head_size]``.
     """
     group = query.shape[1] // value.shape[1]
     mean = value.double().mean(0).repeat_interleave(group, 0)
@@ -92,18 +76,10 @@ def uniform_average(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def paged_write(
     plane: torch.Tensor, rows: torch.Tensor, slots: Sequence[int], block_size: int
 ) -> torch.Tensor:
-    """A plane of the KV cache after rows were written to their slots, one by one.
+    """Return a plane of the KV cache after rows were written to their slots, one by one.
 
-    Parameters
-    ----------
-    plane
-        ``[num_blocks, block_size, num_kv_heads, head_size]`` before.
-    rows
-        ``[tokens, num_kv_heads, head_size]``.
-    slots
-        Of each token; those below 0 are not written.
-    block_size
-        Tokens of a block.
+    The plane, which isn't changed, is ``[num_blocks, block_size, num_kv_heads, head_size]``, and
+    the rows are ``[tokens, num_kv_heads, head_size]``. Rows with a slot below 0 are not written.
     """
     written = plane.clone()
     for row, slot in zip(rows, slots):
@@ -113,20 +89,20 @@ def paged_write(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension, float64."""
+    """Compute ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension, float64."""
     x = x.double()
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + epsilon).sqrt() * weight.double()
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """``a * sigmoid(a) * b``, a and b being the halves of the last dimension, float64."""
+    """Compute ``a * sigmoid(a) * b`` of the halves a and b of the last dimension, float64."""
     half = x.shape[-1] // 2
     a, b = x[..., :half].double(), x[..., half:].double()
     return a / (1 + (-a).exp()) * b
 
 
 def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the form of GPT-NeoX: element i and i + half are a pair, float64."""
+    """Rotate in the form of GPT-NeoX: element i and i + half are a pair, float64."""
     half = x.shape[-1] // 2
     x, cos, sin = x.double(), cos.double(), sin.double()
     rotated = torch.empty_like(x)
@@ -136,21 +112,10 @@ def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def sums(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
-    """Each token's rows, weighted and added.
+    """Weight and add each token's rows: float64 ``[T, hidden]``.
 
-    Parameters
-    ----------
-    rows
-        ``[pairs, hidden]``.
-    weights
-        ``[T, k]``.
-    row_of_pair
-        ``[T * k]``, -1 for a pair without a row.
-
-    Returns
-    -------
-    torch.Tensor
-        Float64 ``[T, hidden]``.
+    Rows are ``[pairs, hidden]``, weights ``[T, k]``, and `row_of_pair` ``[T * k]`` is -1 for a pair
+    without a row.
     """
     output = torch.zeros(len(weights), rows.shape[1], dtype=torch.float64)
     for pair, row in enumerate(row_of_pair.tolist()):
@@ -168,7 +133,7 @@ def experts(
     ids: torch.Tensor,
     share: Sequence[int],
 ) -> torch.Tensor:
-    """Sum of each token's experts of a share, SwiGLU between two products.
+    """Add the outputs of each token's experts in a share, with SwiGLU between two products.
 
     Parameters
     ----------
@@ -178,8 +143,6 @@ def experts(
         ``[experts, 2 * inner, hidden]``, gates first, and ``[experts, hidden, inner]``.
     weights, ids
         ``[T, k]``; ids of experts outside of the share count as none.
-    share
-        Experts that are computed.
 
     Returns
     -------
@@ -203,27 +166,19 @@ def gating(
     groups: tuple[int, int] = (1, 1),
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of the k experts of each token, one token after the other.
+    """Compute weights (float64) and ids (int64) of each token's k experts, both ``[T, k]``.
 
     Parameters
     ----------
     logits
         ``[T, experts]``.
-    k
-        Experts of a token.
     scoring
         ``sigmoid``, whose weights are divided by their sum, or ``softmax``.
     bias
-        ``[experts]``, added for the choice alone. With one, a group counts by its two best.
+        ``[experts]``, added for the choice alone. With a bias, a group counts by its two best
+        experts.
     groups
-        Groups of experts, and how many of them a token chooses from.
-    factor
-        Of the weights.
-
-    Returns
-    -------
-    tuple of torch.Tensor
-        Float64 and int64 ``[T, k]``.
+        Number of groups of experts, and how many of them a token chooses from.
     """
     weights, ids = [], []
     number, kept = groups
@@ -259,7 +214,7 @@ def gated_delta(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A gated delta net over the tokens of one sequence, one after the other.
+    """Compute a gated delta net over the tokens of one sequence, one after the other.
 
     Parameters
     ----------
@@ -270,9 +225,9 @@ def gated_delta(
     state
         ``[num_v_heads, value_dim, key_dim]``.
     weight
-        ``[width, kernel_size]`` of the convolution.
+        The convolution's ``[width, kernel_size]``.
     a, b
-        ``[T, num_v_heads]``: what decays and rates are made of.
+        ``[T, num_v_heads]``: decays are made of `a`, rates of `b`.
     a_log, dt_bias
         ``[num_v_heads]``.
 

@@ -1,4 +1,4 @@
-"""Each fused operator once, on a few numbers, beside a formula in float64.
+"""Each fused operator once, on a few numbers, held against a formula in float64.
 
 Rows of ``verify-device`` and the start-up of an engine make the same calls. A wrong kernel gives
 wrong answers without an error, so an engine doesn't use an operator that differs.
@@ -13,11 +13,10 @@ from vllm_npu_prep.verify.operator_call import Probe, Put, Results
 from vllm_npu_prep.verify.probe import probe_operator
 
 EPSILON = 0.3
-"""Large, so that a norm that leaves it out differs."""
+"""A large epsilon, so that a norm that leaves it out differs."""
 
 
 def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
-    """The probe of each switch, for models of a dtype."""
     x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
     weight = _numbers(128, 1, dtype, 2)[:, 0]
     npu = torch.ops.npu
@@ -80,37 +79,25 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
 
 
 def is_right(name: str, dtype: torch.dtype, put: Put, log: Callable[[str], object]) -> bool:
-    """Whether an operator gives what its formula says; if not, a line says why it is off.
-
-    Parameters
-    ----------
-    name
-        Switch.
-    dtype
-        Of the model.
-    put
-        Puts a tensor on the device.
-    log
-        Gets the line.
-    """
+    """Return whether an operator gives what its formula says; if not, log why it is off."""
     probe = probes(dtype)[name]
     return probe_operator(f"fused operator {name}", lambda: probe.call(put), probe.expected, log)
 
 
 def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Numbers between -2 and 2 without a pattern that a wrong operator could keep."""
+    """Return numbers between -2 and 2 without a pattern that a wrong operator could keep."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
 
 
 def _casting_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Results:
-    """The norm, how far its copy in float32 is from it, and the sum."""
+    """Return the norm, how far its copy in float32 is from it, and the sum."""
     wide, normed, _, total = torch.ops.npu.npu_add_rms_norm_cast(x, y, weight, EPSILON)
     return normed, wide - normed.float(), total
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """Heads of a slice of a projection ``[5, 128]``, as norms of q and k get them."""
+    """Return heads of a slice of a projection ``[5, 128]``, as norms of q and k get them."""
     return x[:, 32:96].view(5, 2, 32)
 
 
@@ -119,7 +106,6 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _angles(rows: int, frequencies: int) -> torch.Tensor:
-    """Angle of each position and frequency, float64."""
     position, index = torch.arange(rows).double(), torch.arange(frequencies).double()
     return position[:, None] / 50 ** (index / frequencies)
 
@@ -129,7 +115,7 @@ def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _turned(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Each pair of a head by its angle; `rows` are cosines and sines, ``[T, rotary_dim]``."""
+    """Rotate each pair of a head by its angle; `rows` are cosines and sines ``[T, rotary_dim]``."""
     half = rows.shape[1] // 2
     cos, sin = rows[:, None, :half].double(), rows[:, None, half:].double()
     out = x.double().clone()
@@ -143,7 +129,7 @@ def _turned(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Ten
 
 
 def _rotary(dtype: torch.dtype) -> Probe:
-    """Slices of a projection, half of each head rotated, pairs in both forms."""
+    """Probe slices of a projection with half of each head rotated, pairs in both forms."""
     projected = _numbers(5, 512, dtype)
     positions, table = torch.tensor([3, 0, 7, 5, 3]), _cos_sin(_angles(8, 16), dtype)
 
@@ -175,7 +161,7 @@ def _rotary(dtype: torch.dtype) -> Probe:
 
 
 def _mrope(dtype: torch.dtype) -> Probe:
-    """Positions of an image, by sections of time, height and width."""
+    """Probe positions of an image, by sections of time, height and width."""
     query, key = _numbers(3, 256, dtype), _numbers(3, 128, dtype, 1)
     positions = torch.tensor([[1, 1, 4], [1, 2, 4], [1, 3, 4]])
     table, sections = _cos_sin(_angles(8, 64), dtype), [16, 24, 24]
@@ -195,7 +181,7 @@ def _mrope(dtype: torch.dtype) -> Probe:
 
 
 def _vision_attention(dtype: torch.dtype) -> Probe:
-    """Two images of three and two tokens, with heads of 80."""
+    """Probe two images of three and two tokens, with heads of 80."""
     query, key, value = (_numbers(5, 160, dtype, seed).view(5, 2, 80) for seed in range(3))
     ends, scale = [3, 5], 80**-0.5
 
@@ -222,7 +208,6 @@ def _vision_attention(dtype: torch.dtype) -> Probe:
 
 
 def _vision_rotary(dtype: torch.dtype) -> Probe:
-    """Heads of 80, as vision towers have."""
     x, angles = _numbers(5, 240, dtype).view(1, 5, 3, 80), _angles(5, 40)
     factors = [torch.cat((f, f), -1)[None, :, None].to(dtype) for f in (angles.cos(), angles.sin())]
 
@@ -233,7 +218,7 @@ def _vision_rotary(dtype: torch.dtype) -> Probe:
 
 
 def _projection(dtype: torch.dtype) -> Probe:
-    """Three transposed weights of different widths, with biases."""
+    """Probe three transposed weights of different widths, with biases."""
     x, weight = _numbers(5, 64, dtype) / 4, _numbers(64, 64, dtype, 1) / 4
     bias = _numbers(64, 1, torch.float16 if dtype == torch.float16 else torch.float32, 2)[:, 0]
     sizes = [32, 16, 16]
@@ -255,7 +240,7 @@ def _projection(dtype: torch.dtype) -> Probe:
 
 
 def _products(dtype: torch.dtype) -> Probe:
-    """Rows of heads with gaps between them, each head times its weights."""
+    """Probe rows of heads with gaps between them, each head times its weights."""
     rows = _numbers(5, 4 * 48, dtype).view(5, 4, 48)[..., :32]
     weights = _numbers(4 * 32, 16, dtype, 1).view(4, 32, 16)
 
@@ -274,7 +259,7 @@ def _products(dtype: torch.dtype) -> Probe:
 
 
 def _limits() -> Probe:
-    """Probabilities 0.4, 0.3, 0.2, 0.1 and small ones; a row whose best four are alike.
+    """Probe probabilities 0.4, 0.3, 0.2, 0.1 and small ones, and a row whose best four are equal.
 
     Logits are float32 whatever the model's dtype.
     """

@@ -9,7 +9,8 @@ from vllm_npu_prep.verify.operator_call import Probe, Put, Results
 
 EXPERTS, TOP_K, NOBODY = 6, 2, 6
 CHOSEN = ((5, 1), (2, 0), (NOBODY, NOBODY), (3, 2), (1, 4), (2, 3), (-1, -1))
-"""Experts of each token: each order of the two, two tokens of padding, experts of other ranks."""
+"""Experts of each token: both orders of two experts, two tokens of padding, experts of other
+ranks."""
 
 
 def _numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -18,8 +19,10 @@ def _numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def experts(dtype: torch.dtype) -> Probe:
-    """A layer of six experts: all on this rank, three of them, one of them, three scattered; and
-    the sum with shared experts that have a gate."""
+    """Probe a layer of six experts: this rank has all, three, one, or three scattered ones.
+
+    The last result is the sum with shared experts that have a gate.
+    """
     hidden, inner = 64, 32
     x = _numbers(len(CHOSEN), hidden, dtype=dtype, seed=0) / 2
     w13 = _numbers(EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / 8
@@ -61,7 +64,7 @@ def experts(dtype: torch.dtype) -> Probe:
 
 
 def finalize_routing(dtype: torch.dtype) -> Probe:
-    """Sums of tokens with two, three, four and eight experts, of which some or all have no row.
+    """Probe sums of tokens with two, three, four and eight experts, some or all without a row.
 
     Rows that no pair has hold NaN. Weights are float32 where the operator takes them so.
     """
@@ -90,10 +93,10 @@ def finalize_routing(dtype: torch.dtype) -> Probe:
 
 
 def gating(dtype: torch.dtype) -> Probe:
-    """A sigmoid with a bias and groups, a sigmoid alone, a softmax in groups; logits float32, too.
+    """Probe a sigmoid with bias and groups, a sigmoid alone, and a softmax in groups.
 
-    The best expert by score and the best by score and bias differ, as do the best group by its
-    largest score and by the sum of its two largest.
+    One form has float32 logits. The best expert by score and the best by score and bias differ, and
+    so do the best group by its largest score and by the sum of its two largest.
     """
     logits = _numbers(5, 12, dtype=dtype, seed=0)
     bias = _numbers(12, dtype=dtype, seed=1) / 8
@@ -131,7 +134,7 @@ def gating(dtype: torch.dtype) -> Probe:
 
 
 def gating_softmax(dtype: torch.dtype) -> Probe:
-    """The k largest of a softmax, and the softmax of the k largest; a row that is finished."""
+    """Probe the k largest of a softmax and the softmax of the k largest, with one finished row."""
     logits, finished = _numbers(4, 12, dtype=dtype, seed=0), torch.tensor([False] * 3 + [True])
 
     def call(put: Put) -> Results:

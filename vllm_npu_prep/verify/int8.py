@@ -1,6 +1,6 @@
-"""Operators with int8, on a few numbers, beside formulas in float64.
+"""Operators with int8, on a few numbers, held against formulas in float64.
 
-What rounds may differ by a level where a number lies between two, so int8 results are compared as
+Rounding may differ by a level where a number lies between two, so int8 results are compared as
 fractions of their range. Products are compared as other results are.
 """
 
@@ -23,27 +23,16 @@ WIDE = ((1, 7872), (49, 9216), (7, 28672))
 """Rows and columns of results that the operator takes in parts."""
 
 STEP = 0.0234375
-"""A static scale that bfloat16 holds."""
+"""A static scale that is exact in bfloat16."""
 
 
 def operators() -> Any:
-    """torch_npu's operators."""
     return torch.ops.npu
 
 
 @dataclass(frozen=True)
 class Int8Probe:
-    """One call, as `vllm_npu_prep.verify.fused.Probe`.
-
-    Attributes
-    ----------
-    operator
-        Of torch_npu.
-    call
-        Gets a function that puts a tensor on the device; returns results on the device.
-    expected
-        The same by a formula, in float64 on the host.
-    """
+    """One call of an operator, like `vllm_npu_prep.verify.operator_call.Probe`, and its name."""
 
     operator: str
     call: Callable[[Put], Results]
@@ -51,7 +40,7 @@ class Int8Probe:
 
 
 def probes(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
-    """Calls that every quantised linear layer makes, for models of a dtype."""
+    """Return the calls that every quantised linear layer makes, for models of a dtype."""
     return {
         "dynamic-quant": _dynamic(dtype),
         "quantize": _static(dtype),
@@ -61,7 +50,7 @@ def probes(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
 
 
 def experts_product(dtype: torch.dtype) -> Int8Probe:
-    """Experts' product: groups of two rows, none and three, and a row that no expert here has."""
+    """Probe the product of experts: groups of two rows, none and three, and a row of no expert."""
     sizes, here = (2, 0, 3), 5
     x = _integers(here + 1, 96, 2)
     weight = torch.stack([_integers(64, 96, seed) for seed in (3, 4, 5)])  # [E, n, k]
@@ -91,7 +80,7 @@ def experts_product(dtype: torch.dtype) -> Int8Probe:
 
 
 def norm(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
-    """The norms that round: a scale for each token, and one for all.
+    """Probe the norms that round: with a scale for each token, and with one for all.
 
     With factors, as Gemma's norms have them, rows are added to themselves: a norm without residual.
     """
@@ -129,7 +118,7 @@ def norm(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Res
 
 
 def swiglu(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
-    """The activation that rounds: a scale for each token, and one for all."""
+    """Probe the activation that rounds: with a scale for each token, and with one for all."""
     x = _numbers(5, 128, dtype)
 
     def call(put: Put) -> Results:
@@ -154,7 +143,7 @@ def swiglu(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], R
 
 
 def wide_swiglu(dtype: torch.dtype) -> Int8Probe:
-    """The activation that rounds rows wider than the plugin leaves to it, some of them much wider.
+    """Probe the activation that rounds with rows wider than the plugin leaves to it.
 
     The last column of a row has its maximum, which a kernel that takes rows in parts meets last.
     """
@@ -177,24 +166,18 @@ def wide_swiglu(dtype: torch.dtype) -> Int8Probe:
 
 
 def levels(values: torch.Tensor) -> torch.Tensor:
-    """int8 as a fraction of its range, in bfloat16, which holds every level."""
+    """Return int8 as a fraction of its range, in bfloat16, which holds every level."""
     return values.to(torch.bfloat16) / 128
 
 
 def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
     """Raise unless the device rounds to int8 and multiplies int8 as formulas say.
 
-    Parameters
-    ----------
-    dtype
-        Of the model.
-    put
-        Puts a tensor on the device.
-
     Raises
     ------
     PrepError
-        Names the operator: without it, a quantised model can't be served.
+        If an operator differs; it names the operator. Without it, a quantised model can't be
+        served.
     """
     for probe in probes(dtype).values():
         given = f"{probe.operator}, {dtype}"
@@ -233,7 +216,7 @@ def _dynamic(dtype: torch.dtype) -> Int8Probe:
 
 
 def _static(dtype: torch.dtype) -> Int8Probe:
-    """Some numbers beyond the ends of int8, which are cut off."""
+    """Probe rounding with one scale; some numbers are beyond the ends of int8 and are cut off."""
     x = _numbers(5, 128, dtype) * 2
     scale, offset = torch.tensor([STEP]), torch.tensor([OFFSET], dtype=torch.int32)
 
@@ -248,7 +231,7 @@ def _static(dtype: torch.dtype) -> Int8Probe:
 
 
 def _product(dtype: torch.dtype, static: bool) -> Int8Probe:
-    """A transposed weight, scales that differ, and a bias: after scaling, or in the sums."""
+    """Probe a transposed weight, different scales, and a bias after scaling or in the sums."""
     x, weight = _integers(5, 96, 0), _integers(64, 96, 1)
     scale = torch.linspace(1, 3, 64) / 2**16
     tokens = None if static else torch.linspace(0.5, 2, 5)

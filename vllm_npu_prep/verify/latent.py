@@ -1,4 +1,4 @@
-"""Steps of latent attention through the plugin's kernels, beside a formula in float64."""
+"""Steps of latent attention through the plugin's kernels, held against a formula in float64."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.row import Outcome, compare, worst_of
 
 UNUSED = 30.0
-"""What rows of the cache hold that no request owns: large enough to show where one is read."""
+"""What rows of the cache hold that no request owns: so large that it shows where one is read."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,14 @@ class LatentForm:
     Attributes
     ----------
     lengths
-        Of each request: tokens in the cache before the step, and tokens of the step. Those with at
-        most `decode_threshold` tokens come first, and are decodes.
+        For each request the tokens in the cache before the step, and its tokens in the step.
+        Requests with at most `decode_threshold` tokens come first, and are decodes.
     shape
-        Of the layer, as a rank has it.
-    dtype
-        Of everything.
+        The layer's sizes on this rank.
     block_size
-        In tokens.
-    decode_threshold
-        Most tokens of a decode.
+        Size of a block in tokens.
     workspace_blocks
-        Blocks of a context chunk.
+        Number of blocks in a chunk of the context.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -70,7 +66,7 @@ def shape_of(
     size: int = 128,
     value_size: int | None = None,
 ) -> LatentShape:
-    """Constants of a layer; by default those of DeepSeek but for the heads."""
+    """Return a layer's constants; by default they are DeepSeek's but for the number of heads."""
     scale = 1 / math.sqrt(size + rope)
     return LatentShape(num_heads, kv_lora_rank, rope, size, value_size or size, scale)
 
@@ -78,18 +74,7 @@ def shape_of(
 class LatentStep:
     """A step with random queries and latent rows.
 
-    Parameters
-    ----------
-    form
-        What the step depends on.
-    device
-        Where kernels run.
-    kernels
-        Of the family.
-    mask
-        The constant mask on the device.
-    seed
-        Of everything random.
+    The mask is the constant mask on the device.
     """
 
     def __init__(
@@ -168,7 +153,7 @@ class LatentStep:
         )
 
     def _cache(self) -> Planes:
-        """The cache with every row that was there before the step."""
+        """Make the cache with every row that was there before the step."""
         shape, size = self.form.shape, self.form.block_size
         page = size * (shape.kv_lora_rank + shape.qk_rope_head_dim)
         host = torch.full((self.num_blocks, page), UNUSED, dtype=self.form.dtype)
@@ -182,7 +167,6 @@ class LatentStep:
         return planes_of(self.kv_cache, shape)
 
     def run(self) -> Outcome:
-        """Write the step's rows, attend, and compare both with what they should be."""
         form, shape = self.form, self.form.shape
         fresh = [
             torch.cat([rows[first:] for rows, (first, _) in zip(each, form.lengths)]).unsqueeze(1)
@@ -230,8 +214,10 @@ class LatentStep:
         return worst_of(outcomes, str(form))
 
     def run_with_lse(self) -> Outcome:
-        """Attend over the tokens before the step, as ranks that share contexts do: no mask, and
-        the logarithms of the sums of exponentials beside the result."""
+        """Attend over the tokens before the step without a mask, and compare the log-sum-exps, too.
+
+        Decode context parallelism asks for both.
+        """
         form, heads = self.form, self.form.shape.num_heads
         lens = [first for first, _ in form.lengths]
         metadata = replace(
@@ -257,7 +243,7 @@ class LatentStep:
     def _attend_decodes(
         self, decodes: AscendMetadata, num_tokens: int, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Over latent rows, ``[num_tokens, num_heads, kv_lora_rank]``."""
+        """Attend over latent rows, ``[num_tokens, num_heads, kv_lora_rank]``."""
         shape = self.form.shape
         heads = self.kernels.decode_heads(shape.num_heads)
         rotated = self.query[:num_tokens, :, shape.qk_nope_head_dim :]
@@ -271,7 +257,11 @@ class LatentStep:
 
     @property
     def _bound(self) -> float | None:
-        """Probabilities and merged results are rounded between parts; of float32, the usual one."""
+        """Tolerance of attention; None is the usual one.
+
+        Results below float32 have a wider one: probabilities and merged results are rounded between
+        the parts of a step.
+        """
         return None if self.form.dtype is torch.float32 else 0.03
 
     def _project(
@@ -313,7 +303,10 @@ class LatentStep:
         return formulas.attention(query, torch.cat((key, rope), -1), value, shape.scale, seen)[0]
 
     def _decode(self, row: int, num_seen: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Result and sums: causally, or of every token over the first `num_seen`."""
+        """Compute a request's result and log-sum-exp by the formula.
+
+        Tokens attend causally, or all of them over the first `num_seen` tokens.
+        """
         shape, (_, count) = self.form.shape, self.form.lengths[row]
         tokens = slice(self.starts[row], self.starts[row + 1])
         rotated = self.query[tokens, :, shape.qk_nope_head_dim :]
@@ -329,7 +322,7 @@ class LatentStep:
 def forms_of(
     shape: LatentShape, dtype: torch.dtype, block_size: int, decode_query_len: int = 1
 ) -> dict[str, LatentForm]:
-    """A form of each kind of step of an engine, with lengths that show its limits."""
+    """Return a form of each kind of step of an engine, with lengths that show its limits."""
     reach = block_size - 1
     base = LatentForm(((reach + 2, 1), (2, 1)), shape, dtype, block_size)
     mixed = (reach, 1), (2 * block_size + 3, 4), (3, 5), (0, 4)

@@ -16,9 +16,9 @@ class Probe:
     Attributes
     ----------
     call
-        Gets a function that puts a tensor on the device; returns results on the device.
+        Takes a function that puts a tensor on the device, and returns results on the device.
     expected
-        The same by a formula, in float64 on the host.
+        Returns the same results by a formula, in float64 on the host.
     """
 
     call: Callable[[Put], Results]

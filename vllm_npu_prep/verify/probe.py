@@ -28,8 +28,8 @@ from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
 from vllm_npu_prep.wording import counted
 
 LONGEST_WINDOW = 8192
-"""Windows up to this many tokens are probed with sequences that reach past them; larger ones with
-shorter sequences, which show the form but not the limit."""
+"""Windows up to this many tokens are probed with sequences that reach past them. Larger ones are
+probed with shorter sequences, which show the form but not the limit."""
 
 OTHER_FAMILY = {"fia": "atb", "atb": "fia"}
 
@@ -43,14 +43,10 @@ class ProbedLayers:
 
     Attributes
     ----------
-    family
-        Name of their kernel family.
     layer
         Heads of this rank, head size, scale.
-    dtype
-        Of the model and its cache.
     block_size
-        In tokens; 0 without a cache.
+        Size of a block in tokens; 0 without a cache.
     window
         Sliding window in tokens.
     causal
@@ -58,7 +54,7 @@ class ProbedLayers:
     reads_cache_only
         Whether they share the K and V of another layer.
     masks
-        The engine's own.
+        The engine's own masks.
     """
 
     family: str
@@ -71,12 +67,9 @@ class ProbedLayers:
     masks: MaskCache
 
     def forms(self, with_padding: bool) -> Iterator[tuple[str, AttentionForm]]:
-        """Each state that steps of such layers can have, with lengths that show its limits.
+        """Yield each state that steps of such layers can have, with lengths that show its limits.
 
-        Parameters
-        ----------
-        with_padding
-            Whether full graphs will give attention padding requests.
+        `with_padding` says whether full graphs will give attention padding requests.
         """
         size, window = self.block_size, self.window
         form = AttentionForm(
@@ -111,16 +104,9 @@ class ProbedLayers:
 def probed_layers(
     attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
 ) -> list[ProbedLayers]:
-    """The different kinds of attention layers of an engine.
+    """Return the different kinds of attention layers of an engine.
 
-    Parameters
-    ----------
-    attn_groups
-        vLLM's attention groups of each KV-cache group, whose builders are this plugin's.
-    layers
-        Attention layers by name.
-    dtype
-        Of the model.
+    The groups are vLLM's attention groups of each KV-cache group, with this plugin's builders.
     """
     found: dict[tuple[Any, ...], ProbedLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
@@ -150,14 +136,8 @@ def probed_layers(
 class ProbedLatentLayers:
     """What layers of latent attention have in common, as far as kernels can tell.
 
-    Attributes
-    ----------
-    shape, dtype, block_size
-        See `vllm_npu_prep.verify.latent.LatentForm`.
-    decode_query_len
-        Tokens of a decode: one, and one for each draft.
-    masks
-        The engine's own.
+    A decode has one token, and one for each draft (`decode_query_len`). The masks are the engine's
+    own.
     """
 
     shape: LatentShape
@@ -170,7 +150,6 @@ class ProbedLatentLayers:
 def probed_latent_layers(
     attn_groups: Sequence[Sequence[Any]], layers: Mapping[str, Any], dtype: torch.dtype
 ) -> list[ProbedLatentLayers]:
-    """The different kinds of latent attention layers of an engine; see `probed_layers`."""
     found: dict[tuple[Any, ...], ProbedLatentLayers] = {}
     for group in (group for groups in attn_groups for group in groups):
         builder = group.get_metadata_builder()
@@ -190,7 +169,7 @@ def _run_latent(*args: Any) -> Any:
 def probe_latent(
     kinds: Sequence[ProbedLatentLayers], device: Device, log: Callable[[str], object]
 ) -> int:
-    """Run every form of latent attention once; as `probe_attention`."""
+    """Do for latent attention what `probe_attention` does."""
     start, number = time.perf_counter(), 0
     for kind in kinds:
         sizes = kind.shape, kind.dtype, kind.block_size, kind.decode_query_len
@@ -211,14 +190,9 @@ def probe_latent(
 def probe_delta(
     heads: Sequence[tuple[int, int]], device: Device, log: Callable[[str], object]
 ) -> int:
-    """Run both forms of the gated delta rule once; as `probe_attention`.
+    """Do for the gated delta rule what `probe_attention` does.
 
-    Parameters
-    ----------
-    heads
-        Heads of keys and of values, of each kind of layer.
-    device, log
-        As there.
+    `heads` has the numbers of heads of keys and of values, for each kind of layer.
     """
     start, number = time.perf_counter(), 0
     for key_heads, value_heads in heads:
@@ -243,26 +217,13 @@ def probe_attention(
 ) -> int:
     """Run every form of attention once, and compare its result and the cache with a formula.
 
-    Parameters
-    ----------
-    kinds
-        The engine's layers, of `probed_layers`.
-    device
-        Of this rank.
-    log
-        Called with one line at the end.
-    with_padding
-        Whether full graphs will give attention padding requests.
-
-    Returns
-    -------
-    int
-        Number of forms.
+    The number of forms is returned, and one line is logged at the end. `with_padding` says whether
+    full graphs will give attention padding requests.
 
     Raises
     ------
     PrepError
-        If one differs or raises an error: names the form, what was expected and what to do.
+        If a form differs or raises an error. It names the form, what was expected and what to do.
     """
     start, number = time.perf_counter(), 0
     for kind in kinds:
@@ -322,25 +283,18 @@ def probe_operator(
     log: Callable[[str], object],
     tolerance: float | None = None,
 ) -> bool:
-    """Whether a fused operator gives what its formula says; if not, a line says it is off.
+    """Return whether a fused operator gives what its formula says; if not, log that it is off.
+
+    An operator that raises an error is wrong, too. The caller then uses torch's own operators.
 
     Parameters
     ----------
-    name
-        For the line.
     call
         Calls the operator on small tensors; returns one result or several, on the device.
     expected
-        The same by a formula, in float64 on the host.
-    log
-        Called with the line: a logger's `warning`.
+        Returns the same by a formula, in float64 on the host.
     tolerance
-        Absolute and relative; that of the result's dtype if None.
-
-    Returns
-    -------
-    bool
-        False if it differs or raises an error. The caller then uses torch's own operators.
+        Absolute and relative difference that is allowed; None allows that of the result's dtype.
     """
     try:
         got, wanted = call(), expected()

@@ -1,4 +1,4 @@
-"""What ``verify-device`` says: a table, JSON, and a page in Markdown to send back."""
+"""The forms in which ``verify-device`` reports: a table, JSON, and a page in Markdown to send."""
 
 import platform
 from dataclasses import asdict
@@ -17,11 +17,11 @@ from vllm_npu_prep.wording import counted
 COLUMNS = ("row", "what", "given", "expected", "got", "verdict")
 STYLES = {"same": "green", "left out": "dim"}
 FROM_DOCTOR = ("CANN", "driver", "firmware", "npu-smi")
-"""Lines of ``doctor`` that are versions, or name the chips."""
+"""Lines of ``doctor`` that are versions, or that name the chips."""
 
 
 def versions_of(found: Found) -> dict[str, str]:
-    """Everything that a result depends on, by name; what isn't known is left out."""
+    """Return everything that a result depends on, by name; what isn't known is left out."""
     host = Host.here()
     looked_at = {
         finding.name: finding.found
@@ -40,14 +40,14 @@ def versions_of(found: Found) -> dict[str, str]:
 
 
 def summary(results: list[Result]) -> str:
-    """One line: how many rows came to what."""
+    """Return a line that says how many rows have which verdict."""
     verdicts = [result.verdict for result in results]
     parts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
     return f"{counted(len(results), 'row')}: {', '.join(parts) or 'none'}"
 
 
 def report_text(found: Found, versions: dict[str, str], console: Console) -> None:
-    """Print the table, a line for most rows; names of rows tell what they are."""
+    """Print the table without the column "what", which the rows' names tell, and the versions."""
     columns = [name for name in COLUMNS if name != "what"]
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for name in ("row", "verdict"):
@@ -64,12 +64,10 @@ def report_text(found: Found, versions: dict[str, str], console: Console) -> Non
 
 
 def report_json(found: Found, versions: dict[str, str]) -> dict[str, Any]:
-    """All results as plain values."""
     return {"versions": versions, "rows": [asdict(result) for result in found.results]}
 
 
 def report_markdown(found: Found, versions: dict[str, str]) -> str:
-    """A page to send back."""
     lines = ["# verify-device", "", summary(found.results) + ".", ""]
     lines += ["| what | version |", "| --- | --- |"]
     lines += [f"| {name} | {_escaped(version)} |" for name, version in versions.items()]

@@ -1,4 +1,4 @@
-"""A row of ``verify-device``, its outcome, and what it is given to run with."""
+"""A row of ``verify-device``, its outcome, what it is given to run with, and how it compares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,14 +11,16 @@ import torch
 from vllm_npu_prep.device import Device
 
 ROW_SECONDS = 120.0
-"""Time limit of a row unless it has its own; a first call may load or compile kernels."""
+"""Time limit of a row in seconds, unless it has its own; a first call may load or compile
+kernels."""
 
 Record = tuple[str, str]
-"""Family and name of something to try on hardware first, as in docs/changing/operators.md."""
+"""Family and name of something to try on hardware first, as docs/changing/operators.md lists
+them."""
 
 
 class Verdict(StrEnum):
-    """What came of a row."""
+    """How the result of a row is to be taken."""
 
     SAME = "same"
     DIFFERS = "DIFFERS"
@@ -34,17 +36,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a row found.
-
-    Attributes
-    ----------
-    given
-        The call's sizes, in a few words.
-    expected, got
-        By the formula, and by the device.
-    verdict
-        What came of it.
-    """
+    """What a row found: the call's sizes, the formula's result, the device's, and the verdict."""
 
     given: str
     expected: str
@@ -52,26 +44,18 @@ class Outcome:
     verdict: Verdict
 
     def as_json(self) -> dict[str, str]:
-        """As plain values."""
         return asdict(self)
 
 
 class NotHereError(Exception):
-    """A row can't be run on this device; the message says why. It is then left out."""
+    """Says why a row can't be run on this device; the row is then left out."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a row runs.
+    """Where a row runs: this process's device, and its rank among the processes that run the row.
 
-    Attributes
-    ----------
-    device
-        The device of this process.
-    folder
-        A folder that all processes of the command share, gone afterwards.
-    rank, num_ranks
-        This process among those that run the row.
+    All processes of the command share the folder, which is deleted afterwards.
     """
 
     device: Device
@@ -87,12 +71,11 @@ class Bench:
     def random(
         self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> torch.Tensor:
-        """Normal numbers on the host, the same in every run."""
+        """Return normally distributed numbers on the host, the same in every run."""
         generator = torch.Generator().manual_seed(1 + seed)
         return torch.randn(*shape, generator=generator).to(dtype)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device."""
         return tensor.to(self.device.device)
 
 
@@ -103,19 +86,18 @@ class Row:
     Attributes
     ----------
     name
-        Unique; ``--only`` takes it, or its beginning.
+        A unique name; ``--only`` takes it, or its beginning.
     what
         The operator and the form, in a few words.
     run
-        Runs it and compares. An exception of any kind is an outcome, too.
+        Runs the operator and compares. An exception of any kind is an outcome, too.
     covers
-        What to try first on hardware, as far as this row tries it.
+        The records that this row tries.
     ranks
-        Processes that run it together, each with a device of its own.
-    seconds
-        Time limit.
+        How many processes run it together, each with a device of its own.
     instead
-        What the plugin can do without it; a refusal is then no failure, and the row is left out.
+        What a user can do without the operator. If it is given, an error is no failure, and the row
+        is left out.
     """
 
     name: str
@@ -128,7 +110,6 @@ class Row:
 
     @property
     def group(self) -> str:
-        """The first word of the name."""
         return self.name.partition("-")[0]
 
 
@@ -141,7 +122,6 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Allowed difference for a dtype; 0 for integers."""
     return TOLERANCE.get(dtype, 0.0)
 
 
@@ -154,20 +134,18 @@ def compare(
     readings: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     where: tuple[str, ...] = ("token", "head", "element"),
 ) -> Outcome:
-    """Compare a result of the device with the formula's.
+    """Compare a result of the device with the formula's, which is on the host.
 
     Parameters
     ----------
-    got
-        On the device or on the host.
-    expected
-        On the host; same shape.
     given
-        For the outcome.
+        The call's sizes, for the outcome.
     tolerance
-        Absolute and relative; that of the dtype of `got` if None, 0 for integers.
+        Absolute and relative difference that is allowed; None allows `TOLERANCE` of the dtype of
+        `got`, which is 0 for integers.
     readings
-        Other results, by what they would mean, to name what a wrong result looks like.
+        Functions that return other results, by what they would mean. A wrong result that equals one
+        of them is named so.
     where
         Names of the dimensions.
     """
@@ -201,7 +179,7 @@ def compare(
 
 
 def _excess(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """How far each element is beyond what is allowed; above 0 is wrong, and so is NaN."""
+    """Return how far each element is beyond what is allowed; above 0 is wrong, and so is NaN."""
     a, b = found.double(), expected.double()
     difference = (a - b).abs() - tolerance * (1 + b.abs())
     difference = torch.where(a == b, -1.0, difference)  # infinities, too
@@ -217,7 +195,7 @@ def _shown(value: torch.Tensor) -> str:
 
 
 def worst_of(outcomes: list[Outcome], given: str) -> Outcome:
-    """One outcome for several parts of a row: the first that is bad, else the first."""
+    """Return one outcome for several parts of a row: the first that is bad, else the first."""
     for part in outcomes:
         if part.verdict.is_bad:
             return part
@@ -226,6 +204,5 @@ def worst_of(outcomes: list[Outcome], given: str) -> Outcome:
 
 
 def same_or_not(given: str, expected: Any, got: Any) -> Outcome:
-    """Outcome of two plain values, the same if they are equal."""
     verdict = Verdict.SAME if expected == got else Verdict.DIFFERS
     return Outcome(given, str(expected), str(got), verdict)

@@ -1,4 +1,4 @@
-"""Small steps of attention: made on the host, run by a kernel family, and what they have to give.
+"""Small steps of attention: made on the host, run by a kernel family, held against formulas.
 
 A step is random and the same in every run. It goes through the plugin's own code: masks by
 `MaskPlan` and `MaskCache`, metadata as layers get it, and the two verbs of the kernel family.
@@ -41,27 +41,19 @@ class AttentionForm:
 
     Attributes
     ----------
-    state
-        Attention state of the step.
     lengths
         For each request the tokens in the cache before the step, and its tokens in the step.
-    layer
-        Heads, head size and scale.
-    dtype
-        Of the model and its cache.
     block_size
-        In tokens; 0: no cache.
+        Size of a block in tokens; 0 means that there is no cache.
     window
         Sliding window in tokens.
     causal
-        False: an encoder, over K and V of the step alone.
+        False for an encoder, over K and V of the step alone.
     num_padding
-        Padding requests of a full graph: one token each, which is attended to at a length of
-        `padding_len` over the null block.
-    padding_len
-        Length of padding requests.
+        Number of padding requests of a full graph. Each has one token, and is attended to at a
+        length of `padding_len` over the null block.
     num_shared
-        Leading blocks that all requests share.
+        Number of leading blocks that all requests share.
     """
 
     state: AttentionState
@@ -97,17 +89,15 @@ class AttentionForm:
 
     @property
     def query_lens(self) -> list[int]:
-        """Tokens of each request in the step."""
         return [query for _, query in self.lengths]
 
     @property
     def seq_lens(self) -> list[int]:
-        """Tokens of each request after the step."""
         return [context + query for context, query in self.lengths]
 
 
 def layer_of(num_heads: int, num_kv_heads: int, head_size: int) -> LayerShape:
-    """A layer with the usual scale."""
+    """Return a layer with the usual scale, one over the square root of the head size."""
     return LayerShape(num_heads, num_kv_heads, head_size, 1 / math.sqrt(head_size))
 
 
@@ -116,23 +106,17 @@ class AttentionStep:
 
     Parameters
     ----------
-    form
-        What it is.
-    device
-        Where its tensors live.
-    kernels
-        The kernel family that runs it.
     seed
-        Steps of other seeds have other values and blocks.
+        Steps with other seeds have other values and blocks.
     num_blocks, table_width
         Blocks of the cache, and columns of the block table, for steps that take turns in the same
-        tensors; None: as many as this step needs, and one more.
+        tensors; with None there are as many as this step needs, and one more.
 
     Attributes
     ----------
     queries, keys, values
-        By request, on the host: ``[query_len, num_heads, head_size]``, ``[seq_len, num_kv_heads,
-        head_size]``.
+        Lists by request, on the host: ``[query_len, num_heads, head_size]``, and twice ``[seq_len,
+        num_kv_heads, head_size]``.
     kv_cache
         ``[2, num_blocks, block_size, num_kv_heads, head_size]`` on the device, without the step's
         own tokens.
@@ -170,7 +154,7 @@ class AttentionStep:
         form = self.form
         size = form.block_size or 1
         counts = [-(-seq_len // size) for seq_len in form.seq_lens] if form.block_size else []
-        # As many as all rows of the table name together, which documentation demands
+        # As many as all rows of the table name together: the documentation demands it
         self.num_blocks = num_blocks or sum(counts) + form.num_padding + 2
         owned = iter((torch.randperm(self.num_blocks - 1, generator=self._generator) + 1).tolist())
         width = table_width or max(counts, default=1) + 1
@@ -190,7 +174,7 @@ class AttentionStep:
                 each[:tokens] = rows[0][:tokens]
 
     def _cache(self) -> torch.Tensor:
-        """The cache on the host before the step: contexts, and large numbers elsewhere."""
+        """Make the cache on the host before the step: contexts, and large numbers elsewhere."""
         form, layer = self.form, self.form.layer
         shape = (2, self.num_blocks, form.block_size or 1, layer.num_kv_heads, layer.head_size)
         cache = torch.full(shape, OTHERS, dtype=form.dtype)
@@ -203,7 +187,10 @@ class AttentionStep:
         return cache
 
     def every(self, nth: int, first: int) -> torch.Tensor:
-        """A cache on the host with every n-th token of contexts, from `first` on, one by one."""
+        """Make a cache on the host with every n-th token of the contexts, from token `first` on.
+
+        The tokens are packed one after another, as a rank of decode context parallelism keeps them.
+        """
         cache = torch.full_like(self.host_cache, OTHERS)
         for request, (context, _) in enumerate(self.form.lengths):
             for place, position in enumerate(range(first, context, nth)):
@@ -220,12 +207,11 @@ class AttentionStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step without padding."""
         return sum(self.form.query_lens)
 
     @property
     def slots(self) -> list[int]:
-        """Slot of each token, -1 for padding."""
+        """The slot in the KV cache of each token, -1 for padding."""
         slots = []
         for request, (context, query_len) in enumerate(self.form.lengths):
             for position in range(context, context + query_len):
@@ -234,11 +220,11 @@ class AttentionStep:
         return slots + [-1] * self.form.num_padding
 
     def query(self) -> torch.Tensor:
-        """``[T, num_heads, head_size]`` on the device, padding included."""
+        """Return ``[T, num_heads, head_size]`` on the device, padding included."""
         return self._padded(torch.cat(self.queries))
 
     def own(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """K or V of the step's own tokens, ``[T, num_kv_heads, head_size]`` on the device."""
+        """Return the step's own K or V, ``[T, num_kv_heads, head_size]`` on the device."""
         return self._padded(torch.cat([r[c:] for r, (c, _) in zip(rows, self.form.lengths)]))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
@@ -246,7 +232,6 @@ class AttentionStep:
         return torch.cat([rows, padding]).to(self.device)
 
     def metadata(self, masks: MaskCache | None = None) -> AscendMetadata:
-        """The step as the layers of a group see it."""
         form = self.form
         query_lens = np.array(form.query_lens + [1] * form.num_padding, np.int32)
         seq_lens = np.array(form.seq_lens + [form.padding_len] * form.num_padding, np.int32)
@@ -298,7 +283,7 @@ class AttentionStep:
             self.kernels.write_kv(key, value, self.kv_cache, metadata.slot_mapping)
 
     def attend(self, metadata: AscendMetadata, cache_only: bool = False) -> torch.Tensor:
-        """``[T, num_heads, head_size]``, padding included; NaN where nothing was written.
+        """Attend: ``[T, num_heads, head_size]``, padding included; NaN where nothing was written.
 
         With `cache_only` the kernels don't get the step's own K and V, as in layers that share
         those of another layer.
@@ -317,13 +302,11 @@ class AttentionStep:
         return output
 
     def call(self, name: str, output: torch.Tensor, query: torch.Tensor) -> AttentionCall:
-        """The call of a layer of this name inside a full graph."""
         return AttentionCall(name, self.kernels, query, self.kv_cache, self.form.layer, output)
 
     # ----------------------------------------------------------------- what it has to give
 
     def expected_cache(self) -> torch.Tensor:
-        """The cache after `write`, on the host."""
         own = [self.own(rows).cpu() for rows in (self.keys, self.values)]
         planes = [
             formulas.paged_write(plane, rows, self.slots, self.form.block_size)
@@ -332,7 +315,7 @@ class AttentionStep:
         return torch.stack(planes)
 
     def expected(self, **changed: object) -> torch.Tensor:
-        """Attention of the real tokens by the formula, float64 ``[num_tokens, heads, size]``.
+        """Compute the real tokens' attention by the formula, float64 ``[num_tokens, heads, size]``.
 
         `changed` attributes of the form give another reading of the call.
         """
@@ -344,7 +327,7 @@ class AttentionStep:
         return torch.cat(parts)
 
     def expected_lse(self) -> torch.Tensor:
-        """Logarithms of the sums of exponentials, float64 ``[num_tokens, num_heads]``."""
+        """Compute the log-sum-exps, float64 ``[num_tokens, num_heads]``."""
         form = self.form
         parts = []
         for query, key, value in zip(self.queries, self.keys, self.values):
@@ -353,7 +336,7 @@ class AttentionStep:
         return torch.cat(parts)
 
     def readings(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """What a wrong result may look like, by what went wrong."""
+        """Return functions for what a wrong result may look like, by what went wrong."""
         form = self.form
         found: dict[str, Callable[[], torch.Tensor]] = {
             "a plain average of the values": self._average,
@@ -375,7 +358,6 @@ class AttentionStep:
         )
 
     def _first_table_row(self) -> torch.Tensor:
-        """Attention in which every request reads the blocks of the first one."""
         form, cache = self.form, self.expected_cache()
         parts = []
         for query, seq_len in zip(self.queries, form.seq_lens):
@@ -387,7 +369,6 @@ class AttentionStep:
         return torch.cat(parts)
 
     def check_attention(self, output: torch.Tensor) -> Outcome:
-        """Compare the real tokens with the formula."""
         expected = self.expected()
         return compare(
             output[: self.num_tokens], expected, str(self.form), readings=self.readings()
@@ -415,7 +396,6 @@ class AttentionStep:
         return cache
 
     def run(self, masks: MaskCache | None = None, cache_only: bool = False) -> Outcome:
-        """Write, attend, and compare both."""
         metadata = self.metadata(masks)
         self.write(metadata)
         output = self.attend(metadata, cache_only)
@@ -428,6 +408,6 @@ class AttentionStep:
 def masks_for(
     family: KernelFamily, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> MaskCache:
-    """Masks as a metadata builder makes them for the family."""
+    """Make masks as a metadata builder makes them for the family."""
     values = family.mask_values
     return MaskCache(device, max_seq_len, MASK_BYTES, dtype, values[dtype] if values else None)

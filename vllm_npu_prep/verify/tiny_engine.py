@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 MODEL, TOKENS = "model", "tokens.json"
-"""Names in the folder."""
+"""Names of the model's folder and of the tokens' file."""
 
 VOCABULARY, SEED = 512, 20261122
 PROMPT_LENGTHS = (5, 150, 33, 1, 70, 128, 129)
-"""In tokens: some need several steps and several blocks; one more shares a block with another."""
+"""Prompt lengths in tokens: some need several steps and several blocks. One more prompt shares a
+block with another."""
 
 NEW_TOKENS = 12
 LEAST_LEAD = 0.05
-"""Lead in nats over the second best token by which a token has to win to be compared: below, other
-rounding may choose the other, after which nothing can be compared in this answer."""
+"""Lead in nats over the second best token by which a token has to win to be compared. Below it,
+other rounding may choose the other token, after which nothing can be compared in this answer."""
 
 
 def make_model(folder: Path) -> None:
@@ -56,7 +57,6 @@ def make_model(folder: Path) -> None:
 
 
 def prompts() -> list[list[int]]:
-    """Token ids of each prompt."""
     import numpy as np
 
     rng = np.random.default_rng(SEED)
@@ -66,7 +66,6 @@ def prompts() -> list[list[int]]:
 
 @contextmanager
 def _engine(model: Path, **settings: Any) -> Iterator[Any]:
-    """An engine in this process, gone afterwards."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM
@@ -92,14 +91,10 @@ def _engine(model: Path, **settings: Any) -> Iterator[Any]:
 
 
 def tokens_of(model: Path, mode: str) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens of each prompt, and by how many nats each led.
+    """Generate greedy tokens for each prompt; return each answer's tokens and their leads in nats.
 
-    Parameters
-    ----------
-    model
-        Its folder.
-    mode
-        ``"eager"``, or a graph mode of vLLM.
+    The first prompt is answered twice: alone, and with the others. The mode is ``"eager"``, or a
+    graph mode of vLLM.
     """
     from vllm import SamplingParams
 
@@ -135,7 +130,7 @@ def difference(
     Returns
     -------
     compared
-        Tokens that had to be equal.
+        Number of tokens that had to be equal.
     expected, got
         The first difference; empty if there is none.
     """
@@ -157,7 +152,6 @@ def difference(
 
 
 def main() -> None:
-    """Make the model, and the tokens of this process's device, in a folder."""
     folder = Path(sys.argv[1])
     make_model(folder / MODEL)
     tokens, leads = tokens_of(folder / MODEL, "eager")

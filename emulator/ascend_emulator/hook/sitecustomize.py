@@ -12,17 +12,15 @@ import sys
 
 
 class LoadedAfterTorchNpu(importlib.abc.Loader):
-    """torch_npu's own loader, and the launcher after it."""
+    """torch_npu's own loader, which loads the launcher after it."""
 
     def __init__(self, loader):
         self.loader = loader
 
     def create_module(self, spec):
-        """Leave it to the real loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module):
-        """Import torch_npu, then install the launcher."""
         self.loader.exec_module(module)
         from ascend_emulator.api import install
 
@@ -33,7 +31,6 @@ class TorchNpuFinder(importlib.abc.MetaPathFinder):
     """Finds torch_npu as always, and wraps its loader."""
 
     def find_spec(self, name, path=None, target=None):
-        """Spec of torch_npu; none for anything else."""
         if name != "torch_npu":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -43,7 +40,6 @@ class TorchNpuFinder(importlib.abc.MetaPathFinder):
 
 
 def run_shadowed_sitecustomize():
-    """Run the sitecustomize that this one hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

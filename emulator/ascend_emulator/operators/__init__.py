@@ -193,7 +193,6 @@ FAMILIES = (
 CONSTRAINTS: tuple[Constraint, ...] = tuple(
     constraint for family in FAMILIES for constraint in family.constraints.values()
 )
-"""Constraints by family."""
 
 
 def _not_found(function: str, *given: object, **named: object) -> None:
@@ -204,7 +203,7 @@ def _not_found(function: str, *given: object, **named: object) -> None:
 
 
 class RegisterReference(Protocol):
-    """How the runtime takes a reference."""
+    """How the runtime takes a reference; `ascend_emulator.register_reference` is one such."""
 
     def __call__(
         self,
@@ -215,12 +214,10 @@ class RegisterReference(Protocol):
         contiguous: Sequence[str] | None = None,
         paged: Sequence[str] = (),
         block_ids: Sequence[str] = (),
-    ) -> object:
-        """Register `function` for ``name`` and `overload`."""
+    ) -> object: ...
 
 
 def install(register_reference: RegisterReference) -> None:
-    """Register every reference with a runtime."""
     release = profiles.current().release
     for reference in REFERENCES:
         function = functions.missing(release, reference.name)

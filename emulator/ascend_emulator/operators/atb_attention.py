@@ -29,7 +29,7 @@ def flash_attention(
     num_kv_heads: int,
     out: torch.Tensor,
 ) -> None:
-    """Attention of prompts over their own K and V.
+    """Attend with prompts over their own K and V.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def paged_attention(
     *,
     workspace: torch.Tensor | None = None,
 ) -> None:
-    """Attention of one query token for each request over the whole of its context.
+    """Attend with one query token of each request over the whole of its context.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def paged_attention(
     context_lens
         ``[B]`` int32 on the host, the query token included.
     workspace
-        What `paged_attention_get_workspace` returned.
+        The result of `paged_attention_get_workspace`.
     """
     call = ATB_ATTENTION.call(PAGED_ATTENTION)
     caches = key_cache, value_cache
@@ -117,7 +117,7 @@ def paged_attention_get_workspace(
     context_lens: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Workspace of `paged_attention` for these arguments, uint8."""
+    """Return a workspace of `paged_attention` for these arguments, uint8."""
     call = ATB_ATTENTION.call(PAGED_ATTENTION_WORKSPACE)
     caches, heads = (key_cache, value_cache), (num_heads, num_kv_heads)
     _check_decode(call, query, caches, heads, block_table, context_lens, out)
@@ -127,7 +127,7 @@ def paged_attention_get_workspace(
 def paged_attention_workspace(
     query: torch.Tensor, *others: object, **keywords: object
 ) -> torch.Tensor:
-    """That workspace, which the host allocates without launching anything."""
+    """Return that workspace; the host allocates it without launching anything."""
     del others, keywords
     return query.new_empty(query.numel(), dtype=torch.uint8)
 
@@ -145,7 +145,7 @@ def paged_attention_splitfuse(
     scale_value: float,
     out: torch.Tensor,
 ) -> None:
-    """Attention of prompts, chunks and decodes together, over the cache.
+    """Attend with prompts, chunks and decodes together, over the cache.
 
     Parameters
     ----------

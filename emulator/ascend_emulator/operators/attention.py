@@ -8,9 +8,9 @@ from ascend_emulator.api import touch
 COMPRESSED_SIZE = 2048
 """Rows and columns of the constant mask of sparse modes 2, 3 and 4."""
 MASK_TILE = COMPRESSED_SIZE // 2
-"""Tile that a constant of this size can serve at any distance from the diagonal."""
+"""Size of a tile that a constant of this size can serve at any distance from the diagonal."""
 SCORES_AT_ONCE = 1 << 24
-"""Most scores that are held at once, which bounds the memory of long prompts."""
+"""How many scores are held at once at most, which bounds the memory of long prompts."""
 
 
 def attend(
@@ -21,7 +21,7 @@ def attend(
     masked: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of one request.
+    """Compute softmax attention of one request.
 
     Parameters
     ----------
@@ -29,10 +29,8 @@ def attend(
         ``[Q, N, D]``.
     key, value
         ``[S, Nkv, D]``; ``N / Nkv`` query heads share one K/V head.
-    scale
-        Factor of the scores.
     masked
-        ``[Q, S]`` bool, True where a query must not attend. None: it attends everywhere.
+        ``[Q, S]`` bool, True where a query must not attend; None if it attends everywhere.
     bias
         ``[Q, S]`` float, added to the scaled scores.
 
@@ -42,8 +40,8 @@ def attend(
         ``[Q, N, Dv]`` float32. Zero without any key; NaN in rows where everything is masked, which
         no kernel defines.
     torch.Tensor
-        ``[Q, N]`` float32, the logarithm of the sum of exponentials; +inf in rows without any key
-        to attend to.
+        ``[Q, N]`` float32, the log-sum-exp of the scores; +inf in rows without any key to attend
+        to.
     """
     num_rows, num_heads, _ = query.shape
     scores_of = faults.Scores(key, value, scale, masked, bias)
@@ -77,7 +75,7 @@ def attend(
 
 
 def extend(masked: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
-    """Mask of as many columns as are read; those past a request's length are seen.
+    """Widen a mask to as many columns as are read; those past a request's length are seen.
 
     No correct kernel reads them; a fault does.
     """
@@ -93,16 +91,14 @@ def expand_constant(
 
     The kernels read the constant by tiles: a tile takes the window of the constant that lies as far
     from its diagonal as the tile lies from the wanted one, clamped where the distance exceeds the
-    tile. Like them this reads what the constant holds, so a wrong constant gives wrong results.
+    tile. This function reads what the constant holds, too, so a wrong constant gives wrong results.
 
     Parameters
     ----------
     constant
         ``[2048, 2048]``, meant to be 1 or True above the diagonal, and 0 elsewhere.
-    num_rows, num_columns
-        Shape of the result.
     shift
-        Column of the first row that the diagonal passes through; may lie far outside.
+        Column of the first row that the diagonal passes through; it may lie far outside.
 
     Returns
     -------
@@ -124,7 +120,7 @@ def expand_constant(
 def expand_band(
     constant: torch.Tensor, num_rows: int, num_columns: int, pre_tokens: int, next_tokens: int
 ) -> torch.Tensor:
-    """Mask of sparse mode 4: a band around the diagonal that ends in the lower right corner.
+    """Make the mask of mode 4: a band around the diagonal that ends in the lower right corner.
 
     Both limits are inclusive: a row at position ``p`` sees ``p - pre_tokens`` to
     ``p + next_tokens``. The lower limit reads the constant inverted, one diagonal further down.
@@ -138,7 +134,7 @@ def expand_band(
 def gather_request(
     cache: torch.Tensor, block_table: torch.Tensor, request: int, length: int
 ) -> torch.Tensor:
-    """Rows ``[length, Nkv, D]`` of one request; arguments as of `gather_blocks`."""
+    """Gather rows ``[length, Nkv, D]`` of one request, as faults may change them."""
     row = faults.apply("table row", request)
     length = faults.apply("read length", length, block_size=cache.shape[1])
     return gather_blocks(cache, block_table[row], length)
@@ -149,21 +145,10 @@ def gather_blocks(
     block_ids: torch.Tensor,
     length: int,
 ) -> torch.Tensor:
-    """Rows of one request in a paged cache.
+    """Gather rows ``[length, Nkv, D]`` of one request from a paged cache.
 
-    Parameters
-    ----------
-    cache
-        ``[num_blocks, block_size, Nkv, D]``, any strides.
-    block_ids
-        ``[max_blocks]``, the request's row of the block table.
-    length
-        Number of rows to read; blocks past them are not read.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[length, Nkv, D]``.
+    The cache is ``[num_blocks, block_size, Nkv, D]`` with any strides, and `block_ids`
+    ``[max_blocks]`` the request's row of the block table. Blocks past `length` rows are not read.
     """
     block_size = cache.shape[1]
     wanted = block_ids[: -(-length // block_size)].long()

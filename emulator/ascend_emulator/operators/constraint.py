@@ -33,7 +33,7 @@ class Constraint:
     argument
         Argument as the operator's first version calls it.
     name
-        Short name, unique within the family: what a reference and a test refer to.
+        Short name, unique within the family, by which a reference and a test refer to it.
     demand
         What the kernel demands, to be read after "the kernel demands".
     docstring_says
@@ -64,17 +64,14 @@ class Constraint:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Family and name: unique in the table."""
+        """Family and name, which are unique in the table."""
         return self.operator, self.name
 
 
 class KernelRefusalError(RuntimeError):
     """The kernel would refuse this call, or would compute garbage.
 
-    Attributes
-    ----------
-    constraint
-        The record that the call violates.
+    `constraint` is the record that the call violates.
     """
 
     def __init__(self, operator: str, constraint: Constraint, argument: str, given: object):
@@ -113,8 +110,6 @@ class Call:
         ----------
         name
             Name of the constraint in the family.
-        ok
-            Whether the demand is met.
         given
             What was passed, for the message.
         argument
@@ -123,7 +118,8 @@ class Call:
         Raises
         ------
         KernelRefusalError
-            A `RuntimeError` that names operator, argument, what was given and what is demanded.
+            If the demand is not met: a `RuntimeError` that names operator, argument, what was given
+            and what is demanded.
         """
         if ok:
             return
@@ -135,5 +131,5 @@ class Call:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape as a plain tuple, which reads better in a message."""
+    """Return the shape as a plain tuple, which reads better in a message."""
     return tuple(tensor.shape)

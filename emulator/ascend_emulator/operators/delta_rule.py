@@ -1,7 +1,7 @@
 """References of the gated delta rule: by token over states in a cache, and by chunks.
 
-A head's state ``S [Dv, Dk]`` maps keys to values. A token decays it by ``exp(g)``, replaces
-``beta`` of what it knows of the key by the value, and reads it by the query.
+A head's state ``S [Dv, Dk]`` maps keys to values. A token decays it by ``exp(g)``, replaces the
+share ``beta`` of what it knows of the key by the value, and reads it by the query.
 """
 
 from functools import partial
@@ -263,7 +263,7 @@ def recurrent_gated_delta_rule(
     g: torch.Tensor | None = None,
     gk: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[T, Nv, Dv]``; the state after each token is written to that token's block."""
+    """Compute ``[T, Nv, Dv]``, and write the state after each token to that token's block."""
     call = RECURRENT_RULES.call(RECURRENT)
     demand = call.demand
     given = beta, scale, actual_seq_lengths, ssm_state_indices
@@ -323,7 +323,7 @@ def chunk_gated_delta_rule(
     scale: float | None = None,
     g: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[T, Nv, Dv]`` and the state after each sequence, ``[B, Nv, Dv, Dk]``."""
+    """Compute ``[T, Nv, Dv]`` and the state after each sequence, ``[B, Nv, Dv, Dk]``."""
     call = CHUNK_RULES.call(CHUNK)
     demand = call.demand
     given = beta, initial_state, actual_seq_lengths, scale
@@ -388,7 +388,7 @@ def _step(
     scale: float,
     token: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state after one token, and its output ``[Nv, Dv]``."""
+    """Compute the state after one token, and its output ``[Nv, Dv]``."""
     repeats = value.shape[1] // query.shape[1]
     q, k = (each[token].float().repeat_interleave(repeats, 0) for each in (query, key))
     if g is not None:

@@ -41,7 +41,6 @@ refuse what the emulator accepts here, or give another result.
 
 
 def render() -> str:
-    """Text of the document."""
     sections = [INTRODUCTION, _operators(), _first_on_hardware()]
     sections += [_family(family) for family in FAMILIES]
     return "\n".join(sections)

@@ -266,7 +266,7 @@ ROTARY = Family(
 def rms_norm(
     input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Root mean square norm over the dimensions of gamma; also the reciprocal, float32."""
+    """Normalise over the dimensions of gamma; the second result is the reciprocal, float32."""
     _check_norm(NORMS.call(RMS_NORM), input, gamma)
     return _normalise(input, gamma, epsilon)
 
@@ -274,7 +274,7 @@ def rms_norm(
 def add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm of ``x1 + x2``, its reciprocal, and the sum."""
+    """Compute the norm of ``x1 + x2``, its reciprocal, and the sum."""
     return _add_and_normalise(NORMS.call(ADD_RMS_NORM, {"input": "x1"}), x1, x2, gamma, epsilon)
 
 
@@ -292,10 +292,10 @@ def _add_and_normalise(
 def add_rms_norm_cast(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm of ``x1 + x2`` as float32 and in the dtype of `x1`, its reciprocal, and the sum.
+    """Return the norm of ``x1 + x2`` as float32 and in `x1`'s dtype, its reciprocal, and the sum.
 
-    Kernels round the sum before the norm in float16, and not in bfloat16; what the family's record
-    says of the sum is within what rounding the result does.
+    Kernels round the sum before the norm in float16, and not in bfloat16. The record about the sum
+    holds for both: the difference is not larger than what rounding the result makes.
     """
     call = NORMS.call(ADD_RMS_NORM_CAST, {"input": "x1"})
     call.demand("16 bits", x1.dtype in DTYPES[:2], x1.dtype)
@@ -306,7 +306,7 @@ def add_rms_norm_cast(
 def gemma_rms_norm(
     input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm with factors of ``1 + gamma``, and its reciprocal."""
+    """Compute a norm with factors of ``1 + gamma``, and its reciprocal."""
     _check_norm(NORMS.call(GEMMA_RMS_NORM), input, gamma)
     return _normalise(input, gamma.float() + 1, epsilon)
 
@@ -329,7 +329,7 @@ def _normalise(
 
 
 def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """``silu(a) * b`` of the two halves along `dim`."""
+    """Compute ``silu(a) * b`` of the two halves along `dim`."""
     demand = SWIGLU_RULES.call(SWIGLU).demand
     demand("dtype", input.dtype in DTYPES, input.dtype)
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))
@@ -346,7 +346,7 @@ def rotary_mul(
     rotary_mode: str = "half",
     rotate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``r1 * input + r2 * rotated``, where `rotary_mode` or the matrix `rotate` rotates."""
+    """Compute ``r1 * input + r2 * rotated``; `rotary_mode` or the matrix `rotate` rotates."""
     _check_rotary(ROTARY.call(ROTARY_MUL), input, r1, r2, rotary_mode, rotate)
     x = input.float()
     if rotate is not None:
@@ -392,7 +392,7 @@ def _check_rotary(
 
 
 def _layouts(x: torch.Tensor, r1: torch.Tensor, rotary_mode: str) -> list[tuple[int, int]]:
-    """B and N under each layout in which `r1` is one of those that the mode takes."""
+    """Return B and N under each layout in which `r1` is one of those that the mode takes."""
     found = []
     # Positions of B, N and S in BNSD, BSND and SBND.
     for batch, heads, sequence in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):

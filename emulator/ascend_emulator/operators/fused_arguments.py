@@ -81,34 +81,30 @@ class FusedAttention:
 
     @property
     def is_paged(self) -> bool:
-        """Whether K and V are caches."""
         return self.block_table is not None
 
     @property
     def kv_heads(self) -> int:
-        """K/V heads; the default 0 means as many as query heads."""
+        """Number of K/V heads; the default 0 means as many as query heads."""
         return self.num_key_value_heads or self.num_heads
 
     @property
     def has_equal_heads(self) -> bool:
-        """Whether each query head has a K/V head of its own."""
         return self.kv_heads == self.num_heads
 
     @property
     def head_size(self) -> int:
-        """Size of one query head."""
         if self.input_layout == "BSH":
             return self.query.shape[2] // self.num_heads
         return self.query.shape[-1]
 
     @property
     def starts(self) -> list[int]:
-        """Where each request's query tokens start in TND; one longer than the requests."""
+        """Where each request's query tokens start in TND, and where the last one's end."""
         return [0, *(self.actual_seq_lengths or ())]
 
     @property
     def batch_size(self) -> int:
-        """Number of requests."""
         return len(self.starts) - 1 if self.is_tnd else self.query.shape[0]
 
     @property
@@ -131,12 +127,12 @@ class FusedAttention:
 
     @property
     def blocks_in_use(self) -> int:
-        """Blocks of a paged call over all requests; shared ones count for each."""
+        """Blocks of a paged call over all requests; a shared block counts for each of them."""
         lengths = self.actual_seq_lengths_kv if self.is_tnd else self.kv_lengths(0)
         return sum(-(-length // self.block_size) for length in lengths or ())
 
     def by_request(self, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """View of a query, fresh K or fresh V as ``[B, S, N, D]`` or ``[T, N, D]``."""
+        """View a query, fresh K or fresh V as ``[B, S, N, D]`` or ``[T, N, D]``."""
         if self.input_layout == "BSH":
             return tensor.unflatten(2, (num_heads, -1))
         if self.input_layout.startswith("BNSD"):
@@ -144,19 +140,19 @@ class FusedAttention:
         return tensor
 
     def cache_rows(self, cache: torch.Tensor) -> torch.Tensor:
-        """View of a cache of either form as ``[num_blocks, block_size, Nkv, D]``."""
+        """View a cache of either form as ``[num_blocks, block_size, Nkv, D]``."""
         if cache.dim() == 3:
             return cache.unflatten(2, (self.kv_heads, -1))  # of key, value and key_rope alike
         return cache.transpose(1, 2)
 
     def query_lengths(self) -> list[int]:
-        """Query tokens of each request where requests lie side by side."""
+        """Return the query tokens of each request where requests lie side by side."""
         # Documented: without effect for one query token.
         given = None if self.query_width == 1 else self.actual_seq_lengths
         return self._each(given, self.query_width)
 
     def kv_lengths(self, width: int) -> list[int]:
-        """Keys of each request where requests lie side by side, `width` by default."""
+        """Return the keys of each request where requests lie side by side, `width` by default."""
         return self._each(self.actual_seq_lengths_kv, width)
 
     def _each(self, given: Sequence[int] | None, default: int) -> list[int]:
@@ -183,7 +179,7 @@ class FusedAttention:
 
 
 def bind(name: str, overload: str, args: tuple, kwargs: dict) -> tuple[FusedAttention, dict]:
-    """Bind a call to its schema; also returns all arguments under the schema's own names."""
+    """Bind a call to its schema; also return all arguments under the schema's own names."""
     version = 2 if "_v2" in name else 1
     bound = schemas.signature(name, overload).bind(*args, **kwargs)
     bound.apply_defaults()

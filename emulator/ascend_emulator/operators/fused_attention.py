@@ -23,7 +23,7 @@ V2_WORKSPACE = "npu::_npu_fused_infer_attention_score_v2_get_max_workspace"
 
 
 def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a checked call.
+    """Compute attention of a checked call.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
 def _requests(
     fused: FusedAttention,
 ) -> Iterator[tuple[int, Any, torch.Tensor, torch.Tensor, int]]:
-    """Index, rows of the query, keys, values and number of keys of each request."""
+    """Yield index, rows of the query, keys, values and number of keys of each request."""
     kv_lens = fused.actual_seq_lengths_kv
     if fused.is_paged:
         assert fused.block_table is not None and kv_lens is not None
@@ -101,7 +101,6 @@ def _requests(
 
 
 def _planes(fused: FusedAttention) -> list[torch.Tensor]:
-    """Key, value and, if it is given, the rotated part of key."""
     planes = [fused.key, fused.value]
     return planes if fused.key_rope is None else [*planes, fused.key_rope]
 
@@ -109,7 +108,7 @@ def _planes(fused: FusedAttention) -> list[torch.Tensor]:
 def _mask(
     fused: FusedAttention, request: int, num_rows: int, num_columns: int
 ) -> torch.Tensor | None:
-    """``[num_rows, num_columns]`` bool, True where masked; None if nothing is masked."""
+    """Return ``[num_rows, num_columns]`` bool, True where masked; None if nothing is masked."""
     if fused.atten_mask is None:
         return None
     mask = fused.atten_mask  # of any dtype; becomes bool where it is cut, as it is large
@@ -141,7 +140,7 @@ def _square(mask: torch.Tensor) -> torch.Tensor:
 
 
 def functional(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Reference of the functional form."""
+    """Make the reference of the functional form."""
 
     def reference(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         fused, _ = bind(name, "", args, kwargs)
@@ -152,7 +151,7 @@ def functional(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 def out_variant(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Reference of ``.out``, which writes into ``out`` and may be given its workspace."""
+    """Make the reference of ``.out``, which writes into ``out`` and may be given its workspace."""
 
     def reference(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         fused, arguments = bind(name, "out", args, kwargs)
@@ -169,7 +168,7 @@ def out_variant(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 def max_workspace(name: str) -> Callable[..., torch.Tensor]:
-    """Reference of the function that sizes a workspace once for all lengths."""
+    """Make the reference of the function that sizes a workspace once for all lengths."""
 
     def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
         fused, _ = bind(name, "", args, kwargs)
@@ -180,6 +179,6 @@ def max_workspace(name: str) -> Callable[..., torch.Tensor]:
 
 
 def workspace(query: torch.Tensor, *others: Any, **keywords: Any) -> torch.Tensor:
-    """A workspace, which the host sizes and allocates without launching anything."""
+    """Return a workspace, which the host sizes and allocates without launching anything."""
     del others, keywords
     return query.new_empty(workspace_elements(query))

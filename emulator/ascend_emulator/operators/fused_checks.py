@@ -23,7 +23,7 @@ def check(fused: FusedAttention) -> None:
     Raises
     ------
     KernelRefusalError
-        Names the constraint.
+        If a demand is not met; it names the constraint.
     """
     _check_modes(fused)
     _check_tensors(fused)
@@ -261,14 +261,13 @@ def _check_mask(fused: FusedAttention) -> None:
 
 
 def _aligned(size: int, wanted: int) -> bool:
-    """Whether a size is the wanted one, or that rounded up to 16 or 32."""
+    """Return whether a size is the wanted one, or the wanted one rounded up to 16 or 32."""
     return size in (wanted, -(-wanted // 16) * 16, -(-wanted // 32) * 32)
 
 
 def check_out(
     fused: FusedAttention, workspace: torch.Tensor | None, out: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse outputs and workspaces that the ``.out`` form would refuse."""
     demand = fused.call.demand
     if workspace is not None:
         ok = workspace.dim() == 1 and workspace.dtype == fused.query.dtype
@@ -285,7 +284,7 @@ def check_out(
 
 
 def workspace_elements(query: torch.Tensor) -> int:
-    """Elements of a workspace.
+    """Return the number of elements of a workspace.
 
     What real kernels need is not documented. This grows with the query, so that a workspace that
     was sized for a smaller batch is found too small.

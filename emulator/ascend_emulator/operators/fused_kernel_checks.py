@@ -19,12 +19,12 @@ MOST_LENGTHS = 4096
 
 
 def check_kernel(fused: FusedAttention) -> str:
-    """Refuse what this profile's kernel refuses; returns its name.
+    """Refuse what this profile's kernel refuses, and return its name.
 
     Raises
     ------
     KernelRefusalError
-        Names the constraint.
+        If a demand is not met; it names the constraint.
     """
     profile = profiles.current()
     if profile.release != "8.5":

@@ -38,7 +38,6 @@ def record(
     why: str = "",
     refused: bool = True,
 ) -> Constraint:
-    """Make a record of a kernel, with the release beside the demand."""
     return Constraint(
         family_name(kernel),
         argument,
@@ -55,7 +54,6 @@ def record(
 
 
 def family_name(kernel: str) -> str:
-    """Name of a kernel's family in the table."""
     return f"fused attention, {kernel}"
 
 

@@ -1,6 +1,6 @@
 """Which kernel stands behind ``npu_fused_infer_attention_score``, by release of CANN.
 
-Read from ``TilingFusedInferAttentionScore``, ``RouteToFia``, ``CheckSpecConditions``,
+This was read from ``TilingFusedInferAttentionScore``, ``RouteToFia``, ``CheckSpecConditions``,
 ``IsUsingFAI`` and ``IsUsingIFA`` in CANN's published ops-transformer: tag v8.5.0 for 8.5, branch
 9.1.0 for 9.1 (9.0.0 routes TND as 9.1 does). Only calls without sinks and quantisation come here,
 in float16 or bfloat16 with K and V of the query's dtype; the references refuse all others. Kernels
@@ -24,19 +24,10 @@ FAI, V3, PFA, IFA = "FAI", "V3", "PFA", "IFA"
 
 
 def route(fused: FusedAttention, release: str | None = None) -> str:
-    """Kernel that a call of either version reaches.
+    """Return the kernel that a call of either version reaches: ``FAI``, ``V3``, ``PFA`` or ``IFA``.
 
-    Parameters
-    ----------
-    fused
-        A call whose ranks and heads were checked.
-    release
-        ``8.5`` or ``9.1``; the profile's release by default.
-
-    Returns
-    -------
-    str
-        ``FAI``, ``V3``, ``PFA`` or ``IFA``.
+    The ranks and heads of the call were checked. The release is ``8.5`` or ``9.1``; by default it
+    is the profile's.
     """
     release = release or profiles.current().release
     if fused.has_rope:  # `isNotLegacyGQA` sends it there before anything else is asked
@@ -45,7 +36,7 @@ def route(fused: FusedAttention, release: str | None = None) -> str:
 
 
 def divides_by_zero(fused: FusedAttention) -> bool:
-    """Whether choosing a kernel divides by ``num_key_value_heads``, given as 0, on 9.1."""
+    """Return whether choosing a kernel divides by ``num_key_value_heads``, given as 0, on 9.1."""
     return (
         fused.is_paged
         and not fused.has_rope
@@ -64,7 +55,10 @@ def _route_of_91(fused: FusedAttention) -> str:
 
 
 def _is_legacy_decode(fused: FusedAttention) -> bool:
-    """``IsLegacyTemplatePreferred``: one query token of 256 in a layout with a batch axis."""
+    """Do what ``IsLegacyTemplatePreferred`` does.
+
+    It prefers one query token with heads of 256, in a layout with a batch axis.
+    """
     return (
         fused.input_layout in ("BSH", "BSND", "BNSD")
         and fused.query_width == 1
@@ -131,7 +125,7 @@ def _has_elements(fused: FusedAttention) -> bool:
 
 
 def unwritten_requests(fused: FusedAttention, kernel: str) -> list[int]:
-    """Requests whose output rows the kernel leaves as they are.
+    """Return the requests whose output rows the kernel leaves as they are.
 
     The decode kernel of 9.x does not initialise rows of requests without keys:
     `ComputeSeqLenAndDecodeFlagsForFAI` chooses it, ``flash_attention_regular_decode.h`` runs.
@@ -219,21 +213,17 @@ def explain(
 
     Parameters
     ----------
-    profile
-        Name of a profile.
     form
         One of `FORMS`.
-    dtype, heads, kv_heads, head_size
-        Of the call, as one rank makes it.
     block_size
-        Of the cache, for the paged forms.
+        Block size of the cache, for the paged forms.
     query_lens, kv_lens
-        Of each request, not cumulative; those of `FORMS` by default.
+        Lengths of each request, not cumulative; those of `FORMS` by default.
     num_blocks
         Blocks of the cache; one more than all requests have together by default. Requests share
         blocks when there are fewer.
-    inner_precise, softmax_lse, version, cache_rank
-        As in the call: v1 or v2, a cache of rank 3 or 4.
+    version, cache_rank
+        1 or 2 for v1 or v2; a cache of rank 3 or 4.
     """
     from ascend_emulator.operators.fused_checks import check
 

@@ -1,8 +1,9 @@
 """Reference of ``npu_fusion_attention`` over packed requests (TND), which encoders use.
 
-A training operator, served here for inference: no dropout, no position encoding. Whoever calls it
-reads the first result alone, so the intermediate results of softmax are NaN. Its documentation
-rules captured graphs out, which a reference can't see: the caller has to keep it out of them.
+It is a training operator, served here for inference: no dropout, no position encoding. Whoever
+calls it reads the first result alone, so the intermediate results of softmax are NaN. Its
+documentation rules captured graphs out, which a reference can't see: the caller has to keep it out
+of them.
 """
 
 from functools import partial
@@ -237,7 +238,7 @@ def fusion_attention(
     seed: int = 0,
     offset: int = 0,
 ) -> Results:
-    """Attention of packed requests, each over its own keys.
+    """Attend with packed requests, each over its own keys.
 
     Parameters
     ----------
@@ -316,7 +317,7 @@ def _starts(
     lengths: list[int] | None,
     kv_lengths: list[int] | None,
 ) -> tuple[list[int], list[int]]:
-    """Where each request's queries and keys start; one longer than the requests."""
+    """Return where each request's queries and keys start, and where the last one's end."""
     demand = call.demand
     found = []
     named = {"actual_seq_qlen": lengths, "actual_seq_kvlen": kv_lengths}
@@ -353,7 +354,7 @@ def _check_mask(
 def _mask(
     mask: torch.Tensor | None, mode: int, band: tuple[int, int], num_rows: int, num_columns: int
 ) -> torch.Tensor | None:
-    """``[num_rows, num_columns]`` bool, True where masked."""
+    """Return ``[num_rows, num_columns]`` bool, True where masked."""
     if mask is None:
         return None
     if mode == 3:

@@ -82,7 +82,6 @@ GELU_RULES = Family(
 
 
 def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """GELU, exact or by tanh."""
     demand = GELU_RULES.call(GELU).demand
     demand("dtype", input.dtype in DTYPES, input.dtype)
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))
@@ -93,7 +92,7 @@ def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 def geglu(
     input: torch.Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One half times GELU of the other, and that GELU."""
+    """Compute one half times GELU of the other, and that GELU."""
     demand = GELU_RULES.call(GEGLU).demand
     demand("dtype", input.dtype in DTYPES, input.dtype)
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))

@@ -10,10 +10,10 @@ from ascend_emulator.operators.grouped_rows import one_pair, sizes_of_groups
 
 NAME = "npu_grouped_matmul, int8 rows"
 SCALE_DTYPE = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
-"""Dtype of the weights' scales by that of the result."""
+"""Dtype of the weights' scales by the result's dtype."""
 
 RESULTS = {5: torch.float16, 15: torch.bfloat16}
-"""Dtypes by the number that torch gives them."""
+"""Dtypes of results by the number that torch gives them."""
 
 record = partial(Constraint, NAME)
 AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
@@ -145,7 +145,7 @@ def grouped_int8(
     output_dtype: int | None,
     others: Mapping[str, object],
 ) -> list[torch.Tensor]:
-    """Each group's rows of `x` times its weight and scales; rows of no group hold NaN."""
+    """Multiply each group's rows of `x` by its weight and scales; rows of no group hold NaN."""
     rows, columns = one_pair(call, "form", (torch.int8,), x, weight, split_item, others)
     result = RESULTS.get(-1 if output_dtype is None else output_dtype)
     call.demand("result", result is not None, output_dtype)

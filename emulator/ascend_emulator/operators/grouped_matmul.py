@@ -1,6 +1,7 @@
 """Reference of the operator that multiplies several pairs of matrices.
 
-This file has the form in which nothing is grouped; `grouped_rows` the one that groups rows.
+This file has the form in which nothing is grouped; `grouped_rows` has the one that groups rows, and
+`grouped_int8` the same for int8.
 """
 
 from functools import partial
@@ -132,7 +133,7 @@ def grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[torch.Tensor]:
-    """``x[i] @ weight[i] + bias[i]`` for each i, or rows in groups with a weight each."""
+    """Compute ``x[i] @ weight[i] + bias[i]`` for each i, or groups of rows with a weight each."""
     others: dict[str, object] = {
         "scale": scale,
         "offset": offset,

@@ -11,7 +11,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INNER_LIMIT = 65536
 MAX_GROUPS = 1024
 CUMULATIVE, COUNTS = 0, 1
-"""``group_list_type``: ends of groups, or their sizes."""
+"""``group_list_type``: whether the list holds the ends of groups or their sizes."""
 
 NAME = "npu_grouped_matmul, rows"
 record = partial(Constraint, NAME)
@@ -123,7 +123,7 @@ def grouped_rows(
     split_item: int,
     others: Mapping[str, object],
 ) -> list[torch.Tensor]:
-    """Each group's rows of `x` times its weight; rows of no group hold NaN."""
+    """Multiply each group's rows of `x` by its weight; rows of no group hold NaN."""
     rows, columns = one_pair(call, "plain", DTYPES, x, weight, split_item, others)
     sizes = sizes_of_groups(call, group_list, group_list_type, len(columns), len(rows))
     output = torch.full((len(rows), columns.shape[2]), float("nan"), dtype=rows.dtype)
@@ -145,18 +145,10 @@ def one_pair(
     split_item: int,
     others: Mapping[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[m, k]`` and weights ``[groups, k, n]`` of a call whose rows are grouped.
+    """Check a call whose rows are grouped; return rows ``[m, k]`` and weights ``[groups, k, n]``.
 
-    Parameters
-    ----------
-    call
-        Of a family with these demands.
-    form
-        Name of the demand that none of `others` is given.
-    dtypes
-        Of both.
-    x, weight, split_item, others
-        Of the call.
+    `form` is the name of the demand that none of `others` is given; both tensors have one of
+    `dtypes`.
     """
     one = len(x) == len(weight) == 1 and split_item in (2, 3)
     told = f"{len(x)} x, {len(weight)} weights, split_item {split_item}"
@@ -179,7 +171,6 @@ def one_pair(
 def sizes_of_groups(
     call: Call, group_list: torch.Tensor | None, kind: int, groups: int, num_rows: int
 ) -> list[int]:
-    """Rows of each group."""
     ok = group_list is not None and (
         group_list.dtype == torch.int64
         and shape_of(group_list) == (groups,)

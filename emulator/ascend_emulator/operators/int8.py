@@ -249,14 +249,13 @@ QUANT_MATMUL_RULES = Family(
 
 
 def round_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round float32 rows to int8, each with a scale of its own; also those scales."""
+    """Round float32 rows to int8, each with a scale of its own; also return these scales."""
     scale = x.abs().amax(-1) / LEVELS
     steps = torch.where(scale > 0, scale, torch.ones_like(scale))
     return torch.round(x / steps[..., None]).to(torch.int8), scale
 
 
 def round_all(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-    """Round float32 numbers to int8 with given scales and offsets."""
     levels = torch.round(x / scale.float() + (0 if offset is None else offset.float()))
     return levels.clamp(-128, 127).to(torch.int8)
 
@@ -270,7 +269,7 @@ def dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 rows, and the float32 scale of each."""
+    """Return int8 rows, and the float32 scale of each row."""
     demand = DYNAMIC_QUANT_RULES.call(DYNAMIC_QUANT).demand
     demand("dtype", input.dtype in HALF, input.dtype)
     demand("rank", input.dim() >= 2, shape_of(input))
@@ -294,7 +293,7 @@ def quantize(
     axis: int = 1,
     div_mode: bool = True,
 ) -> torch.Tensor:
-    """``round(input / scales + zero_points)`` in int8."""
+    """Compute ``round(input / scales + zero_points)`` in int8."""
     demand = QUANTIZE_RULES.call(QUANTIZE).demand
     demand("dtype", input.dtype in (*HALF, torch.float32), input.dtype)
     to_int8 = DTYPE_OF_CODE.get(dtype) in (torch.int8, torch.qint8)
@@ -332,7 +331,6 @@ def quant_matmul(
     group_sizes: list[int] | None = None,
     y_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x1 @ x2`` of int8, with scales and a bias."""
     call = QUANT_MATMUL_RULES.call(QUANT_MATMUL)
     others = {
         "offset": offset,
@@ -372,7 +370,7 @@ def quant_matmul(
 
 
 def _takes_wide_rows(scale: torch.Tensor, pertoken_scale: torch.Tensor | None) -> bool:
-    """Whether rows of more than `INNER_LIMIT` elements are taken."""
+    """Return whether rows of more than `INNER_LIMIT` elements are taken."""
     return scale.dtype in (torch.float32, torch.bfloat16) and pertoken_scale is not None
 
 

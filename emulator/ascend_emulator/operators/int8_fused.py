@@ -225,10 +225,11 @@ def add_rms_norm_dynamic_quant(
     output_mask: list[bool] | None = None,
     y_dtype: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """int8 norm of ``x1 + x2``, that sum, and a scale for each row; results two and five are empty.
+    """Round the norm of ``x1 + x2`` to int8, with a scale for each row.
 
-    The sum is rounded to the dtype of `x1` before it is normalised, as in `npu_add_rms_norm`.
-    Factors multiply the norm in float32 before it is rounded.
+    The third result is the sum, the fourth has the scales; the second and the fifth are empty. The
+    sum is rounded to the dtype of `x1` before it is normalised, as in `npu_add_rms_norm`. Factors
+    multiply the norm in float32 before it is rounded.
     """
     call = INT8_NORMS.call(ADD_RMS_NORM_DYNAMIC_QUANT)
     _check_norm(call, x1, x2, gamma, 2)
@@ -265,7 +266,10 @@ def add_rms_norm_quant(
     div_mode: bool = True,
     dst_type: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """int8 norm of ``x1 + x2`` with given scales, an undefined result, and that sum."""
+    """Round the norm of ``x1 + x2`` to int8 with given scales.
+
+    The second result is undefined, the third is the sum.
+    """
     call = INT8_NORMS.call(ADD_RMS_NORM_QUANT)
     _check_norm(call, x1, x2, gamma, 1)
     others = {
@@ -312,7 +316,7 @@ def _check_form(call: Call, others: dict[str, bool]) -> None:
 def _normalise(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm in float32, and the sum in the dtype of the inputs."""
+    """Compute the norm in float32, and the sum in the dtype of the inputs."""
     total = (x1.float() + x2.float()).to(x1.dtype)
     reciprocal = (total.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return total.float() * reciprocal * gamma.float(), total
@@ -337,7 +341,7 @@ def dequant_swiglu_quant(
     glu_alpha: float = 1.702,
     glu_bias: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``silu(a) * b`` of two halves in int8, and a float32 scale for each row if dynamic."""
+    """Compute ``silu(a) * b`` of two halves in int8, and float32 scales of rows if dynamic."""
     call = INT8_SWIGLU.call(DEQUANT_SWIGLU_QUANT)
     call.demand("dtype", x.dtype in HALF, x.dtype)
     call.demand("shape", x.dim() >= 2 and x.shape[-1] % 2 == 0, shape_of(x))
@@ -372,7 +376,10 @@ def dequant_swiglu_quant(
 
 
 def _round_rows(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_tokens`; the kernel takes a wide row in parts, whose maxima it compares."""
+    """Do what `round_tokens` does, but take a wide row in parts and compare their maxima.
+
+    The kernel does so, too.
+    """
     if result.shape[-1] <= WHOLE_ROW:
         return round_tokens(result)
     parts = result.abs().split(PART, -1)

@@ -200,7 +200,7 @@ def gather_pa_kv_cache(
 def attention_update(
     lse: list[torch.Tensor], local_out: list[torch.Tensor], update_type: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all parts, and the logarithm of all sums if ``update_type`` is 1."""
+    """Merge attention over all parts, and their log-sum-exps if ``update_type`` is 1."""
     demand = UPDATE_RULES.call(UPDATE).demand
     given = f"{len(lse)} of lse, {len(local_out)} of local_out"
     demand("parts", 0 < len(lse) == len(local_out) <= MOST_PARTS, given, "lse")

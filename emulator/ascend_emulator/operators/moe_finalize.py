@@ -1,8 +1,8 @@
-"""Reference of the operator that adds the rows of each token's experts, of which some may lack one.
+"""Reference of the operator that adds the rows of each token's experts, some of which are missing.
 
-Rows are taken as capacities of experts, ``[E, C, H]``, for which alone the documentation allows the
-index -1. Their product ``E * C`` is the number of pairs, so the sorted rows of a grouped product,
-seen as ``[T * K, 1, H]``, are such rows as well.
+Rows are taken as rows of experts with a capacity, ``[E, C, H]``, the only form for which the
+documentation allows the index -1. The product ``E * C`` is the number of pairs, so the sorted rows
+of a grouped product, seen as ``[T * K, 1, H]``, are such rows as well.
 """
 
 from functools import partial
@@ -124,7 +124,7 @@ def finalize_routing(
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> torch.Tensor:
-    """Sum of each token's rows ``[T, H]``, weighted by `scales`, in their dtype."""
+    """Add each token's rows, weighted by `scales`, to ``[T, H]`` in their dtype."""
     demand = FINALIZE_ROUTING_RULES.call(FINALIZE_ROUTING).demand
     rows, indices = expanded_permuted_rows, expanded_src_to_dst_row
     demand("unsupported mode", drop_pad_mode == DROPPED_BY_ROW, drop_pad_mode)

@@ -13,7 +13,8 @@ MAX_EXPERTS = 2048
 MAX_TOP_K = 1024
 SOFTMAX, SIGMOID = 0, 1
 LARGEST, TWO_LARGEST = 0, 1
-"""``group_select_mode``: the score of a group."""
+"""``group_select_mode``: whether a group's score is its largest one or the sum of its two
+largest."""
 GROUP_MULTIPLE = 32
 
 AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
@@ -196,7 +197,7 @@ def gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights and ids ``[T, k]`` of each row's experts, and all scores if asked for."""
+    """Return weights and ids ``[T, k]`` of each row's experts, and all scores if asked for."""
     demand = GATING_RULES.call(GATING_TOP_K).demand
     dtypes = [x.dtype, *(() if bias is None else (bias.dtype,))]
     demand("dtype", x.dtype in DTYPES and len(set(dtypes)) == 1, dtypes)
@@ -242,7 +243,7 @@ def gating_top_k_softmax(
     renorm: int | None = 0,
     output_softmax: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights and ids ``[..., k]`` of each row's experts, and the softmax if asked for."""
+    """Return weights and ids ``[..., k]`` of each row's experts, and the softmax if asked for."""
     demand = GATING_SOFTMAX_RULES.call(GATING_TOP_K_SOFTMAX).demand
     demand("dtype", x.dtype in DTYPES, x.dtype)
     rows = shape_of(x)[:-1]

@@ -12,7 +12,8 @@ from ascend_emulator.operators.constraint import Constraint, Enforced, Family, s
 
 INIT_ROUTING = "npu::npu_moe_init_routing_v2"
 TOKEN_UNPERMUTE = "npu::_npu_moe_token_unpermute"
-"""What ``npu_moe_token_unpermute`` dispatches to; it has a second result for gradients."""
+"""The operator to which ``npu_moe_token_unpermute`` dispatches; its second result is for
+gradients."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_EXPERTS = 10240
@@ -22,7 +23,7 @@ CUMULATIVE, COUNTS, PAIRS = 0, 1, 2
 """``expert_tokens_num_type``: how tokens of each expert are counted."""
 NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
 UNDEFINED_INT8 = -128
-"""In rows of int8, which have no NaN."""
+"""What undefined rows of int8 hold, which have no NaN."""
 
 NAME = "npu_moe_init_routing_v2"
 record = partial(Constraint, NAME)
@@ -253,7 +254,11 @@ def init_routing_v2(
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of `x` by expert, where each pair's row went, tokens of each expert, scales of rows."""
+    """Sort rows of `x` by expert.
+
+    The results are the rows, where each pair's row went, the tokens of each expert, and the scales
+    of rows.
+    """
     demand = INIT_ROUTING_RULES.call(INIT_ROUTING).demand
     is_quantised = quant_mode != NO_QUANTISATION
     demand("quant_mode", quant_mode in (NO_QUANTISATION, DYNAMIC_INT8), quant_mode)
@@ -319,7 +324,7 @@ def token_unpermute(
     padded_mode: bool = False,
     restore_shape: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of each token's rows ``[T, H]``, weighted; the second result is the input again."""
+    """Add each token's rows, weighted, to ``[T, H]``; the second result is the input again."""
     demand = TOKEN_UNPERMUTE_RULES.call(TOKEN_UNPERMUTE).demand
     demand("unsupported mode", not padded_mode and not restore_shape, (padded_mode, restore_shape))
     dtypes = [permuted_tokens.dtype, *(() if probs is None else (probs.dtype,))]

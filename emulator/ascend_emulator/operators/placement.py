@@ -1,4 +1,4 @@
-"""Which tensors live on the host. References see CPU tensors alone, so the runtime has to ask."""
+"""Which tensors are on the host. References see CPU tensors alone, so the runtime has to ask."""
 
 from collections.abc import Mapping
 
@@ -51,19 +51,12 @@ PLACEMENT = Family(
 
 
 def check_placement(operator: str, on_host: Mapping[str, bool], overload: str = "") -> None:
-    """Refuse tensors on the wrong side.
-
-    Parameters
-    ----------
-    operator, overload
-        Name as in the table of references.
-    on_host
-        For each tensor that was passed whether it is on the host, by argument name.
+    """Refuse tensors on the wrong side; `on_host` says of each tensor whether it is on the host.
 
     Raises
     ------
     KernelRefusalError
-        Names the argument.
+        If one is; it names the argument.
     """
     call = PLACEMENT.call(f"{operator}.{overload}" if overload else operator)
     for argument, is_host in on_host.items():

@@ -16,10 +16,10 @@ from ascend_emulator.operators.constraint import (
 MROPE = "npu::npu_mrope"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ALIGNMENT = 64
-"""Bytes of which heads, and the part of a head that is rotated, are multiples."""
+"""Heads, and the part of a head that is rotated, are multiples of this many bytes."""
 COPIED_IF_STRIDED = ("positions", "cos_sin_cache")
-"""The others go to the kernel with the strides of their rows (``aclnnRopeWithSinCosCache``
-of CANN 9.1; 8.5 copies cos_sin_cache alone, and reads positions one after another)."""
+"""The others go to the kernel with the strides of their rows (``aclnnRopeWithSinCosCache`` of CANN
+9.1; 8.5 copies cos_sin_cache alone, and reads positions one after another)."""
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 
 NAME = "npu_mrope"
@@ -212,7 +212,7 @@ def mrope(
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate heads of query and key ``[T, N * D]`` by the cosines and sines of their positions."""
+    """Rotate heads of query and key ``[T, N * D]`` by their positions' cosines and sines."""
     sections = tuple(mrope_section or (0, 0, 0))
     _check(positions, query, key, cos_sin_cache, head_size, sections, rotary_mode, cache_mode)
     cos, sin = cos_sin_cache.float()[positions.long()].chunk(2, -1)
@@ -231,7 +231,7 @@ def mrope(
 
 
 def _sections_of(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
-    """Row of `positions` that each frequency follows, int64 ``[rotary_dim / 2]``."""
+    """Return the row of `positions` that each frequency follows, int64 ``[rotary_dim / 2]``."""
     if not interleaved:
         return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
     which = torch.zeros(sum(sections), dtype=torch.int64)
@@ -241,7 +241,7 @@ def _sections_of(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
 
 
 def _merged(factors: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """From ``[sections, T, F]`` the row of each frequency, ``[T, F]``."""
+    """Gather the row of each frequency, ``[T, F]``, from ``[sections, T, F]``."""
     return factors.gather(0, which.expand(1, *factors.shape[1:]))[0]
 
 

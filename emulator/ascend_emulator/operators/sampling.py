@@ -113,7 +113,7 @@ TOP_K_TOP_P_RULES = Family(
 
 
 def largest_k(num_tokens: int) -> int:
-    """Largest k of the profile for logits of so many columns."""
+    """Return the profile's largest k for logits of so many columns."""
     profile = profiles.current()
     is_limited = profile.release == "8.5" or profile.documentation
     return min(num_tokens, 1024) if is_limited else num_tokens
@@ -122,7 +122,7 @@ def largest_k(num_tokens: int) -> int:
 def top_k_top_p(
     logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits ``[B, V]`` with -inf for tokens that top-k or top-p leaves out."""
+    """Return logits ``[B, V]`` with -inf for tokens that top-k or top-p leaves out."""
     demand = TOP_K_TOP_P_RULES.call(TOP_K_TOP_P).demand
     demand("dtype", logits.dtype in DTYPES, logits.dtype)
     demand("rank", logits.dim() == 2, shape_of(logits))

@@ -1,9 +1,9 @@
 """Schemas of the operators, as torch's dispatcher holds them once torch_npu is loaded.
 
-Source: ``torch._C._jit_get_schemas_for_operator`` after ``import torch_npu`` (2.13.0) and loading
-its ``lib/libop_plugin_atb.so``. They are facts about an interface; a test compares them with the
-real ones wherever torch_npu can be imported. A schema is recorded once and its siblings (``.out``,
-workspace) are built from it, because they differ in their last arguments alone.
+They were read by ``torch._C._jit_get_schemas_for_operator`` after ``import torch_npu`` (2.13.0) and
+loading its ``lib/libop_plugin_atb.so``. They are facts about an interface; a test compares them
+with the real ones wherever torch_npu can be imported. A schema is recorded once and its siblings
+(``.out``, workspace) are built from it, because they differ in their last arguments alone.
 """
 
 import inspect
@@ -221,19 +221,19 @@ SCHEMAS = {
 
 
 def schema_text(name: str, overload: str = "") -> str:
-    """Whole schema, as the dispatcher prints it."""
+    """Return the whole schema, as the dispatcher prints it."""
     full_name = f"{name}.{overload}" if overload else name
     return full_name + SCHEMAS[name, overload]
 
 
 def parse(name: str, overload: str = "") -> Any:
-    """Parsed schema, with ``arguments`` and ``returns``."""
+    """Return the parsed schema, with ``arguments`` and ``returns``."""
     return torch._C.parse_schema(schema_text(name, overload))
 
 
 @cache
 def signature(name: str, overload: str = "") -> inspect.Signature:
-    """Python signature of an operator: names, order, defaults and what is keyword-only."""
+    """Return an operator's Python signature: names, order, defaults and what is keyword-only."""
     return inspect.Signature(
         [
             inspect.Parameter(

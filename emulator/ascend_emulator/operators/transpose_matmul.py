@@ -1,6 +1,6 @@
 """Reference of the operator that multiplies batches of matrices and transposes around it.
 
-It copies strided inputs first, weights among them (``l0op::Contiguous`` of both in
+The operator copies strided inputs first, weights among them (``l0op::Contiguous`` of both in
 ``aclnn_transpose_batch_mat_mul.cpp``, cann/ops-nn v8.5.0 to 9.2.0-beta.1).
 """
 
@@ -83,7 +83,7 @@ def transpose_batchmatmul(
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
 ) -> torch.Tensor:
-    """``[M, B, N]``: each batch of input times its weight, summed in float32."""
+    """Multiply each batch of input by its weight, ``[M, B, N]``; sums are in float32."""
     demand = TRANSPOSE_MATMUL_RULES.call(TRANSPOSE_MATMUL).demand
     dtypes = {input.dtype, weight.dtype}
     allowed = {torch.float16, torch.bfloat16, torch.float32}

@@ -47,4 +47,5 @@ NO_ROW: dict[Record, str] = {
     ("npu_moe_token_unpermute", "probability of 0"): "the plugin gives no row a probability of 0",
     ("cache write", "compression"): "the plugin passes no compression",
 }
-"""What to try first on hardware (docs/changing/operators.md) that no row tries, and why."""
+"""Records of what to try first on hardware (docs/changing/operators.md) that no row tries, and
+why."""

@@ -38,11 +38,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROUPED = layer_of(4, 2, 128)
 
 OPERATORS = {"fia": "fused attention", "atb": "atb attention"}
-"""What a family's operators are called in the tables."""
+"""The names of the families' operators in the tables."""
 
 
 def fused(*names: str) -> tuple[Record, ...]:
-    """Records of fused attention."""
     return tuple(("fused attention", name) for name in names)
 
 
@@ -53,12 +52,10 @@ FUSION: tuple[Record, ...] = tuple(
 
 
 def atb(*names: str) -> tuple[Record, ...]:
-    """Records of atb's attention."""
     return tuple(("atb attention", name) for name in names)
 
 
 def writes(*names: str) -> tuple[Record, ...]:
-    """Records of cache writes."""
     return tuple(("cache write", name) for name in names)
 
 
@@ -134,7 +131,7 @@ FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
         },
     ),
 }
-"""Forms that both families have: what they are, the step, and what is tried by it."""
+"""Forms that both families have: what they are, the step, and the records that it tries."""
 
 VARIANTS: dict[str, tuple[str, str, Any]] = {
     "equal-heads-prompt": ("prompt", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
@@ -145,11 +142,10 @@ VARIANTS: dict[str, tuple[str, str, Any]] = {
     "head-64-decode": ("decode", "heads of 64", {"layer": layer_of(4, 2, 64)}),
     "head-64-chunk": ("chunk", "heads of 64", {"layer": layer_of(4, 2, 64)}),
 }
-"""The same with other heads, in bfloat16."""
+"""Some of these forms with other heads, in bfloat16."""
 
 
 def run_form(family: str, form: AttentionForm, bench: Bench) -> Outcome:
-    """Run one form through a kernel family."""
     return AttentionStep(form, bench.device.device, make_kernels(family)).run()
 
 
@@ -175,14 +171,14 @@ def _common() -> Iterator[Row]:
 
 
 def shared_blocks(family: str, bench: Bench) -> Outcome:
-    """Requests that share their first block, as after a hit in the prefix cache."""
+    """Let requests share their first block, as after a hit in the prefix cache."""
     lengths = ((130, 1), (140, 1), (128, 1), (150, 1))
     form = replace(BASE, state=DECODE, lengths=lengths, num_shared=1)
     return run_form(family, form, bench)
 
 
 def zero_lengths(family: str, bench: Bench) -> Outcome:
-    """Rows without keys beside others: the others must be right, theirs are reported only."""
+    """Put rows without keys beside others: the others must be right, theirs are only reported."""
     many = DECODES * 5  # kernels of some releases treat batches from 24 requests on differently
     form = replace(BASE, state=DECODE, lengths=many, num_padding=2, padding_len=0)
     step = AttentionStep(form, bench.device.device, make_kernels(family))
@@ -198,7 +194,7 @@ def zero_lengths(family: str, bench: Bench) -> Outcome:
 
 
 def past_the_constant(bench: Bench) -> Outcome:
-    """Sequences longer than the constant mask, which has 2048 rows and columns."""
+    """Try sequences longer than the constant mask, which has 2048 rows and columns."""
     layer = layer_of(2, 1, 64)
     long = replace(BASE, lengths=((2500, 20), (2040, 16)), layer=layer)
     plain = run_form("fia", long, bench)
@@ -207,7 +203,7 @@ def past_the_constant(bench: Bench) -> Outcome:
 
 
 def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Fused attention over fresh K and V in mode 0, for which a plain average was reported.
+    """Try fused attention over fresh K and V in mode 0, for which a plain average was reported.
 
     The plugin calls another operator for encoders (vllm-project/vllm-ascend 13699).
     """
@@ -226,7 +222,7 @@ def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def lse(wanted: bool, bench: Bench) -> Outcome:
-    """The second result, asked for and not: decodes over the cache without a mask."""
+    """Ask for the second result, or not, in decodes over the cache without a mask."""
     form = replace(BASE, state=DECODE, lengths=DECODES)
     step = AttentionStep(form, bench.device.device, make_kernels("fia"))
     metadata = step.metadata()
@@ -252,7 +248,10 @@ def lse(wanted: bool, bench: Bench) -> Outcome:
 
 
 def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Contexts cut into two parts as ranks share them, and the step's own tokens, merged."""
+    """Attend over two halves of the contexts and over the step's own tokens, and merge the results.
+
+    The halves are cut as decode context parallelism cuts them.
+    """
     form = replace(BASE, dtype=dtype, layer=layer_of(4, 1, 128))
     step = AttentionStep(form, bench.device.device, make_kernels("fia"))
     metadata = step.metadata()
@@ -281,7 +280,6 @@ def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def _shape_of(step: AttentionStep) -> dict[str, Any]:
-    """Arguments that all calls of fused attention share."""
     layer = step.form.layer
     return {
         "num_heads": layer.num_heads,
@@ -293,7 +291,7 @@ def _shape_of(step: AttentionStep) -> dict[str, Any]:
 
 
 def with_workspace(family: str, bench: Bench) -> Outcome:
-    """A workspace given by the caller, as a graph's tasks get it; it must be large enough."""
+    """Give a workspace from outside, as a graph's tasks do; it must be large enough."""
     form = replace(BASE, state=DECODE, lengths=DECODES)
     step = AttentionStep(form, bench.device.device, make_kernels(family))
     metadata = step.metadata()
@@ -309,7 +307,7 @@ def with_workspace(family: str, bench: Bench) -> Outcome:
 
 
 def several_layers(family: str, bench: Bench) -> Outcome:
-    """Two layers in turn over caches of their own, with one metadata: nothing is mixed up."""
+    """Run two layers in turn over caches of their own, with one metadata; none may be mixed up."""
     kernels = make_kernels(family)
     form = replace(BASE, lengths=((130, 1), (9, 3)))
     steps = [AttentionStep(form, bench.device.device, kernels, seed=0) for _ in range(2)]
@@ -406,7 +404,6 @@ def cache_write(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def all_padding(family: str, bench: Bench) -> Outcome:
-    """Only slots of -1: nothing may be written."""
     step = AttentionStep(BASE, bench.device.device, make_kernels(family))
     slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=bench.device.device)
     step.kernels.write_kv(step.own(step.keys), step.own(step.values), step.kv_cache, slots)
@@ -437,7 +434,6 @@ def _writes() -> Iterator[Row]:
 
 
 def constant_mask(bench: Bench) -> Outcome:
-    """The constant of the compressed form, bit by bit."""
     family = make_kernels("fia").family
     made = masks_for(family, torch.bfloat16, bench.device.device, 256).constant()
     rows = torch.arange(2048)
@@ -446,7 +442,6 @@ def constant_mask(bench: Bench) -> Outcome:
 
 
 def dense_mask(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Matrix and rows with a window, as atb takes them."""
     family = make_kernels("atb").family
     assert family.mask_values is not None
     parts = []
@@ -473,4 +468,3 @@ def _masks() -> Iterator[Row]:
 
 
 ROWS: tuple[Row, ...] = (*_common(), *_special(), *_writes(), *_masks())
-"""Rows of this file."""

@@ -20,10 +20,10 @@ REDUCED = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32),
 )
-"""What HCCL reduces on A2 and A3."""
+"""Dtypes that HCCL reduces on A2 and A3."""
 MOVED = (*REDUCED, torch.uint8, torch.bool, torch.float64)
 NO_PRODUCT = (torch.int16, torch.bfloat16)
-"""HCCL's reference excludes products of these."""
+"""Dtypes whose products HCCL's reference excludes."""
 SIZES = (1, 1000, 300_000)
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
@@ -33,7 +33,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 TEAMS = (2, 4, 8, 16)
 Result = tuple[torch.Tensor, torch.Tensor]
-"""What the device gives, and what is expected of it."""
+"""The device's result, and the expected one."""
 Results = Iterator[Result]
 LATENCY_CALLS, BANDWIDTH_CALLS = 50, 5
 BANDWIDTH_BYTES = 64 << 20
@@ -41,7 +41,6 @@ BANDWIDTH_BYTES = 64 << 20
 
 @contextmanager
 def team(bench: Bench) -> Iterator[None]:
-    """A process group of all ranks of the row."""
     dist.init_process_group(
         "hccl", init_method=bench.rendezvous, rank=bench.rank, world_size=bench.num_ranks
     )
@@ -53,7 +52,7 @@ def team(bench: Bench) -> Iterator[None]:
 
 
 def of_rank(bench: Bench, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes, on the host: small numbers, so that integers don't overflow."""
+    """Return a rank's contribution, on the host: small, so that integers don't overflow."""
     numbers = bench.random(size, seed=rank)
     if dtype.is_floating_point:
         return numbers.to(dtype)
@@ -61,12 +60,11 @@ def of_rank(bench: Bench, rank: int, size: int, dtype: torch.dtype) -> torch.Ten
 
 
 def of_all(bench: Bench, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What every rank contributes."""
     return [of_rank(bench, rank, size, dtype) for rank in range(bench.num_ranks)]
 
 
 def reduced(parts: list[torch.Tensor], name: str) -> torch.Tensor:
-    """Their reduction in float64; integers are exact."""
+    """Reduce the parts in float64, or integers in int64, which is exact."""
     wide = torch.float64 if parts[0].dtype.is_floating_point else torch.int64
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -91,8 +89,6 @@ def _reduction(bench: Bench, run: Callable[..., Results]) -> Outcome:
 
 
 def all_reduce(bench: Bench) -> Outcome:
-    """Sums, products, maxima and minima on every rank."""
-
     def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
         parts = of_all(bench, size, dtype)
         mine = bench.put(parts[bench.rank])
@@ -103,7 +99,7 @@ def all_reduce(bench: Bench) -> Outcome:
 
 
 def reduce(bench: Bench) -> Outcome:
-    """The same on one rank, each rank in turn."""
+    """Reduce to one rank, each rank in turn."""
 
     def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
         parts = of_all(bench, size, dtype)
@@ -117,8 +113,6 @@ def reduce(bench: Bench) -> Outcome:
 
 
 def reduce_scatter(bench: Bench) -> Outcome:
-    """Each rank gets its part of the result."""
-
     def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
         parts = of_all(bench, size * bench.num_ranks, dtype)
         mine = torch.empty(size, dtype=dtype, device=bench.device.device)
@@ -143,8 +137,6 @@ def _moved(
 
 
 def all_gather(bench: Bench) -> Outcome:
-    """Every rank gets what all ranks have."""
-
     def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
         parts = of_all(bench, size, dtype)
         got = torch.empty(size * bench.num_ranks, dtype=dtype, device=bench.device.device)
@@ -155,7 +147,7 @@ def all_gather(bench: Bench) -> Outcome:
 
 
 def gather_lists(bench: Bench) -> Outcome:
-    """A gather into a list, which torch_npu pads to 512 bytes; bool is not used in the plugin."""
+    """Gather into a list, which torch_npu pads to 512 bytes; the plugin doesn't do so with bool."""
 
     def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
         parts = of_all(bench, size, dtype)
@@ -168,8 +160,6 @@ def gather_lists(bench: Bench) -> Outcome:
 
 
 def broadcast(bench: Bench) -> Outcome:
-    """From the last rank."""
-
     def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
         root = bench.num_ranks - 1
         got = bench.put(of_rank(bench, bench.rank, size, dtype))
@@ -180,7 +170,7 @@ def broadcast(bench: Bench) -> Outcome:
 
 
 def all_to_all(bench: Bench) -> Outcome:
-    """Rank a sends a + b + 1 pieces to rank b."""
+    """Let rank a send a + b + 1 pieces to rank b."""
 
     def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
         ranks = range(bench.num_ranks)
@@ -195,7 +185,6 @@ def all_to_all(bench: Bench) -> Outcome:
 
 
 def in_a_graph(bench: Bench) -> Outcome:
-    """A captured sum, replayed with new numbers."""
     outcomes = []
     with team(bench):
         x = torch.zeros(1000, device=bench.device.device)
@@ -215,7 +204,7 @@ def in_a_graph(bench: Bench) -> Outcome:
 
 
 def pairs(bench: Bench) -> Outcome:
-    """Each rank sends to each other rank; how fast is reported, and judged by nobody."""
+    """Let each rank send to each other rank; how fast that was is reported, but not judged."""
     outcomes, speeds, rank = [], [], bench.rank
     with team(bench):
         small = torch.zeros(1, device=bench.device.device)
@@ -262,7 +251,7 @@ def _there_and_back(tensor: torch.Tensor, first: int, peer: int, group: dist.Pro
 
 
 def _seconds(bench: Bench, call: Callable[[], None], calls: int) -> float:
-    """Mean time of a call, all of them issued at once."""
+    """Return the mean time of a call in seconds; all calls are issued at once."""
     call()
     bench.device.synchronize()
     start = time.perf_counter()

@@ -17,7 +17,7 @@ STEPS = 12
 
 
 def ring(bench: Bench) -> Outcome:
-    """Steps through the ring without waiting: each must find its own arrays on the device."""
+    """Send steps through the ring without waiting: each must find its own arrays on the device."""
     layout = step_layout(4096, 8, 1)
     made = StagingRing(bench.device, layout.nbytes(), pin_memory=True)
     found = []
@@ -40,7 +40,6 @@ def ring(bench: Bench) -> Outcome:
 
 
 def read_back(bench: Bench) -> Outcome:
-    """Samples are copied to the host while later work is issued."""
     back = ReadBack(bench.device, 64, pin_memory=True)
     values = torch.arange(64, dtype=torch.int32, device=bench.device.device)
     found = []
@@ -53,7 +52,7 @@ def read_back(bench: Bench) -> Outcome:
 
 
 def events(bench: Bench) -> Outcome:
-    """An event that was waited for has happened, and the copy before it is complete."""
+    """Check that an event that was waited for has happened, and the copy before it is complete."""
     large = torch.ones(1 << 22, device=bench.device.device)
     host = torch.zeros(1 << 22).pin_memory()
     host.copy_(large * 3, non_blocking=True)
@@ -66,7 +65,6 @@ def events(bench: Bench) -> Outcome:
 
 
 def streams(bench: Bench) -> Outcome:
-    """Work on three streams, ordered by events alone."""
     npu = torch_npu.npu
     main, others = npu.current_stream(), [npu.Stream() for _ in range(2)]
     x = torch.ones(1 << 20, device=bench.device.device)
@@ -88,7 +86,6 @@ def streams(bench: Bench) -> Outcome:
 
 
 def scatter(bench: Bench) -> Outcome:
-    """`index_copy_` of int32 by int64 indices: samples and new block-table entries."""
     indices = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:300]
     values = torch.arange(300, dtype=torch.int32) + 7
     target = torch.full((1000,), -5, dtype=torch.int32)
@@ -102,7 +99,6 @@ def scatter(bench: Bench) -> Outcome:
 
 
 def gather(bench: Bench) -> Outcome:
-    """`index_select` of int32 rows by int32 indices into a tensor that exists."""
     source = torch.arange(50 * 12, dtype=torch.int32).view(50, 12)
     rows = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(1)).int()
     expected = torch.tensor([source[row].tolist() for row in rows.tolist()], dtype=torch.int32)
@@ -112,7 +108,6 @@ def gather(bench: Bench) -> Outcome:
 
 
 def zeroed(bench: Bench) -> Outcome:
-    """A zeroed buffer, and new blocks of a used cache zeroed in both planes."""
     buffer = bench.device.zeros(1 << 20)
     empty = torch.zeros(1 << 20, dtype=torch.int8)
     parts = [compare(buffer, empty, "1 MiB of zeros", where=("byte",))]
@@ -137,4 +132,3 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS: tuple[Row, ...] = tuple(_rows())
-"""Rows of this file."""

@@ -1,4 +1,4 @@
-"""Rows of gated delta nets: the calls that start-up makes, too."""
+"""Rows of gated delta nets. Their calls are those that start-up makes, too."""
 
 from functools import partial
 
@@ -14,14 +14,13 @@ WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
     "drafts": ("drafts over states", RECURRENT),
     "ragged-drafts": ("other numbers of drafts", RECURRENT),
 }
-"""Form of a step, and what it tries, by the name of its row."""
+"""The form of a step and the records that it tries, by the name of its row."""
 
 HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
-"""Heads of keys and of values, by a part of the row's name."""
+"""Numbers of heads of keys and of values, by a part of the row's name."""
 
 
 def delta(what: str, heads: tuple[int, int], bench: Bench) -> Outcome:
-    """A step of a gated delta net beside its formula."""
     operator = "npu_chunk_gated_delta_rule" if what == "prefill" else RECURRENT[0][0]
     for function in missing_functions([operator]).values():
         raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")

@@ -1,4 +1,4 @@
-"""Rows of a tiny engine: its tokens beside those of the CPU fallback."""
+"""Rows of a tiny engine, whose tokens are held against those of the CPU fallback."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from vllm_npu_prep.verify import tiny_engine
 from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict
 
 SECONDS = 900.0
-"""Time limit of an engine's row: the CPU fallback's process, then an engine."""
+"""Time limit of an engine's row, which first runs the CPU fallback's process, then an engine."""
 
 
 def expected_tokens(folder: Path) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens of the CPU fallback and their leads, made once in the command's folder.
+    """Return the tokens of the CPU fallback and their leads, made once in the command's folder.
 
     Raises
     ------
@@ -39,7 +39,6 @@ def expected_tokens(folder: Path) -> tuple[list[list[int]], list[list[float]]]:
 
 
 def engine(mode: str, bench: Bench) -> Outcome:
-    """An engine in this process, eagerly or with graphs."""
     expected, leads = expected_tokens(bench.folder)
     tokens, _ = tiny_engine.tokens_of(bench.folder / tiny_engine.MODEL, mode)
     compared, wanted, got = tiny_engine.difference(tokens, expected, leads)
@@ -60,4 +59,3 @@ ROWS: tuple[Row, ...] = (
         seconds=SECONDS,
     ),
 )
-"""Rows of this file."""

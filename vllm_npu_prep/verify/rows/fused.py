@@ -1,4 +1,4 @@
-"""Rows of fused operators that replace torch's own: the calls that start-up makes, too."""
+"""Rows of fused operators that replace torch's own. Start-up makes the same calls."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -74,11 +74,10 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
         ("npu_top_k_top_p", "ties at k"),
     ),
 }
-"""What to try first on hardware, by the switch whose call tries it."""
+"""The records that each switch's call tries."""
 
 
 def fused(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Every result of an operator's call, as start-up compares them."""
     probe = probes(dtype)[name]
     given = f"{OPERATORS[name]}, {dtype}"
     results = zip(probe.call(bench.put), probe.expected(), strict=True)
@@ -98,4 +97,3 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS: tuple[Row, ...] = tuple(_rows())
-"""Rows of this file."""

@@ -35,7 +35,6 @@ class Group:
     num_layers: int
 
     def make(self, family: str, device: torch.device, seed: int) -> None:
-        """Make its steps, and tensors at fixed addresses through which they take turns."""
         self.kernels = make_kernels(family)
         self.steps = [
             AttentionStep(form, device, self.kernels, seed + i, NUM_BLOCKS, TABLE_WIDTH)
@@ -53,7 +52,7 @@ class Group:
         self.outputs = [torch.zeros_like(self.query) for _ in range(self.num_layers)]
 
     def load(self, index: int) -> AscendMetadata:
-        """Put a step where the graph reads it, in stream order; returns its metadata."""
+        """Put a step where the graph reads it, in stream order, and return its metadata."""
         step, metadata = self.steps[index], self.metadata[index]
         self.query.copy_(step.query())
         self.key.copy_(step.own(step.keys))
@@ -72,17 +71,7 @@ class Group:
 
 
 class Model:
-    """Layers of attention, one after another, those of all groups in turn.
-
-    Parameters
-    ----------
-    family
-        Of the kernels.
-    groups
-        Of the layers.
-    bench
-        Where it runs.
-    """
+    """Layers of attention, one after another; the layers of all groups take turns."""
 
     def __init__(self, family: str, groups: list[Group], bench: Bench) -> None:
         self.groups = groups
@@ -97,12 +86,11 @@ class Model:
         ]
 
     def load(self, index: int) -> dict[str, AscendMetadata]:
-        """Load a step; returns the metadata by layer."""
         by_group = {id(group): group.load(index) for group in self.groups}
         return {name: by_group[id(group)] for name, group, _ in self.layers}
 
     def __call__(self, attn_metadata: dict[str, AscendMetadata]) -> None:
-        """Every layer as `AscendAttentionImpl.forward` runs it."""
+        """Run every layer as `AscendAttentionImpl.forward` runs it."""
         for name, group, layer in self.layers:
             metadata, cache, output = attn_metadata[name], group.caches[layer], group.outputs[layer]
             assert metadata.slot_mapping is not None
@@ -114,15 +102,13 @@ class Model:
                 call(metadata)
 
     def call(self, attn_metadata: dict[str, AscendMetadata]) -> GraphCall:
-        """The call of a step, as the graph wrapper gets it."""
         return GraphCall(self, (attn_metadata,), {}, attn_metadata)
 
     def taken(self) -> list[torch.Tensor]:
-        """Copies of all outputs, made in stream order, so that no step has to be waited for."""
+        """Copy all outputs in stream order, so that no step has to be waited for."""
         return [group.outputs[layer].clone() for _, group, layer in self.layers]
 
     def check(self, index: int, outputs: list[torch.Tensor], what: str) -> list[Outcome]:
-        """Compare a step's outputs, layer by layer."""
         found = []
         for (name, group, _), output in zip(self.layers, outputs):
             outcome = group.steps[index].check_attention(output)
@@ -131,7 +117,7 @@ class Model:
         return found
 
     def capture_metadata(self) -> dict[str, AscendMetadata]:
-        """Metadata of the capture: as many keys as queries, as start-up captures."""
+        """Return metadata for the capture: as many keys as queries, as start-up captures."""
         loaded = self.load(0)
         short = {
             id(metadata): replace(metadata, seq_lens_np=metadata.query_lens.copy())
@@ -141,13 +127,11 @@ class Model:
 
 
 def pool_for(bench: Bench) -> GraphPool:
-    """A pool as the graph wrapper makes it."""
     del bench
     return make_pool("npu", graph_pool("npu"))
 
 
 def captured(model: Model, pool: GraphPool, bench: Bench) -> Graph:
-    """The model, warmed up and captured."""
     with bench.device.capturing():
         model(model.capture_metadata())
         graph = pool.new_graph()
@@ -156,14 +140,15 @@ def captured(model: Model, pool: GraphPool, bench: Bench) -> Graph:
 
 
 def replayed(models: list[Model], num_steps: int, bench: Bench) -> Outcome:
-    """Replay all steps of all models, in turn, without waiting between them; then eagerly.
+    """Replay all steps of all models, in turn, without waiting between them; then run them eagerly.
 
-    One graph each, all in one pool.
+    Each model has one graph, and all graphs are in one pool. The eager run comes only after a
+    difference, and tells whether graphs are to blame.
     """
     pool = pool_for(bench)
     graphs = [captured(model, pool, bench) for model in models]
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for index in [*range(num_steps), 0]:  # the first one again: nothing of the others may stay
+    for index in [*range(num_steps), 0]:  # the first again: nothing of the others may be left
         for number, (model, graph) in enumerate(zip(models, graphs)):
             graph.replay(model.call(model.load(index)))
             outputs[number, index] = model.taken()
@@ -195,32 +180,29 @@ DECODE, CHUNK = AttentionState.DecodeOnly, AttentionState.ChunkedPrefill
 
 
 def decodes(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Three layers: the first has an event of its own, the others share one."""
+    """Replay three layers: the first has an event of its own, the others share one."""
     group = Group(_forms(DECODE_STEPS, DECODE, dtype), 3)
     return replayed([Model(family, [group], bench)], len(DECODE_STEPS), bench)
 
 
 def padded_decodes(family: str, bench: Bench) -> Outcome:
-    """The graph has more rows than requests."""
     forms = [replace(f, num_padding=2) for f in _forms(DECODE_STEPS, DECODE, torch.bfloat16)]
     return replayed([Model(family, [Group(forms, 1)], bench)], len(DECODE_STEPS), bench)
 
 
 def chunks(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """A mixed batch whose query lengths change, too."""
     group = Group(_forms(CHUNK_STEPS, CHUNK, dtype), 2)
     return replayed([Model("fia", [group], bench)], len(CHUNK_STEPS), bench)
 
 
 def windows(lengths: tuple[Any, ...], state: AttentionState, bench: Bench) -> Outcome:
-    """Windowed layers beside layers of full attention, each group with block tables of its own."""
+    """Replay windowed layers beside layers of full attention, each group with its block tables."""
     full = Group(_forms(lengths, state, torch.bfloat16), 2)
     windowed = Group(_forms(lengths, state, torch.bfloat16, window=4), 2)
     return replayed([Model("fia", [full, windowed], bench)], len(lengths), bench)
 
 
 def two_sizes(family: str, bench: Bench) -> Outcome:
-    """Graphs of two sizes with one memory and one workspace, replayed in turn."""
     large = Group(_forms(DECODE_STEPS, DECODE, torch.bfloat16), 2)
     small = Group(_forms(tuple(e[:1] for e in DECODE_STEPS), DECODE, torch.bfloat16), 2)
     models = [Model(family, [group], bench) for group in (large, small)]
@@ -228,7 +210,6 @@ def two_sizes(family: str, bench: Bench) -> Outcome:
 
 
 def plain(bench: Bench) -> Outcome:
-    """A graph without attention: it reads its inputs at their addresses."""
     source = bench.put(torch.zeros(64))
     target = torch.zeros_like(source)
 
@@ -292,4 +273,3 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS: tuple[Row, ...] = tuple(_rows())
-"""Rows of this file."""

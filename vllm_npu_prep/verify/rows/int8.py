@@ -28,17 +28,16 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
         for what in ("form", "group sizes", "rows of no group")
     ),
 }
-"""What to try first on hardware, by the row that tries it."""
+"""The records that each row tries."""
 
 
 def calls(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
-    """What start-up compares, the product of experts, and what the plugin does not call yet."""
+    """Return start-up's calls, the product of experts, and what the plugin doesn't call yet."""
     others = {"experts": experts_product(dtype), "swiglu-wide": wide_swiglu(dtype)}
     return {**probes(dtype), **others}
 
 
 def int8(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Every result of an operator's call, as start-up compares them."""
     probe = calls(dtype)[name]
     given = f"{probe.operator}, {dtype}"
     results = zip(probe.call(bench.put), probe.expected(), strict=True)
@@ -48,7 +47,7 @@ def int8(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
 
 
 def zeros(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Rows of zeros, which padding may be: their products must be zeros, not NaN."""
+    """Check that products of rows of zeros, which padding may be, are zeros and not NaN."""
     values, scale = torch.ops.npu.npu_dynamic_quant(bench.put(torch.zeros(3, 64, dtype=dtype)))
     weight = bench.put(torch.ones(32, 64, dtype=torch.int8)).t()
     product = torch.ops.npu.npu_quant_matmul(
@@ -79,4 +78,3 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS: tuple[Row, ...] = tuple(_rows())
-"""Rows of this file."""

@@ -1,4 +1,4 @@
-"""Rows of latent attention: the calls that start-up makes, too."""
+"""Rows of latent attention. Their calls are those that start-up makes, too."""
 
 from functools import partial
 
@@ -37,18 +37,18 @@ WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
     "drafts": ("drafts over latent rows", LATENT),
     "prefill": ("prefills over projected rows", CONTEXT),
 }
-"""Form of a step, and what it tries, by the name of its rows."""
+"""The form of a step and the records that it tries, by the name of its rows."""
 
 
 USUAL = shape_of(4)
 WIDE = shape_of(5, size=192, value_size=256)
-"""As GLM-4.7-Flash's: heads no power of two; values as wide as keys and their rotated part."""
+"""The shape of GLM-4.7-Flash: the number of heads is no power of two; values are as wide as keys
+with their rotated part."""
 
 
 def latent(
     what: str, shape: LatentShape, dtype: torch.dtype, block_size: int, bench: Bench
 ) -> Outcome:
-    """A step of latent attention beside its formula."""
     form = forms_of(shape, dtype, block_size, 3)[what]
     mask = bench.put(torch.from_numpy(compressed_mask()))
     kernels = make_latent_kernels("fia")
@@ -56,7 +56,7 @@ def latent(
 
 
 def with_lse(dtype: torch.dtype, bench: Bench) -> Outcome:
-    """Decodes over latent rows with sums of exponentials, as ranks that share contexts ask."""
+    """Compare decodes and their log-sum-exps, as decode context parallelism asks for them."""
     form = forms_of(USUAL, dtype, 128, 3)["drafts over latent rows"]
     mask = bench.put(torch.from_numpy(compressed_mask()))
     return LatentStep(form, bench.device.device, make_latent_kernels("fia"), mask).run_with_lse()
