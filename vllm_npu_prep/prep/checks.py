@@ -427,7 +427,7 @@ def check_states(
             if num_accepted_tokens[req] != 1:
                 return STATE_PADDING, req, -1, -1
     num_decode_tokens = query_start_loc[num_decodes] if speculates else 0
-    first_prefill = num_decodes if speculates else 0  # whose one state is in state_indices
+    first_prefill = num_decodes if speculates else 0  # from here on a request has one state
     num_written = num_decode_tokens + num_reqs - first_prefill
     written = np.empty(num_written, np.int32)
     writers = np.empty(num_written, np.int32)

@@ -500,7 +500,7 @@ def oracle_state_step(
         begins = request.num_computed_tokens
         has_states = row < len(decodes) and num_drafts > 0
         if not has_states:
-            begins += request.num_scheduled_tokens - 1  # whose state alone is kept
+            begins += request.num_scheduled_tokens - 1  # the last token's is the only state kept
         blocks = _state_blocks(request, begins, block_size, num_drafts)
         writes.append(blocks[0])
         for offset in range(request.num_scheduled_tokens):

@@ -67,7 +67,7 @@ def attention_state(flags: int, chunked_prefill: bool) -> AttentionState:
     Parameters
     ----------
     flags
-        As `batch_flags` returns them.
+        The result of `batch_flags`.
     chunked_prefill
         Whether the scheduler may split a prompt over several steps.
     """

@@ -110,7 +110,7 @@ def state_column(start, token, block_size, num_drafts):
 def find_states(
     num_reqs,
     decode_threshold,
-    num_drafts,  # the states of a decode without its first one
+    num_drafts,  # the most drafts of a request, each of which has a state
     query_start_loc,  # [num_reqs + 1 or more] int32
     seq_lens,  # [num_reqs or more] int32
     num_computed_tokens,  # [num_reqs or more] int32
