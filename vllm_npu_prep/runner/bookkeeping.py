@@ -155,7 +155,6 @@ class Bookkeeping:
     def _append_verified(
         self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray
     ) -> tuple[int, list[list[int]]]:
-        """Append the accepted drafts of each request and the token after them."""
         flat = np.empty(sampled.numel(), np.int32)
         ends = np.zeros(len(sampled) + 1, np.int32)
         full = append_verified_tokens(

@@ -41,7 +41,7 @@ class CaptureOne(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Something that has the sizes of graphs: vLLM's dispatcher for V1, our graph manager for V2."""
+    """The owner of the sizes of graphs: vLLM's dispatcher for V1, our graph manager for V2."""
 
     cudagraph_mode: CUDAGraphMode
 
@@ -361,6 +361,5 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
 
 
 def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
-    """Return the key by which lines of the table are sorted, and the name of a line."""
     adapters = ", LoRA" if descriptor.num_active_loras else ""
     return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

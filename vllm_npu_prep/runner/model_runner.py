@@ -384,7 +384,6 @@ class NPUModelRunner(GPUModelRunner):
         self.buffers.bind(in_flight.staged)
 
     def _end_step(self) -> None:
-        """Clear the record of a step or of a dummy run that has ended or failed."""
         self.in_flight = self.dummy_run = None
 
     def _observe(
@@ -407,7 +406,6 @@ class NPUModelRunner(GPUModelRunner):
     def _dispatch(
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
-        """Ask upstream for its decision on graph and padding, before a step is prepared."""
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
         return super()._determine_batch_execution_and_padding(
             num_tokens=batch.total_num_scheduled_tokens,
@@ -586,7 +584,6 @@ class NPUModelRunner(GPUModelRunner):
         hidden_states: torch.Tensor,
         num_scheduled_tokens: int,
     ) -> tuple[Any, ...]:
-        """Append all tokens together if tokens are all that each request got and needs."""
         batch, wanted = self.input_batch, self.num_prompt_logprobs
         discard = self.discard_request_mask.np[: batch.num_reqs]
         if self.bookkeeping.can_append_together(batch, sampler_output, discard, wanted):
@@ -614,7 +611,6 @@ class NPUModelRunner(GPUModelRunner):
     def _copy_draft_token_ids_to_cpu(
         self, scheduler_output: SchedulerOutput, zeros_only: bool = False
     ) -> None:
-        """Keep the new drafts with the samples for the next step."""
         super()._copy_draft_token_ids_to_cpu(scheduler_output, zeros_only)
         if self.use_async_spec_decode:
             assert isinstance(self._draft_token_ids, torch.Tensor)
@@ -876,7 +872,6 @@ class NPUModelRunner(GPUModelRunner):
             self.recorder.warm_up(step)
 
     def shutdown(self) -> None:
-        """Log how often preparation had to wait, what the encoder did and how steps ran."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
             logger.info(

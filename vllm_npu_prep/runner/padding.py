@@ -80,8 +80,6 @@ class Counts(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What was decided for a step."""
-
     dispatched: tuple[Any, ...]  # upstream's answer, unchanged
     padding: Padding
     kind: str  # how the step is counted (`StepCounts.kind`)
@@ -155,7 +153,6 @@ class StepPadding:
         return decision
 
     def _decide(self, batch: StepBatch, counts: Counts) -> Decision:
-        """Make a new decision, which is kept for later steps of these counts."""
         decision = self._ask(batch, counts.max_query_len, counts.num_encoder_reqs, counts.eager)
         if self.depends_on_counts_only:
             if len(self._kept) == KEPT_DECISIONS:
@@ -217,7 +214,6 @@ class StepPadding:
         return None
 
     def of_capture(self, mode: CUDAGraphMode, descriptor: Any) -> Padding:
-        """Return the padding of a step without requests, over which a graph is captured."""
         return self._padding_of((mode, descriptor), 0)
 
     def forget(self) -> None:
