@@ -1,4 +1,6 @@
-"""Input preparation as pure functions over arrays: numpy and numba in, numpy out.
+"""The preparation of a step's inputs as pure functions over arrays: numpy and numba in, numpy out.
 
-Imports neither vLLM nor torch_npu, and can be used without them.
+The package imports neither vLLM nor torch_npu, and can be used without them. `batch.prepare_step`
+is its entry: it prepares a `batch.StepBatch`. `arrays` is the table of all arrays of a step,
+`fused_pass` writes their values, and `oracle` computes the same values in plain loops.
 """

@@ -17,14 +17,14 @@ D      ``max_drafts``
 S      R in an engine with speculation, else 0
 V      most virtual requests of chunked local attention, else 0; ``V + 1`` for their borders
 L      KV-cache groups whose layers see virtual requests
-N      KV-cache groups that hold states (linear attention)
-Z      R in an engine with states, else 0
-H      N in an engine with states and speculation, else 0
-A      R in an engine with states and speculation, else 0
+N      KV-cache groups that hold recurrent states (linear attention)
+Z      R in an engine with recurrent states, else 0
+H      N in an engine with recurrent states and speculation, else 0
+A      R in an engine with recurrent states and speculation, else 0
 W      R in an engine of vLLM's V2 runner, else 0
 X      R in an engine with decode context parallelism, else 0
-Q      R in an engine with latent attention or with states, else 0; ``Q + 1`` for borders of its
-       prefills
+Q      R in an engine with latent attention or recurrent states, else 0; ``Q + 1`` for borders of
+       its prefills
 C      most pieces of contexts that prefills of latent attention read, else 0
 =====  ==========================================================================================
 """
@@ -36,28 +36,32 @@ import numpy as np
 from numpy import bool_, int32, int64
 
 PAD_SLOT_ID = -1
-"""Slot of a padding token: skipped by every cache writer."""
+"""The slot of a padding token, which every cache writer skips."""
 
 NULL_BLOCK_ID = 0
-"""The block that no request owns; rows of padding requests hold it."""
+"""The block that no request owns. Rows of padding requests hold it."""
 
 PADDING_ROWS = 1
-"""Extra rows after those of requests, which always hold the null block: a mixed batch can fill all
-of a full graph's requests, and its padding tokens then still need a request of their own."""
+"""The number of extra rows after those of requests, which always hold the null block. A mixed batch
+can fill all requests of a full graph, and its padding tokens then still need a request of their
+own."""
 
 NO_PREVIOUS_ROW = -1
-"""Entry of `previous_rows` for a request without a sample in the last step."""
+"""The entry of `previous_rows` for a request without a sample in the last step."""
 
 
 class Level(Enum):
-    """What one element belongs to; decides how much of the array is the batch and not padding."""
+    """What one element belongs to.
+
+    It decides how much of an array is the batch, and how much is padding.
+    """
 
     TOKEN = "token"  # along the last dimension
     REQUEST = "request"
     LOGIT = "row of logits"  # a request has one for each of its drafts, and one after them
     DRAFT = "draft"
     CHUNK = "virtual request"  # of chunked local attention
-    PREFILL = "prefill"  # of latent attention, or of states: a request after the decodes
+    PREFILL = "prefill"  # a request after the decodes (latent attention, recurrent states)
     PIECE = "piece of a context"  # which a prefill of latent attention reads in one chunk
 
 
@@ -77,14 +81,10 @@ class Shown(Flag):
 
 
 class ArrayType:
-    """Type and dimensions of an array that compiled code knows by name.
+    """The type and the dimensions of an array that compiled code knows by name.
 
-    Parameters
-    ----------
-    dtype
-        Of an element.
-    dims
-        Names of the dimensions, separated by commas.
+    ``dtype`` is the type of an element; ``dims`` has the names of the dimensions, separated by
+    commas.
     """
 
     name: str  # of the attribute
@@ -95,7 +95,7 @@ class ArrayType:
 
 
 class Array(ArrayType):
-    """One line of the table.
+    """One line of the table of a step's arrays.
 
     Parameters
     ----------
@@ -109,12 +109,12 @@ class Array(ArrayType):
     shown
         What ``explain`` shows.
     spare
-        Unused elements laid out after the array: unwanted values are written there.
+        The number of unused elements after the array, to which unwanted values are written.
     sampled
         Whether the device overwrites elements with samples of the last step (asynchronous
-        scheduling). Such an array is int32, and compiled code finds its ``<name>_offset``, too.
+        scheduling). Such an array is int32, and compiled code also finds its ``<name>_offset``.
     recorded_as
-        Its name in a record; by default its own and ``_padded``.
+        The array's name in a record; by default its own name and ``_padded``.
     """
 
     def __init__(
@@ -139,12 +139,11 @@ class Array(ArrayType):
 
     @property
     def has_borders(self) -> bool:
-        """Whether elements are borders between requests: one more than there are requests."""
+        """Whether elements are borders between requests, one more than there are requests."""
         return self.dims[-1].endswith("+ 1")
 
     @property
     def by_group(self) -> bool:
-        """Whether each KV-cache group has a row of its own."""
         return self.dims[0] == "G"
 
 
@@ -159,7 +158,7 @@ def array(
     sampled: bool = False,
     recorded_as: str = "",
 ) -> Any:
-    """Make an `Array`; returns Any, so that type checkers accept it as an attribute's default."""
+    """Make an `Array`, typed as Any so that type checkers accept it as an attribute's default."""
     return Array(dtype, dims, level, padding, shown, spare, sampled, recorded_as)
 
 
@@ -170,10 +169,10 @@ NOTHING, BOTH = Shown.NOTHING, Shown.BATCH | Shown.PADDED
 
 
 class Arrays(Generic[A]):
-    """A step's arrays as attributes: numpy's, or torch's.
+    """The arrays of a step as attributes, either numpy's or torch's.
 
-    The order is that of the buffer. Token-level arrays come first, so that their offsets depend on
-    ``num_input_tokens`` alone: a piecewise graph serves any number of requests.
+    Their order is that of the buffer. Token-level arrays come first, so that their offsets depend
+    on ``num_input_tokens`` alone: a piecewise graph serves any number of requests.
     """
 
     __slots__ = ()
@@ -184,7 +183,7 @@ class Arrays(Generic[A]):
     input_ids: A = array(int32, "T", TOKEN, 0, BOTH, spare=1, sampled=True)
     slot_mapping: A = array(int32, "G, T", TOKEN, PAD_SLOT_ID, BOTH)
     is_padding: A = array(bool_, "T", TOKEN, True, NOTHING, recorded_as="is_padding")
-    # States, with speculation: the block to which the state after each token of a decode is written
+    # Recurrent states with speculation: the block for the state after each token of a decode
     token_state_indices: A = array(int32, "H, T", TOKEN, NULL_BLOCK_ID, NOTHING)
     query_start_loc: A = array(int32, "R + 1", REQUEST, BY_RULE, BOTH)
     seq_lens: A = array(int32, "R", REQUEST, BY_RULE, BOTH)
@@ -211,30 +210,31 @@ class Arrays(Generic[A]):
     # computed before this step, how many this rank keeps.
     dcp_local_seq_lens: A = array(int32, "X", REQUEST, 0, NOTHING)
     dcp_local_context_lens: A = array(int32, "X", REQUEST, 0, NOTHING)
-    # States (`prep.states`): in each state group, the block from which a request's state is read
-    # and the one to which it is written, with speculation that of its first token; whether it has
-    # computed anything that is to be read; and how many tokens of its last step count.
+    # Recurrent states (`prep.states`): in each of their groups, the block from which a request's
+    # state is read and the one to which it is written, with speculation that of its first token;
+    # whether the request has a state to read; and how many tokens of its last step count.
     initial_state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
     state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
     has_initial_state: A = array(bool_, "Z", REQUEST, False, NOTHING)
     num_accepted_tokens: A = array(int32, "A", REQUEST, 1, NOTHING)
-    # Latent attention (`prep.latent`) and states: where the queries of prefills begin, counted from
-    # the first prefill's.
+    # Latent attention (`prep.latent`) and recurrent states: where the queries of prefills begin,
+    # counted from the first prefill's.
     prefill_query_start_loc: A = array(int32, "Q + 1", PREFILL, UNDEFINED, NOTHING)
-    # Latent attention: of each piece of a prefill's context the request, the first position, the
+    # Latent attention: for each piece of a prefill's context its request, its first position, its
     # length, and the chunk in which it is gathered.
     context_piece_reqs: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
     context_piece_chunks: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
-    # Slot of each request, for samplers of vLLM's V2 runner
+    # Request row of each request, for samplers of vLLM's V2 runner
     idx_mapping: A = array(int64, "W", REQUEST, UNDEFINED, NOTHING)
 
 
 STEP_ARRAYS: dict[str, Array] = {
     name: line for name, line in vars(Arrays).items() if isinstance(line, Array)
 }
-"""The table by name. The lines are removed from `Arrays`: only its instances have attributes."""
+"""The table by name. Its lines are removed from `Arrays`, so that only instances have the
+attributes."""
 
 for _name in STEP_ARRAYS:
     delattr(Arrays, _name)

@@ -1,4 +1,7 @@
-"""A step's batch as the scheduler made it, and the same step prepared for the device."""
+"""A step's batch as the scheduler made it, and the same step prepared for the device.
+
+`prepare_step` makes a `PreparedStep` of a `StepBatch`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,26 +39,27 @@ NO_COUNTS = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class StepBatch:
-    """What `prepare_step` reads of one step."""
+    """The input of `prepare_step`: one scheduled batch and the runner's tables."""
 
     tables: BatchTables
     num_scheduled_tokens: np.ndarray  # [num_reqs] int32
     num_draft_tokens: np.ndarray  # [num_reqs or more] int32
     total_num_scheduled_tokens: int
     # [num_reqs or more] int64: row of each request in the last step's samples if these are still
-    # on the device (async scheduling), else -1; not read if `num_sampled_rows` is 0
+    # on the device (asynchronous scheduling), else -1; not read if `num_sampled_rows` is 0
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 if they are not on the device
     num_sampled_drafts: int = 0  # drafts after the sample of each of these rows
     takes_embeds: bool = False  # the model gets embeddings (`vllm_npu_prep.prep.embeds`)
-    # [1 + num_groups] int64: the step is checked as soon as it is written (`checks.find_fault`)
+    # [1 + num_groups] int64, as `checks.find_fault` takes them: the step is checked as soon as it
+    # is written. Empty: it is not checked
     check_limits: np.ndarray = field(default_factory=lambda: NO_LIMITS)
-    # [num_reqs or more] int32: tokens of each request's last step that count, drafts that were
-    # rejected excluded; 1 where the last step kept the last state only, or there was none. Read in
-    # an engine with states and speculation (`prep.states`).
+    # [num_reqs or more] int32: how many tokens of each request's last step count, without rejected
+    # drafts. It is 1 where that step kept its last state only, or where there was no such step.
+    # Only an engine with recurrent states and speculation reads it (`prep.states`).
     num_accepted_tokens: np.ndarray = field(default_factory=lambda: NO_COUNTS)
     num_reqs: int = field(init=False)
-    # Scatter targets of the last step's samples, those that nothing uses included
+    # Scatter targets of the last step's samples, including samples that nothing uses
     num_targets: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,11 +70,12 @@ class StepBatch:
 
 @dataclass(slots=True)
 class PreparedStep(Arrays[np.ndarray]):
-    """A prepared step: every variable of the reference documents by its name.
+    """A prepared step, with every variable of the reference documents under its own name.
 
-    Each array of `vllm_npu_prep.prep.arrays` is an attribute, without padding; `arrays` has the
-    same ones with graph padding. All are views of one buffer. Values that the device doesn't need
-    (``req_indices`` and the like) are computed on access.
+    Each array of the table `vllm_npu_prep.prep.arrays` is an attribute, without its padding;
+    `arrays` has the same arrays with graph padding. All of them are views of one buffer. Values
+    that the device doesn't need (``req_indices`` and the like) are computed on access. Counts are
+    those of the batch, without padding, except for `num_input_tokens`.
     """
 
     batch: StepBatch
@@ -84,107 +89,110 @@ class PreparedStep(Arrays[np.ndarray]):
     num_block_changes: int  # block-table entries that travel with the step
     local: LocalRequests | None = None  # virtual requests of chunked local attention
     latent: LatentStep | None = None  # decodes, prefills and context chunks of latent attention
-    states: StateStep | None = None  # decodes and prefills of layers with states
-    rule: int = NOT_CHECKED  # that the step broke when it was written (`checks.Rule`); 0: none
+    states: StateStep | None = None  # decodes and prefills of layers with recurrent states
+    rule: int = NOT_CHECKED  # the rule that the step breaks (`checks.Rule`), 0 if it breaks none
 
     # --- scalars
     @property
     def num_reqs(self) -> int:
-        """Requests of the step, padding excluded."""
         return self.batch.num_reqs
 
     @property
     def total_num_scheduled_tokens(self) -> int:
-        """Tokens of the step, padding excluded."""
         return self.batch.total_num_scheduled_tokens
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens of the step after graph padding."""
+        """The number of tokens after graph padding."""
         return self.padding.num_input_tokens
 
     @property
     def num_sampled_tokens(self) -> np.ndarray:
-        """Rows of logits of each request, ``[num_reqs]``: its drafts and the token after them."""
+        """The rows of logits of each request, ``[num_reqs]``: its drafts and one after them."""
         return self.batch.num_draft_tokens[: self.num_reqs] + 1
 
     @property
     def max_num_sampled_tokens(self) -> int:
-        """Most rows of logits of one request."""
         return int(self.num_sampled_tokens.max())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel to the device."""
+        """The number of bytes that travel to the device: the arrays and the variable part."""
         return self.layout.nbytes(self.batch.num_targets, self.num_block_changes)
 
     # --- request level
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of the step: the logits that are not some request's last."""
+        """The number of draft tokens: rows of logits that are not the last of their request."""
         return self.num_logits - self.num_reqs
 
     @property
     def num_local_reqs(self) -> int:
-        """Virtual requests of chunked local attention."""
+        """The number of virtual requests of chunked local attention; 0 in an engine without it."""
         return 0 if self.local is None else self.local.num_reqs
 
     @property
     def slots(self) -> np.ndarray:
-        """Row of each request in the tables, ``[num_reqs]``."""
+        """The request row of each request in the tables, ``[num_reqs]``."""
         return self.batch.tables.slots[: self.num_reqs]
 
     @property
     def num_prefills(self) -> int:
-        """Requests after the decodes of latent attention, or of layers with states."""
+        """The number of requests after the decodes, with latent attention or recurrent states.
+
+        It is 0 in an engine that has neither.
+        """
         halves = self.states if self.latent is None else self.latent
         return 0 if halves is None else halves.num_prefills
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of contexts that prefills of latent attention read."""
+        """The number of context pieces that prefills of latent attention read; else 0."""
         return 0 if self.latent is None else self.latent.num_pieces
 
     @property
     def query_lens(self) -> np.ndarray:
-        """Scheduled tokens of each request, ``[num_reqs]``."""
+        """The number of scheduled tokens of each request, ``[num_reqs]``."""
         return self.batch.num_scheduled_tokens
 
     @property
     def cu_num_tokens(self) -> np.ndarray:
-        """Running sum of `query_lens`, ``[num_reqs]``."""
+        """The running sum of `query_lens`, ``[num_reqs]``."""
         return self.arrays.query_start_loc[1 : self.num_reqs + 1]
 
     # --- token level
     @property
     def req_indices(self) -> np.ndarray:
-        """Request of each token, ``[total_num_scheduled_tokens]``."""
+        """The request of each token, ``[total_num_scheduled_tokens]``."""
         return np.repeat(np.arange(self.num_reqs), self.query_lens)
 
     @property
     def query_pos(self) -> np.ndarray:
-        """Index of each token among its request's scheduled tokens (the batched arange)."""
+        """The index of each token among its request's scheduled tokens (the batched arange)."""
         return self.positions - self.num_computed_tokens[self.req_indices]
 
     @property
     def token_indices(self) -> np.ndarray:
-        """Index of each token in the flattened token table."""
+        """The index of each token in a flattened token table with rows in the batch's order."""
         return self.req_indices * self.batch.tables.max_model_len + self.positions
 
     def max_num_blocks_per_req(self, group: int = 0) -> int:
-        """Columns of the logical block table: ``ceil(max_model_len / block_size)``.
+        """Return the columns of the logical block table: ``ceil(max_model_len / block_size)``.
 
-        vLLM's real rows are wider (aligned to 128 tokens); this is the width in the documents.
+        Here a block's size is all positions for which it stands. vLLM's real rows are wider
+        (aligned to 128 tokens); the documents have this width.
         """
         return -(-self.batch.tables.max_model_len // self.batch.tables.tokens_per_block(group))
 
     def block_table(self, group: int = 0) -> np.ndarray:
-        """Physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
+        """Return the physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
         columns = self.max_num_blocks_per_req(group)
         return self.batch.tables.block_table(group)[self.slots, :columns]
 
     def local_requests(self, group: int) -> dict[str, np.ndarray]:
-        """Virtual requests that a group with chunked local attention sees, padding excluded.
+        """Return the virtual requests that a group with chunked local attention sees.
+
+        They are those of the batch, without padding.
 
         Returns
         -------
@@ -207,31 +215,32 @@ class PreparedStep(Arrays[np.ndarray]):
         }
 
     def block_table_indices(self, group: int = 0) -> np.ndarray:
-        """Index of each token's block in the flattened logical block table.
+        """Return the index of each token's block in the flattened logical block table.
 
-        Not ``token_indices // block_size``: rows of the two tables have different lengths whenever
-        ``max_model_len`` is no multiple of the block size.
+        It is not ``token_indices // block_size``: rows of the two tables have different lengths
+        whenever ``max_model_len`` is no multiple of the block size.
         """
         blocks = self.positions // self.batch.tables.tokens_per_block(group)
         return self.req_indices * self.max_num_blocks_per_req(group) + blocks
 
     def block_numbers(self, group: int = 0) -> np.ndarray:
-        """Physical block of each token.
+        """Return the physical block of each token.
 
-        Of a step that went wrong, positions may be past its table: readers get some block then.
+        In a step that went wrong, positions may be past its table. Such a token gets some block in
+        place of an error, so that the step can still be shown.
         """
         table = self.block_table(group).reshape(-1)
         return table.take(self.block_table_indices(group), mode="clip")
 
     def block_offsets(self, group: int = 0) -> np.ndarray:
-        """Offset of each token inside its block, on the rank that keeps it."""
+        """Return the offset of each token inside its block, on the rank that keeps the token."""
         tables, positions = self.batch.tables, self.positions
         if tables.dcp is not None:
             positions = tables.dcp.local_position(positions)
         return positions % tables.block_sizes[group]
 
     def owners(self) -> np.ndarray:
-        """Rank that keeps each token; empty without decode context parallelism."""
+        """Return the rank that keeps each token; empty without decode context parallelism."""
         dcp = self.batch.tables.dcp
         return self.positions[:0] if dcp is None else dcp.owner(self.positions)
 
@@ -245,11 +254,11 @@ COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
     Level.PREFILL: attrgetter("num_prefills"),
     Level.PIECE: attrgetter("num_pieces"),
 }
-"""How many elements of each level the batch has."""
+"""The number of elements of each level that the batch has, without padding."""
 
 
 def _of_batch(line: Array) -> property:
-    """An array of a `PreparedStep`: what the batch has of it, without padding."""
+    """Make the property of a `PreparedStep` that returns an array without its padding."""
     name, count, borders = line.name, COUNTS[line.level], int(line.has_borders)
 
     def of_batch(step: PreparedStep) -> np.ndarray:
@@ -268,21 +277,21 @@ def prepare_step(
     layout: StepLayout | None = None,
     arrays: StepArrays | None = None,
 ) -> PreparedStep:
-    """Prepare one step.
+    """Prepare one step: write all of its arrays, and decide its attention state.
 
     Parameters
     ----------
     batch
         The scheduled batch. `num_synced_blocks` and `num_device_blocks` of its tables are updated.
     padding
-        Sizes that were decided for it.
+        The sizes that were decided for the batch.
     layout, arrays
-        Where to write. By default a fresh buffer of the padded size.
+        Where the step is written. By default it gets a fresh buffer of the padded size.
 
     Returns
     -------
     PreparedStep
-        Every array written, padding included, and the attention state decided.
+        The step. Its arrays are `arrays`, padding included.
 
     Raises
     ------
@@ -343,7 +352,7 @@ def prepare_step(
 
 
 def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> LocalRequests:
-    """Write the step's virtual requests, computed from arrays that are written already."""
+    """Write the step's virtual requests from arrays that are written already."""
     tables = batch.tables
     assert tables.local is not None
     sizes = split_at_chunks(
@@ -365,7 +374,7 @@ def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> L
 
 
 def _latent_step(batch: StepBatch, latent: LatentSplit, arrays: StepArrays) -> LatentStep:
-    """Write the split of latent attention, computed from arrays that are written already."""
+    """Write the split of latent attention from arrays that are written already."""
     sizes = split_prefills(
         batch.num_reqs,
         latent.decode_threshold,
@@ -383,7 +392,7 @@ def _latent_step(batch: StepBatch, latent: LatentSplit, arrays: StepArrays) -> L
 
 
 def _state_step(batch: StepBatch, states: StateGroups, arrays: StepArrays) -> StateStep:
-    """Write where states are, found from arrays that are written already."""
+    """Write where recurrent states are, from arrays that are written already."""
     if states.num_drafts and len(batch.num_accepted_tokens) < batch.num_reqs:
         raise ValueError("an engine with states and speculation counts accepted tokens")
     sizes = find_states(
@@ -416,20 +425,14 @@ def warm_up(
     states: StateGroups | None = None,
     dcp: ContextShards | None = None,
 ) -> PreparedStep:
-    """Compile or load the compiled code, for the types that runners use.
+    """Compile the compiled code or load it from its cache, so that no request waits for it.
 
     Parameters
     ----------
     mrope_dims
-        Dimensions of the model's M-RoPE positions.
-    local
-        The engine's groups with chunked local attention.
-    latent
-        How the engine splits steps for latent attention.
-    states
-        The engine's groups that hold states.
-    dcp
-        The part of each context that this rank keeps.
+        The dimensions of the model's M-RoPE positions; 0 for a model without them.
+    local, latent, states, dcp
+        As in the engine's `BatchTables`: code that only such engines need is compiled, too.
 
     Returns
     -------
@@ -442,7 +445,7 @@ def warm_up(
         states = StateGroups((0,), states.decode_threshold, states.num_drafts)
     block_size = 2 if dcp is None else dcp.interleave_size
     if states is not None:
-        block_size = 3 + states.num_drafts  # no token of the step ends it
+        block_size = 3 + states.num_drafts  # so that no token of the step ends a block
     one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
     tables = BatchTables(
         num_computed_tokens=one,

@@ -1,4 +1,4 @@
-"""Writes sampled tokens and drafts into the token table, for all requests at once."""
+"""Compiled loops that write sampled tokens and drafts into the token table, for all requests."""
 
 from vllm_npu_prep.prep.compiled import compiled
 
@@ -14,12 +14,13 @@ def append_sampled_tokens(
     token_ids,  # [max_num_reqs, max_model_len] int32, updated
     is_token_ids,  # [max_num_reqs, max_model_len] bool, updated
 ):
-    """Write one sampled token for each request that is not discarded into the token table.
+    """Write one sampled token into the token table for each request that is not discarded.
 
     Returns
     -------
     int
-        The first row that has no room for its token, -1 if all have. Rows before it are written.
+        The first row that has no room for its token, -1 if all have room. Rows before it are
+        written.
     """
     for req in range(sampled_token_ids.shape[0]):
         if discard_request_mask[req]:
@@ -46,13 +47,14 @@ def append_verified_tokens(
 ):
     """Append the tokens that verification kept, which are those of the vocabulary.
 
-    They are listed in `kept_token_ids`, too: those of a request begin at its entry of `kept_ends`
-    and end at the next one.
+    They are also listed in `kept_token_ids`: the tokens of a request begin at its entry of
+    `kept_ends` and end at the next entry.
 
     Returns
     -------
     int
-        The first row that has no room for its tokens, -1 if all have. Rows before it are written.
+        The first row that has no room for its tokens, -1 if all have room. Rows before it are
+        written.
     """
     kept = 0
     kept_ends[0] = 0
@@ -89,8 +91,8 @@ def write_draft_tokens(
     Returns
     -------
     int
-        The first request that has no room for its drafts, -1 if all have. Those before it are
-        written.
+        The first request that has no room for its drafts, -1 if all have room. Requests before it
+        are written.
     """
     first = 0
     for req in range(rows.shape[0]):

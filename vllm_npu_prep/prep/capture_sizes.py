@@ -1,37 +1,24 @@
-"""The sizes for which graphs are captured."""
+"""The sizes for which graphs are captured: the largest one, those whose padding fits, and fewer."""
 
 from collections.abc import Iterable
 
 
 def largest_decode(max_num_seqs: int, decode_query_len: int, max_num_batched_tokens: int) -> int:
-    """Tokens of the largest uniform decode step, for which a graph must exist.
+    """Return the tokens of the largest uniform decode step, for which a graph must exist.
 
-    Otherwise that step silently runs eagerly or with much padding (vllm-project/vllm-ascend 16049).
+    Without one, this step silently runs eagerly or with much padding (vllm-project/vllm-ascend
+    16049).
     """
     return decode_query_len * min(max_num_seqs, max_num_batched_tokens // decode_query_len)
 
 
 def fitting_sizes(sizes: Iterable[int], max_num_seqs: int, max_model_len: int) -> list[int]:
-    """Sizes of graphs for mixed batches whose padding always fits the padding requests.
+    """Return the sizes of graphs for mixed batches whose padding fits the padding requests.
 
-    A batch replays the smallest size that holds it. It pads the most, in the fewest rows, with one
-    token more than the next smaller size, or with a request in every row, whichever has more
-    tokens: then one padding request is left, and a row of its block table holds ``max_model_len``
-    tokens.
-
-    Parameters
-    ----------
-    sizes
-        In tokens.
-    max_num_seqs
-        Most requests of a step.
-    max_model_len
-        Most tokens of a request.
-
-    Returns
-    -------
-    list of int
-        Ascending.
+    They are in ascending order. A batch replays the smallest size that holds it. It pads the most,
+    in the fewest rows, with one token more than the next smaller size, or with a request in every
+    row, whichever has more tokens: then one padding request is left, and a row of its block table
+    holds ``max_model_len`` tokens.
     """
     kept: list[int] = []
     for size in sorted(set(sizes)):
@@ -42,22 +29,10 @@ def fitting_sizes(sizes: Iterable[int], max_num_seqs: int, max_model_len: int) -
 
 
 def thin_sizes(sizes: Iterable[int], limit: int, keep: Iterable[int]) -> list[int]:
-    """Keep at most `limit` of the sizes, spread evenly.
+    """Keep at most `limit` of the sizes, but at least one, spread evenly and in ascending order.
 
-    Parameters
-    ----------
-    sizes
-        In tokens.
-    limit
-        Most sizes that may be left; at least one is.
-    keep
-        Sizes to keep, the first ones if there are more than `limit`. The largest of `sizes` always
-        stays.
-
-    Returns
-    -------
-    list of int
-        Ascending.
+    The largest of `sizes` always stays, and then as many of `keep`, in their order, as `limit`
+    allows.
     """
     ascending = sorted(set(sizes))
     limit = max(1, limit)

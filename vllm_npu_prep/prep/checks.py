@@ -1,10 +1,10 @@
-"""Checks a prepared step before it is launched, in one compiled pass over its arrays.
+"""The check of a prepared step before it is launched, in one compiled pass over its arrays.
 
 The checks are written from the rules, independently of `vllm_npu_prep.prep.fused_pass`. They read
 every request and every token once, which takes about as long as writing a decode step does. The
 fused pass calls them itself once it has written a step: its arrays are in the cache then, and a
-call of compiled code takes as long as the check of 256 decodes.
-`vllm_npu_prep.observe.check` puts a broken rule into words.
+call of compiled code takes as long as the check of 256 decodes. `vllm_npu_prep.observe.check` puts
+a broken rule into words.
 """
 
 from enum import IntEnum
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from vllm_npu_prep.prep.batch import PreparedStep
 
 NO_LIMITS = np.empty(0, np.int64)
-"""In place of `find_fault`'s limits: the pass that writes a step doesn't check it."""
+"""What a step has in place of `find_fault`'s limits if the pass that writes it doesn't check it."""
 
-# Plain numbers, because compiled code reads them.
+# The rules are plain numbers, because compiled code reads them.
 NOT_CHECKED = -1
 HOLDS = 0
 STARTS_AT_ZERO = 1
@@ -57,7 +57,7 @@ SHARDED_LENS = 27
 STATE_ACCEPTED = 28
 
 NO_SLOTS = 0
-"""Slots of a group whose layers write none: it holds states."""
+"""The number of slots of a group whose layers write none, because it holds recurrent states."""
 
 
 class Rule(IntEnum):
@@ -104,21 +104,16 @@ class Fault(NamedTuple):
 
 
 def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
-    """Check every request and token of a step.
+    """Check every request and token of a step; return None if all rules hold.
 
     Parameters
     ----------
     step
-        Prepared, and not yet launched.
+        A step that is prepared, and not yet launched.
     limits
-        int64 ``[1 + num_groups]``: size of the vocabulary, and each group's number of slots,
-        `NO_SLOTS` for groups that hold states. A step with embeddings has undefined ids, so its
-        caller gives no limit for the vocabulary.
-
-    Returns
-    -------
-    Fault
-        None if all rules hold.
+        int64 ``[1 + num_groups]``: the size of the vocabulary, and each group's number of slots,
+        `NO_SLOTS` for groups that hold recurrent states. A step with embeddings has undefined ids,
+        so its caller gives no limit for the vocabulary.
     """
     batch = step.batch
     in_full_graph = step.padding.mode is GraphMode.FULL
@@ -173,11 +168,11 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
 
 @inlined
 def check_shards(t, out, num_reqs, num_slots, group, table):
-    """Slots and lengths of a group with decode context parallelism.
+    """Check slots and lengths of a group with decode context parallelism.
 
-    Every rank decides in the same way whose a token is, so it has a slot on exactly one of them.
-    That one is found by counting runs in the token's block, and `fill_sharded_slots` counts from
-    the request's first token.
+    Every rank decides in the same way which rank keeps a token, so a token has a slot on exactly
+    one of them. This check finds that rank by counting runs in the token's block;
+    `fill_sharded_slots` counts from the request's first token.
     """
     world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
     block_size, width = t.block_sizes[group], t.max_num_blocks[group]
@@ -233,7 +228,7 @@ def check_step_at(
     num_logits,
     in_full_graph,
 ):
-    """The first rule that is broken, and where: see `find_fault`."""
+    """Return the first rule that is broken, and where, in the order of the fields of `Fault`."""
     t, out = tables_of(tables), arrays_of(arrays)
     num_reqs, num_groups = num_scheduled_tokens.shape[0], t.block_sizes.shape[0]
     num_input_tokens, max_num_reqs = out.positions.shape[0], t.num_computed_tokens.shape[0]
@@ -370,7 +365,7 @@ def check_local_requests(
     chunk_local_seq_lens,  # [V] int32
     chunk_local_num_computed_tokens,  # [V] int32
 ):
-    """`check_step_at` for virtual requests (`vllm_npu_prep.prep.local_attention`)."""
+    """Do what `check_step_at` does for virtual requests (`vllm_npu_prep.prep.local_attention`)."""
     if chunk_local_query_start_loc[0] != 0:
         return LOCAL_QUERY_LENS, 0, -1, -1
     end = 0
@@ -395,7 +390,7 @@ def check_states(
     num_decodes,
     num_drafts,
     kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`
-    slots,  # [num_reqs or more] int32: row of each request in the tables
+    slots,  # [num_reqs or more] int32: request row of each request
     block_table_flat,  # [E] int32
     groups,  # [num_state_groups] int32
     first_entries,  # [num_state_groups] int64
@@ -410,11 +405,11 @@ def check_states(
     num_accepted_tokens,  # [R] int32; empty without speculation
     has_initial_state,  # [R] bool
 ):
-    """`check_step_at` for states (`vllm_npu_prep.prep.states`).
+    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.states`).
 
-    Blocks are the ones that the tables name for the last computed and the last scheduled token. No
-    two requests write one state, and nobody reads what another request writes in this step. With
-    speculation, each token of a decode has a state, and no two tokens write one.
+    Blocks have to be the ones that the tables name for the last computed and the last scheduled
+    token. No two requests write one state, and no request reads what another one writes in this
+    step. With speculation, each token of a decode has a state, and no two tokens write one.
     """
     for req in range(num_reqs):
         if has_initial_state[req] != (num_computed_tokens[req] > 0):
@@ -432,7 +427,7 @@ def check_states(
             if num_accepted_tokens[req] != 1:
                 return STATE_PADDING, req, -1, -1
     num_decode_tokens = query_start_loc[num_decodes] if speculates else 0
-    first_prefill = num_decodes if speculates else 0  # whose one state is in state_indices
+    first_prefill = num_decodes if speculates else 0  # from here on a request has one state
     num_written = num_decode_tokens + num_reqs - first_prefill
     written = np.empty(num_written, np.int32)
     writers = np.empty(num_written, np.int32)

@@ -1,8 +1,8 @@
-"""Hands arrays to compiled code by address, where they get their names back.
+"""The way in which compiled code gets arrays: by address, as a named tuple.
 
 Numba unboxes every array argument. For two dozen arrays that are no longer in the processor's
-cache, that takes as long as filling them for 256 decodes. So we pass one array of sizes and
-addresses, and build a named tuple from it inside compiled code, where that costs nothing.
+cache, this takes as long as filling them for 256 decodes. So one array of sizes and addresses is
+passed, and a named tuple is built from it inside compiled code, where that costs nothing.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from numba.np.arrayobj import populate_array
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ArrayType, Level, PaddingRule
 
 SOURCES = ("arrays.py", "checks.py", "compiled.py", "state.py", "tables.py")
-"""Files of this folder that change what functions in other files compile to."""
+"""The files of this folder that change what functions in other files compile to."""
 
 
 def _digest() -> str:
-    """Short digest of `SOURCES`; an installation without source files has no cache either."""
+    """Return a short digest of `SOURCES`; without source files there is no cache either."""
     digest = hashlib.sha256()
     for name in SOURCES:
         path = Path(__file__).with_name(name)
@@ -42,8 +42,9 @@ OPTIONS: dict[str, Any] = {"boundscheck": False, "error_model": "numpy"}
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function and cache the result on disk, beside its file or in ``NUMBA_CACHE_DIR``.
 
-    Numba's cache notices changes of the function's own file only. A function compiled for another
-    table of arrays would write past their ends, so the cache key includes a digest of the table.
+    Numba's cache notices changes of the function's own file only. A function that was compiled for
+    another table of arrays would write past their ends, so the cache key includes a digest of
+    `SOURCES`.
     """
     function.__qualname__ = f"{function.__qualname__}_{DIGEST}"
     return njit(cache=True, **OPTIONS)(function)
@@ -59,7 +60,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 @intrinsic
 def pointer(typingctx, address):
-    """In compiled code: turn an address into a pointer."""
+    """In compiled code, turn an address into a pointer."""
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -69,7 +70,7 @@ def pointer(typingctx, address):
 
 @intrinsic
 def prefetch(typingctx, array, index):
-    """In compiled code: let the processor fetch an element, by its index in the flattened array."""
+    """In compiled code, let the processor fetch an element of the flattened array."""
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -89,17 +90,17 @@ class ArrayTuple:
     Parameters
     ----------
     fields
-        Class of the tuple, which must be an attribute of a module. Its fields are the names of
+        The class of the tuple, which must be an attribute of a module. Its fields are the names of
         `arrays`, then those of `scalars`.
     arrays
-        Contiguous arrays by name.
+        The contiguous arrays by name.
     scalars
-        Names of integers.
+        The names of integers.
 
     Attributes
     ----------
     unpack
-        In compiled code: makes the named tuple from the result of `pack`.
+        The function that compiled code calls to make the named tuple from the result of `pack`.
     """
 
     def __init__(
@@ -113,16 +114,16 @@ class ArrayTuple:
     def pack(
         self, sizes: Mapping[str, int], addresses: Mapping[str, int], scalars: Mapping[str, int]
     ) -> np.ndarray:
-        """Sizes, addresses and scalars as one int64 array, in the order that `unpack` reads.
+        """Return sizes, addresses and scalars as one int64 array, in the order that `unpack` reads.
 
         Parameters
         ----------
         sizes
-            Of each dimension.
+            The size of each dimension.
         addresses
-            Of each array; the caller keeps their memory.
+            The address of each array, whose memory the caller keeps.
         scalars
-            By name.
+            The integers by name.
         """
         values = [
             *(sizes[dim] for dim in self.dims),
@@ -168,7 +169,7 @@ class ArrayTuple:
 
 # ---------------------------------------------------------------------- a step's arrays
 
-# The buffer that travels, whole, and its variable part
+# The whole buffer that travels, and two views of its variable part
 _BUFFER = {
     "buffer_int32": ArrayType(np.int32, "buffer / 4"),
     "variable_int64": ArrayType(np.int64, "variable / 8"),
@@ -178,25 +179,25 @@ _OFFSETS = [f"{name}_offset" for name, line in STEP_ARRAYS.items() if line.sampl
 StepViews = namedtuple("StepViews", [*STEP_ARRAYS, *_BUFFER, *_OFFSETS])  # type: ignore[misc]
 STEP = ArrayTuple(StepViews, {**STEP_ARRAYS, **_BUFFER}, _OFFSETS)
 arrays_of = STEP.unpack
-"""In compiled code: a step's arrays by name, from `vllm_npu_prep.prep.layout.StepArrays.addresses`.
+"""In compiled code, return a step's arrays by name from
+`vllm_npu_prep.prep.layout.StepArrays.addresses`.
 
 The tuple has the arrays of the table; ``buffer_int32``, the whole buffer; ``variable_int64`` and
 ``variable_int32``, two views of its variable part; and the offsets of arrays to which samples are
-scattered, in elements of the buffer viewed as int32.
-"""
+scattered, in elements of the buffer viewed as int32."""
 
 
 @intrinsic
 def write_padding(typingctx, arrays, num_tokens, num_reqs):
-    """In compiled code: fill all elements past the batch with the constants of the table.
+    """In compiled code, fill all elements past the batch with the constants of the table.
 
     Parameters
     ----------
     arrays
-        As `arrays_of` gives them.
+        The tuple that `arrays_of` returns.
     num_tokens, num_reqs
-        Where padding begins in token-level and request-level arrays. Arrays of other levels are
-        not touched: the code that writes them also pads them.
+        Where padding begins in token-level and request-level arrays. Arrays of other levels are not
+        touched: the code that writes them also pads them.
     """
 
     def codegen(context, builder, signature, args):

@@ -1,4 +1,4 @@
-"""Decode context parallelism: the KV cache of each request is shared out among several ranks.
+"""Decode context parallelism: several ranks share out the KV cache of each request.
 
 The tokens of a request go round the ranks in runs of `ContextShards.interleave_size` neighbours:
 the first run to rank 0, the next to rank 1, and after the last rank to rank 0 again. A rank keeps
@@ -19,17 +19,17 @@ T = TypeVar("T", int, np.ndarray)
 
 @dataclass(frozen=True)
 class ContextShards:
-    """Which part of each request's context one rank keeps.
+    """The part of each request's context that one rank keeps.
 
     Attributes
     ----------
     world_size
-        Ranks that share the context (vLLM's ``decode_context_parallel_size``).
+        The number of ranks that share the context (vLLM's ``decode_context_parallel_size``).
     rank
-        The one that prepares the step.
+        The rank that prepares the step.
     interleave_size
-        Neighbouring tokens on one rank (vLLM's ``cp_kv_cache_interleave_size``); blocks consist of
-        whole runs of this size.
+        The number of neighbouring tokens on one rank (vLLM's ``cp_kv_cache_interleave_size``);
+        blocks consist of whole runs of this size.
     """
 
     world_size: int
@@ -44,19 +44,22 @@ class ContextShards:
             )
 
     def owner(self, positions: T) -> T:
-        """The rank that keeps the token at a position."""
+        """Return the rank that keeps the token at a position."""
         return positions // self.interleave_size % self.world_size
 
     def local_position(self, positions: T) -> T:
-        """Where a token is among those that its rank keeps of the request."""
+        """Return the place of a token among those that its rank keeps of the request."""
         size = self.interleave_size
         return positions // (size * self.world_size) * size + positions % size
 
     def tokens_per_block(self, block_size: int) -> int:
-        """Positions of a request that one block of `block_size` slots on each rank stands for."""
         return block_size * self.world_size
 
 
 def tokens_per_block(shards: ContextShards | None, block_size: int) -> int:
-    """Positions of a request that one block stands for, with shards or without."""
+    """Return how many positions of a request one block stands for: its slots on all ranks.
+
+    ``block_size`` counts the slots of one rank. ``shards`` is None without decode context
+    parallelism.
+    """
     return block_size if shards is None else shards.tokens_per_block(block_size)

@@ -1,4 +1,4 @@
-"""Lengths that drafters see after a step's drafts have been verified."""
+"""The lengths and positions that drafters see after a step's drafts have been verified."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ import numpy as np
 def num_rejected_tokens(
     num_draft_tokens: Sequence[int], num_valid_tokens: np.ndarray
 ) -> np.ndarray:
-    """Scheduled tokens of each request that verification rejected.
+    """Return how many scheduled tokens of each request verification rejected.
 
     Parameters
     ----------
     num_draft_tokens
-        Drafts of each request in the step, ``[num_reqs]``.
+        The drafts of each request in the step, ``[num_reqs]``.
     num_valid_tokens
-        Sampled tokens that count, ``[num_reqs]``: accepted drafts and the token after them; 0 for
-        a request whose sample is discarded.
+        The sampled tokens that count, ``[num_reqs]``: accepted drafts and the token after them; 0
+        for a request whose sample is discarded.
 
     Returns
     -------
@@ -29,19 +29,14 @@ def num_rejected_tokens(
 
 
 def token_positions(query_start_loc: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """Positions of a draft pass's tokens in their sequences.
+    """Return the positions of a draft pass's tokens in their sequences, int64 ``[num_tokens]``.
 
     Parameters
     ----------
     query_start_loc
         int32 ``[num_reqs + 1]``.
     seq_lens
-        int32 ``[num_reqs]``, the pass's tokens included.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 ``[num_tokens]``.
+        int32 ``[num_reqs]``, including the tokens of this pass.
     """
     last = query_start_loc[1:]
     tokens = np.arange(last[-1], dtype=np.int64)
@@ -49,15 +44,15 @@ def token_positions(query_start_loc: np.ndarray, seq_lens: np.ndarray) -> np.nda
 
 
 def next_draft_seq_lens(seq_lens: np.ndarray, max_model_len: int) -> np.ndarray:
-    """Sequence lengths of the next draft pass, one token later.
+    """Return the sequence lengths of the next draft pass, which is one token later.
 
     Parameters
     ----------
     seq_lens
-        int32 ``[num_reqs]`` of the pass before, rejected tokens excluded.
+        int32 ``[num_reqs]`` of the pass before, without rejected tokens.
     max_model_len
-        Longest sequence. A request that has reached it starts over with one token without a slot
-        (vLLM's ``eagle_step_slot_mapping_metadata_kernel``).
+        The longest sequence. A request that has reached it starts over with one token without a
+        slot (vLLM's ``eagle_step_slot_mapping_metadata_kernel``).
 
     Returns
     -------

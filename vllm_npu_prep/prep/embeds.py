@@ -1,9 +1,10 @@
-"""Decides whether a step gives the model embeddings or ids, and finds the embedded tokens.
+"""The rule by which a step gives the model embeddings or ids, and the search for embedded tokens.
 
 A step gives the model ``inputs_embeds``, and ``input_ids`` is None, if at least one of its tokens
 comes as a vector: a token of a prompt given as embeddings, or the placeholder of an image or a
 video, which the encoder's output replaces. Every other step gives ``input_ids``, so that graphs
-include the embedding layer: steps of text, and all steps after the images (`takes_embeds`).
+include the embedding layer. These are steps of text, and all steps after the images
+(`takes_embeds`).
 
 Source: the reference documents replace placeholders in ``inputs_embeds`` and make ``input_ids``
 None, and let text-only models keep ``input_ids`` so that the embedding layer can be inside the
@@ -22,7 +23,7 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 class Placeholders:
     """Runs of prompt tokens whose embeddings an encoder makes.
 
-    In the order of the batch; positions rise within a request.
+    They are in the order of the batch, and positions rise within a request.
     """
 
     rows: np.ndarray  # [num_runs] int64, request
@@ -31,7 +32,7 @@ class Placeholders:
 
     @classmethod
     def of_rows(cls, runs: Sequence[Sequence[tuple[int, int]]]) -> "Placeholders":
-        """Runs of each request, ``(start, end)``, by row of the batch."""
+        """Make the runs of a batch from those of each request, ``(start, end)``, by row."""
         flat = [(row, *run) for row, of_row in enumerate(runs) for run in of_row]
         return cls(*np.array(flat, np.int64).reshape(-1, 3).T)
 
@@ -41,19 +42,17 @@ class Placeholders:
         num_scheduled_tokens: np.ndarray,  # [num_reqs]
         shift: int = 0,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Runs of which a step computes some tokens.
+        """Return the runs of which a step computes some tokens.
 
         Parameters
         ----------
-        num_computed_tokens, num_scheduled_tokens
-            Of the step.
         shift
             1 for a drafter, which reads the token after each token of the step.
 
         Returns
         -------
         runs, starts, ends
-            int64 ``[num_touched]`` each: indices of the runs, and the positions that the step
+            int64 ``[num_touched]`` each: the indices of the runs, and the positions that the step
             computes.
         """
         first = num_computed_tokens[self.rows] + shift
@@ -72,16 +71,12 @@ def takes_embeds(
     rows_with_embeds: Sequence[int],
     placeholders: Placeholders,
 ) -> bool:
-    """Whether the step gives the model ``inputs_embeds``, by this module's rule.
+    """Return whether the step gives the model ``inputs_embeds``, by this module's rule.
 
     Parameters
     ----------
-    tables, num_scheduled_tokens
-        The step.
     rows_with_embeds
-        Requests whose prompt was given as embeddings, in whole or in part.
-    placeholders
-        Of the batch.
+        The requests whose prompt was given as embeddings, in whole or in part.
     """
     if not len(num_scheduled_tokens):  # a dummy run
         return False
@@ -93,7 +88,7 @@ def takes_embeds(
 
 
 def reads_prompt(tables: BatchTables, rows: Sequence[int]) -> bool:
-    """Whether some of these requests, by row, still have prompt tokens to compute."""
+    """Return whether some of these requests, given by row, still have prompt tokens to compute."""
     rows = list(rows)
     return bool((tables.num_computed_tokens[rows] < tables.num_prompt_tokens[rows]).any())
 
@@ -102,20 +97,18 @@ def embedded_tokens(
     step: PreparedStep,
     is_token_ids: np.ndarray,  # [max_num_reqs, max_model_len] bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of a step that were given as embeddings and have no id.
+    """Find the tokens of a step that were given as embeddings and have no id.
 
     Parameters
     ----------
-    step
-        The prepared step.
     is_token_ids
         False where a position of a request is given as an embedding; rows are those of the tables.
 
     Returns
     -------
     token_indices, reqs, positions
-        int64 ``[num_embeds]`` each: index of the token in the step, its request in the batch, and
-        its position in the request; in the order of the step.
+        int64 ``[num_embeds]`` each: the index of the token in the step, its request in the batch,
+        and its position in the request; in the order of the step.
     """
     reqs, positions = step.req_indices, step.positions
     token_indices = np.flatnonzero(~is_token_ids[step.slots[reqs], positions])

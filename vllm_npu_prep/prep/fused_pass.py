@@ -37,7 +37,7 @@ StepInputs = namedtuple(
         "decode_query_len",
     ],
 )
-"""The step's inputs apart from the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
+"""The inputs of a step apart from the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
 
 
 @compiled
@@ -54,9 +54,9 @@ def fill_step_at(
     decode_query_len,
     in_full_graph,
 ):
-    """`fill_step` by address: unboxing two dozen arrays costs as much as the pass itself.
+    """Call `fill_step` by address: unboxing two dozen arrays costs as much as the pass itself.
 
-    Returns what `fill_step` does, and the rule that the step breaks (`checks.Rule`).
+    It returns what `fill_step` returns, and the rule that the step breaks (`checks.Rule`).
     """
     step = StepInputs(
         num_scheduled_tokens,
@@ -95,8 +95,8 @@ def fill_step(t, step, out):
     Parameters
     ----------
     t
-        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): row ``slots[req]`` is that
-        of a request.
+        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): row ``slots[req]`` is that of
+        a request.
     step
         A `StepInputs`.
     out
@@ -114,7 +114,7 @@ def fill_step(t, step, out):
     Raises
     ------
     ValueError
-        If the counts don't fit the layout or the tables, before anything is written past an end.
+        If the counts don't fit the layout or the tables. Nothing is written past an end before.
     """
     num_reqs = step.num_scheduled_tokens.shape[0]
     num_input_tokens = out.positions.shape[0]
@@ -157,7 +157,7 @@ def fill_step(t, step, out):
         raise ValueError("more drafts than the layout has logits")
     if num_drafts > out.draft_token_ids.shape[0]:
         raise ValueError("more drafts than the layout has room for")
-    # Sums and maxima tell what is true of some request: each has a token that is no draft.
+    # Sums and maxima tell what holds for some request, as each has a token that is no draft.
     flags = 0
     if max_computed > 0:
         flags |= SOME_COMPUTED
@@ -244,7 +244,7 @@ def list_targets(step, num_targets, out):
 
 @inlined
 def list_verified(step, out):
-    """List the rows of logits, in an engine with speculation: those of drafts, and one after."""
+    """List the rows of logits in an engine with speculation: of drafts, and one after them."""
     num_logits = 0
     num_drafts = 0
     for req in range(step.num_scheduled_tokens.shape[0]):
@@ -262,7 +262,7 @@ def list_verified(step, out):
 
 @inlined
 def fill_slots(t, num_reqs, out):
-    """Slot of each scheduled token: its offset in the physical block of its position."""
+    """Write the slot of each scheduled token: its offset in the physical block of its position."""
     num_rows = t.num_computed_tokens.shape[0] + PADDING_ROWS
     table = 0  # first entry of the group
     for group in range(out.slot_mapping.shape[0]):
@@ -293,9 +293,9 @@ def fill_slots(t, num_reqs, out):
 
 @inlined
 def fill_sharded_slots(t, num_reqs, out):
-    """Slots with decode context parallelism (`vllm_npu_prep.prep.context_shards`), and lengths.
+    """Write slots and lengths with decode context parallelism (`prep.context_shards`).
 
-    A token that another rank keeps has none.
+    A token that another rank keeps has no slot on this rank.
     """
     world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
     for req in range(num_reqs):
@@ -323,7 +323,10 @@ def fill_sharded_slots(t, num_reqs, out):
 
 @inlined
 def local_length(length, world_size, rank, size):
-    """How many of a request's first `length` tokens a rank keeps: whole rounds, and its run's."""
+    """Return how many of a request's first `length` tokens a rank keeps.
+
+    These are whole rounds of all ranks, and in the last round the tokens of the rank's own run.
+    """
     rounds = length // (world_size * size)
     left = length - rounds * world_size * size - rank * size
     return rounds * size + min(max(left, 0), size)
@@ -353,18 +356,18 @@ def pad(num_reqs, decode_query_len, longest, out):
 def list_block_changes(t, num_reqs, num_targets, out):
     """List the block-table entries that the device doesn't have yet, and count them as synced.
 
-    The device's rows are in the order of the batch; entries come from the rows of their slots.
-    A row only grows at its end, or is replaced as a whole, which resets `num_synced_blocks`. So
-    this costs one read for each request and one write for each new block, however wide the table
-    is. Rows of padding requests are set to the null block.
+    The device's rows are in the order of the batch; the entries come from the requests' rows of the
+    tables. A row only grows at its end, or is replaced as a whole, which resets
+    `num_synced_blocks`. So this costs one read for each request and one write for each new block,
+    however wide the table is. Rows of padding requests are set to the null block.
 
     Indices are those of `block_table_flat`. They come after the `num_targets` of samples, and the
-    block ids after them (`vllm_npu_prep.prep.layout.StepLayout.variable_part`).
+    block ids come after them (`vllm_npu_prep.prep.layout.StepLayout.variable_part`).
 
     Returns
     -------
     int
-        How many entries there are.
+        The number of entries.
     """
     num_groups, max_num_reqs = t.num_blocks.shape
     last_padded = min(out.seq_lens.shape[0], max_num_reqs)

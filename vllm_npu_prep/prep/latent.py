@@ -1,14 +1,15 @@
 """Latent attention: decodes before prefills, and the plan by which prefills read their context.
 
 The cache keeps one latent row for each token. A *decode* (a request with at most
-`LatentSplit.decode_threshold` tokens in this step) attends over these rows as they are. A
-*prefill* attends over K and V that its new tokens were projected to, and then over its *context*:
-the rows that are in the cache already. Those have to be gathered and projected, too, which takes
-memory. So the contexts of a step are read in *context chunks* of at most `workspace_tokens` rows,
-and a request's part of a chunk is a *piece*. Results are merged by their log-sum-exp.
+`LatentSplit.decode_threshold` tokens in this step) attends over these rows as they are. A *prefill*
+attends over K and V that its new tokens were projected to, and then over its *context*: the rows
+that are in the cache already. The rows of a context have to be gathered and projected as well,
+which takes memory. So the contexts of a step are read in *context chunks* of at most
+`workspace_tokens` rows; the part of a request in a chunk is a *piece*. The results are merged by
+their log-sum-exp.
 
 The split and the plan are those of vLLM's ``split_decodes_and_prefills`` and
-``plan_mla_context_chunks``. How many pieces there can be depends on the padded sizes alone
+``plan_mla_context_chunks``. The most pieces that there can be depend on the padded sizes alone
 (`LatentSplit.max_pieces`), and so do the offsets of their arrays.
 """
 
@@ -24,13 +25,13 @@ class LatentSplit:
     Attributes
     ----------
     decode_threshold
-        Most tokens of a decode: one, and one for each draft.
+        The most tokens of a decode: one, and one for each draft.
     workspace_tokens
-        Most rows of a context chunk, a multiple of `block_size`.
+        The most rows of a context chunk, a multiple of `block_size`.
     block_size
-        Of the cache, in tokens: a context is cut between blocks only.
+        The tokens of a block of the cache: a context is cut between blocks only.
     max_model_len
-        Most tokens of a request.
+        The most tokens of a request.
     """
 
     decode_threshold: int
@@ -48,9 +49,9 @@ class LatentSplit:
             )
 
     def max_pieces(self, num_input_tokens: int, num_reqs_padded: int) -> int:
-        """Most pieces of a step of these sizes.
+        """Return the most context pieces of a step of these sizes.
 
-        A request's first piece fills what is left of a chunk; each further one is a whole chunk,
+        A request's first piece fills what is left of a chunk; each further piece is a whole chunk,
         or the rest of the context.
         """
         pieces_of_one = 1 + -(-self.max_model_len // self.workspace_tokens)
@@ -59,16 +60,16 @@ class LatentSplit:
 
 @dataclass(frozen=True)
 class LatentStep:
-    """Sizes of a step's split and plan, padding excluded.
+    """The sizes of a step's split and plan, without padding.
 
     Attributes
     ----------
     num_decodes, num_decode_tokens
-        The leading requests of the batch, and their tokens.
+        The number of leading requests that are decodes, and of their tokens.
     num_prefills
-        The requests after them.
+        The number of requests after them.
     num_pieces, num_chunks
-        Pieces of contexts, and the context chunks that they make up.
+        The number of pieces of contexts, and of the context chunks that they make up.
     """
 
     num_decodes: int
@@ -95,9 +96,9 @@ def split_prefills(
 ):
     """Find where prefills begin, and plan the chunks in which their contexts are read.
 
-    Requests that follow each other share a chunk. If one doesn't fit into the rest of a chunk, as
-    many of its blocks as fit are read with it. A request without context ends a chunk, so that the
-    requests of a chunk are neighbours.
+    Requests that follow each other share a chunk. If a request doesn't fit into the rest of a
+    chunk, as many of its blocks as fit are read with that chunk. A request without context ends a
+    chunk, so that the requests of a chunk are neighbours.
 
     Returns
     -------
@@ -107,8 +108,8 @@ def split_prefills(
     Raises
     ------
     ValueError
-        If there are more pieces than the layout has room for, before anything is written past an
-        end.
+        If there are more pieces than the layout has room for. Nothing is written past an end
+        before.
     """
     num_decodes = 0
     while num_decodes < num_reqs:

@@ -1,4 +1,4 @@
-"""StepLayout: where every per-step array lives in the one buffer that travels to the device."""
+"""The layout of a step: where each array is in the one buffer that travels to the device."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
 from vllm_npu_prep.prep.states import StateGroups
 
 ALIGNMENT = 64
-"""Bytes to which every array of a layout is aligned (a cache line; a multiple of 32, which Ascend
-vector units load)."""
+"""The alignment of every array of a layout in bytes: a cache line, and a multiple of the 32 bytes
+that Ascend vector units load."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Where one array is in the buffer."""
+    """The place of one array in the buffer."""
 
     offset: int  # bytes from the start of the buffer
     shape: tuple[int, ...]
@@ -29,65 +29,66 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, without spare elements."""
+        """The size in bytes, without the spare elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """First byte past the array and its spare elements."""
+        """The first byte past the array and its spare elements."""
         return self.offset + self.nbytes + self.spare * self.dtype.itemsize
 
     @property
     def elements(self) -> slice:
-        """Where the array is in a buffer viewed as its dtype."""
+        """The place of the array in a buffer viewed as its dtype."""
         first = self.offset // self.dtype.itemsize
         return slice(first, first + math.prod(self.shape))
 
 
 @dataclass(frozen=True, eq=False)
 class StepLayout:
-    """Offsets of the per-step arrays, a function of the padded sizes only.
+    """The offsets of the per-step arrays, a function of the padded sizes only.
 
-    In two steps of the same padded size every array has the same address; captured graphs rely on
-    that.
+    In two steps of the same padded size every array has the same address. Captured graphs rely on
+    this.
 
     Attributes
     ----------
     num_input_tokens
-        Tokens after padding.
+        The number of tokens after padding.
     num_reqs_padded
-        Requests after padding.
+        The number of requests after padding.
     num_groups
-        KV-cache groups; each has its own slots.
+        The number of KV-cache groups, each of which has its own slots.
     max_logits
-        Most tokens whose logits are wanted.
+        The most tokens whose logits are wanted.
     max_drafts
-        Most draft tokens; 0 in an engine without speculation.
+        The most draft tokens; 0 in an engine without speculation.
     mrope_dims
-        Dimensions of M-RoPE positions; 0 for a model without them.
+        The dimensions of M-RoPE positions; 0 for a model without them.
     local
-        Groups with chunked local attention; None in an engine without any.
+        The groups with chunked local attention; None in an engine without any.
     latent
         How steps are split for latent attention; None in an engine without it.
     states
-        Groups that hold states; None in an engine without any.
+        The groups that hold recurrent states; None in an engine without any.
     has_slots
-        Whether steps tell the device the slots of their requests.
+        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
     dcp
         The part of each context that this rank keeps; None without decode context parallelism.
 
     Notes
     -----
-    After the fixed arrays comes a variable-length part, which is scattered by a launch of its own
-    before any graph runs:
+    After the fixed arrays comes a part of variable length, which is scattered by a launch of its
+    own before any graph runs:
 
     ======================  ======  ========================================================
     part                    dtype   length
     ======================  ======  ========================================================
     sampled_token_targets   int64   where the last step's samples go, if they are still on
-                                    the device (async scheduling), else empty. For each row:
-                                    its next token's place in `input_ids`, its drafts' there,
-                                    and its drafts' in `draft_token_ids`
+                                    the device (asynchronous scheduling), else empty. Each
+                                    row has the place of its next token in `input_ids`, the
+                                    places of its drafts there, and those of its drafts in
+                                    `draft_token_ids`
     block_change_indices    int64   entries that the device's block tables don't have yet
     block_change_ids        int32   the block ids of these entries
     ======================  ======  ========================================================
@@ -107,7 +108,10 @@ class StepLayout:
 
     @property
     def local_sizes(self) -> tuple[int, int]:
-        """Most virtual requests, and groups whose layers see them (`prep.local_attention`)."""
+        """The most virtual requests (`prep.local_attention`), and how many groups see them.
+
+        Both are 0 in an engine without chunked local attention.
+        """
         if self.local is None:
             return 0, 0
         sizes = self.num_input_tokens, self.num_reqs_padded, self.local.attention_chunk_size
@@ -115,7 +119,7 @@ class StepLayout:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Size of each dimension that `vllm_npu_prep.prep.arrays` names."""
+        """The size of each dimension that `vllm_npu_prep.prep.arrays` names."""
         num_reqs = self.num_reqs_padded
         num_local, num_local_groups = self.local_sizes
         num_pieces, latent = 0, self.latent
@@ -149,7 +153,7 @@ class StepLayout:
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:
-        """Place of every array by name, in the order of the buffer."""
+        """The place of every array by name, in the order of the buffer."""
         dims, arrays, end = self.dims, {}, 0
         for name, line in STEP_ARRAYS.items():
             shape = tuple(dims[dim] for dim in line.dims)
@@ -159,24 +163,24 @@ class StepLayout:
 
     @cached_property
     def variable_offset(self) -> int:
-        """First byte of the variable part."""
+        """The first byte of the variable part."""
         return _aligned(next(reversed(self.arrays.values())).end)
 
     def offset_int32(self, name: str) -> int:
-        """First element of an int32 array in the buffer viewed as int32."""
+        """Return the place of an int32 array's first element in the buffer viewed as int32."""
         return self.arrays[name].elements.start
 
     def nbytes(self, num_targets: int = 0, num_block_changes: int = 0) -> int:
-        """Bytes of a step: the arrays and the variable part."""
+        """Return the bytes of a step: those of the arrays and of the variable part."""
         return self.variable_offset + 8 * num_targets + 12 * num_block_changes
 
     def variable_part(self, num_targets: int, num_block_changes: int) -> tuple[slice, slice, slice]:
-        """Where the variable part's arrays are.
+        """Return where the arrays of the variable part are.
 
         Returns
         -------
         sampled_token_targets, block_change_indices, block_change_ids
-            As slices of the buffer viewed as int64, int64 and int32.
+            Slices of the buffer viewed as int64, int64 and int32.
         """
         targets = self.variable_offset // 8
         indices = targets + num_targets
@@ -188,13 +192,13 @@ class StepLayout:
         )
 
     def views(self, buffer: np.ndarray) -> "StepArrays":
-        """Every array as a view of `buffer`.
+        """Return every array as a view of `buffer`.
 
         Parameters
         ----------
         buffer
-            uint8, at least `nbytes` long and a multiple of 8; aligned to `ALIGNMENT`, or any memory
-            that numpy allocated.
+            uint8, at least `nbytes` long and a multiple of 8. It is aligned to `ALIGNMENT`, or any
+            memory that numpy allocated.
 
         Raises
         ------
@@ -213,12 +217,12 @@ def _aligned(offset: int) -> int:
 
 
 class StepArrays(Arrays[np.ndarray]):
-    """The arrays of one layout, all views of one buffer; padding included.
+    """The arrays of one layout with their padding, all of them views of one buffer.
 
     Attributes
     ----------
     layout, buffer
-        Offsets of the arrays, and the memory that holds them: uint8.
+        The offsets of the arrays, and the memory that holds them, uint8.
     variable_int64, variable_int32
         Two views of the memory from the variable part to the buffer's end.
     """
@@ -233,7 +237,7 @@ class StepArrays(Arrays[np.ndarray]):
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Sizes and addresses for compiled code (`prep.compiled.arrays_of`), int64."""
+        """The sizes and addresses for compiled code (`prep.compiled.arrays_of`), int64."""
         layout, first = self.layout, self.buffer.ctypes.data
         variable = first + layout.variable_offset
         num_words = len(self.variable_int64)
@@ -264,16 +268,16 @@ def step_layout(
     has_slots: bool = False,
     dcp: ContextShards | None = None,
 ) -> StepLayout:
-    """The layout of these sizes: cached, so that its offsets are computed once.
+    """Return the layout of these sizes from a cache, so that its offsets are computed once.
 
     Parameters
     ----------
     num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states, has_slots, dcp
         See `StepLayout`.
     max_logits_per_req
-        Most rows of logits of one request: one for each draft, and one after them.
+        The most rows of logits of one request: one for each draft, and one after them.
     """
-    # Each row of logits belongs to a token of the step: never more logits than tokens.
+    # Each row of logits belongs to a token of the step, so there are never more rows than tokens.
     max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
     max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
     sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
@@ -281,7 +285,7 @@ def step_layout(
 
 
 def targets_per_row(num_drafts: int) -> int:
-    """Targets of one row of the last step's samples: its next token and, twice, its drafts."""
+    """Return the targets of one row of samples: its next token and, twice, its drafts."""
     return 1 + 2 * num_drafts
 
 
@@ -298,7 +302,7 @@ def largest_step(
     has_slots: bool = False,
     dcp: ContextShards | None = None,
 ) -> int:
-    """Bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
+    """Return the bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
     A mixed batch in a full graph has one row more than requests. The first step after a dummy run
     changes every entry of the block tables.

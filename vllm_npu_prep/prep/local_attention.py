@@ -1,9 +1,10 @@
-"""Chunked local attention: every request is cut at the borders of its chunks.
+"""Chunked local attention: every request is cut at the borders of its attention chunks.
 
-A token at position p sees positions ``p // C * C`` to p, where ``C`` is the attention chunk size
-(Llama 4, vLLM's ``ChunkedLocalAttention``). A *virtual request* is the part of one request in one
-chunk. Causal attention within it follows this rule, and kernels see an ordinary request, whose row
-of blocks begins at its chunk. vLLM's ``make_local_attention_virtual_batches`` makes the same ones.
+A token at position p sees the positions from ``p // C * C`` to p, where ``C`` is the attention
+chunk size (Llama 4, vLLM's ``ChunkedLocalAttention``). A *virtual request* is the part of one
+request in one chunk. Causal attention within it follows this rule, so kernels see an ordinary
+request, whose row of blocks begins at its chunk. vLLM's ``make_local_attention_virtual_batches``
+makes the same virtual requests.
 
 Their number depends on where chunks begin. The largest possible number depends on the padded sizes
 alone (`max_local_reqs`), and so do the offsets of their arrays.
@@ -21,11 +22,11 @@ class LocalGroups:
     Attributes
     ----------
     attention_chunk_size
-        In tokens.
+        The tokens of a chunk.
     blocks_per_chunk
-        Blocks of one chunk. Chunks are whole blocks, and rows of block tables are whole chunks.
+        The blocks of a chunk. Chunks are whole blocks, and rows of block tables are whole chunks.
     groups
-        Their indices.
+        The indices of these groups.
     """
 
     attention_chunk_size: int
@@ -35,7 +36,7 @@ class LocalGroups:
 
 @dataclass(frozen=True)
 class LocalRequests:
-    """Sizes of a step's virtual requests, padding excluded."""
+    """The sizes of a step's virtual requests, without padding."""
 
     num_reqs: int
     max_query_len: int
@@ -43,10 +44,10 @@ class LocalRequests:
 
 
 def max_local_reqs(num_input_tokens: int, num_reqs_padded: int, attention_chunk_size: int) -> int:
-    """Most virtual requests of a step of these sizes.
+    """Return the most virtual requests of a step of these sizes.
 
     A request's first token is in one virtual request, its second token may begin another, and after
-    that only every C-th token can.
+    that only every C-th token can begin one.
     """
     spare = num_input_tokens - 2 * num_reqs_padded
     if spare <= 0:
@@ -75,9 +76,10 @@ def split_at_chunks(
 ):
     """Write the virtual requests of a step, padding included.
 
-    They are padded as requests are: the null block, and as many keys as tokens, which are cut into
-    pieces of at most one chunk (`vllm_npu_prep.prep.padding`). `max_local_reqs` has room for these
-    too: the pieces of padding never number more than what its requests would be cut into.
+    Virtual requests are padded like requests: they have the null block, and as many keys as tokens,
+    which are cut into parts of at most one chunk (`vllm_npu_prep.prep.padding`). `max_local_reqs`
+    has room for these, too: the parts of padding never number more than what its requests would be
+    cut into.
 
     Returns
     -------
@@ -87,7 +89,8 @@ def split_at_chunks(
     Raises
     ------
     ValueError
-        If there are more than the layout has room for, before anything is written past an end.
+        If there are more virtual requests than the layout has room for. Nothing is written past an
+        end before.
     """
     num_groups, num_places = chunk_local_table_rows.shape
     max_query_len = 0

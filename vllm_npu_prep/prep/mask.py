@@ -15,7 +15,7 @@ encoder-only groups (always PrefillNoCache)        none                        n
 those with a window                                none                        the constant
 =================================================  ==========================  =================
 
-The dense forms are those of the reference documents; the constant is what the fused Ascend
+The dense forms are those of the reference documents. The constant is what the fused Ascend
 attention kernels document for their sparse modes 2, 3 and 4.
 """
 
@@ -27,18 +27,18 @@ import numpy as np
 from vllm_npu_prep.prep.state import AttentionState
 
 COMPRESSED_MASK_SIZE = 2048
-"""Side of the constant mask of the compressed form, fixed by the Ascend kernels."""
+"""The side of the constant mask of the compressed form, which the Ascend kernels fix."""
 
 
 class MaskForm(StrEnum):
-    """How a kernel family wants its mask."""
+    """The form in which a kernel family takes its mask."""
 
     DENSE = "dense"
     COMPRESSED = "compressed"
 
 
 class MaskKind(StrEnum):
-    """What a step's mask tensor holds."""
+    """What the mask tensor of a step holds."""
 
     NONE = "none"
     MATRIX = "matrix"  # [max_seq_len, max_seq_len], shared by all requests
@@ -48,20 +48,20 @@ class MaskKind(StrEnum):
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """Which mask a step needs; `build_mask` or a device's mask cache makes it.
+    """The mask that a step needs, which `build_mask` or a device's mask cache makes.
 
     Attributes
     ----------
     kind
         What the tensor holds.
     shape
-        Its shape, or None when there is none.
+        The shape of the tensor; None if there is none.
     sliding_window
-        Token p sees positions p - sliding_window + 1 to p, and without causality also up to
-        p + sliding_window - 1. None: all positions up to p; without causality, all positions.
+        Token p sees positions p - sliding_window + 1 to p, and without causality also up to p +
+        sliding_window - 1. None: it sees all positions up to p; without causality, all positions.
     attention_chunk_size
-        If given, rows and columns are positions in a chunk of this size; None: positions in a
-        request.
+        If given, rows and columns are positions in a chunk of this size; None: they are positions
+        in a request.
     """
 
     kind: MaskKind
@@ -84,19 +84,15 @@ def plan_mask(
 
     Parameters
     ----------
-    state
-        Attention state of the step.
-    form
-        Form that the kernel family takes.
     num_input_tokens
-        Tokens of the step after graph padding.
+        The tokens of the step after graph padding.
     max_seq_len
-        Longest sequence of the step, this step's tokens included.
+        The longest sequence of the step, this step's tokens included.
     sliding_window
-        Window of the group in tokens, None without one.
+        The window of the group in tokens; None without one.
     attention_chunk_size
-        Chunk size of the group in tokens, None without chunks. With chunks, `max_seq_len` is that
-        of virtual requests.
+        The chunk size of the group in tokens; None without chunks. With chunks, `max_seq_len` is
+        that of virtual requests.
     causal
         False for encoder-only groups: tokens see each other both ways, with a window up to
         ``sliding_window - 1`` positions away. Families of the dense form apply it themselves.
@@ -120,7 +116,7 @@ def mask_rows(
     max_seq_len: int,
     sliding_window: int | None = None,
 ) -> np.ndarray:
-    """Mask rows of the tokens at `positions`, bool ``[num_rows, max_seq_len]``."""
+    """Return the mask rows of tokens at `positions`, bool ``[num_rows, max_seq_len]``."""
     rows = np.asarray(positions, dtype=np.int64)[:, None]
     columns = np.arange(max_seq_len)[None, :]
     masked = columns > rows
@@ -130,12 +126,12 @@ def mask_rows(
 
 
 def causal_mask(size: int, sliding_window: int | None = None) -> np.ndarray:
-    """Causal matrix, bool ``[size, size]``: row p is the mask of a token at position p."""
+    """Return a causal matrix, bool ``[size, size]``: row p is the mask of a token at position p."""
     return mask_rows(np.arange(size), size, sliding_window)
 
 
 def compressed_mask() -> np.ndarray:
-    """The constant of the compressed form: int8 ``[2048, 2048]``, 1 above the diagonal."""
+    """Return the constant of the compressed form: int8 ``[2048, 2048]``, 1 above the diagonal."""
     return causal_mask(COMPRESSED_MASK_SIZE).astype(np.int8)
 
 
@@ -143,14 +139,14 @@ def build_mask(
     plan: MaskPlan,
     positions: np.ndarray,  # [total_num_scheduled_tokens]
 ) -> np.ndarray | None:
-    """Make the mask of `plan`.
+    """Make the mask of `plan`; None if it needs none.
 
     Padding rows mask nothing, so that their softmax stays finite.
 
     Returns
     -------
     numpy.ndarray or None
-        Of shape ``plan.shape``: bool for the dense kinds, int8 for the compressed one.
+        An array of ``plan.shape``: bool for the dense kinds, int8 for the compressed one.
     """
     if plan.shape is None:
         return None
@@ -167,9 +163,9 @@ def build_mask(
 
 
 def dense_mask_bytes(max_num_batched_tokens: int, max_model_len: int, itemsize: int) -> int:
-    """Most memory that dense masks can take, in bytes.
+    """Return the most memory that dense masks can take, in bytes.
 
-    It counts the cached causal matrix (``max_model_len`` squared) and the rows of one step (at most
-    ``max_num_batched_tokens``).
+    This counts the cached causal matrix (``max_model_len`` squared) and the rows of one step (at
+    most ``max_num_batched_tokens``).
     """
     return (max_model_len + max_num_batched_tokens) * max_model_len * itemsize

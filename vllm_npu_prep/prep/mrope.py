@@ -17,14 +17,9 @@ from vllm_npu_prep.prep.compiled import compiled, pointer
 
 @dataclass
 class MropeTables:
-    """Addresses of the positions of each request's prompt, by row of the batch; nothing is copied.
+    """The addresses of the positions of each request's prompt, by row of the batch.
 
-    Parameters
-    ----------
-    num_dims
-        Dimensions of a position.
-    max_num_reqs
-        Rows.
+    Nothing is copied: `prompts` keeps the memory alive.
     """
 
     num_dims: int
@@ -33,8 +28,7 @@ class MropeTables:
     addresses: np.ndarray = field(init=False)  # [max_num_reqs] int64
     lengths: np.ndarray = field(init=False)  # [max_num_reqs] int64, of the prompts at an address
     position_deltas: np.ndarray = field(init=False)  # [max_num_reqs] int64
-    # By row, int64 [num_dims, length], empty if they count up from 0; keeps the memory alive while
-    # its address is in use
+    # By row, int64 [num_dims, length], empty if they count up from 0
     prompts: list[np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +38,7 @@ class MropeTables:
         self.prompts = []
 
     def set_rows(self, requests: Sequence[tuple[np.ndarray | None, int]]) -> None:
-        """Set the requests of the batch.
+        """Set the requests of the batch, and keep the memory of their positions alive.
 
         Parameters
         ----------
@@ -84,7 +78,7 @@ def fill_mrope_positions(
     num_reqs,
     mrope_positions,  # [num_dims, num_input_tokens] int64, written
 ):
-    """Positions of each scheduled token in every dimension.
+    """Write the positions of each scheduled token in every dimension.
 
     Source: ``get_rope_index`` of transformers for prompts, vLLM's ``_calc_mrope_positions`` for the
     tokens after them.

@@ -1,7 +1,7 @@
 """The same step in plain scalar loops: the reference for tests, for `check` and for readers.
 
-Shares no arithmetic with `fused_pass`, `state`, `mask` or `padding`: each rule is written down a
-second time, token by token, as the reference documents tell it.
+The oracle shares no arithmetic with `fused_pass`, `state`, `mask` or `padding`: each rule is
+written down a second time, token by token, as the reference documents tell it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from vllm_npu_prep.prep.oracle_shards import place_on_its_rank, rank_of, share_o
 
 @dataclass(frozen=True)
 class OracleRequest:
-    """One scheduled request, in plain Python values."""
+    """One scheduled request in plain Python values."""
 
     num_computed_tokens: int
     num_scheduled_tokens: int
@@ -22,16 +22,16 @@ class OracleRequest:
     block_ids: Sequence[int]
     num_draft_tokens: int = 0
     draft_token_ids: Sequence[int] = field(default_factory=tuple)
-    # For a model with M-RoPE: positions of the prompt's tokens in each dimension, empty if they
-    # count up from 0; and the number that is added after the prompt
+    # For a model with M-RoPE: the positions of the prompt's tokens in each dimension, empty if they
+    # count up from 0; and the number that is added to positions after the prompt
     mrope_positions: Sequence[Sequence[int]] = ()
     mrope_position_delta: int = 0
-    num_accepted_tokens: int = 1  # of its last step, for states and speculation
+    num_accepted_tokens: int = 1  # of its last step, for recurrent states and speculation
 
 
 @dataclass(frozen=True)
 class OracleGraphs:
-    """What an engine captured, in plain Python values; modes by vLLM's names."""
+    """The graphs that an engine captured, in plain Python values; modes have vLLM's names."""
 
     mode: str
     capture_sizes: Sequence[int]
@@ -62,24 +62,25 @@ def oracle_step(
     block_size, max_model_len
         In tokens.
     capture_sizes
-        Sizes of full graphs for a batch outside an engine; None adds no padded keys.
+        The sizes of full graphs for a batch outside an engine; None adds no padded keys.
     graphs
-        What an engine captured: how it would run and pad this batch. Adds the padded keys and
+        What an engine captured: how it would run and pad this batch. This adds the padded keys and
         ``runtime_mode``.
     mask
         ``"dense"`` or ``"compressed"``.
     sliding_window
-        In tokens, None without one.
+        In tokens; None without one.
     chunked_prefill
         Whether the scheduler may split prompts.
     speculation
-        Adds what rejection sampling reads: drafts, and which logits verify them.
+        This adds what rejection sampling reads: drafts, and which logits verify them.
     mrope_dims
-        Dimensions of M-RoPE positions; adds ``mrope_positions`` unless 0.
+        The dimensions of M-RoPE positions; this adds ``mrope_positions`` unless it is 0.
     dcp
-        With decode context parallelism: ranks, the one of the step, and how many neighbouring
-        tokens one rank keeps; `block_size` counts slots then. Adds ``dcp_local_seq_lens``,
-        ``dcp_local_context_lens`` and ``dcp_ranks``, the rank that keeps each token.
+        With decode context parallelism: the number of ranks, the rank of the step, and how many
+        neighbouring tokens one rank keeps; `block_size` counts slots then. This adds
+        ``dcp_local_seq_lens``, ``dcp_local_context_lens`` and ``dcp_ranks``, the rank that keeps
+        each token.
 
     Returns
     -------
@@ -169,7 +170,7 @@ def oracle_step(
 
 
 def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> list[int]:
-    """One dimension: in the prompt as the model decides, after it counted by position."""
+    """Return one dimension of the positions: the model's in the prompt, counted after it."""
     row = []
     for index, position in zip(out["req_indices"], out["positions"]):
         request = requests[index]
@@ -181,7 +182,7 @@ def _mrope(out: dict[str, Any], requests: Sequence[OracleRequest], dim: int) -> 
 
 
 def _verify(out: dict[str, Any], requests: Sequence[OracleRequest]) -> None:
-    """Each request has one row of logits to verify each draft, and one after them."""
+    """Add one row of logits for each draft, which verifies it, and one row after them."""
     targets, drafts, bonus, cu_drafts, cu_samples, backups = [], [], [], [], [], []
     row = 0
     for request in requests:
@@ -257,7 +258,7 @@ def _replay(
     graphs: OracleGraphs,
     max_model_len: int,
 ) -> None:
-    """Decide which graph the batch replays, if any, and what that graph sees."""
+    """Decide which graph the batch replays, if any, and what this graph sees."""
     total, size = out["total_num_scheduled_tokens"], 0
     for capture_size in sorted(graphs.capture_sizes):
         if capture_size >= total:
@@ -331,14 +332,9 @@ def _mask(out: dict[str, Any], form: str, sliding_window: int | None) -> Any:
 def oracle_local_requests(
     requests: Sequence[OracleRequest], *, attention_chunk_size: int, block_size: int
 ) -> dict[str, list[Any]]:
-    """Virtual requests of chunked local attention, padding excluded.
+    """Return the virtual requests of chunked local attention, without padding.
 
-    Parameters
-    ----------
-    requests
-        The batch in order.
-    attention_chunk_size, block_size
-        In tokens; chunks are whole blocks.
+    Sizes are in tokens, and chunks are whole blocks.
 
     Returns
     -------
@@ -384,16 +380,14 @@ def oracle_latent_step(
     workspace_tokens: int,
     block_size: int,
 ) -> dict[str, Any]:
-    """Decodes, prefills and context chunks of latent attention, padding excluded.
+    """Return the decodes, prefills and context chunks of latent attention, without padding.
 
     Parameters
     ----------
-    requests
-        The batch in order.
     decode_threshold
-        Most tokens of a decode.
+        The most tokens of a decode.
     workspace_tokens, block_size
-        Most rows of a chunk, and of a block; contexts are cut between blocks.
+        The most rows of a chunk, and of a block; contexts are cut between blocks.
 
     Returns
     -------
@@ -444,7 +438,7 @@ def oracle_latent_step(
 def _state_blocks(
     request: OracleRequest, start: int, block_size: int, num_drafts: int
 ) -> list[int]:
-    """Blocks of the states after a token and as many drafts, token by token."""
+    """Return the blocks of the states after a token and as many drafts, token by token."""
     columns = [start // block_size]
     while len(columns) <= num_drafts:
         columns.append(columns[-1] + 1)
@@ -462,18 +456,20 @@ def oracle_state_step(
     block_size: int,
     num_drafts: int = 0,
 ) -> dict[str, Any]:
-    """Where the states of one group are, and how the step is split, padding excluded.
+    """Return where the recurrent states of a group are, and how the step is split.
+
+    Padding is left out.
 
     Parameters
     ----------
     requests
-        The batch in order, with their blocks in the group.
+        The batch in order, with the blocks of requests in the group.
     decode_threshold
-        Most tokens of a decode.
+        The most tokens of a decode.
     block_size
-        Tokens of a request that share a state.
+        The number of a request's tokens that share a state.
     num_drafts
-        Most drafts of a request; unless 0, each token of a decode has a state.
+        The most drafts of a request; unless it is 0, each token of a decode has a state.
 
     Returns
     -------
@@ -504,7 +500,7 @@ def oracle_state_step(
         begins = request.num_computed_tokens
         has_states = row < len(decodes) and num_drafts > 0
         if not has_states:
-            begins += request.num_scheduled_tokens - 1  # whose state alone is kept
+            begins += request.num_scheduled_tokens - 1  # the last token's is the only state kept
         blocks = _state_blocks(request, begins, block_size, num_drafts)
         writes.append(blocks[0])
         for offset in range(request.num_scheduled_tokens):

@@ -1,19 +1,20 @@
-"""Contexts shared among ranks in plain scalar loops: a part of `vllm_npu_prep.prep.oracle`.
+"""Decode context parallelism in plain scalar loops: a part of `vllm_npu_prep.prep.oracle`.
 
-``dcp`` are three integers: the ranks, the step's own, and how many neighbouring tokens one keeps.
+``dcp`` is three integers: the number of ranks, the step's own rank, and how many neighbouring
+tokens one rank keeps.
 """
 
 from typing import Any
 
 
 def rank_of(position: int, dcp: tuple[int, int, int]) -> int:
-    """Deal tokens to the ranks like cards, so many at a time."""
+    """Return the rank of a token: tokens are dealt like cards, several neighbours at a time."""
     ranks, _, neighbours = dcp
     return position // neighbours % ranks
 
 
 def place_on_its_rank(position: int, block_size: int, dcp: tuple[int, int, int]) -> tuple[int, int]:
-    """Column and offset of a token: those that its rank keeps stand one after the other."""
+    """Return column and offset of a token; those that its rank keeps stand one after another."""
     ranks, _, neighbours = dcp
     rank = rank_of(position, dcp)
     whole_rounds = position // (neighbours * ranks)
@@ -24,7 +25,7 @@ def place_on_its_rank(position: int, block_size: int, dcp: tuple[int, int, int])
 
 
 def share_out(out: dict[str, Any], dcp: tuple[int, int, int]) -> None:
-    """Count what the step's rank keeps of each request."""
+    """Add the rank of each token, and how many tokens of each request the step's rank keeps."""
     mine = dcp[1]
     out["dcp_ranks"] = [rank_of(position, dcp) for position in out["positions"]]
     for name, lengths in (

@@ -7,7 +7,7 @@ Sizes
 
 Values
     The table of arrays (`vllm_npu_prep.prep.arrays`) has the constants, which the fused pass
-    writes; other values follow the rules below.
+    writes. Other values follow the rules below.
 
 Token level
     ================  =============================================
@@ -36,15 +36,16 @@ Request level, in a full graph
     it for its TND layout (else error 561002; vllm-project/vllm-ascend 4518, 6357).
 
     A padding request is a prompt over the null block: ``num_computed_tokens`` is 0, and its length
-    is its number of tokens. That is defined in every kernel. Without keys it would not be: the
+    is its number of tokens. This is defined in every kernel, and a request without keys is not: the
     decode kernel of CANN 9 leaves the output of such rows unwritten, the prompt kernel up to
     CANN 8.5 refuses a batch without keys, and the documentation wants at least as many keys as
-    queries for a causal mask. What these rows give is finite, and nothing reads it. A capture and
-    its warm-up run with the same lengths: every cache that vLLM allows has room for them.
+    queries for a causal mask. The results of padding rows are finite, and nothing reads them. A
+    capture and its warm-up run with the same lengths: every cache that vLLM allows has room for
+    them.
 
     A row of the block table holds ``max_model_len`` tokens, so the padding requests of a mixed
-    batch share the padding tokens if one can't hold them. Sizes with more padding than all of
-    these rows can hold are not captured (`vllm_npu_prep.prep.capture_sizes.fitting_sizes`).
+    batch share the padding tokens if one request can't hold them. Sizes with more padding than all
+    of these rows can hold are not captured (`vllm_npu_prep.prep.capture_sizes.fitting_sizes`).
 
 Piecewise graphs run attention eagerly on the real requests alone, so only tokens are padded.
 """
@@ -89,12 +90,12 @@ class Padding:
     Attributes
     ----------
     num_input_tokens
-        Tokens after padding.
+        The number of tokens after padding.
     num_reqs_padded
-        Requests after padding.
+        The number of requests after padding.
     decode_query_len
-        Tokens of each padding request in a uniform decode batch; 0: the first padding request has
-        all padding tokens that one request can hold.
+        The tokens of each padding request in a uniform decode batch; 0: the first padding request
+        has all padding tokens that one request can hold.
     mode
         One of `RUNTIME_MODES`.
     """
@@ -106,16 +107,17 @@ class Padding:
 
 
 def full_padding(num_input_tokens: int, max_num_reqs: int, decode_query_len: int) -> Padding:
-    """Padding of a step that replays a full graph.
+    """Return the padding of a step that replays a full graph.
 
     Parameters
     ----------
     num_input_tokens
-        Capture size.
+        The capture size.
     max_num_reqs
-        Most requests of a batch that replays the graph (``num_reqs`` of vLLM's descriptor).
+        The most requests of a batch that replays the graph (``num_reqs`` of vLLM's descriptor).
     decode_query_len
-        Tokens of a decode in a graph for uniform decode batches; 0 in a graph for mixed batches.
+        The tokens of a decode in a graph for uniform decode batches; 0 in a graph for mixed
+        batches.
     """
     num_rows = max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS
     return Padding(num_input_tokens, num_rows, decode_query_len, GraphMode.FULL)
@@ -128,15 +130,15 @@ class CapturedGraphs:
     Attributes
     ----------
     mode
-        As in vLLM's compilation config.
+        The mode of vLLM's compilation config.
     capture_sizes
         In tokens.
     max_num_seqs
-        Most requests of a step.
+        The most requests of a step.
     decode_query_len
-        Tokens of a decode: one, and one for each draft.
+        The tokens of a decode: one, and one for each draft.
     lora_counts
-        Numbers of active adapters that graphs exist for; 0 is a step without any.
+        The numbers of active adapters that graphs exist for; 0 is a step without any.
     """
 
     mode: GraphMode
@@ -163,13 +165,13 @@ def dispatch(
     graphs
         What was captured.
     num_tokens, num_reqs
-        Sizes of the step; with data parallelism, the number of tokens that the ranks agreed on.
+        The sizes of the step; with data parallelism, the number of tokens that the ranks agreed on.
     uniform_decode
         Whether every request has ``decode_query_len`` tokens.
     num_active_loras
-        Adapters that the step's requests use.
+        The number of adapters that the step's requests use.
     allowed
-        Modes to choose from; data-parallel ranks agree on one.
+        The modes to choose from; data-parallel ranks agree on one.
     """
     eager = no_padding(num_tokens, num_reqs)
     size = padded_size(num_tokens, graphs.capture_sizes)
@@ -192,17 +194,7 @@ def dispatch(
 
 
 def why_eager(mode: GraphMode, num_tokens: int, largest_size: int, uniform_decode: bool) -> str:
-    """The reason, in a few words, why a step runs eagerly although graphs were captured.
-
-    Parameters
-    ----------
-    mode
-        The engine's graph mode.
-    num_tokens, uniform_decode
-        Of the step.
-    largest_size
-        Largest capture size in tokens.
-    """
+    """Return the reason, in a few words, why a step runs eagerly although there are graphs."""
     if mode == GraphMode.FULL_DECODE_ONLY and not uniform_decode:
         return f"prompts or mixed batches, which {mode} leaves out"
     if num_tokens > largest_size:
@@ -211,17 +203,16 @@ def why_eager(mode: GraphMode, num_tokens: int, largest_size: int, uniform_decod
 
 
 def no_padding(num_tokens: int, num_reqs: int) -> Padding:
-    """Padding of an eager step: none."""
     return Padding(num_tokens, num_reqs)
 
 
 def padded_size(num_tokens: int, capture_sizes: Sequence[int]) -> int | None:
-    """Smallest capture size that holds `num_tokens`; None if the step has to run eagerly."""
+    """Return the smallest capture size that holds the tokens; None if the step runs eagerly."""
     return min((size for size in capture_sizes if size >= num_tokens), default=None)
 
 
 def uniform_query_len(num_scheduled_tokens: np.ndarray, num_draft_tokens: np.ndarray) -> int:
-    """Decode length of a uniform decode batch; 0 for any other batch.
+    """Return the decode length of a uniform decode batch; 0 for any other batch.
 
     Parameters
     ----------
@@ -241,21 +232,21 @@ def full_graph_padding(
     capture_sizes: Sequence[int],
     max_model_len: int,
 ) -> Padding:
-    """Padding of a batch in a full graph of one of these sizes; no padding if no size fits.
+    """Return the padding of a batch in a full graph of a fitting size; none if no size fits.
 
-    For batches outside an engine: the batch gets as many rows as it needs, and keeps its own
-    attention state.
+    This is for batches outside an engine: the batch gets as many rows as it needs, and keeps its
+    own attention state.
 
     Parameters
     ----------
     num_tokens, num_reqs
-        Sizes of the real batch.
+        The sizes of the real batch.
     decode_query_len
-        Result of `uniform_query_len`.
+        The result of `uniform_query_len`.
     capture_sizes
-        Captured sizes in tokens, in any order.
+        The captured sizes in tokens, in any order.
     max_model_len
-        Most tokens of a padding request.
+        The most tokens of a padding request.
     """
     if decode_query_len:
         sizes = [size for size in capture_sizes if size % decode_query_len == 0]

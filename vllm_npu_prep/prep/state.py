@@ -1,4 +1,4 @@
-"""The attention state of a step, and how it is decided."""
+"""The attention state of a step, and the rules that decide it."""
 
 from enum import IntEnum
 
@@ -9,11 +9,11 @@ SOME_DRAFTS = 2
 SOME_NOT_VERIFYING = 4
 SOME_SEVERAL_TOKENS = 8
 SOME_PAST_PROMPT = 16
-"""Batch flags, which decide the state; `batch_flags` defines them."""
+"""The flags of a batch that decide its state; `batch_flags` defines them."""
 
 
 class AttentionState(IntEnum):
-    """The kind of attention that a step needs. Users see the name.
+    """The kind of attention that a step needs, by the name that users see.
 
     ===============  ==================================================================
     state            when (first match wins)
@@ -27,10 +27,10 @@ class AttentionState(IntEnum):
 
     Notes
     -----
-    A one-token prompt among decodes counts as a decode: its token sees itself.
+    A prompt of one token among decodes counts as a decode: its token sees itself.
 
-    A full graph contains attention, captured for one state; every step that replays it has that
-    state (`captured_state`).
+    A full graph contains attention, which was captured for one state; every step that replays the
+    graph has that state (`captured_state`).
     """
 
     PrefillNoCache = 0
@@ -46,19 +46,10 @@ def batch_flags(
     num_draft_tokens: np.ndarray,  # [num_reqs]
     num_prompt_tokens: np.ndarray,  # [num_reqs]
 ) -> int:
-    """Flags of a batch that decide its state, as bits of one number.
+    """Return the flags of a batch that decide its state, as bits of one number.
 
-    The fused pass computes the same flags (`vllm_npu_prep.prep.fused_pass.fill_step`).
-
-    Parameters
-    ----------
-    num_computed_tokens, num_scheduled_tokens, num_draft_tokens, num_prompt_tokens
-        Integers of shape ``[num_reqs]``, one entry for each request of the batch.
-
-    Returns
-    -------
-    int
-        Sum of the bits whose condition at least one request meets.
+    A bit is set if at least one request meets its condition. The fused pass computes the same flags
+    (`vllm_npu_prep.prep.fused_pass.fill_step`).
     """
     some_request = {
         SOME_COMPUTED: num_computed_tokens > 0,
@@ -71,19 +62,14 @@ def batch_flags(
 
 
 def attention_state(flags: int, chunked_prefill: bool) -> AttentionState:
-    """Decide the attention state of a step.
+    """Return the first state of the table in `AttentionState` whose condition holds.
 
     Parameters
     ----------
     flags
-        As `batch_flags` gives them.
+        The result of `batch_flags`.
     chunked_prefill
         Whether the scheduler may split a prompt over several steps.
-
-    Returns
-    -------
-    AttentionState
-        The first state of the table in `AttentionState` whose condition holds.
     """
     if not flags & SOME_COMPUTED:
         return AttentionState.PrefillNoCache
@@ -97,16 +83,16 @@ def attention_state(flags: int, chunked_prefill: bool) -> AttentionState:
 
 
 def captured_state(decode_query_len: int) -> AttentionState:
-    """State of every step that replays a full graph.
+    """Return the state of every step that replays a full graph.
 
     This state gives correct results for every step that vLLM's dispatcher sends to such a graph: K
-    and V are read from the cache, after the step's own were written there, and a prompt as short
-    as a decode is masked as a decode is.
+    and V are read from the cache after the step's own were written there, and a prompt as short as
+    a decode is masked as a decode is.
 
     Parameters
     ----------
     decode_query_len
-        Tokens of each request in a graph of uniform batches, 0 for mixed batches.
+        The tokens of each request in a graph of uniform batches; 0 for mixed batches.
     """
     if decode_query_len == 0:
         return AttentionState.ChunkedPrefill

@@ -1,27 +1,28 @@
-"""States of linear attention: where each request's state is, and whether it holds anything yet.
+"""Recurrent states: where the state of each request is, and whether it holds anything yet.
 
-Layers with linear attention (gated delta nets) keep one *state* for each request instead of K and V
-for each token. A state is a block of the KV cache: a *state group* has a block table like any other
-group, of which a step reads one entry for each request. Its layers write no slots.
+Layers with linear attention (gated delta nets) keep one *recurrent state* for each request instead
+of K and V for each token. A state is a block of the KV cache: a KV-cache group with states has a
+block table like any other group, of which a step reads one entry for each request. Its layers write
+no slots.
 
 A block may hold what another request left there. So a request's first tokens begin with an empty
 state, whatever the block holds: `has_initial_state` tells that, and nothing has to be cleared.
 
 The batch is split as vLLM's ``GDNAttentionMetadataBuilder`` splits it: leading requests of one
 token are *decodes*, which update their state token by token; the others are *prefills*, which are
-computed in chunks. vLLM counts a prompt's first chunk of one token as a prefill, too; here both
-halves ask `has_initial_state`, so that a full graph of decodes may contain it.
+computed in chunks. vLLM also counts a prompt's first chunk of one token as a prefill. Here both
+halves ask `has_initial_state`, so that a full graph of decodes may contain such a chunk.
 
 With speculation a decode has up to ``1 + num_drafts`` tokens, and the tokens after a rejected draft
-never were. So a request has that many blocks, and the state after the ``i``-th token of a decode is
-written to its ``i``-th block; that after a prefill to the first one. The next step reads the state
-after the last token that counts: it is in block ``num_accepted_tokens - 1``.
+don't count. So a request has that many blocks: the state after the ``i``-th token of a decode is
+written to its ``i``-th block, and the state after a prefill to the first one. The next step reads
+the state after the last token that counts, which is in block ``num_accepted_tokens - 1``.
 
-With the prefix cache, too, these are the block of the decode's first token and those behind it in
+With the prefix cache, these are the block of the decode's first token and the blocks behind it in
 the row. The state at the end of a block belongs into that block, where other requests look for it.
-So a token that ends a block changes places with the first token of its step (`state_column`). Where
-a state is follows from where its step began and from its token alone: nothing is copied after a
-step, whose accepted tokens nobody knows yet.
+So a token that ends a block changes places with the first token of its step (`state_column`). The
+place of a state follows from the beginning of its step and from its token alone. Therefore nothing
+is copied after a step, when nobody knows yet which tokens were accepted.
 """
 
 from dataclasses import dataclass
@@ -32,16 +33,16 @@ from vllm_npu_prep.prep.compiled import compiled
 
 @dataclass(frozen=True)
 class StateGroups:
-    """The KV-cache groups of an engine that hold states.
+    """The KV-cache groups of an engine that hold recurrent states.
 
     Attributes
     ----------
     groups
-        Their indices.
+        The indices of these groups.
     decode_threshold
-        Most tokens of a decode.
+        The most tokens of a decode.
     num_drafts
-        Most drafts of a request, each of which has a state of its own; 0 in an engine without
+        The most drafts of a request, each of which has a state of its own; 0 in an engine without
         speculation.
     """
 
@@ -63,14 +64,14 @@ class StateGroups:
 
 @dataclass(frozen=True)
 class StateStep:
-    """How a step is split for layers with states, padding excluded.
+    """How a step is split for layers with recurrent states, without padding.
 
     Attributes
     ----------
     num_decodes, num_decode_tokens
-        The leading requests of the batch, and their tokens.
+        The number of leading requests that are decodes, and of their tokens.
     num_prefills
-        The requests after them.
+        The number of requests after them.
     """
 
     num_decodes: int
@@ -80,20 +81,20 @@ class StateStep:
 
 @compiled
 def state_column(start, token, block_size, num_drafts):
-    """Column of a row in whose block the state after a token of a decode is.
+    """Return the column of a row in whose block the state after a token of a decode is.
 
-    A prefill keeps that of its last token only, as a decode that begins with it.
+    A prefill keeps the state of its last token only, like a decode that begins with this token.
 
     Parameters
     ----------
     start
-        Position of the decode's first token.
+        The position of the decode's first token.
     token
-        Which of its tokens, from 0.
+        The index of the token in the decode, from 0.
     block_size
-        Tokens of a request that share a state; more than `num_drafts`.
+        The number of a request's tokens that share a state; it is more than `num_drafts`.
     num_drafts
-        Most drafts of a request.
+        The most drafts of a request.
     """
     column = start // block_size
     ends = block_size - 1 - start % block_size  # the token that ends the block
@@ -109,21 +110,21 @@ def state_column(start, token, block_size, num_drafts):
 def find_states(
     num_reqs,
     decode_threshold,
-    num_drafts,  # states of a decode, without the first
+    num_drafts,  # the most drafts of a request, each of which has a state
     query_start_loc,  # [num_reqs + 1 or more] int32
     seq_lens,  # [num_reqs or more] int32
     num_computed_tokens,  # [num_reqs or more] int32
     num_draft_tokens,  # [num_reqs or more] int32
-    kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`; else not read
-    slots,  # [num_reqs or more] int32: row of each request in the tables
+    kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`; read with drafts only
+    slots,  # [num_reqs or more] int32: request row of each request
     block_table_flat,  # [E] int32, the groups' tables one after the other
-    # Of each state group:
+    # For each group with recurrent states:
     groups,  # [num_state_groups] int32, among all groups
     first_entries,  # [num_state_groups] int64, of its block table
     widths,  # [num_state_groups] int32, columns of its block table
     block_sizes,  # [num_state_groups] int32, tokens of a request that share a state
-    # Outputs; N = state groups, Z and Q = requests after padding, T = tokens after padding; H and A
-    # are N and Z, or 0 without speculation
+    # Outputs; N = groups with recurrent states, Z and Q = requests after padding, T = tokens after
+    # padding; H and A are N and Z, or 0 without speculation
     token_state_indices,  # [H, T] int32
     slot_mapping,  # [num_groups, T] int32
     initial_state_indices,  # [N, Z] int32
@@ -132,11 +133,11 @@ def find_states(
     num_accepted_tokens,  # [A] int32
     prefill_query_start_loc,  # [Q + 1] int32
 ):
-    """Find each request's state, and where prefills begin.
+    """Find the recurrent state of each request, and where prefills begin.
 
-    The state after a token is in the block of that token: the only block of a row, unless the
-    prefix cache keeps a state for every `block_sizes` tokens. Then a request that enters a block
-    reads its state from the one before, and leaves it there for others.
+    The state after a token is in the block of that token. This is the only block of a row, unless
+    the prefix cache keeps a state for every `block_sizes` tokens. Then a request that enters a
+    block reads its state from the block before, and leaves it there for others.
 
     Returns
     -------

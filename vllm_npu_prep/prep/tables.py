@@ -1,4 +1,4 @@
-"""BatchTables: what the runner knows of its requests, kept from step to step."""
+"""The runner's tables of its requests, which are kept from step to step and read by address."""
 
 from collections import namedtuple
 from collections.abc import Sequence
@@ -19,16 +19,19 @@ from vllm_npu_prep.prep.states import StateGroups
 
 @dataclass(frozen=True)
 class BatchTables:
-    """The runner's tables, kept from step to step: views, nothing is copied.
+    """The runner's tables, kept from step to step: they are views, and nothing is copied.
 
     The fused pass reads and writes them by address, so they are never replaced or resized.
 
-    Rows belong to requests: row ``slots[i]`` to request ``i`` of the batch. vLLM's V1 runner keeps
-    its requests in the order of the batch, so slots count up; in V2 a request keeps its slot, and
-    nothing moves. `num_synced_blocks` and `num_device_blocks` are about rows of the device's block
-    tables, which are in the order of the batch for both. Rows of no request are undefined. ``M`` is
-    ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` the number of KV-cache groups and ``E`` the
-    sum over them of ``(M + PADDING_ROWS) * max_num_blocks``.
+    A row belongs to a request: request ``i`` of the batch has the request row ``slots[i]``. vLLM's
+    V1 runner keeps its requests in the order of the batch, so `slots` counts up; in V2 a request
+    keeps its row, and nothing moves. `num_synced_blocks` and `num_device_blocks` are about rows of
+    the device's block tables, which are in the order of the batch for both runners. Rows without a
+    request are undefined.
+
+    In the shapes ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` is the number of
+    KV-cache groups, and ``E`` is the sum over the groups of ``(M + PADDING_ROWS) *
+    max_num_blocks``.
     """
 
     num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
@@ -43,13 +46,13 @@ class BatchTables:
     max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # width of each group's table
     block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # slots of a block
     num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]  # entries that a request owns
-    # What the device has of each row: leading entries that are the same there, and leading entries
-    # that may differ from the null block there. `prepare_step` and code that replaces a row keep
-    # both up to date.
+    # What the device has of each row: the number of leading entries that are the same there, and
+    # of leading entries that may differ from the null block there. `prepare_step` and code that
+    # replaces a row keep both up to date.
     num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
     num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
-    # Row of each request of the batch, in all tables but the last two. Past the batch: what it was
-    # when a batch last was as long. By default, they count up.
+    # Request row of each request of the batch, in all tables but the last two. Entries past the
+    # batch are left from earlier batches. By default rows count up.
     slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
     # What compiled code reads of `dcp`: world size, rank and interleave size; 1, 0, 1 without it
     shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
@@ -57,7 +60,7 @@ class BatchTables:
     mrope: MropeTables | None = None  # of a model with M-RoPE
     local: LocalGroups | None = None  # groups with chunked local attention
     latent: LatentSplit | None = None  # how steps are split for latent attention
-    states: StateGroups | None = None  # groups that hold states
+    states: StateGroups | None = None  # groups that hold recurrent states
     dcp: ContextShards | None = None  # the part of each context that this rank keeps
 
     def __post_init__(self) -> None:
@@ -78,26 +81,24 @@ class BatchTables:
 
     @property
     def num_groups(self) -> int:
-        """KV-cache groups."""
         return len(self.block_sizes)
 
     @property
     def max_model_len(self) -> int:
-        """Columns of the token table."""
         return self.token_ids.shape[1]
 
     def tokens_per_block(self, group: int) -> int:
-        """Positions of a request that one block of a group stands for."""
+        """Return how many positions of a request one block of a group stands for."""
         return tokens_per_block(self.dcp, int(self.block_sizes[group]))
 
     def block_table(self, group: int) -> np.ndarray:
-        """Block table of a group, int32 ``[M, max_num_blocks]``."""
+        """Return a view of a group's block table, int32 ``[M, max_num_blocks]``."""
         sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
         table = np.split(self.block_table_flat, np.cumsum(sizes)[:-1])[group]
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
 
     def device_block_table_flat(self) -> np.ndarray:
-        """A copy of `block_table_flat` with rows in the order of the batch, as on the device."""
+        """Return a copy of `block_table_flat` with the device's rows: in the order of the batch."""
         copied, first = self.block_table_flat.copy(), 0
         num_rows = len(self.token_ids)
         for width in self.max_num_blocks.tolist():
@@ -110,7 +111,7 @@ class BatchTables:
 
     @cached_property
     def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tables of local groups begin, and how long their rows are, in chunks.
+        """The first rows of the local groups' tables and the lengths of rows, counted in chunks.
 
         Returns
         -------
@@ -125,12 +126,12 @@ class BatchTables:
 
     @cached_property
     def state_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The state groups, and where their block tables are.
+        """The groups with recurrent states, and where their block tables are in `block_table_flat`.
 
         Returns
         -------
         groups, first_entries, widths, block_sizes
-            ``[num_state_groups]`` each; `first_entries` int64, the others int32.
+            ``[num_state_groups]`` each; `first_entries` is int64, the others are int32.
         """
         assert self.states is not None
         groups = np.array(self.states.groups, np.int32)
@@ -141,7 +142,7 @@ class BatchTables:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Sizes and addresses for compiled code (`tables_of`), int64.
+        """The sizes and addresses of the tables for compiled code (`tables_of`), int64.
 
         Raises
         ------
@@ -163,16 +164,16 @@ TABLES: dict[str, ArrayType] = {
     for item in fields(BatchTables)
     if get_origin(item.type) is Annotated
 }
-"""Arrays of `BatchTables` by name."""
+"""The arrays of `BatchTables` by name."""
 
 TableViews = namedtuple("TableViews", list(TABLES))  # type: ignore[misc]
 _TUPLE = ArrayTuple(TableViews, TABLES)
 tables_of = _TUPLE.unpack
-"""In compiled code: the tables by name, from `BatchTables.addresses`."""
+"""In compiled code, return the tables by name from `BatchTables.addresses`."""
 
 
 def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Block tables for `BatchTables` as if the device had every entry, so that none are sent.
+    """Return block tables for `BatchTables` that the device has already, so that none is sent.
 
     Parameters
     ----------

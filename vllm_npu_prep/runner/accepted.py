@@ -1,15 +1,15 @@
-"""How many tokens of each request's last step count, for layers with states and speculation.
+"""How many tokens of each request's last step count, for recurrent states and speculation.
 
 The state after the first token of a decode is in the request's first block, that after the second
-one in the next block, and so on (`vllm_npu_prep.prep.states`). Lengths on the host are exact when a
-step is prepared, so the number of tokens that counted follows from where that step began: nothing
+token in the next block, and so on (`vllm_npu_prep.prep.states`). Lengths on the host are exact when
+a step is prepared, so the number of tokens that counted follows from where that step began: nothing
 is read back for it, and no sampler has to tell.
 
 Upstream takes the numbers from the sampler, for the rows of the last step. A request that was left
 out of a step is added to the batch again, and upstream then takes its count for 1: it would read
 the state before its accepted drafts. Here a request is known by its id, until it is resumed after
-preemption, or goes on as a session with the next part of its input: then it begins like any other,
-with the states that the prefix cache has of it (`compat.schedulers`).
+preemption, or goes on as a session with the next part of its input. Then it begins like any other
+request, with the states that the prefix cache has of it (`compat.schedulers`).
 """
 
 from collections.abc import Container, Sequence
@@ -24,17 +24,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 UNKNOWN = -1
-"""In place of a position: the request has computed nothing yet."""
+"""What stands in place of a position if the request has computed nothing yet."""
 
 
 class AcceptedTokens:
-    """Counts tokens of the last step that count, by request.
-
-    Parameters
-    ----------
-    max_num_reqs
-        Of a step.
-    """
+    """Finds, for each request, how many tokens of its last step count."""
 
     def __init__(self, max_num_reqs: int) -> None:
         # [max_num_reqs] int32: position of the token whose state is in a request's first block
@@ -50,26 +44,26 @@ class AcceptedTokens:
         num_scheduled_tokens: np.ndarray,
         scheduler_output: "SchedulerOutput",
     ) -> np.ndarray:
-        """Count, and remember what this step begins with; called once for each step.
+        """Count, and remember what this step begins with; this is called once for each step.
 
         Parameters
         ----------
         tables
-            The batch's, whose numbers of computed tokens are exact.
+            The batch's tables, whose numbers of computed tokens are exact.
         req_ids
-            Of the batch, in order.
+            The requests of the batch, in order.
         known
-            Ids of all requests that have not ended.
+            The ids of all requests that have not ended.
         num_scheduled_tokens
             int32 ``[num_reqs]``.
         scheduler_output
-            The step's. What begins with it, new, after preemption or as a session's next part, has
-            left no state for drafts.
+            The step's output. A request that begins with it (because it is new, resumed after
+            preemption, or a session's next part) has left no state for drafts.
 
         Returns
         -------
         numpy.ndarray
-            int32 ``[num_reqs]``, at least 1, of its own memory; empty in an engine that needs none.
+            int32 ``[num_reqs]``, at least 1, fresh memory; empty in an engine that needs no counts.
         """
         states = tables.states
         if states is None or not states.num_drafts:

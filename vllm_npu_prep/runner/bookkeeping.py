@@ -32,8 +32,6 @@ class Bookkeeping:
 
     Parameters
     ----------
-    max_num_reqs, max_model_len
-        Of the engine.
     asynchronous
         True if samples are still on the device when they are appended (asynchronous scheduling).
     read_back
@@ -64,19 +62,17 @@ class Bookkeeping:
         discard: np.ndarray,
         num_prompt_logprobs: Mapping[str, int],
     ) -> bool:
-        """Whether tokens are all that each request got and needs.
+        """Return whether tokens are all that each request got and needs.
 
-        Upstream handles the others: log-probabilities of prompts or beside drafts, generators
+        Upstream handles the other cases: log-probabilities of prompts or beside drafts, generators
         whose sample is discarded, and counts of NaNs.
 
         Parameters
         ----------
-        batch, sampler_output
-            Upstream's.
         discard
-            bool ``[num_reqs]``: requests whose sample does not count.
+            bool ``[num_reqs]``: the requests whose sample does not count.
         num_prompt_logprobs
-            Requests that want log-probabilities of their prompt.
+            The requests that want log-probabilities of their prompt.
         """
         num_rows, width = sampler_output.sampled_token_ids.shape
         if num_rows != batch.num_reqs or num_prompt_logprobs or self._counts_nans:
@@ -92,15 +88,8 @@ class Bookkeeping:
     ) -> tuple[Any, ...]:
         """Append sampled tokens, or placeholders for tokens that are still on the device.
 
-        Parameters
-        ----------
-        batch, sampler_output, discard
-            As `can_append_together` took them.
-
-        Returns
-        -------
-        tuple
-            As upstream's ``_bookkeeping_sync``.
+        The arguments are those of `can_append_together`. It returns what upstream's
+        ``_bookkeeping_sync`` returns.
 
         Raises
         ------
@@ -129,9 +118,10 @@ class Bookkeeping:
     def _append_placeholders(
         self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray, discarded: list[int]
     ) -> int:
-        """One placeholder for each request, however many drafts it had; returns as compiled code.
+        """Append one placeholder for each request, however many drafts it had.
 
-        Drafters have set the samples that the next step continues from; else it is these.
+        The next step continues from the samples that drafters have set, or else from these. It
+        returns what `_append_one` returns.
         """
         rows = batch.req_id_to_index.copy()
         for row in discarded:
@@ -147,7 +137,6 @@ class Bookkeeping:
     def _append_samples(
         self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray, discarded: list[int]
     ) -> tuple[int, list[list[int]]]:
-        """One token for each request."""
         tokens = self._read_back(sampled)
         for row in discarded:
             tokens[row].clear()
@@ -155,7 +144,10 @@ class Bookkeeping:
         return self._append_one(batch, self._samples_np[: len(sampled), 0], discard), tokens
 
     def _append_one(self, batch: InputBatch, tokens: np.ndarray, discard: np.ndarray) -> int:
-        """Write one token for each request that is not discarded into its row."""
+        """Write one token for each request that is not discarded into its row.
+
+        It returns the first row that has no room for its token, -1 if all have room.
+        """
         return append_sampled_tokens(
             tokens, discard, batch.num_tokens_no_spec, batch.token_ids_cpu, batch.is_token_ids
         )
@@ -163,7 +155,6 @@ class Bookkeeping:
     def _append_verified(
         self, batch: InputBatch, sampled: torch.Tensor, discard: np.ndarray
     ) -> tuple[int, list[list[int]]]:
-        """The accepted drafts of each request and the token after them."""
         flat = np.empty(sampled.numel(), np.int32)
         ends = np.zeros(len(sampled) + 1, np.int32)
         full = append_verified_tokens(
@@ -199,14 +190,9 @@ def tables_of(
     states: "StateGroups | None" = None,
     dcp: "ContextShards | None" = None,
 ) -> BatchTables:
-    """Upstream's input batch by the names of the pure core: views, nothing is copied.
+    """Return upstream's input batch by the names of the pure core: views, nothing is copied.
 
-    Parameters
-    ----------
-    batch, blocks
-        The batch and its block tables.
-    chunked_prefill, mrope, local, latent, states, dcp
-        See `BatchTables`.
+    `BatchTables` explains the other arguments.
     """
     return BatchTables(
         num_computed_tokens=batch.num_computed_tokens_cpu,

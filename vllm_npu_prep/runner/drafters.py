@@ -45,7 +45,7 @@ class ExactLengths(SpecDecodeBaseProposer):
     Attributes
     ----------
     num_valid_tokens
-        Counts of accepted tokens of the step that is being verified, on their way to the host.
+        The counts of accepted tokens of the step that is being verified, on their way to the host.
     backup_of_step
         Returns the step's ``backup_next_token_ids``: int32 ``[num_reqs_padded]`` on the device.
     block_table_of_group
@@ -56,8 +56,8 @@ class ExactLengths(SpecDecodeBaseProposer):
     num_valid_tokens: ReadBack
     backup_of_step: Callable[[], torch.Tensor]
     block_table_of_group: Callable[[int], torch.Tensor]
-    _slots_of_group: dict[int, torch.Tensor]  # of the current pass; other groups than the first
-    _num_draft_tokens: Sequence[int] | None = None  # of the step; None: rejected ones were removed
+    _slots_of_group: dict[int, torch.Tensor]  # of the current pass, without the first group's slots
+    _num_draft_tokens: Sequence[int] | None = None  # of the step; None: rejected ones are removed
     _seq_lens: np.ndarray  # [num_reqs] int32, of the current pass
 
     def prepare_next_token_ids_padded(
@@ -67,7 +67,7 @@ class ExactLengths(SpecDecodeBaseProposer):
         gpu_input_batch: InputBatch,
         discard_request_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Next token of each request, and how many of its samples count, int32 ``[num_reqs]``.
+        """Return each request's next token and its number of valid samples, int32 ``[num_reqs]``.
 
         Tokens for requests without a sample came with the step. Upstream collects them here instead
         and has two faults: it rewrites their pinned memory in the next step, even if the copy has
@@ -93,10 +93,11 @@ class ExactLengths(SpecDecodeBaseProposer):
         return next_token_ids, valid_counts
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, but nothing is written into the cache.
+        """Run without writing into the cache.
 
-        Upstream's buffer has zeros, and later the slots of the last step. A latent layer writes
-        without metadata, too, so an engine that idles beside others would overwrite cached tokens.
+        Upstream's buffer of slots has zeros, and later the slots of the last step. A latent layer
+        writes without metadata, too, so a data-parallel rank that idles beside others would
+        overwrite cached tokens.
         """
         self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)
         self._slots_of_group.clear()
@@ -117,7 +118,7 @@ class ExactLengths(SpecDecodeBaseProposer):
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int = 0
     ) -> tuple[list[object], dict[str, object]]:
-        """Metadata of one pass with exact lengths; upstream has upper bounds."""
+        """Build the metadata of one pass with exact lengths, where upstream has upper bounds."""
         common = common_attn_metadata
         assert common.seq_lens_cpu_upper_bound is not None
         if draft_index == 0:
@@ -129,10 +130,10 @@ class ExactLengths(SpecDecodeBaseProposer):
                 self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)
                 self._num_draft_tokens = None
             self._seq_lens = next_draft_seq_lens(self._seq_lens, self.max_model_len)
-        # Upstream increments these in place after the pass.
+        # This is a copy, because upstream increments the lengths in place after the pass.
         common.seq_lens_cpu_upper_bound = torch.from_numpy(self._seq_lens.copy())
         common.positions = self._sequence_positions(common)
-        common._num_computed_tokens_cache = None  # of other lengths
+        common._num_computed_tokens_cache = None  # it was computed from other lengths
         return self._metadata_of_groups(common, draft_index)
 
     def _update_positions_dependent_metadata(
@@ -143,20 +144,18 @@ class ExactLengths(SpecDecodeBaseProposer):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Slots and positions of the next pass, one token later.
+        """Write the slots and positions of the next pass, one token later.
 
-        Under M-RoPE, a token after an image rotates by less than its index in the sequence.
-        Upstream computes its slot from the rotation, so the drafter would overwrite cached tokens.
+        With M-RoPE, a token after an image rotates by less than its index in the sequence. Upstream
+        computes its slot from the rotation, so the drafter would overwrite cached tokens.
 
         Parameters
         ----------
         positions
-            Rotations of the pass before, ``[num_reqs]``; for a drafter with M-RoPE
-            ``[num_dims, num_reqs]``.
+            The rotations of the pass before, ``[num_reqs]``; for a drafter with M-RoPE ``[num_dims,
+            num_reqs]``.
         common_attn_metadata
-            Of that pass; updated.
-        batch_size
-            Requests.
+            The metadata of that pass, which is updated.
         """
         if not self.vllm_config.model_config.uses_mrope:
             return super()._update_positions_dependent_metadata(
@@ -170,19 +169,19 @@ class ExactLengths(SpecDecodeBaseProposer):
         return buffer.copy_(following)
 
     def _sequence_positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Positions in the sequences, for masks; M-RoPE rotates by others."""
+        """Return the positions in the sequences, for masks; M-RoPE rotates by others."""
         if not self.vllm_config.model_config.uses_mrope:
             return self._get_positions(common.num_actual_tokens)
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
         return async_tensor_h2d(token_positions(starts, self._seq_lens), device=self.device)
 
     def validate_same_kv_cache_group(self, kv_cache_config: KVCacheConfig) -> None:
-        """Accepts layers in several KV-cache groups, for which upstream has no metadata."""
+        """Accept layers in several KV-cache groups, for which upstream has no metadata."""
 
     def _metadata_of_groups(
         self, common: CommonAttentionMetadata, draft_index: int
     ) -> tuple[list[object], dict[str, object]]:
-        """As upstream's loop, with block table and slots of each group's own."""
+        """Do what upstream's loop does, with block table and slots of each group's own."""
         of_groups: list[object] = []
         of_layers: dict[str, object] = {}
         rows: torch.Tensor | None = None
@@ -204,7 +203,7 @@ class ExactLengths(SpecDecodeBaseProposer):
         return of_groups, of_layers
 
     def _rows_of_tokens(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Request of each token, int64 ``[num_actual_tokens]`` on the device."""
+        """Return the request of each token, int64 ``[num_actual_tokens]`` on the device."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
         rows = np.repeat(np.arange(common.num_reqs), np.diff(starts))
         return async_tensor_h2d(rows, device=self.device)
@@ -212,7 +211,6 @@ class ExactLengths(SpecDecodeBaseProposer):
     def _get_slot_mapping(
         self, num_tokens: int, slot_mapping: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Slots of each layer, int64 ``[num_tokens]``, padded."""
         of_layers = super()._get_slot_mapping(num_tokens, slot_mapping)
         for group in self.draft_attn_groups:
             slots = self._slots_of_group.get(group.kv_cache_group_id)
@@ -229,9 +227,9 @@ def slots_of_tokens(
     common: CommonAttentionMetadata,
     block_size: int,
 ) -> torch.Tensor:
-    """Slots of a draft pass's tokens in another KV-cache group, int64 ``[num_actual_tokens]``.
+    """Return the slots of a draft pass's tokens in another group, int64 ``[num_actual_tokens]``.
 
-    Tokens without a slot in the first group have none here either.
+    Tokens without a slot in the first KV-cache group have none here, either.
     """
     assert common.positions is not None
     positions = common.positions[: len(rows)]
@@ -241,10 +239,10 @@ def slots_of_tokens(
 
 
 class ExactEagleProposer(ExactLengths, EagleProposer):
-    """EAGLE and EAGLE-3 heads, and MTP layers."""
+    """A drafter with an EAGLE or EAGLE-3 head, or with MTP layers."""
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
-        """As upstream's; a tied target without an ``lm_head`` shares its embeddings instead."""
+        """Share the embeddings of a tied target model that has no ``lm_head``."""
         super()._maybe_share_lm_head(target_language_model)
         own = getattr(self.model, "has_own_lm_head", True)
         if not own and not hasattr(target_language_model, "lm_head"):
@@ -253,8 +251,7 @@ class ExactEagleProposer(ExactLengths, EagleProposer):
             self.model.lm_head = target_language_model.get_submodule("model.embed_tokens")
 
 
-class ExactDraftModelProposer(ExactLengths, DraftModelProposer):
-    """A model of its own as the drafter."""
+class ExactDraftModelProposer(ExactLengths, DraftModelProposer): ...
 
 
 def make_drafter(
@@ -264,14 +261,9 @@ def make_drafter(
     backup_of_step: Callable[[], torch.Tensor],
     block_table_of_group: Callable[[int], torch.Tensor],
 ) -> Any:
-    """The engine's drafter if it is a model; None for other methods and without speculation.
+    """Return the engine's drafter if it is a model; None for other methods and without speculation.
 
-    Parameters
-    ----------
-    vllm_config, device
-        As upstream's drafters take them.
-    num_valid_tokens, backup_of_step, block_table_of_group
-        See `ExactLengths`.
+    `ExactLengths` says what the three last arguments are.
     """
     config = vllm_config.speculative_config
     if config is None or config.method not in DRAFT_MODEL_METHODS:
@@ -289,12 +281,7 @@ def make_drafter(
 def share_builders(drafter: ExactLengths, attn_groups: Sequence[Sequence[AttentionGroup]]) -> None:
     """Let draft passes use the builders of steps: one builder for all layers with one window.
 
-    Parameters
-    ----------
-    drafter
-        The drafter.
-    attn_groups
-        Attention groups of each KV-cache group.
+    ``attn_groups`` has the attention groups of each KV-cache group.
     """
     names = drafter._draft_attn_layer_names
     drafter.draft_attn_groups = [

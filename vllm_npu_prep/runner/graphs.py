@@ -26,7 +26,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 
 class Captured(NamedTuple):
-    """One line of the start-up table."""
+    """One line of the start-up table: how long a graph's capture took, and its memory."""
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
@@ -35,14 +35,13 @@ class Captured(NamedTuple):
 
 
 class CaptureOne(Protocol):
-    """Warms up and captures one graph; the runner's own method."""
+    """Warms up and captures one graph: the runner's own method."""
 
-    def __call__(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> object:
-        """Run the model as often as needed."""
+    def __call__(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> object: ...
 
 
 class Dispatcher(Protocol):
-    """Has the sizes of graphs: vLLM's dispatcher for V1, our graph manager for V2."""
+    """The owner of the sizes of graphs: vLLM's dispatcher for V1, our graph manager for V2."""
 
     cudagraph_mode: CUDAGraphMode
 
@@ -54,7 +53,7 @@ class Dispatcher(Protocol):
         """Make `cudagraph_keys` for the sizes that the config has now."""
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """Graphs to capture: piecewise ones first, of each kind the largest first."""
+        """Return the graphs to capture: piecewise ones first, of each kind the largest first."""
 
 
 class Graphs:
@@ -62,28 +61,20 @@ class Graphs:
 
     Parameters
     ----------
-    device
-        Where they run.
-    dispatcher
-        Has the sizes.
-    compilation
-        Upstream's config, which has them, too.
+    dispatcher, compilation
+        The dispatcher and upstream's config, both of which have the sizes.
     decode_query_len
-        Tokens of a decode: one and its drafts.
+        The tokens of a decode: one and its drafts.
     largest_decode
-        Tokens of the largest decode, whose size is dropped last.
-    max_num_reqs
-        Most requests of a step.
-    max_model_len
-        Most tokens of a request.
+        The tokens of the largest decode, whose size is dropped last.
     agree
-        Returns the sizes that any rank has given up, from those that this one has: ranks must pad
-        alike.
+        Returns the sizes that any rank has given up, from those that this rank has given up: ranks
+        must pad alike.
 
     Attributes
     ----------
     most_rows
-        Most requests of a full graph; None: no limit. Known once the cache is allocated.
+        The most requests of a full graph; None: no limit. It is known once the cache is allocated.
     """
 
     def __init__(
@@ -106,7 +97,7 @@ class Graphs:
         self.most_rows: int | None = None
 
     def captured(self) -> tuple[GraphMode, int]:
-        """The engine's graph mode, and its largest capture size in tokens."""
+        """Return the engine's graph mode, and its largest capture size in tokens."""
         mode = GraphMode(self.dispatcher.cudagraph_mode.name)
         return mode, self.compilation.max_cudagraph_capture_size or 0
 
@@ -121,22 +112,22 @@ class Graphs:
 
         If memory doesn't suffice for a size, it is dropped for all kinds of graph, and so is every
         second one of the remaining sizes, except that of the largest decode. Every size takes the
-        same streams, so if these run out, sizes are dropped that were captured, evenly, and the
+        same streams. So if streams run out, sizes that were captured are dropped, evenly, and the
         capture is tried again: the largest size, that of the largest decode and that of one decode
         stay.
 
         Parameters
         ----------
         capture_one
-            Captures one.
+            Captures one graph.
         without_collection
-            Context without garbage collection, which would break a capture. Not entered on the CPU
-            fallback, which captures nothing.
+            Returns a context without garbage collection, which would break a capture. It is not
+            entered on the CPU fallback, which captures nothing.
 
         Returns
         -------
         int
-            Bytes of the device that the graphs took.
+            The bytes of the device that the graphs took.
         """
         captured: list[Captured] = []
         given_up = self._sizes_of_too_many_rows()
@@ -187,7 +178,7 @@ class Graphs:
         return sum(each.nbytes for each in captured)
 
     def _sizes_of_too_many_rows(self) -> set[int]:
-        """Sizes whose full graphs would have more requests than one call of attention takes."""
+        """Return sizes whose full graphs have more requests than one call of attention takes."""
         if self.most_rows is None:
             return set()
         sizes = {
@@ -206,7 +197,7 @@ class Graphs:
         return sizes
 
     def _without_memory(self, descriptors: list[BatchDescriptor], given_up: set[int]) -> list[int]:
-        """Sizes that are not tried after the first of `descriptors` had too little memory."""
+        """Return sizes to give up after the first of `descriptors` had too little memory."""
         sizes = dict.fromkeys(each.num_tokens for each in descriptors)
         spared = {*given_up, descriptors[0].num_tokens, self.largest_decode}
         return [size for size in sizes if size not in spared][::2]
@@ -214,10 +205,10 @@ class Graphs:
     def _without_streams(
         self, mode: CUDAGraphMode, num_tokens: int, captured: list[Captured], given_up: set[int]
     ) -> list[int]:
-        """Sizes to give up so that a graph of `num_tokens` has streams, or this one itself.
+        """Return sizes to give up so that a graph of `num_tokens` has streams, or its own size.
 
-        Graphs of the first kind take the most. So as many sizes fit as were captured of it, or one
-        fewer, if all were.
+        Graphs of the first kind take the most streams. So as many sizes fit as were captured of
+        this kind, or one fewer, if all were.
         """
         all_descriptors = self.dispatcher.get_capture_descs()
         first_mode = all_descriptors[0][0]
@@ -265,17 +256,10 @@ class Graphs:
     def check_padding(self, in_flight: StepInFlight, preparer: Preparer) -> None:
         """On the CPU fallback, check what a graph is about to read past the step.
 
-        Parameters
-        ----------
-        in_flight
-            The step.
-        preparer
-            Has the block tables.
-
         Raises
         ------
         GraphSafetyError
-            Names the array, the place, the value and the rule.
+            It names the array, the place, the value and the rule.
         """
         step = in_flight.step
         if self.device.computes_on_host and step.padding.mode is not GraphMode.NONE:
@@ -289,16 +273,10 @@ class Graphs:
 
 
 def measure_graphs(device: Device, profile: Callable[[], int]) -> int:
-    """Bytes that graphs will take.
+    """Return the bytes that graphs will take.
 
-    0 with a warning, if the device has no streams to measure it: fewer graphs will be captured.
-
-    Parameters
-    ----------
-    device
-        Where they run.
-    profile
-        Upstream's measurement, which captures some.
+    It returns 0 with a warning if the device has no streams to measure it: fewer graphs will be
+    captured. ``profile`` is upstream's measurement, which captures some graphs.
     """
     try:
         with device.host_streams(), device.capturing(), measured_as_captured():
@@ -319,16 +297,15 @@ OUT_OF_STREAMS = "207008"
 
 
 def is_out_of_streams(error: RuntimeError) -> bool:
-    """Whether a capture failed for want of streams.
+    """Return whether a capture failed for want of streams.
 
     Where CANN doesn't tell how many are left, the capture fails; torch_npu has no class of its own
-    for it, only CANN's number in the text.
+    for this error, only CANN's number in the text.
     """
     return isinstance(error, OutOfStreamsError) or OUT_OF_STREAMS in str(error)
 
 
 def _delete_graphs(sizes: set[int]) -> None:
-    """Delete the graphs of these sizes, with what they hold of the device."""
     for wrapper in GraphWrapper._all_instances:
         graphs = wrapper.concrete_cudagraph_entries
         for descriptor in [each for each in graphs if each.num_tokens in sizes]:
@@ -349,14 +326,9 @@ def _log_left_out(num_tokens: int, left: list[int], error: Exception) -> None:
 
 
 def table(captured: list[Captured], computes_on_host: bool) -> str:
-    """The start-up table: capture time and memory of each size, and their sums.
+    """Return the start-up table: capture time and memory of each size, and their sums.
 
-    Parameters
-    ----------
-    captured
-        In the order of capture.
-    computes_on_host
-        If True, the memory of graphs is left out: it is known on devices only.
+    The memory of graphs is left out if ``computes_on_host``: it is known on devices only.
     """
     modes = list(dict.fromkeys(each.mode for each in captured))
     cells = {(each.mode, _size(each.descriptor)): each for each in captured}
@@ -389,6 +361,5 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
 
 
 def _size(descriptor: BatchDescriptor) -> tuple[int, str]:
-    """Key by which lines of the table are sorted, and the name of a line."""
     adapters = ", LoRA" if descriptor.num_active_loras else ""
     return descriptor.num_tokens, f"{descriptor.num_tokens}{adapters}"

@@ -36,7 +36,7 @@ class PlaceholderRun:
 
     @classmethod
     def of_feature(cls, feature: MultiModalFeatureSpec) -> "list[PlaceholderRun]":
-        """Runs of one item; an item has several if there is text between its placeholders."""
+        """Return the runs of one item; it has several if there is text between its placeholders."""
         runs: list[PlaceholderRun] = []
         row, ranges = 0, feature.mm_position.extract_embeds_range()
         for start, last in ranges:
@@ -55,7 +55,6 @@ class RequestInputs:
 
     @classmethod
     def of_request(cls, request: CachedRequestState) -> "RequestInputs":
-        """Made from upstream's state of the request."""
         runs = [
             run for feature in request.mm_features for run in PlaceholderRun.of_feature(feature)
         ]
@@ -67,8 +66,6 @@ class RequestInputs:
 
 @dataclass
 class EncoderCounts:
-    """Counts of the encoder's work."""
-
     encoded: int = 0  # images and videos that it has encoded
     placed: int = 0  # items whose placeholders got its output; equal items share one output
 
@@ -78,26 +75,22 @@ class ModelInputs:
 
     Parameters
     ----------
-    max_num_reqs
-        Of a step.
     mrope_dims
-        Dimensions of M-RoPE positions; 0 for a model without them.
+        The dimensions of M-RoPE positions; 0 for a model without them.
     takes_items
         Whether the model takes images or videos.
     dtype
-        Of embeddings.
+        The dtype of embeddings.
     encoder_cache
-        Outputs of the encoder by identifier, ``[rows, hidden_size]`` on the device; upstream adds
-        and removes them.
+        The outputs of the encoder by identifier, ``[rows, hidden_size]`` on the device; upstream
+        adds and removes them.
 
     Attributes
     ----------
     mrope_tables
-        Positions of the batch's prompts; None without M-RoPE.
+        The positions of the batch's prompts; None without M-RoPE.
     follows_rows
         Whether requests of this model can have inputs that `follow_rows` has to order.
-    counts
-        What the encoder was asked for.
     """
 
     def __init__(
@@ -131,11 +124,11 @@ class ModelInputs:
         Parameters
         ----------
         req_ids
-            Of the batch, in order.
+            The requests of the batch, in order.
         new_req_ids
-            Requests that are new in this step; an id may return with other inputs.
+            The requests that are new in this step; an id may return with other inputs.
         requests
-            As upstream keeps them, by id.
+            The requests as upstream keeps them, by id.
         """
         known = self._requests
         if not new_req_ids and req_ids == list(known):
@@ -162,14 +155,9 @@ class ModelInputs:
         num_scheduled_tokens: np.ndarray,
         prompt_embeds: Mapping[int, torch.Tensor],
     ) -> bool:
-        """Whether the model gets embeddings instead of ids in this step.
+        """Return whether the model gets embeddings instead of ids in this step.
 
-        Parameters
-        ----------
-        tables, num_scheduled_tokens
-            The step.
-        prompt_embeds
-            Prompts given as embeddings, by row.
+        ``prompt_embeds`` has prompts given as embeddings, by row.
         """
         prompts = list(prompt_embeds)
         return takes_embeds(tables, num_scheduled_tokens, prompts, self._placeholder_runs)
@@ -180,7 +168,7 @@ class ModelInputs:
         is_token_ids: np.ndarray,  # [max_num_reqs, max_model_len] bool
         prompt_embeds: Mapping[int, torch.Tensor],
     ) -> PromptEmbeds | None:
-        """Tokens of prompts given as embeddings, if the step reads from such a prompt."""
+        """Return vectors of prompts given as embeddings; None if the step reads no such prompt."""
         if not (step.batch.takes_embeds and prompt_embeds):
             return None
         return PromptEmbeds.of_step(step, is_token_ids, prompt_embeds, self.dtype)
@@ -188,7 +176,7 @@ class ModelInputs:
     def for_record(
         self, req_ids: list[str], prompt_embeds: Mapping[int, torch.Tensor]
     ) -> tuple[Any, ...]:
-        """What a record has of requests apart from the step: see `StepSnapshot.of_step`."""
+        """Return what a record has of requests apart from the step (see `StepSnapshot.of_step`)."""
         if not (self._runs or prompt_embeds):
             return (req_ids,)
         modalities = [run.feature.modality for run in self._runs]
@@ -203,16 +191,10 @@ class ModelInputs:
         mm_embeds: list[torch.Tensor],
         is_multimodal: torch.Tensor,
     ) -> torch.Tensor:
-        """Embeddings of all tokens, ``[num_input_tokens, hidden_size]``.
+        """Return the embeddings of all tokens, ``[num_input_tokens, hidden_size]``.
 
-        Parameters
-        ----------
-        model
-            Embeds token ids.
-        input_ids
-            int32 ``[num_input_tokens]`` on the device.
-        mm_embeds, is_multimodal
-            As `gather_mm_embeddings` returns them.
+        ``input_ids`` is int32 ``[num_input_tokens]`` on the device; `gather_mm_embeddings` returns
+        ``mm_embeds`` and ``is_multimodal``, which is padded here.
         """
         padding = len(input_ids) - len(is_multimodal)
         return model.embed_input_ids(
@@ -224,16 +206,14 @@ class ModelInputs:
     def gather_mm_embeddings(
         self, step: PreparedStep, req_ids: Sequence[str], shift: int = 0
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Rows of the encoder's outputs for the tokens of a step, and which tokens they are.
+        """Find rows of the encoder's outputs for tokens of a step, and which tokens these are.
 
         Upstream visits every request; here requests without images cost nothing.
 
         Parameters
         ----------
-        step
-            The step.
         req_ids
-            Of the batch, in order.
+            The requests of the batch, in order.
         shift
             1 for a drafter, which reads the token after each token of the step.
 
@@ -273,11 +253,9 @@ class ModelInputs:
         return mm_embeds, is_multimodal
 
     def count_encoded(self, num_items: int) -> None:
-        """Count images and videos that were encoded."""
         self.counts.encoded += num_items
 
     def log_summary(self) -> None:
-        """Log what the encoder did, in one line."""
         if self.counts.encoded:
             encoded, placed = self.counts.encoded, self.counts.placed
             logger.info("Encoder: %s encoded, %d placed.", counted(encoded, "item"), placed)

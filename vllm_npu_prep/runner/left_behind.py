@@ -1,4 +1,4 @@
-"""What models leave in tables of torch and of vLLM when their engine ends."""
+"""Removes what models leave in tables of torch and of vLLM when their engine ends."""
 
 from types import CodeType
 from typing import Any
@@ -13,17 +13,17 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 def forget_models(*models: Any) -> None:
     """Remove what keeps parts of models, and their weights, in memory.
 
-    These are hooks of compiled parts, and what torch has compiled of them, which stays with their
-    class's code. vLLM removes hooks, too, when the engine's object is collected
+    These are hooks of compiled parts, and what torch has compiled of them, which stays with the
+    code of their class. vLLM also removes hooks when the engine's object is collected
     (`LLMEngine._cleanup_instance_caches` in ``vllm/v1/engine/llm_engine.py``), by a weak reference
-    to the whole model. A runner that shuts down lets go of the whole model first, so the reference
+    to the whole model. A runner that shuts down lets go of the whole model first, so this reference
     leads nowhere then, and the part that is compiled would stay.
 
     Compiled code calls a function that torch has put into the globals of the class's module, and
-    which has the weights as examples of its inputs. torch removes it with the code. Tracebacks,
-    however, that torch takes while the code runs, as it does when it compiles something else, keep
-    the code for good (`MetricsContext` in ``torch/_dynamo/metrics_context.py`` collects them).
-    So its globals are emptied here; their names are left, for torch to remove.
+    which has the weights as examples of its inputs. torch removes it with the code. However,
+    tracebacks that torch takes while the code runs, as it does when it compiles something else,
+    keep the code for good (`MetricsContext` in ``torch/_dynamo/metrics_context.py`` collects them).
+    So the globals are emptied here; their names are left, for torch to remove.
 
     Where weights were loaded anew, vLLM's table of such layers has them, too. Its keys are weak
     references, but its values lead to the same layers.
@@ -31,7 +31,7 @@ def forget_models(*models: Any) -> None:
     Parameters
     ----------
     models
-        Of the engine, its drafter's among them; None is none.
+        The engine's models, including its drafter's; None stands for no model.
     """
     for model in models:
         for module in model.modules() if model is not None else ():
@@ -43,10 +43,10 @@ def forget_models(*models: Any) -> None:
 
 
 def _remove_hooks(module: TorchCompileWithNoGuardsWrapper) -> None:
-    """Remove a compiled part's hooks: `cleanup` knows the last one.
+    """Remove a compiled part's hooks, of which `cleanup` knows only the last one.
 
-    A class that is compiled and has a base class that is, as Qwen3Model has Qwen2Model, registers
-    two.
+    A class that is compiled and has a base class that is compiled, as Qwen3Model has Qwen2Model,
+    registers two.
     """
     module.cleanup()
     for number, hook in list(_bytecode_hooks.items()):

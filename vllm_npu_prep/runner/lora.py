@@ -22,7 +22,7 @@ class StepLoRAMapping(LoRAMapping):
     prompt_mapping: Any  # [num_samples]
 
     def __post_init__(self) -> None:
-        """Keep the arrays."""
+        """Keep the arrays, of which upstream makes tuples here."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -46,12 +46,10 @@ def activate_adapters(
 
     Parameters
     ----------
-    manager
-        vLLM's LoRA manager.
     batch
-        Its ``request_lora_mapping`` has the LoRA id of each request; 0: none.
+        Its ``request_lora_mapping`` has the LoRA id of each request; 0 means no adapter.
     num_scheduled_tokens, num_sampled_tokens
-        Of the step; one sample for each request without the latter.
+        The counts of the step. Without the latter each request has one sample.
     mapping_type
         What the rows are.
     """
@@ -62,7 +60,8 @@ def activate_adapters(
         is_prefill=True,
         type=mapping_type,
     )
-    # Not a set: adapters of one name are equal, and one that was removed has its requests still
+    # This is no set: adapters of one name are equal, and an adapter that was removed still has its
+    # requests
     adapters: Any = batch.lora_id_to_lora_request.values()
     manager.set_active_adapters(adapters, mapping)
 
@@ -74,21 +73,20 @@ def score_prompts(
     num_scheduled_tokens: dict[str, int],
     score: Callable[[dict[str, int]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Log-probabilities of prompts, one request at a time, each with its own adapter.
+    """Return log-probabilities of prompts, one request at a time, each with its own adapter.
 
     A step's mapping covers the logits of samples only, so upstream scores prompts with the adapters
     of the first samples.
 
     Parameters
     ----------
-    manager, batch
-        As `activate_adapters` takes them.
     wanted
-        Number of log-probabilities by request; a request is removed when its prompt is done.
+        The number of log-probabilities by request; a request is removed when its prompt is done.
     num_scheduled_tokens
-        Of the step, by request.
+        The counts of the step, by request.
     score
-        Upstream's function: takes a dict as `wanted`, changes it, and returns results by request.
+        Upstream's function, which takes a dict like `wanted`, changes it, and returns results by
+        request.
     """
     result: dict[str, Any] = {}
     for req_id in [each for each in wanted if each in num_scheduled_tokens]:
@@ -102,7 +100,7 @@ def score_prompts(
 
 
 def logits_of(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> ExitStack:
-    """Context in which all rows of logits use one adapter; 0: none."""
+    """Return a context in which all rows of logits use one adapter, or none if ``lora_id`` is 0."""
     adapters: Any = manager._adapter_manager
     slot = adapters.lora_index_to_id.index(lora_id) if lora_id else NO_LORA
     stack = ExitStack()

@@ -1,4 +1,4 @@
-"""NPUModelRunner: vLLM's V1 runner with its input preparation replaced. Holds no arithmetic."""
+"""vLLM's V1 runner with its input preparation replaced. This file holds no arithmetic."""
 
 from functools import partial
 from time import perf_counter
@@ -102,6 +102,7 @@ class NPUModelRunner(GPUModelRunner):
     query_start_loc            ours
     seq_lens                   ours; ``optimistic_seq_lens_cpu`` is their host view.
                                Drafters shorten the device's in place, after the forward
+                               pass
     num_computed_tokens        ours
     discard_request_mask       ours
     SpecDecodeMetadata         ours: views, made in each step
@@ -120,10 +121,8 @@ class NPUModelRunner(GPUModelRunner):
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
     device
-        As torch sees it.
+        The device as torch sees it.
     prep_device
         The same device by this plugin's interface.
 
@@ -134,12 +133,12 @@ class NPUModelRunner(GPUModelRunner):
     dummy_run
         The dummy run that is under way.
     cache_memory
-        What the KV cache is made of.
+        The memory of which the KV cache is made.
     """
 
     in_flight: StepInFlight | None
     dummy_run: DummyRun | None
-    preparer: Preparer  # as `block_tables`, from `initialize_kv_cache` on
+    preparer: Preparer  # exists, like `block_tables`, from `initialize_kv_cache` on
     block_tables: DeviceBlockTables
     num_prompt_logprobs: dict[str, int]
 
@@ -153,7 +152,7 @@ class NPUModelRunner(GPUModelRunner):
         # Upstream would give the model embeddings in every step, which graphs can't read.
         self.enable_prompt_embeds = False
         self._end_step()
-        if self.model_config.is_hybrid:  # upstream copies counts that nothing reads in every step
+        if self.model_config.is_hybrid:  # in every step upstream copies counts that nothing reads
             counts: Any = self.num_accepted_tokens
             counts.copy_to_gpu = lambda n=None: counts.gpu
         self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
@@ -239,7 +238,7 @@ class NPUModelRunner(GPUModelRunner):
         scheduler_output: SchedulerOutput,
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> Any:
-        """As upstream's; ends the step in flight if it fails or if nothing is to be sampled."""
+        """End the step in flight if it fails or if nothing is to be sampled."""
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
         finally:
@@ -271,7 +270,7 @@ class NPUModelRunner(GPUModelRunner):
             self.speculation.set_known_tokens(batch, previous_rows)
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
-        """As upstream's; with states, requests that begin with drafts are among the decodes."""
+        """Put requests that begin with drafts among the decodes, if there are recurrent states."""
         forget_thoughts(self.input_batch)
         super()._may_reorder_batch(scheduler_output)
         states = self.preparer.tables.states
@@ -279,11 +278,11 @@ class NPUModelRunner(GPUModelRunner):
             put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)
 
     def _update_others(self, scheduler_output: SchedulerOutput) -> None:
-        """As upstream's `_update_states`, for prompts of embeddings, too, which have no ids.
+        """Let upstream update requests, also those with prompts of embeddings, which have no ids.
 
         What upstream returns takes back drafts that it counted as accepted. It counts them so for
-        requests that were in the batch and stay there, none of which is left to it when there are
-        drafts: it is None.
+        requests that were in the batch and stay there. None of these is left to upstream when there
+        are drafts, so it returns None.
         """
         embedded = [
             new.req_id
@@ -299,7 +298,7 @@ class NPUModelRunner(GPUModelRunner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
-        """Prepare one step; replaces upstream's version completely.
+        """Prepare one step; this replaces upstream's version completely.
 
         Parameters
         ----------
@@ -311,7 +310,7 @@ class NPUModelRunner(GPUModelRunner):
         Returns
         -------
         logits_indices, spec_decode_metadata, max_num_sampled_tokens
-            As upstream's.
+            What upstream's method returns.
         """
         started = perf_counter()
         preparer, rows = self.preparer, self.input_batch
@@ -347,7 +346,7 @@ class NPUModelRunner(GPUModelRunner):
         num_scheduled_tokens: np.ndarray,
         samples: LastSamples,
     ) -> StepBatch:
-        """The step as the pure core reads it: views, nothing is copied."""
+        """Return the step as the pure core reads it: views, nothing is copied."""
         rows, preparer, inputs = self.input_batch, self.preparer, self.inputs
         takes_embeds, check = False, self.step_check
         if inputs.follows_rows:
@@ -385,7 +384,6 @@ class NPUModelRunner(GPUModelRunner):
         self.buffers.bind(in_flight.staged)
 
     def _end_step(self) -> None:
-        """Clear the record of a step or of a dummy run that has ended or failed."""
         self.in_flight = self.dummy_run = None
 
     def _observe(
@@ -408,7 +406,6 @@ class NPUModelRunner(GPUModelRunner):
     def _dispatch(
         self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
     ) -> tuple[Any, ...]:
-        """Ask upstream for its decision on graph and padding, before a step is prepared."""
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
         return super()._determine_batch_execution_and_padding(
             num_tokens=batch.total_num_scheduled_tokens,
@@ -480,7 +477,7 @@ class NPUModelRunner(GPUModelRunner):
     ) -> tuple[Any, ...]:
         """Give the model the step as it was prepared; upstream would slice and clear its arrays.
 
-        Later stages of a pipeline read the output of the stage before them, and never embed.
+        Later pipeline stages read the output of the stage before them, and never embed.
         """
         model_kwargs = self._init_model_kwargs()
         positions = self.mrope_positions.gpu if self.uses_mrope else self.positions
@@ -504,11 +501,10 @@ class NPUModelRunner(GPUModelRunner):
         return input_ids, None, positions, None, model_kwargs, None
 
     def features_of(self, req_id: str) -> list[Any]:
-        """Images and videos of a request, as the encoder reads them."""
+        """Return the images and videos of a request, as the encoder reads them."""
         return self.requests[req_id].mm_features
 
     def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
-        """Run the encoder on the items that the scheduler chose, and count them."""
         outputs = super()._execute_mm_encoder(scheduler_output)
         self.inputs.count_encoded(len(outputs))
         return outputs
@@ -516,18 +512,19 @@ class NPUModelRunner(GPUModelRunner):
     def _gather_mm_embeddings(
         self, scheduler_output: SchedulerOutput, shift_computed_tokens: int = 0
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Encoder outputs for this step's tokens; for drafters, those of the tokens after them."""
+        """Return encoder outputs for this step's tokens; for drafters, of the tokens after them."""
         assert self.in_flight is not None
         req_ids = self.input_batch.req_ids
         return self.inputs.gather_mm_embeddings(self.in_flight.step, req_ids, shift_computed_tokens)
 
     def _prepare_padding_mask(self, num_tokens_unpadded: int, num_tokens_padded: int) -> Any:
-        """The step's padding mask, which routers read; dummy runs without a graph use upstream's.
+        """Return the step's padding mask, which routers read.
 
-        Upstream asks for it last before the forward pass of a step or of a dummy run. Without
-        padding and without a graph there is nothing to mask, which saves launches in each layer of
-        experts. Where experts see tokens of several ranks, these exchange their masks
-        (`vllm_npu_prep.device.communicator`), and each has to have one.
+        Upstream asks for it last before the forward pass of a step or of a dummy run; dummy runs
+        without a graph use upstream's mask. Without padding and without a graph there is nothing to
+        mask, which saves launches in each layer of experts. Where experts see tokens of several
+        ranks, these exchange their masks (`vllm_npu_prep.device.communicator`), and each rank has
+        to have one.
         """
         if self.in_flight is None:
             is_padding = super()._prepare_padding_mask(num_tokens_unpadded, num_tokens_padded)
@@ -544,7 +541,7 @@ class NPUModelRunner(GPUModelRunner):
         return is_padding
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's; steps with embeddings bypass the compiled model, which takes token ids."""
+        """Bypass the compiled model, which takes token ids, in steps with embeddings."""
         if kwargs.get("inputs_embeds") is not None:
             get_forward_context().skip_compiled = True
         return super()._model_forward(*args, **kwargs)
@@ -554,7 +551,7 @@ class NPUModelRunner(GPUModelRunner):
     def sample_tokens(  # type: ignore[override]  # upstream's decorator isn't a method to mypy
         self, *args: Any, **kwargs: Any
     ) -> ModelRunnerOutput:
-        """As upstream's, whose asynchronous output creates a stream event.
+        """Sample with upstream's method, whose asynchronous output creates a stream event.
 
         Upstream also rolls back the generators of requests whose sample is discarded, by an offset
         that generators of the CPU don't have. There, we keep them from advancing instead.
@@ -573,7 +570,7 @@ class NPUModelRunner(GPUModelRunner):
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        """As upstream's; chosen tokens are scored beside drafts and other requests, too."""
+        """Score chosen tokens also beside drafts and other requests."""
         if not self.input_batch.logprob_token_ids:
             return super()._sample(logits, spec_decode_metadata)
         with score_chosen_tokens(self.sampler, self.input_batch):
@@ -587,7 +584,6 @@ class NPUModelRunner(GPUModelRunner):
         hidden_states: torch.Tensor,
         num_scheduled_tokens: int,
     ) -> tuple[Any, ...]:
-        """Append all tokens together if tokens are all that each request got and needs."""
         batch, wanted = self.input_batch, self.num_prompt_logprobs
         discard = self.discard_request_mask.np[: batch.num_reqs]
         if self.bookkeeping.can_append_together(batch, sampler_output, discard, wanted):
@@ -603,13 +599,11 @@ class NPUModelRunner(GPUModelRunner):
     def _copy_valid_sampled_token_count(
         self, next_token_ids: torch.Tensor, valid_sampled_tokens_count: torch.Tensor
     ) -> None:
-        """Start the one copy of the counts to the host."""
         self.speculation.count_kept_tokens(valid_sampled_tokens_count)
         if self.use_async_spec_decode:
             self.input_batch.prev_sampled_token_ids = next_token_ids.unsqueeze(1)
 
     def _get_valid_sampled_token_count(self) -> list[int]:
-        """Tokens that the last step kept of each request in it."""
         if self.input_batch.prev_sampled_token_ids is None:
             return []
         return self.num_valid_tokens.read().tolist()
@@ -617,7 +611,6 @@ class NPUModelRunner(GPUModelRunner):
     def _copy_draft_token_ids_to_cpu(
         self, scheduler_output: SchedulerOutput, zeros_only: bool = False
     ) -> None:
-        """Keep the new drafts with the samples for the next step."""
         super()._copy_draft_token_ids_to_cpu(scheduler_output, zeros_only)
         if self.use_async_spec_decode:
             assert isinstance(self._draft_token_ids, torch.Tensor)
@@ -626,10 +619,11 @@ class NPUModelRunner(GPUModelRunner):
             self.speculation.keep_samples(sampled, self._draft_token_ids)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """True for our drafters: passes beyond the end of the context write and read nothing.
+        """Return True for our drafters: passes past the end of the context write and read nothing.
 
-        Upstream drafts for no request of a step if one of them is near the end. Then the others'
-        tokens of this step are missing in the drafter's cache, and their later drafts are worse.
+        Upstream drafts for no request of a step if one of them is near the end. Then the other
+        requests' tokens of this step are missing in the drafter's cache, and their later drafts are
+        worse.
         """
         if (
             isinstance(getattr(self, "drafter", None), ExactLengths)
@@ -639,13 +633,11 @@ class NPUModelRunner(GPUModelRunner):
         return super()._input_fits_in_drafter(common_attn_metadata)
 
     def _backup_next_token_ids(self) -> torch.Tensor:
-        """``backup_next_token_ids`` of the step in flight, for drafters: int32
-        ``[num_reqs_padded]`` on the device."""
+        """Return int32 ``[num_reqs_padded]`` on the device, for drafters."""
         assert self.in_flight is not None
         return self.in_flight.staged.device.backup_next_token_ids
 
     def _block_table_of_group(self, group: int) -> torch.Tensor:
-        """A KV-cache group's block table of the step in flight, for drafters."""
         assert self.in_flight is not None
         return self.block_tables.device_rows(self.in_flight.step.padding.num_reqs_padded)[group]
 
@@ -658,7 +650,6 @@ class NPUModelRunner(GPUModelRunner):
         num_sampled_tokens: np.ndarray | None = None,
         mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
     ) -> None:
-        """As upstream's, which makes tuples of the mappings and compares them; here: arrays."""
         activate_adapters(
             self.lora_manager, input_batch, num_scheduled_tokens, num_sampled_tokens, mapping_type
         )
@@ -666,7 +657,7 @@ class NPUModelRunner(GPUModelRunner):
     def _get_prompt_logprobs_dict(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
-        """As upstream's; with adapters one request at a time, each scored with its own adapter."""
+        """Score prompts one request at a time if there are adapters, each with its own one."""
         wanted, score = self.num_prompt_logprobs, super()._get_prompt_logprobs_dict
         if not self.lora_config or not wanted:
             return score(hidden_states, num_scheduled_tokens)
@@ -690,10 +681,10 @@ class NPUModelRunner(GPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dummy runs use upstream's buffers, which have the largest sizes; graphs use ours."""
+        """Run with upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
         if self.recorder is not None:
-            self.recorder.read_experts()  # an idle engine's pass counts the others' tokens
+            self.recorder.read_experts()  # an idle data-parallel rank's pass counts others' tokens
         self.buffers.restore()
         self.dummy_run = DummyRun(kwargs.get("force_attention", False))
         try:
@@ -704,20 +695,14 @@ class NPUModelRunner(GPUModelRunner):
                 self.block_tables.is_prepared = False
 
     def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor, Any]:
-        """Dummy runs read token ids, as graphs do; upstream's read embeddings."""
+        """Let dummy runs read token ids, as graphs do; upstream's read embeddings."""
         return self.input_ids.gpu[:num_tokens], None
 
     def profile_cudagraph_memory(self) -> int:
-        """Bytes that graphs will take, from capturing the two largest sizes of each kind."""
         return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
 
     def capture_model(self) -> int:
-        """Capture every graph, largest first.
-
-        Returns
-        -------
-        int
-            Bytes of the device that they took.
+        """Capture every graph, the largest first, and return the bytes of the device they took.
 
         Raises
         ------
@@ -735,20 +720,22 @@ class NPUModelRunner(GPUModelRunner):
             self.maybe_remove_all_loras(self.lora_config)  # dummy adapters with ids of real ones
             self.padding.forget()  # sizes that did not fit were dropped
 
-    # ----------------------------------------------------------------- states of linear attention
+    # ----------------------------------------------------------------- recurrent states
 
     def _get_mamba_bufs(self) -> Any:
-        """Buffers for copies of states between blocks: none, because nothing is copied."""
+        """Return no buffers for copies of recurrent states between blocks: nothing is copied."""
         return SimpleNamespace(preprocess=None, postprocess_align=None)
 
     def _update_states_after_model_execute(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: accepted tokens are counted when the next step is prepared."""
+        """Do nothing: accepted tokens are counted when the next step is prepared."""
 
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, with this plugin's full graphs instead of CUDA's, and one backend for all
-        layers, set before vLLM asks each layer for its preferred block size."""
+        """Load the model with this plugin's full graphs instead of CUDA's.
+
+        All layers get one backend, before vLLM asks each layer for its preferred block size.
+        """
         super().load_model(*args, **kwargs)
         for model in models_of(self.get_model(), getattr(self, "drafter", None)):
             replace_modules(model, self.vllm_config)
@@ -761,9 +748,10 @@ class NPUModelRunner(GPUModelRunner):
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, and for MTP layers, too, if they come from a folder.
+        """Reload the weights, and those of MTP layers, too, if they come from a folder.
 
-        All are at the addresses that graphs read then. The caller resets the prefix cache.
+        Afterwards all of them are at the addresses that graphs read. The caller resets the prefix
+        cache.
         """
         self.refuse_new_weights()
         drafter = self.get_draft_model() if weights_iterator is None else None
@@ -771,7 +759,6 @@ class NPUModelRunner(GPUModelRunner):
             super().reload_weights(weights_iterator, *args, **kwargs)
 
     def refuse_new_weights(self) -> None:
-        """See `vllm_npu_prep.runner.new_weights.refuse`."""
         refuse(self.vllm_config)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
@@ -784,13 +771,12 @@ class NPUModelRunner(GPUModelRunner):
         self.runner_only_attn_layers.update(*(group.layer_names for group in groups))
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, with metadata for each window, even if the caches share a group."""
+        """Make metadata for each window, even if the caches share a group."""
         super().initialize_attn_backend(*args, **kwargs)
         layers = self.compilation_config.static_forward_context
         self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
 
     def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
-        """Replace the block tables of upstream's batch by `DeviceBlockTables`."""
         super().may_reinitialize_input_batch(kv_cache_config)
         local = find_local_groups(self.attn_groups)
         self.block_tables = self.input_batch.block_table = DeviceBlockTables(
@@ -853,7 +839,7 @@ class NPUModelRunner(GPUModelRunner):
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Allocate K and V as planes, because Ascend kernels can't read upstream's interleaving."""
+        """Allocate K and V as planes: Ascend kernels can't read upstream's interleaved form."""
         kernel_blocks_of = partial(blocks_per_block, self.vllm_config)
         caches = allocate_planes(kv_cache_config, self.cache_memory, kernel_blocks_of)
         for layer_name, target in self.shared_kv_cache_layers.items():
@@ -870,10 +856,9 @@ class NPUModelRunner(GPUModelRunner):
         return planes_by_layer(caches, layers)  # upstream registers them with a KV connector
 
     def _init_kv_zero_meta(self) -> None:
-        """Does nothing: upstream prepares a Triton kernel here, which is not used."""
+        """Do nothing: upstream prepares a Triton kernel here, which is not used."""
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zero new blocks where it is needed, as upstream does with a Triton kernel."""
         zero_new_blocks(self.kv_caches, block_ids)
 
     # ----------------------------------------------------------------- the device
@@ -887,7 +872,6 @@ class NPUModelRunner(GPUModelRunner):
             self.recorder.warm_up(step)
 
     def shutdown(self) -> None:
-        """Log how often preparation had to wait, what the encoder did and how steps ran."""
         if hasattr(self, "preparer") and self.preparer.staging.steps:
             ring = self.preparer.staging
             logger.info(
@@ -907,5 +891,5 @@ class NPUModelRunner(GPUModelRunner):
         CUDAGraphWrapper.clear_all_graphs()
 
     def _sync_device(self) -> None:
-        """Wait for our device; upstream calls ``torch.accelerator``."""
+        """Wait for our device, where upstream calls ``torch.accelerator``."""
         self.prep_device.synchronize()

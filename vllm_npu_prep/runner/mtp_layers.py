@@ -1,4 +1,4 @@
-"""What becomes of a model's MTP layers, by either runner's drafters."""
+"""The warning about MTP layers that no drafter uses, which both runners give."""
 
 from vllm.config import SpeculativeConfig
 from vllm.logger import init_logger
@@ -7,13 +7,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 
 def warn_of_unused_layers(config: SpeculativeConfig) -> None:
-    """Say that of several MTP layers the first one drafts alone.
-
-    Parameters
-    ----------
-    config
-        Of a drafter that is a model.
-    """
+    """Say that of several MTP layers only the first one drafts, in all passes."""
     num_layers = getattr(config.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
     if config.method == "mtp" and num_layers > 1:
         logger.warning(

@@ -51,16 +51,12 @@ def refuse(vllm_config: VllmConfig) -> None:
 
 @contextlib.contextmanager
 def kept_addresses(model: nn.Module) -> Iterator[None]:
-    """Context of a reload, after which all tensors of the model are where they were.
+    """Return a context for a reload, after which all tensors of the model are where they were.
 
-    vLLM's reload copies parameters and buffers to where they were. What layers derive of weights
+    vLLM's reload copies parameters and buffers to where they were. What layers derive from weights
     and keep as plain attributes, such as biases in float32 for a fused operator, they make anew;
-    that is copied here. Layers that keep weights in another form are told, by their ``refresh``.
-
-    Parameters
-    ----------
-    model
-        Whose weights change.
+    this is copied here. Layers that keep weights in another form are told by a call of their
+    ``refresh``.
 
     Raises
     ------
@@ -76,9 +72,10 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which layers have the names that files know, which adapters' wrappers lengthen.
+    """Return a context in which layers have the names of files, without adapters' wrappers.
 
-    Most models' code finds them nevertheless; that of Llama 4 doesn't.
+    Wrappers lengthen these names. Most models' code finds the layers nevertheless; that of Llama 4
+    doesn't.
     """
     wrapped = [
         (owner, name, child)
@@ -97,21 +94,20 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def followed_by_drafter(vllm_config: VllmConfig, drafter: nn.Module | None) -> Iterator[None]:
-    """Context of a reload from a folder, after which MTP layers are those of the same folder.
+    """Return a context for a reload from a folder, after which MTP layers are those of this folder.
 
-    Upstream reloads the model alone. A drafter with a checkpoint of its own stays as it is.
+    Upstream reloads the model alone. A drafter with a checkpoint of its own stays as it is, and so
+    does a drafter whose new weights can't be loaded, with a warning.
 
     Parameters
     ----------
-    vllm_config
-        Of the engine, whose model is reloaded.
     drafter
-        What drafts, if that is a model.
+        The drafter, if it is a model; else None.
 
     Raises
     ------
     PrepError
-        As `kept_addresses`.
+        In the case that `kept_addresses` describes.
     """
     speculation, of_model = vllm_config.speculative_config, vllm_config.model_config
     of_drafter = None if speculation is None else speculation.draft_model_config
@@ -128,12 +124,12 @@ def followed_by_drafter(vllm_config: VllmConfig, drafter: nn.Module | None) -> I
     )
     with kept_addresses(drafter):
         try:
-            # A head that layers share has one name in a model, and one in each layer in files
+            # A head that layers share has one name in a model, but one for each layer in files
             weights = loader.get_all_weights(of_drafter, drafter)
             weights = (named for named in weights if named[0] not in every - each)
             reload_weights(vllm_config, drafter, weights, None, is_checkpoint_format=True)
         except Exception as error:
-            for module in drafter.modules():  # what got a part of its weights has the old ones
+            for module in drafter.modules():  # modules that got a part keep all their old weights
                 get_layerwise_info(module).load_numel = 0
             finalize_layerwise_reload(drafter, of_drafter)
             logger.warning(
@@ -183,7 +179,7 @@ def _each(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _derived(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensors]]:
-    """Plain attributes of modules that are tensors or consist of some, with module and name."""
+    """Yield plain attributes of modules that are or hold tensors, with module and name."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor | Int8Linear | DequantizedLinear) or (

@@ -1,20 +1,21 @@
-"""Outputs whose copies to the host are still under way."""
+"""Outputs of steps whose copies to the host are still under way."""
 
 from collections import deque
 from typing import Any
 
 DEVICE_SIDE = ("_sampled_token_ids", "_logprobs_tensors", "_num_nans", "_raw_pooler_output")
-"""What an asynchronous output of vLLM copies on a stream of its own, by attribute."""
+"""The attributes of vLLM's asynchronous outputs that it copies on a stream of its own."""
 
 
 class OutputsInFlight:
     """Keeps the tensors of asynchronous outputs until their copies are complete.
 
     An asynchronous output holds its tensors itself, but lives only as long as somebody waits for
-    it. With several ranks, one of them answers; on every other, `WorkerProc._execute_worker_rpc`
-    (``vllm/v1/executor/multiproc_executor.py``) drops the output at once. The tensors are freed
-    while the copy stream still reads them, and the next operator may write there: a write after
-    read without an order. docs/guides/many-cards.md says more.
+    it. With several ranks, one of them answers; on every other rank
+    `WorkerProc._execute_worker_rpc` (``vllm/v1/executor/multiproc_executor.py``) drops the output
+    at once. The tensors are then freed while the copy stream still reads them, and the next
+    operator may write there: a write after a read without an order. docs/guides/many-cards.md says
+    more.
     """
 
     def __init__(self) -> None:

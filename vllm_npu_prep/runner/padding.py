@@ -13,32 +13,32 @@ from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padd
 from vllm_npu_prep.runner.step import DummyRun
 
 KEPT_DECISIONS = 4096
-"""Most padding decisions that are cached. Decodes need one for each batch size."""
+"""The most padding decisions that are cached. Decodes need one for each batch size."""
 
 Dispatch = Callable[[StepBatch, int, int, bool], tuple[Any, ...]]
-"""Asks upstream's dispatcher. Arguments: the batch, the longest query, the number of requests with
-encoder inputs, and whether the step has to run eagerly. The answer begins with the graph mode and
-the batch descriptor."""
+"""Asks upstream's dispatcher. The arguments are the batch, the longest query, the number of
+requests with encoder inputs, and whether the step has to run eagerly. The answer begins with the
+graph mode and the batch descriptor."""
 
 
 class CacheLimits(NamedTuple):
-    """Limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
+    """The limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
 
     A full graph is one call for all its requests; an eager step can be split into several.
 
     Attributes
     ----------
     num_blocks
-        Blocks of the cache; those of all requests, padding included, may not exceed them.
+        The blocks of the cache; those of all requests, padding included, may not exceed them.
     block_size
-        The smallest of the engine's groups, in tokens.
+        The smallest block size of the engine's groups, in tokens.
     """
 
     num_blocks: int
     block_size: int
 
     def allow(self, batch: StepBatch, padding: Padding) -> bool:
-        """Whether one call may serve a batch, with padding requests of one block each.
+        """Return whether one call may serve a batch, with padding requests of one block each.
 
         Engines for more requests than a call takes have no full graphs at all
         (`vllm_npu_prep.graph.config`).
@@ -56,7 +56,7 @@ class CacheLimits(NamedTuple):
         Raises
         ------
         PrepError
-            Says how long requests may be.
+            It says how long requests may be.
         """
         if -(-max_model_len // self.block_size) > self.num_blocks:
             raise PrepError(
@@ -68,7 +68,7 @@ class CacheLimits(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a decision depends on."""
+    """What a decision depends on: decisions are cached by it."""
 
     eager: bool  # the step has to run without a graph
     takes_embeds: bool
@@ -80,8 +80,6 @@ class Counts(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What was decided for a step."""
-
     dispatched: tuple[Any, ...]  # upstream's answer, unchanged
     padding: Padding
     kind: str  # how the step is counted (`StepCounts.kind`)
@@ -92,12 +90,10 @@ class StepPadding:
 
     Parameters
     ----------
-    dispatch
-        Asks upstream's dispatcher.
     captured
         Returns the engine's graph mode and its largest capture size in tokens.
     decode_query_len
-        Tokens of a decode: one and its drafts.
+        The tokens of a decode: one and its drafts.
     depends_on_counts_only
         True if the same counts always get the same answer, which is then cached. It is False if
         data-parallel ranks must agree in every step, or the dispatcher makes metrics of graphs.
@@ -105,9 +101,9 @@ class StepPadding:
     Attributes
     ----------
     counts
-        How steps ran.
+        How many steps ran in which way.
     cache_limits
-        What a full graph has to keep, once the cache is allocated; None: nothing.
+        What a full graph has to keep to, once the cache is allocated; None: no limits.
     """
 
     def __init__(
@@ -129,18 +125,16 @@ class StepPadding:
 
         Parameters
         ----------
-        batch
-            The step.
         num_encoder_reqs
-            Requests whose images or videos are encoded in this step.
+            The requests whose images or videos are encoded in this step.
         num_active_loras
-            Adapters of the batch.
+            The adapters of the batch.
         """
         num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
         max_query_len = 1
         if num_tokens != num_reqs:
             max_query_len = int(batch.num_scheduled_tokens.max())
-        counts = (  # a `Counts`, which takes longer to make than to look up
+        counts = (  # a plain tuple: a `Counts` takes longer to make than to look up
             False,
             batch.takes_embeds,
             num_tokens,
@@ -159,7 +153,6 @@ class StepPadding:
         return decision
 
     def _decide(self, batch: StepBatch, counts: Counts) -> Decision:
-        """A new decision, which is kept for later steps of these counts."""
         decision = self._ask(batch, counts.max_query_len, counts.num_encoder_reqs, counts.eager)
         if self.depends_on_counts_only:
             if len(self._kept) == KEPT_DECISIONS:
@@ -191,7 +184,7 @@ class StepPadding:
         num_reqs: int,
         uniform_decode: bool,
     ) -> Padding | None:
-        """Padding of a dummy run that we prepare as a step without requests.
+        """Return the padding of a dummy run that we prepare as a step without requests.
 
         We do that for a dummy run that captures or replays a graph: the graph then reads the
         addresses of steps, and all values are padding, which is safe to run. We also do it for the
@@ -201,7 +194,7 @@ class StepPadding:
         Parameters
         ----------
         dummy_run
-            What upstream asked of it.
+            What upstream asked of the dummy run.
         dispatched
             Upstream's answer for it.
         num_tokens, num_reqs, uniform_decode
@@ -213,7 +206,7 @@ class StepPadding:
             None for a dummy run that upstream prepares itself.
         """
         if dispatched[0] != CUDAGraphMode.NONE:
-            # Between pieces, attention sees requests without padding: here, none
+            # In a piecewise graph, attention sees requests without padding: here there are none
             return self._padding_of(dispatched, 0)
         if dummy_run.attends:
             decode_query_len = self.decode_query_len if uniform_decode else 0
@@ -221,7 +214,6 @@ class StepPadding:
         return None
 
     def of_capture(self, mode: CUDAGraphMode, descriptor: Any) -> Padding:
-        """Padding of a step without requests, over which a graph is captured."""
         return self._padding_of((mode, descriptor), 0)
 
     def forget(self) -> None:
@@ -229,7 +221,7 @@ class StepPadding:
         self._kept.clear()
 
     def _padding_of(self, dispatched: tuple[Any, ...], num_reqs: int) -> Padding:
-        """Upstream's decision as a `Padding`, for this number of real requests."""
+        """Return upstream's decision as a `Padding`, for this number of real requests."""
         mode, descriptor = dispatched[:2]
         if mode == CUDAGraphMode.FULL:
             decode_query_len = self.decode_query_len if descriptor.uniform else 0
@@ -240,7 +232,7 @@ class StepPadding:
 
 
 def depends_on_counts_only(vllm_config: VllmConfig) -> bool:
-    """Whether the dispatcher's answer is the same for the same counts: see `StepPadding`."""
+    """Return whether the dispatcher's answer is the same for the same counts (`StepPadding`)."""
     one_rank = vllm_config.parallel_config.data_parallel_size == 1
     return one_rank and not vllm_config.observability_config.cudagraph_metrics
 
@@ -248,14 +240,14 @@ def depends_on_counts_only(vllm_config: VllmConfig) -> bool:
 def cache_limits(
     vllm_config: VllmConfig, num_blocks: int, block_size: int, *, is_profiling: bool
 ) -> tuple[CacheLimits | None, int | None]:
-    """What one call of attention allows, and most requests of a full graph; None: no limit.
+    """Return what one call of attention allows, and the most requests of a full graph.
+
+    None stands for no limit.
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
     num_blocks, block_size
-        Of the cache; the smallest size of its groups.
+        The sizes of the cache; the block size is the smallest of its groups.
     is_profiling
         Whether the cache is a small one, made to measure memory.
 
@@ -269,4 +261,4 @@ def cache_limits(
     limits = CacheLimits(num_blocks, block_size)
     if not is_profiling:
         limits.refuse_long_requests(vllm_config.model_config.max_model_len)
-    return limits, num_blocks  # each request has one block at least
+    return limits, num_blocks  # each request has at least one block

@@ -27,7 +27,7 @@ class StepBlockTables(Protocol):
     block_table_flat: torch.Tensor  # int32, the tables of all groups one after the other
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` for each group."""
+        """Return leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` by group."""
 
 
 Builders: TypeAlias = Sequence[tuple[int, AscendMetadataBuilder, list[str]]]
@@ -35,26 +35,18 @@ Builders: TypeAlias = Sequence[tuple[int, AscendMetadataBuilder, list[str]]]
 
 
 class Preparer:
-    """All that is needed to prepare steps; made when the KV cache is allocated.
+    """All that is needed to prepare steps; it is made when the KV cache is allocated.
 
     Parameters
     ----------
-    device
-        Device to which steps are copied.
-    tables
-        The batch's tables.
     block_tables
         The block tables, on the host and on the device.
-    builders
-        Metadata builders.
-    max_num_tokens, max_num_reqs
-        Of a step.
     max_logits_per_req
-        Most rows of logits of one request: one for each draft, and one after them.
+        The most rows of logits of one request: one for each draft, and one after them.
     pin_memory
         Whether host buffers are page-locked.
     has_slots
-        Whether steps tell the device the slots of their requests (vLLM's V2 runner).
+        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
 
     Attributes
     ----------
@@ -92,7 +84,7 @@ class Preparer:
         self._wraps = any(isinstance(each, AscendMLAMetadataBuilder) for _, each, _ in builders)
         self._local_tables: LocalBlockTables | None = None
         if local is not None:
-            # Each virtual request has at least one token, in padding too
+            # Each virtual request has at least one token, also in padding
             self._local_tables = LocalBlockTables(
                 device, block_tables.block_table_flat, local, max_num_tokens
             )
@@ -101,16 +93,12 @@ class Preparer:
         ] = (None, {}, {})
 
     def layout(self, padding: Padding) -> StepLayout:
-        """Where each array of a step lives: a function of the padded sizes."""
         return step_layout(padding.num_input_tokens, padding.num_reqs_padded, *self._layout_sizes)
 
     def build_metadata(self, step: PreparedStep, staged: StagedArrays) -> dict[str, AscendMetadata]:
-        """Attention metadata by layer: one object for each attention group, shared by its layers.
+        """Build attention metadata by layer, one object for all layers of an attention group.
 
-        Parameters
-        ----------
-        step, staged
-            The prepared step and its arrays, which are on the device or on their way.
+        The arrays of `staged` are on the device or on their way.
         """
         by_layer: dict[str, AscendMetadata] = {}
         masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
@@ -127,13 +115,7 @@ class Preparer:
         return by_layer
 
     def for_layers(self, metadata: dict[str, AscendMetadata]) -> dict[str, Any]:
-        """A step's metadata in the form in which layers read it, which is another for MLA.
-
-        Parameters
-        ----------
-        metadata
-            By layer, as `build_metadata` returns it.
-        """
+        """Return a step's metadata in the form in which layers read it: MLA has one of its own."""
         if not self._wraps:
             return metadata
         return {
@@ -157,7 +139,7 @@ class Preparer:
     def slot_mappings(
         self, staged: StagedArrays
     ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-        """Slots of a step's tokens by KV-cache group and by layer, for layers with a cache.
+        """Return slots of a step's tokens by KV-cache group and by layer, for layers with a cache.
 
         Returns
         -------
@@ -176,12 +158,9 @@ class Preparer:
 
 
 def builders_of(attn_groups: Sequence[Sequence[AttentionGroup]]) -> Builders:
-    """The metadata builders of an engine, which share their masks.
+    """Return the metadata builders of an engine, and let them share their masks.
 
-    Parameters
-    ----------
-    attn_groups
-        Attention groups of each KV-cache group.
+    ``attn_groups`` has the attention groups of each KV-cache group.
     """
     builders = [
         (

@@ -1,4 +1,4 @@
-"""Prompts that come as embeddings: finds their vectors in a step, and gives them to the model."""
+"""Prompts that come as embeddings: their vectors are found in a step and given to the model."""
 
 import copy
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
-    """The request with an invalid token id wherever its prompt has an embedding.
+    """Return the request with an invalid token id wherever its prompt has an embedding.
 
     Upstream leaves the ids of the row's last request there, which penalties take for the prompt.
 
@@ -28,7 +28,7 @@ def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
     new
         A request that enters the batch.
     no_token
-        Size of the vocabulary: penalties use it to pad prompts.
+        The size of the vocabulary, which penalties use to pad prompts.
     """
     if new.prompt_embeds is None:
         return new
@@ -63,7 +63,7 @@ def refuse_non_finite(prompt_embeds: torch.Tensor) -> None:
 
 
 def with_known_ids(scheduler_output: "SchedulerOutput", no_token: int) -> "SchedulerOutput":
-    """The scheduler's output with `without_unknown_ids` of each request that enters the batch."""
+    """Return the scheduler's output with `without_unknown_ids` of each request that enters."""
     scheduler_output = copy.copy(scheduler_output)
     scheduler_output.scheduled_new_reqs = [
         without_unknown_ids(new, no_token) for new in scheduler_output.scheduled_new_reqs
@@ -96,31 +96,18 @@ class PromptEmbeds:
         return cls(token_indices, torch.cat(rows) if rows else torch.empty(0, dtype=dtype))
 
     def inputs_embeds(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of all tokens.
+        """Return the embeddings of all tokens, ``[num_input_tokens, hidden_size]`` on the device.
 
-        Parameters
-        ----------
-        model
-            Embeds token ids.
-        input_ids
-            int32 ``[num_input_tokens]`` on the device.
-
-        Returns
-        -------
-        torch.Tensor
-            ``[num_input_tokens, hidden_size]`` on the device.
+        ``input_ids`` is int32 ``[num_input_tokens]`` on the device.
         """
         embeds = model.embed_input_ids(input_ids)
         self.enter(embeds)
         return embeds
 
     def enter(self, embeds: torch.Tensor) -> None:
-        """Put the vectors in their places.
+        """Put the vectors in their places in ``embeds``: ``[num_tokens or more, hidden_size]``.
 
-        Parameters
-        ----------
-        embeds
-            ``[num_tokens or more, hidden_size]`` on the device, changed.
+        It is on the device and changed in place.
         """
         if len(self.token_indices):
             indices = async_tensor_h2d(self.token_indices, device=embeds.device)

@@ -2,11 +2,12 @@
 
 Upstream's `_update_states` updates one request at a time, with several numpy scalars each, and
 compares sets of all request ids. Here requests that stay in the batch and lost neither tokens nor
-blocks are updated together; upstream's own method handles the others, and is not called at all for
+blocks are updated together. Upstream's own method handles the others, and is not called at all for
 a step that has none.
 
-The result is upstream's, with two exceptions: nothing writes ``prev_num_draft_tokens``, which only
-upstream's `_prepare_inputs` reads; and `CachedRequestState` is not followed where nothing reads it.
+The result is upstream's, with two exceptions. Nothing writes ``prev_num_draft_tokens``, which only
+upstream's `_prepare_inputs` reads; and a `CachedRequestState` is not updated where nothing reads
+it.
 """
 
 import copy
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 PLACEHOLDER = -1
-"""Token id of a sample or draft that is not on the host yet."""
+"""The token id of a sample or draft that is not on the host yet."""
 
 NO_DRAFTS: Sequence[int] = ()
 
@@ -36,18 +37,10 @@ def put_drafts_first(
 ) -> None:
     """Move requests that come with drafts to the end of the leading decodes.
 
-    vLLM gives a request that is admitted with one token left places of drafts, so that a full graph
-    of decodes fits. Its order of the batch takes a request without computed tokens for a prefill
-    all the same; and those keep one state, where drafts want one for each.
-
-    Parameters
-    ----------
-    scheduler_output
-        Of the step.
-    batch
-        In upstream's order; changed in place.
-    decode_threshold
-        Most tokens of a decode.
+    vLLM gives placeholder drafts to a request that is admitted with one token left, so that a full
+    graph of decodes fits. Its order of the batch takes a request without computed tokens for a
+    prefill all the same; and prefills keep one recurrent state, where drafts want one for each.
+    `batch` is in upstream's order and changed in place.
     """
     drafts, counts = (
         scheduler_output.scheduled_spec_decode_tokens,
@@ -66,13 +59,13 @@ def put_drafts_first(
 
 
 class UpdatedRequests(NamedTuple):
-    """Requests whose states are followed, after `RequestUpdates.update_plain_requests`."""
+    """The requests whose `CachedRequestState` `RequestUpdates` has updated."""
 
     req_ids: list[str]
     states: list[CachedRequestState]
     num_computed_tokens: np.ndarray  # [n] int32, as the scheduler counts them
-    # [n] int32: drafts of the last step, all of which the scheduler counts as accepted unless it
-    # has waited for that step (asynchronous scheduling); else None
+    # [n] int32: the drafts of the last step. In asynchronous scheduling, the scheduler counts all
+    # of them as accepted unless it has waited for that step; in synchronous scheduling: None
     num_assumed_tokens: np.ndarray | None
 
 
@@ -81,10 +74,8 @@ class RequestUpdates:
 
     Parameters
     ----------
-    max_num_reqs, max_model_len
-        Of the engine.
     num_spec_tokens
-        Drafts that a request can have; 0 in an engine without speculation.
+        The drafts that a request can have; 0 in an engine without speculation.
     asynchronous
         True if a step is scheduled before the host knows the last one's samples (asynchronous
         scheduling).
@@ -93,7 +84,7 @@ class RequestUpdates:
         that updating the batch's tables is not enough (`states_are_read`).
     tokens_are_sent
         True if the scheduler sends sampled tokens, which upstream appends: then all requests are
-        upstream's.
+        left to upstream.
     """
 
     def __init__(
@@ -129,17 +120,18 @@ class RequestUpdates:
         scheduler_output
             What the scheduler decided; it is not changed.
         batch, requests
-            Upstream's, updated.
+            Upstream's objects, which are updated.
         num_prompt_logprobs
-            Requests that want log-probabilities of their prompt, which read `CachedRequestState`.
+            The requests that want log-probabilities of their prompt, which read
+            `CachedRequestState`.
 
         Returns
         -------
         rest
-            For upstream: the output without the requests that are done. None if nothing is left to
-            do: nothing joined, left, was preempted or lost tokens.
+            The output for upstream, without the requests that are done. It is None if nothing is
+            left to do: no request joined, left, was preempted or lost tokens.
         updated
-            The requests whose states were updated, too; None if nothing reads states.
+            The requests whose states were updated as well; None if nothing reads states.
 
         Raises
         ------
@@ -154,7 +146,7 @@ class RequestUpdates:
             rows = np.where([r in resumed for r in req_ids], -1, rows)
         outputs = np.array(cached.num_output_tokens, np.int32)
         stays = rows >= 0
-        if not self.assumes_drafts:  # else the scheduler takes back what drafts it assumed
+        if not self.assumes_drafts:  # else the scheduler takes back drafts that it assumed
             has_outputs = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
             stays &= has_outputs <= outputs
         computed = np.array(cached.num_computed_tokens, np.int32)
@@ -184,7 +176,7 @@ class RequestUpdates:
         return rest, UpdatedRequests(req_ids, states, computed, assumed)
 
     def _rows_of(self, req_ids: list[str], batch: InputBatch) -> np.ndarray:
-        """Row of each request, int64; -1 for those that are not in the batch."""
+        """Return the row of each request, int64; -1 for requests that are not in the batch."""
         if req_ids == batch.req_ids:
             return self._all_rows[: len(req_ids)]
         rows_by_id = batch.req_id_to_index
@@ -199,10 +191,7 @@ class RequestUpdates:
     ) -> np.ndarray:
         """Make outputs as long as the scheduler counts them, which takes drafts for accepted.
 
-        Returns
-        -------
-        numpy.ndarray
-            Drafts of the last step, int32.
+        It returns the number of each request's drafts in the last step, int32.
         """
         outputs = [state.output_token_ids for state in states]
         count = len(states)
@@ -230,7 +219,7 @@ class RequestUpdates:
     ) -> None:
         """Enter numbers and drafts in each request's state, and the drafts after its tokens.
 
-        One loop: a state is in the processor's cache once.
+        This is one loop, so that a state is in the processor's cache once.
         """
         drafts: Sequence[Sequence[int]]
         if list(scheduled) == req_ids:
@@ -273,20 +262,21 @@ class RequestUpdates:
     ) -> None:
         """Take back drafts that were assumed to be accepted and were not.
 
-        A scheduler that has waited for the last step, in a pause, say, has taken them back itself.
+        A scheduler that has waited for the last step, for example in a pause, has taken them back
+        itself.
 
         Parameters
         ----------
         updated
-            Of this step. Rows may have moved since.
+            The updated requests of this step. Rows may have moved since.
         batch
-            Upstream's, updated.
+            Upstream's batch, which is updated.
         previous_rows
-            int64 ``[max_num_reqs]``: row of each request in the last samples, -1 without one.
+            int64 ``[max_num_reqs]``: the row of each request in the last samples, -1 without one.
         last_ends
-            int32, length of each row of the last step without its drafts.
+            int32, the length of each row of the last step without its drafts.
         num_valid_tokens
-            int32, tokens that each row of the last samples kept.
+            int32, the number of tokens that each row of the last samples kept.
         """
         assumed = updated.num_assumed_tokens
         if assumed is None or not assumed.any():
@@ -310,7 +300,6 @@ def _append_blocks(
     batch: InputBatch,
     requests: Mapping[str, CachedRequestState],
 ) -> None:
-    """Append the blocks of requests that got some."""
     for req_id, row, of_groups in zip(req_ids, rows.tolist(), new_block_ids):
         if of_groups is not None:
             for block_ids, new_ids in zip(requests[req_id].block_ids, of_groups):
@@ -319,7 +308,7 @@ def _append_blocks(
 
 
 def _only(scheduler_output: "SchedulerOutput", others: list[int]) -> "SchedulerOutput":
-    """The output with some of its cached requests, given by index."""
+    """Return the output with some of its cached requests, given by index."""
     cached = scheduler_output.scheduled_cached_reqs
 
     def of_others(values: list[Any]) -> list[Any]:
@@ -339,7 +328,7 @@ def _only(scheduler_output: "SchedulerOutput", others: list[int]) -> "SchedulerO
 
 
 def _is_quiet(scheduler_output: "SchedulerOutput", batch: InputBatch) -> bool:
-    """True if a step whose cached requests all stay has nothing else to update.
+    """Return whether a step whose cached requests all stay has nothing else to update.
 
     Then its requests are those of the batch: upstream would look for others and find none.
     """
@@ -355,5 +344,8 @@ def _is_quiet(scheduler_output: "SchedulerOutput", batch: InputBatch) -> bool:
 
 
 def states_are_read(vllm_config: VllmConfig) -> bool:
-    """Whether something reads `CachedRequestState` in every step: drafters, state-space models."""
+    """Return whether `CachedRequestState` is read in every step.
+
+    Drafters read it, and so do models with recurrent states.
+    """
     return vllm_config.speculative_config is not None or vllm_config.model_config.is_hybrid

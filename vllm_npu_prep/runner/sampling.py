@@ -1,4 +1,8 @@
-"""The sampler's fused operator, and what of a step it has to know from the host."""
+"""How V1's sampler is given its fused operator, and two repairs of vLLM's sampling in V1.
+
+The repairs score chosen tokens (``logprob_token_ids``) beside other requests and drafts, and forget
+budgets of thinking tokens.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
 NOT_CHOSEN = -1
-"""In place of a token id."""
+"""What stands in place of a token id where a request has chosen fewer tokens than others."""
 
 
 def top_k_top_p_sampler(
@@ -34,19 +38,15 @@ def top_k_top_p_sampler(
     sampler: "TopKTopPSampler",
     input_batch: "Callable[[], InputBatch]",
 ) -> "TopKTopPSampler":
-    """vLLM's sampler, or ours where the operator is used; drafts get the same limits by it.
+    """Return vLLM's sampler, or ours where its operator is used; drafts get the same limits.
 
     Parameters
     ----------
-    vllm_config
-        The engine's config.
-    sampler
-        vLLM's.
     input_batch
-        Gives the runner's batch, which a runner may replace.
+        Returns the runner's batch, which a runner may replace.
     """
     if "top_k_top_p" not in fused_operators(vllm_config):
-        limit_drafts_by(None)  # an engine before this one may have had it
+        limit_drafts_by(None)  # an earlier engine in this process may have set limits
         return sampler
     documented = parse_config(vllm_config.additional_config).kernel_rules == "documented"
     version = version_of(cann_version(vllm_config.device_config.device_type))
@@ -65,17 +65,16 @@ def score_chosen_tokens(sampler: "Sampler", batch: "InputBatch") -> Iterator[Non
     """Let a step's samples be scored for requests with ``logprob_token_ids`` as V2 does it.
 
     vLLM's V1 gives each row of such a step the chosen tokens alone: the other requests lose their
-    likeliest tokens. Its rejection sampler knows no chosen tokens at all (vLLM issue 44727).
-
-    Here the sampler is asked for the likeliest tokens of all rows, and those of rows that chose
-    others are replaced.
+    likeliest tokens. Its rejection sampler knows no chosen tokens at all (vLLM issue 44727). Here
+    the sampler is asked for the likeliest tokens of all rows, and those of rows that chose others
+    are replaced.
 
     Parameters
     ----------
     sampler
-        vLLM's, which its rejection sampler also asks.
+        vLLM's sampler, which its rejection sampler also asks.
     batch
-        vLLM's, with at least one request that has ``logprob_token_ids``.
+        vLLM's batch, with at least one request that has ``logprob_token_ids``.
     """
     metadata, gather = batch.sampling_metadata, sampler.gather_logprobs
     of_requests = metadata.logprob_token_ids or {}
@@ -116,13 +115,14 @@ def score_chosen_tokens(sampler: "Sampler", batch: "InputBatch") -> Iterator[Non
 def forget_thoughts(batch: "InputBatch") -> None:
     """Forget budgets of thinking tokens in rows that other requests have moved to.
 
-    vLLM's V1 keeps the budget of a request that has left if the one that moves to its row has none:
-    that one would be made to end a thought for which nobody gave it a budget.
+    vLLM's V1 keeps the budget of a request that has left if the request that moves to its row has
+    none: that request would be made to end a thought for which nobody gave it a budget.
 
     Parameters
     ----------
     batch
-        vLLM's, condensed and not reordered yet: all moves are to rows of requests that have left.
+        vLLM's batch, condensed and not reordered yet: all moves are to rows of requests that have
+        left.
     """
     holder = batch.thinking_budget_state_holder
     if holder is not None:

@@ -34,31 +34,25 @@ NO_SAMPLES = LastSamples(None, 0, 0)
 
 
 class Speculation:
-    """Drafts from one step to the next, and what the sampler verifies in a step.
+    """The drafts from one step to the next, and what the sampler verifies in a step.
 
     Parameters
     ----------
-    device
-        Where samples and drafts are.
-    max_num_reqs
-        Of a step.
     num_spec_tokens
-        Drafts that a request can have; 0 in an engine without speculation.
+        The drafts that a request can have; 0 in an engine without speculation.
     asynchronous
         True if the next step is prepared before the host knows drafts and their verification
         (asynchronous scheduling).
-    pin_memory
-        Whether host memory is page-locked.
 
     Attributes
     ----------
     num_valid_tokens
-        Number of tokens that verification accepted for each request of the last step, on their way
-        to the host.
+        The number of tokens that verification accepted for each request of the last step, on their
+        way to the host.
     accepted
-        The same for layers with states, known when the next step is prepared.
+        The same for layers with recurrent states, known when the next step is prepared.
     last_ends
-        Length of each row of the last step without its drafts, int32.
+        The length of each row of the last step without its drafts, int32.
     """
 
     def __init__(
@@ -86,7 +80,7 @@ class Speculation:
         batch
             Its numbers of computed tokens are exact; this makes ``num_tokens_no_spec`` exact, too.
         previous_rows
-            int64 ``[max_num_reqs]``: row of each request in the last samples, -1 without one.
+            int64 ``[max_num_reqs]``: the row of each request in the last samples, -1 without one.
         """
         rows = np.flatnonzero(previous_rows[: batch.num_reqs] >= 0)
         batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1
@@ -94,15 +88,7 @@ class Speculation:
     def num_draft_tokens(
         self, scheduled: Mapping[str, Sequence[int]], req_ids: Sequence[str]
     ) -> np.ndarray:
-        """Drafts of each request that a step verifies, int32 ``[num_reqs]``.
-
-        Parameters
-        ----------
-        scheduled
-            Drafts by request.
-        req_ids
-            Of the batch, in order.
-        """
+        """Return how many drafts of each request a step verifies, int32 ``[num_reqs]``."""
         if list(scheduled) == req_ids:
             return np.fromiter(map(len, scheduled.values()), np.int32, len(req_ids))
         counts = [len(scheduled.get(req_id, ())) for req_id in req_ids]
@@ -113,14 +99,14 @@ class Speculation:
         sampled_token_ids: torch.Tensor | None,
         draft_token_ids: torch.Tensor | list[list[int]] | None,
     ) -> LastSamples:
-        """The last step's samples, if they are on the device only.
+        """Return the last step's samples, if they are on the device only.
 
         Parameters
         ----------
         sampled_token_ids
             ``[num_reqs, 1]`` on the device; None if the host has them.
         draft_token_ids
-            The drafts made after the last step; ``[num_reqs, num_drafts]`` on the device under
+            The drafts made after the last step; ``[num_reqs, num_drafts]`` on the device in
             asynchronous scheduling.
         """
         if sampled_token_ids is None:
@@ -136,12 +122,12 @@ class Speculation:
     def sampling_inputs(
         self, step: PreparedStep, arrays: DeviceArrays
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
-        """Inputs of the sampler, as upstream's ``_prepare_inputs`` returns them.
+        """Return the inputs of the sampler, as upstream's ``_prepare_inputs`` returns them.
 
         Returns
         -------
         logits_indices, spec_decode_metadata, max_num_sampled_tokens
-            Views of the step's arrays.
+            The tensors are views of the step's arrays.
         """
         if not self.num_spec_tokens:
             logits_indices, num_logits = arrays.logits_indices, step.num_logits
@@ -168,10 +154,7 @@ class Speculation:
     def count_kept_tokens(self, num_valid_tokens: torch.Tensor) -> None:
         """Start the one copy to the host; a synchronous step with one draft pass needs none.
 
-        Parameters
-        ----------
-        num_valid_tokens
-            int32 ``[num_reqs]`` on the device.
+        ``num_valid_tokens`` is int32 ``[num_reqs]`` on the device.
         """
         if self.asynchronous or self.num_spec_tokens > 1:
             self.num_valid_tokens.start(num_valid_tokens)
@@ -192,5 +175,5 @@ class Speculation:
 
 
 def _leading(array: torch.Tensor, count: int, size: int) -> torch.Tensor:
-    """The first elements: `array` itself, of this size, if they are all; a view takes a us."""
+    """Return the first elements, or `array` itself if these are all: a view takes 1 microsecond."""
     return array if count == size else array[:count]

@@ -10,7 +10,7 @@ from vllm.v1.utils import CpuGpuBuffer
 from vllm_npu_prep.device.staging import CACHED_LAYOUTS, StagedArrays
 
 GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
-"""Names of the buffers that a graph reads."""
+"""The names of the buffers that a graph reads."""
 
 
 class UpstreamBuffers:
@@ -19,12 +19,12 @@ class UpstreamBuffers:
     Parameters
     ----------
     namespace
-        Attributes of upstream's runner, by name.
+        The attributes of upstream's runner, by name.
     positions, seq_lens, num_computed_tokens, optimistic_seq_lens_cpu
         Tensors among them, which are replaced.
     input_ids, query_start_loc, discard_request_mask, mrope_positions
-        Buffers among them, which are replaced, too: by copies with other sides. The last one
-        exists only if the model has M-RoPE.
+        Buffers among them, which are replaced by copies with other host and device sides. The last
+        one exists only if the model has M-RoPE.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class UpstreamBuffers:
         self._of_step: dict[StagedArrays, dict[str, Any]] = {}
 
     def bind(self, staged: StagedArrays) -> None:
-        """Point every name at the arrays of a step: one update, of names that are kept."""
+        """Point every name at the arrays of a step.
+
+        The new values are kept for each layout, so this is one update of a dict.
+        """
         names = self._of_step.get(staged)
         if names is None:
             if len(self._of_step) == CACHED_LAYOUTS:
@@ -64,7 +67,6 @@ class UpstreamBuffers:
         self._namespace.update(names)
 
     def _names_of(self, staged: StagedArrays) -> dict[str, Any]:
-        """What each name stands for in steps of these arrays."""
         host, cpu, device = staged.np, staged.cpu, staged.device
         names: dict[str, Any] = {
             "positions": device.positions,
@@ -82,13 +84,7 @@ class UpstreamBuffers:
         return names
 
     def restore(self, leave: Container[str] = ()) -> None:
-        """Point every name at upstream's own memory, which has the largest sizes.
-
-        Parameters
-        ----------
-        leave
-            Names that are not changed.
-        """
+        """Point the names that are not in `leave` at upstream's own memory of the largest sizes."""
         for name, own in self._own.items():
             if name not in leave:
                 self._namespace[name] = own

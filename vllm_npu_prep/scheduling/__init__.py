@@ -7,10 +7,11 @@ They know no model runner and no device.
 =============  ====================================================================================
 module         what is in it
 =============  ====================================================================================
-`scheduler`    the two classes: who is batched in ``schedule``, and what goes to upstream's method
+`scheduler`    the two classes: which requests ``schedule`` batches, and which go to upstream's
 `outputs`      ``update_from_output``: plain rows in one loop, all others by upstream's, in order
 `requests`     what is noted about a request when it arrives
 `blocks`       when a decode has to call ``allocate_slots``, and when that would change nothing
 `choice`       which class an engine gets
+`running`      ``schedule``: the decodes at the head of ``running``, in one loop
 =============  ====================================================================================
 """

@@ -1,4 +1,7 @@
-"""When ``allocate_slots`` would change nothing for a decode, so that it needn't be called."""
+"""The bounds below which ``allocate_slots`` would change nothing for a decode.
+
+The batched scheduler then doesn't call it.
+"""
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -13,19 +16,13 @@ from vllm_npu_prep.scheduling.requests import NEVER, NotedRequest
 
 
 class BlockNeeds:
-    """Notes on a request, after a call of ``allocate_slots``, until when none is needed.
+    """Notes the bounds of a request below which it needs no call of ``allocate_slots``.
 
     Such a call does three things for a running request (``KVCacheManager.allocate_slots``): it
     frees blocks that left a window, gets blocks for new tokens, and enters full blocks into the
     prefix cache. Each has a number of tokens below which it does nothing. The numbers are lower
-    bounds: a call too many changes nothing, either.
-
-    Parameters
-    ----------
-    manager
-        The scheduler's.
-    max_model_len
-        Of the engine: no slots are needed past it.
+    bounds: a call too many changes nothing, either. No blocks are needed for tokens past
+    ``max_model_len``.
 
     Attributes
     ----------
@@ -45,10 +42,10 @@ class BlockNeeds:
     def _is_known(self, manager: SingleTypeKVCacheManager, hash_block_size: int) -> bool:
         kind = type(manager)
         if kind is FullAttentionManager:
-            # With another block size, it also caches the block in which a prompt ends
+            # With another block size, the manager also caches the block in which a prompt ends
             return manager.block_size == hash_block_size or not manager.enable_caching
         if kind is MambaManager:
-            # Without the prefix cache, a block of states lasts for a request's whole context
+            # Without the prefix cache, a block of recurrent states lasts for a request's context
             return manager.block_size >= self.max_model_len
         return kind in _NEXT_FREED
 
@@ -83,13 +80,16 @@ def _never(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
 
 
 def _next_of_window(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
-    """Tokens from which on a sliding window leaves another block: it moves by one a token."""
+    """Return the tokens from which on a sliding window leaves another block.
+
+    The window moves by one token with each token.
+    """
     skipped = manager.get_num_skipped_tokens(num_tokens)
     return num_tokens + manager.block_size - skipped % manager.block_size
 
 
 def _next_of_chunk(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
-    """Tokens from which on the next chunk has begun: the blocks before it are left at once."""
+    """Return the tokens from which on the next chunk has begun: it leaves all blocks before it."""
     assert isinstance(manager, ChunkedLocalAttentionManager)
     size = manager.attention_chunk_size
     return (num_tokens // size + 1) * size
@@ -101,4 +101,4 @@ _NEXT_FREED = {
     ChunkedLocalAttentionManager: _next_of_chunk,
     MambaManager: _never,
 }
-"""For each kind of KV-cache group, the tokens from which on it may free another block."""
+"""For each kind of KV-cache group, the number of tokens from which on it may free another block."""

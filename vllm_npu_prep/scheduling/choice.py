@@ -1,4 +1,4 @@
-"""Which scheduler an engine gets."""
+"""The choice of the scheduler that an engine gets: one of ours, vLLM's, or the user's own."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 MODULE = "vllm_npu_prep.scheduling.scheduler"
 SCHEDULERS = {False: f"{MODULE}.BatchedScheduler", True: f"{MODULE}.BatchedAsyncScheduler"}
-"""Names of our classes, by asynchronous scheduling."""
+"""The names of our classes; the key says whether scheduling is asynchronous."""
 
 
 def choose_scheduler(vllm_config: "VllmConfig", wanted: Literal["batched", "upstream"]) -> str:
@@ -16,14 +16,14 @@ def choose_scheduler(vllm_config: "VllmConfig", wanted: Literal["batched", "upst
     Parameters
     ----------
     vllm_config
-        Of the engine, after asynchronous scheduling was settled.
+        The engine's config after asynchronous scheduling was settled.
     wanted
         The plugin's option ``scheduler``.
 
     Returns
     -------
     str
-        For the log of start-up.
+        The description for the log of start-up.
     """
     config = vllm_config.scheduler_config
     how = "asynchronous" if config.async_scheduling else "synchronous"

@@ -1,9 +1,9 @@
-"""Tokens of a step, put into the books of their requests: ``update_from_output``'s batched half.
+"""The batched half of ``update_from_output``: the tokens of a step, entered for their requests.
 
 Upstream goes through the rows of a step one after the other. So do we, in one loop, for rows to
-which it would only append tokens, and hand it the others in their place: `Rows` stands for
+which upstream would only append tokens, and hand it the others in their place. `Rows` stands for
 ``num_scheduled_tokens`` in the step that upstream's method gets, and its ``items()`` yields only
-those. All that upstream does, it therefore does in the order in which it would have done it.
+those. Therefore everything that upstream does, it does in the order in which it would have done it.
 """
 
 from collections import Counter
@@ -26,21 +26,21 @@ RUNNING = RequestStatus.RUNNING
 
 @dataclass
 class Books:
-    """What the loop over rows reads and calls of the scheduler.
+    """The state of the scheduler that the loop over rows reads, and what the loop calls.
 
     Attributes
     ----------
     requests
-        Requests by id.
-    manager, needs
-        Of the KV cache.
+        The requests by id.
     hash_block_size
-        Tokens for which a request gets another hash.
+        The number of tokens after which a request gets another hash.
     asynchronous
         Whether tokens are scheduled before the last ones are known, and placeholders counted.
-    caches_verified, speculates
-        Whether blocks enter the prefix cache up to the tokens that no step in flight computes; if
-        so, whether requests have drafts, with which they do without placeholders, too.
+    caches_verified
+        Whether blocks enter the prefix cache up to the tokens that no step in flight computes, in
+        synchronous scheduling with drafts, too.
+    speculates
+        Whether requests have drafts.
     free_encoder_inputs
         Upstream's method, for requests with images.
     """
@@ -57,16 +57,14 @@ class Books:
 
 @dataclass
 class Handed:
-    """A row that upstream gets, and where an output of it belongs.
+    """A row that upstream gets, and the place of an output that it makes of the row.
 
     Attributes
     ----------
-    request_id
-        Of the row.
     client
-        Who gets the output.
+        The index of the client that gets the output.
     before
-        Number of plain outputs for this client that come first.
+        The number of plain outputs for this client that come first.
     """
 
     request_id: str
@@ -76,21 +74,19 @@ class Handed:
 
 @dataclass
 class Rows:
-    """The rows of a step, in place of ``num_scheduled_tokens``; it is gone through once.
+    """The rows of a step, in place of ``num_scheduled_tokens``; they are gone through once.
 
     Attributes
     ----------
-    books
-        Of the scheduler.
     step, sampled
-        The step that was scheduled and what the runner returned for it.
+        The step that was scheduled, and what the runner returned for it.
     outputs
-        Outputs of plain rows, by client.
+        The outputs of plain rows, by client.
     first
         For each of these clients, how many rows had been handed to upstream before its first
         output.
     handed
-        Rows that upstream got.
+        The rows that upstream got.
     drafts
         How often a plain row verified some drafts and accepted some: ``{(drafts, accepted):
         rows}``.
@@ -108,7 +104,7 @@ class Rows:
         """Do plain rows, and yield the others where they come.
 
         A row is plain if upstream would only append its tokens: the request runs, has no stale
-        output, emitted something before, and none of the tokens ends it. What is left of upstream's
+        output, emitted something before, and none of the tokens ends it. The rest of upstream's
         rules for such a row is here; each line names its source in vLLM's ``v1/core/sched``.
         """
         books, manager = self.books, self.books.manager
@@ -194,7 +190,6 @@ class Rows:
     def _hand(
         self, request_id: str, num_scheduled: int, request: Request | None
     ) -> tuple[str, int]:
-        """Note a row that upstream gets."""
         if request is not None:
             client = request.client_index
             before = len(self.outputs.get(client, ()))
@@ -204,8 +199,8 @@ class Rows:
     def join(self, upstream: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         """Put the outputs of plain rows among upstream's, where upstream would have had them.
 
-        Clients come in the order of their first output, then those of upstream's tail; statistics
-        go to the first of them.
+        Clients come in the order of their first output, then those of upstream's tail. Statistics
+        go to the first client.
         """
         if not self.outputs:
             return upstream
@@ -213,7 +208,7 @@ class Rows:
         for outputs in upstream.values():
             stats = stats or outputs.scheduler_stats
             outputs.scheduler_stats = None
-        # If it had nothing else, upstream has made one for its statistics alone
+        # If it had no other outputs, upstream has made one for its statistics alone
         rest = {
             client: outputs
             for client, outputs in upstream.items()
@@ -256,7 +251,10 @@ class Rows:
 
 
 def _is_of_row(output: EngineCoreOutput, request_id: str) -> bool:
-    """Whether upstream made an output of a row; if not, its tail did, of a request that failed."""
+    """Return whether upstream made an output of a row.
+
+    If not, upstream's tail made it, of a request that failed.
+    """
     return output.request_id == request_id and (
         bool(output.new_token_ids)
         or output.pooling_output is not None
@@ -269,8 +267,8 @@ def add_drafts(
 ) -> SpecDecodingStats | None:
     """Add the drafts of plain rows to a step's statistics.
 
-    As ``SpecDecodingStats.observe_draft`` of vLLM's ``v1/spec_decode/metrics.py``, for all rows of
-    a kind at once.
+    This does what ``SpecDecodingStats.observe_draft`` of vLLM's ``v1/spec_decode/metrics.py`` does,
+    for all rows of a kind at once.
     """
     if not drafts:
         return stats

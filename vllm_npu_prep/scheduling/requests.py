@@ -1,4 +1,7 @@
-"""What the batched scheduler notes about a request when it arrives."""
+"""What the batched scheduler notes about a request when it arrives.
+
+The notes are attributes of vLLM's own `Request`, so that the loops read one object for each row.
+"""
 
 from typing import cast
 
@@ -8,39 +11,40 @@ NEVER = 1 << 62
 """A number of tokens that no request reaches."""
 
 
-# Traits: why a row of the batched loops needs a second look. Numbers, since flags of the standard
-# library take longer to test than the rest of a row.
+# Traits say why a row of the batched loops needs a second look. They are numbers, since flags of
+# the standard library take longer to test than the rest of a row.
 SPECIAL = 1
-"""Upstream's method appends its tokens: log-probabilities, pooling, structured output, repetition
-detection, streamed input (whose outputs repeat the stop reason of the part before), acceptance
-counts of its own."""
+"""Upstream's method has to append the tokens: the request has log-probabilities, pooling,
+structured output, repetition detection, streamed input (whose outputs repeat the stop reason of the
+part before), or acceptance counts of its own."""
 GRAMMAR = 2
-"""Structured output, which ``SchedulerOutput`` tells the runner about."""
+"""The request has structured output, which ``SchedulerOutput`` tells the runner about."""
 MEDIA = 4
-"""Images or other encoder inputs."""
+"""The request has images or other encoder inputs."""
 TRACED = 8
-"""Its outputs carry trace headers."""
+"""The request's outputs carry trace headers."""
 
 
 class NotedRequest(Request):
-    """A request with what `note` added; for type checkers, never instantiated.
+    """A request with what `note` added; the class is for type checkers and never instantiated.
 
     Attributes
     ----------
     traits
-        Sum of `SPECIAL`, `GRAMMAR`, `MEDIA` and `TRACED`; 0 for most requests.
+        The sum of `SPECIAL`, `GRAMMAR`, `MEDIA` and `TRACED`; 0 for most requests.
     stop_tokens
-        Tokens that may end it.
+        The tokens that may end the request.
     last_length
-        Tokens, prompt and output, with which it reaches ``max_tokens``.
+        The number of tokens, prompt and output, with which it reaches ``max_tokens``.
     stop_length
-        Tokens with which it ends for its length: `last_length` or ``max_model_len``.
+        The number of tokens with which it ends for its length: `last_length` or ``max_model_len``.
     blocks_until
-        Tokens for which it has blocks in every KV-cache group; 0 if unknown.
+        The number of tokens for which it has blocks in every KV-cache group; 0 if unknown.
     cached_until
-        Tokens from which on another block can enter the prefix cache; 0 if unknown.
+        The number of tokens from which on another block can enter the prefix cache; 0 if unknown.
     window_until
-        Computed tokens from which on a block may leave a window of attention; 0 if unknown.
+        The number of computed tokens from which on a block may leave a window of attention; 0 if
+        unknown.
     """
 
     traits: int
@@ -55,8 +59,8 @@ class NotedRequest(Request):
 def note(request: Request, max_model_len: int) -> NotedRequest:
     """Note what doesn't change while a request runs.
 
-    Stops are those of ``check_stop`` in vLLM's ``v1/core/sched/utils.py``, where upstream decides;
-    here they only tell which rows to hand to it.
+    Stops are those of ``check_stop`` in vLLM's ``v1/core/sched/utils.py``. Upstream decides by
+    them; here they only tell which rows to hand to it.
     """
     noted = cast("NotedRequest", request)
     params = request.sampling_params

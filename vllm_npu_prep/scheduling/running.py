@@ -1,4 +1,4 @@
-"""Decodes at the head of ``running``, scheduled in one loop: ``schedule``'s batched half.
+"""The batched half of ``schedule``: the decodes at the head of ``running``, in one loop.
 
 A decode is a request that lacks one computed token, and may have drafts to verify. It is past its
 prompt, so no encoder input can keep it back. Upstream asks for its blocks in every step; here a
@@ -24,23 +24,25 @@ class Taken:
     Attributes
     ----------
     num_requests
-        Length of the head; not all of it need be scheduled.
+        The length of the head, of which some requests may compute nothing in this step.
     num_tokens
-        Tokens to compute, of all together.
+        The number of tokens that all of them compute together.
     requests
-        Those that are scheduled. The columns below have an entry for each.
-    req_ids, num_new_tokens, num_computed_tokens, num_output_tokens
-        Ids; tokens to compute; tokens computed before; tokens that were output, with those that are
-        still computed.
+        The requests that are scheduled. The columns below have an entry for each.
+    req_ids, num_new_tokens, num_computed_tokens
+        The ids, the tokens to compute and the tokens computed before.
+    num_output_tokens
+        The tokens that were output, including those that are still computed.
     new_block_ids
-        New blocks by KV-cache group, by index of the request; only where there are some.
+        The new blocks by KV-cache group, by index of the request; only requests that got some are
+        here.
     drafts
-        Tokens to verify, by id.
+        The tokens to verify, by id.
     all_token_ids
-        Tokens of requests that the last step didn't have, by id; for Model Runner V1.
+        The tokens of requests that the last step didn't have, by id; for Model Runner V1.
     grammar, grammar_pending
-        Whether any has structured output, and whether tokens that its grammar needs are still
-        computed.
+        Whether any request has structured output, and whether tokens that its grammar needs are
+        still computed.
     """
 
     num_requests: int = 0
@@ -57,7 +59,6 @@ class Taken:
     grammar_pending: bool = False
 
     def loras(self) -> set[int]:
-        """Adapters of these requests."""
         return loras_of(self.requests)
 
     def join(self, output: SchedulerOutput) -> None:
@@ -84,16 +85,9 @@ class Taken:
 
 
 class Decodes:
-    """Schedules decodes.
+    """Schedules the decodes of one scheduler as upstream would.
 
-    Parameters
-    ----------
-    scheduler
-        Whose requests they are.
-    needs
-        When blocks have to be asked for.
-    asynchronous
-        Whether the next step is scheduled before the last tokens are known.
+    ``asynchronous`` says whether the next step is scheduled before the last tokens are known.
     """
 
     def __init__(self, scheduler: Scheduler, needs: BlockNeeds, *, asynchronous: bool) -> None:
@@ -104,8 +98,8 @@ class Decodes:
     def take(self, running: list[Request], end: int) -> Taken:
         """Schedule the decodes among the first `end` requests, up to the first that isn't one.
 
-        It ends, too, at a request that the token budget or the blocks don't suffice for: upstream's
-        method then cuts it, or preempts others. Each rule names its source in vLLM's
+        The loop also ends at a request for which the token budget or the blocks don't suffice:
+        upstream's method then cuts it, or preempts others. Each rule names its source in vLLM's
         ``v1/core/sched``.
         """
         scheduler, needs = self.scheduler, self.needs
@@ -202,7 +196,7 @@ class Decodes:
                     taken.all_token_ids[request.request_id] = request._all_token_ids.copy()
 
     def waits(self, request: Request) -> bool:
-        """Whether a decode has nothing to compute in this step."""
+        """Return whether a decode has nothing to compute in this step."""
         noted = cast("NotedRequest", request)
         computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
         longest = self.scheduler.max_model_len - self.scheduler.num_sampled_tokens_per_step
@@ -215,7 +209,7 @@ class Decodes:
         )
 
     def last_to_schedule(self, running: list[Request]) -> int:
-        """Index of the last decode that has something to compute; 0 if there is none."""
+        """Return the index of the last decode that has something to compute; 0 if there is none."""
         for index in range(len(running) - 1, 0, -1):
             if not running[index].is_prefill_chunk and not self.waits(running[index]):
                 return index
@@ -223,6 +217,5 @@ class Decodes:
 
 
 def loras_of(requests: list[NotedRequest]) -> set[int]:
-    """Adapters of some requests."""
     loras = (request.lora_request for request in requests)
     return {lora.lora_int_id for lora in loras if lora is not None}

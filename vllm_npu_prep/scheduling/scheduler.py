@@ -1,4 +1,4 @@
-"""`Scheduler` and `AsyncScheduler` of vLLM, batched where requests are plain."""
+"""vLLM's `Scheduler` and `AsyncScheduler`, batched where requests are plain."""
 
 import copy
 import functools
@@ -29,12 +29,12 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 
 class BatchedMixin(Scheduler):
-    """Batched ways through ``schedule`` and ``update_from_output``.
+    """The batched ways through ``schedule`` and ``update_from_output``.
 
-    ``schedule`` takes the decodes at the head of ``running`` in one loop (`Decodes`). For all
-    others, the waiting queues and every tail it calls upstream's method, with limits lowered by
-    what is taken, and joins the outputs. It calls upstream's method alone where a decode could
-    preempt another, or the step is of another kind.
+    ``schedule`` takes the decodes at the head of ``running`` in one loop (`Decodes`). For all other
+    requests, the waiting queues and everything after them it calls upstream's method, with limits
+    lowered by what is taken, and joins the outputs. It calls upstream's method alone where a decode
+    could preempt another one, or the step is of another kind.
 
     ``update_from_output`` appends the tokens of plain rows in one loop and hands upstream's method
     the others in their places (`outputs.Rows`).
@@ -44,16 +44,17 @@ class BatchedMixin(Scheduler):
     Attributes
     ----------
     fewest
-        Fewer running requests than these are left to upstream's methods.
+        Steps of fewer requests than this are left to upstream's methods.
     counts_nans
-        Whether the runner counts NaNs in logits, for debugging: outputs are then upstream's.
+        Whether the runner counts NaNs in logits, for debugging. Outputs are then made by upstream.
     num_taken, num_left
         During upstream's ``schedule``: how many requests were taken out of ``running``, and how
-        many of those before were left there; requests that it admits follow.
+        many were left there. Requests that upstream admits follow.
     active_loras
-        During upstream's ``schedule``, if anyone waits: LoRA adapters of requests that run.
+        During upstream's ``schedule``, if any request waits: the LoRA adapters of requests that
+        run.
     rules
-        What the installed release of vLLM does otherwise than others.
+        What the installed release of vLLM does differently from others.
     """
 
     asynchronous = False
@@ -82,9 +83,9 @@ class BatchedMixin(Scheduler):
 
     @functools.cached_property
     def reason(self) -> str:
-        """Why this engine is left to upstream's methods; empty if it isn't.
+        """The reason why this engine is left to upstream's methods; empty if it isn't.
 
-        It is found at the first step, when subclasses have set what they do otherwise.
+        It is found at the first step, when subclasses have set what they do differently.
         """
         reason = self._reason_for_upstream()
         if reason:
@@ -92,7 +93,6 @@ class BatchedMixin(Scheduler):
         return reason
 
     def _reason_for_upstream(self) -> str:
-        """Why this engine is left to upstream's methods; empty if it isn't."""
         speculation = self.vllm_config.speculative_config
         draft_slots = speculation.max_num_new_slots_for_drafting if speculation else 0
         input_tokens = self.scheduler_config.max_num_batched_tokens
@@ -126,25 +126,21 @@ class BatchedMixin(Scheduler):
         return ", ".join(reason for reason, holds in reasons.items() if holds)
 
     def add_request(self, request: Request) -> None:
-        """Note what the batched ways need to know of a request."""
         super().add_request(request)
         if self.requests.get(request.request_id) is request:
             note(request, self.max_model_len)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """Note what the next part of a streamed input changes."""
         super()._update_request_as_session(session, update)
         note(session, self.max_model_len)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Forget the blocks that the request loses."""
         super()._preempt_request(request, *args, **kwargs)
         forget_blocks(cast("NotedRequest", request))
 
     # ---------------------------------------------------------------------------------- schedule
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Decide what the next step computes."""
         running = self.running
         if (
             self.reason
@@ -173,7 +169,7 @@ class BatchedMixin(Scheduler):
         finally:
             self._put_back(running, taken.num_requests, taken.num_tokens)
             self.active_loras = None
-        if self.lora_config is not None:  # Scheduler.schedule, of the running requests
+        if self.lora_config is not None:  # as Scheduler.schedule asserts of the running requests
             others = output.scheduled_cached_reqs
             ids = set(others.req_ids) - others.resumed_req_ids
             loras = loras_of([cast("NotedRequest", self.requests[each]) for each in ids])
@@ -185,17 +181,18 @@ class BatchedMixin(Scheduler):
         return output
 
     def _adapters_of_running(self, taken: Taken, rest: list[NotedRequest]) -> set[int]:
-        """Adapters of running requests that leave fewer to those who wait."""
+        """Return the adapters of running requests, which leave fewer to those that wait."""
         if self.rules.counts_idle_adapters:
             return loras_of(cast("list[NotedRequest]", self.running))
         left = [request for request in rest if not self.decodes.waits(request)]
         return taken.loras() | loras_of(left)
 
     def _no_victims_can_be_needed(self) -> bool:
-        """Whether no running request can be preempted in this step.
+        """Return whether no running request can be preempted in this step.
 
-        By priority a victim may be one that was scheduled before in the same step, which upstream
-        takes back. In order of arrival victims are the last ones, never those that we have taken.
+        By priority, a victim may be a request that was scheduled before in the same step, which
+        upstream takes back. In order of arrival, victims are the last requests, never those that we
+        have taken.
         """
         if self.policy is not SchedulingPolicy.PRIORITY:
             return True
@@ -209,11 +206,11 @@ class BatchedMixin(Scheduler):
         return self.kv_cache_manager.block_pool.get_num_free_blocks() >= most
 
     def _end_of_prefix(self, anyone_waits: bool, throttle_prefills: bool) -> int:
-        """How many of the running requests may be taken.
+        """Return how many of the running requests may be taken.
 
-        Upstream asks whether any decode was scheduled: when it throttles prefills, and to admit
-        others, for the watermark and to pad their first step as that of a request with drafts. So
-        the last decode is left to it.
+        Upstream asks whether any decode was scheduled: when it throttles prefills, and when it
+        admits other requests, for the watermark and to pad their first step like that of a request
+        with drafts. So the last decode is left to it.
         """
         asks = self.num_spec_tokens > 0 or self.kv_cache_manager.watermark_blocks > 0
         if throttle_prefills or (anyone_waits and asks):
@@ -221,7 +218,7 @@ class BatchedMixin(Scheduler):
         return len(self.running)
 
     def _media_are_left(self) -> bool:
-        """Whether an encoder may keep a running request from this step, and its adapter with it."""
+        """Return whether an encoder may keep a running request, and its adapter, from this step."""
         return any(each.is_prefill_chunk and each.mm_features for each in self.running)
 
     def _take_out(self, num_requests: int, num_tokens: int) -> None:
@@ -243,12 +240,11 @@ class BatchedMixin(Scheduler):
         self.max_num_running_reqs += num_requests
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Running and waiting requests, those taken out included."""
         num_running, num_waiting = super().get_request_counts()
         return num_running + self.num_taken, num_waiting
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Whether a waiting request may be scheduled: not with one LoRA adapter too many.
+        """Refuse a waiting request that brings one LoRA adapter too many.
 
         Upstream counts the adapters of the requests that it scheduled itself.
         """
@@ -267,7 +263,6 @@ class BatchedMixin(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Put a step's tokens into the books of their requests; returns what clients get."""
         result = model_runner_output
         if result.num_nans_in_logits:  # a request's outputs repeat its count from then on
             self.counts_nans = True
@@ -289,7 +284,6 @@ class BatchedMixin(Scheduler):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
-        """Statistics of a step, with the drafts of plain rows."""
         if self.log_stats:
             spec_decoding_stats = add_drafts(
                 spec_decoding_stats, self.plain_drafts, self.num_spec_tokens
@@ -297,7 +291,7 @@ class BatchedMixin(Scheduler):
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Give requests the drafts to verify next; those under a grammar by upstream's method."""
+        """Give requests the drafts to verify next; upstream's method does those under a grammar."""
         find = self.requests.get
         left: list[tuple[str, list[int]]] = []
         for request_id, drafts in zip(
@@ -323,11 +317,8 @@ def _columns(rows: Iterable[tuple[str, list[int]]]) -> tuple[list[str], list[lis
     return list(ids), list(tokens)
 
 
-class BatchedScheduler(BatchedMixin):
-    """vLLM's `Scheduler`, batched."""
+class BatchedScheduler(BatchedMixin): ...
 
 
 class BatchedAsyncScheduler(BatchedMixin, AsyncScheduler):
-    """vLLM's `AsyncScheduler`, batched."""
-
     asynchronous = True
