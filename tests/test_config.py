@@ -25,7 +25,6 @@ def test_keys_are_read():
     assert set(parsed.pop("fused").values()) == {True}
     defaults = {"attention": "auto", "record": None}
     defaults |= {"probe": True, "kernel_rules": "release", "cpu_binding": True}
-    defaults |= {"latent_prefill": "projected"}
     defaults |= {"scheduler": "batched"}
     assert parsed == {**defaults, **given}
 

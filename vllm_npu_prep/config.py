@@ -188,9 +188,6 @@ class PrepConfig(BaseModel):
         only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
     cpu_binding
         Whether each rank runs on the CPUs of its NPU's NUMA node.
-    latent_prefill
-        How prefills of latent attention attend: over K and V projected from latent rows, or over
-        these rows as decodes do, on the CPU fallback only (`vllm_npu_prep.attention.mla`).
     fused
         Fused operators, each of them or all together.
     scheduler
@@ -209,7 +206,6 @@ class PrepConfig(BaseModel):
     probe: bool = True
     kernel_rules: Literal["release", "documented"] = "release"
     cpu_binding: bool = True
-    latent_prefill: Literal["projected", "absorbed"] = "projected"
     fused: FusedConfig = FusedConfig()
     scheduler: Literal["batched", "upstream"] = "batched"
 
