@@ -40,7 +40,7 @@ serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECUL
 JUNIT =
 test: install ## everything that must hold at every change; of some tests fewer combinations
 	@$(MAKE) --no-print-directory -j2 lint .cache/tiny-qwen3
-	NPU_PREP_TEST_EXAMPLES=300 $(PYTEST) --brief $(JUNIT)
+	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) --brief $(JUNIT)
 
 test-fast: install lint ## under two minutes: no engine, no server, fewer examples
 	NPU_PREP_TEST_EXAMPLES=200 $(PYTEST) tests/prep tests/attention tests/ops \

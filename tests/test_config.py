@@ -22,10 +22,9 @@ def test_keys_are_read():
     given = {"mask": "compressed", "mask_budget_bytes": 1 << 20, "triton_kernels": "keep"}
     given["check"] = "full"
     parsed = parse_config({"npu_prep": given}).model_dump()
-    assert set(parsed.pop("fused").values()) == {True}
+    assert parsed.pop("fused") == {"off": []}
     defaults = {"attention": "auto", "record": None}
     defaults |= {"probe": True, "kernel_rules": "release", "cpu_binding": True}
-    defaults |= {"latent_prefill": "projected"}
     defaults |= {"scheduler": "batched"}
     assert parsed == {**defaults, **given}
 

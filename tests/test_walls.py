@@ -245,7 +245,7 @@ WALLS: dict[str, set[str]] = {
     }
     | {"ops.fused_experts", "prep", "verify"},
     "inspect": {"inspect", "prep", "validation"},
-    # They ask an installation, and vLLM's own runner
+    # It asks an installation
     "inspect.doctor": {
         "aclnn",
         "attention.families",
@@ -255,7 +255,6 @@ WALLS: dict[str, set[str]] = {
         "driver",
         "inspect.doctor",
     },
-    "inspect.upstream_runner": {"compat", "device", "ops", "prep.context_shards"},
 }
 """What each folder, or a file that differs from its folder, may import of the plugin."""
 

@@ -9,7 +9,8 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,64 +101,59 @@ class RecordConfig(BaseModel):
         return int(match["last"] or 0)
 
 
+FUSED_OPERATORS = (
+    "rms_norm",
+    "add_rms_norm",
+    "add_rms_norm_cast",
+    "gemma_rms_norm",
+    "rotary",
+    "mrope",
+    "vision_attention",
+    "vision_rotary",
+    "qkv",
+    "swiglu",
+    "geglu",
+    "gelu",
+    "latent",
+    "experts",
+    "finalize_routing",
+    "gating",
+    "gating_softmax",
+    "top_k_top_p",
+    "int8_norm",
+    "int8_swiglu",
+)
+"""Names by which fused operators of torch_npu are switched off; what each replaces is in
+`vllm_npu_prep.ops.fused` and in ``docs/reference/options.md``."""
+
+OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
+"""Fused operators that models without quantised layers don't use."""
+
+
 class FusedConfig(BaseModel):
     """The fused operators of torch_npu that stand in for vLLM's layers on NPUs, each on or off.
 
-    ``"fused": false`` switches all of them off. `vllm_npu_prep.ops.fused` says what each replaces.
-
-    Attributes
-    ----------
-    rms_norm, add_rms_norm, add_rms_norm_cast, gemma_rms_norm
-        RMSNorm, the addition of the residual with RMSNorm, the same with a copy in float32 for
-        routers, and Gemma's RMSNorm.
-    rotary, mrope
-        Rotary embeddings, and those with positions of images (M-RoPE).
-    vision_attention, vision_rotary
-        Attention and rotary embeddings of vision towers.
-    qkv
-        The projection to Q, K and V.
-    swiglu, geglu, gelu
-        Activations.
-    latent
-        The projections of latent attention, and its products with latent weights.
-    experts, finalize_routing, gating, gating_softmax
-        The experts of a mixture, their sum for tokens that lack some of them, and the choice of a
-        token's experts: by scores with a bias and groups, and by a softmax.
-    top_k_top_p
-        The limits of sampling.
-    int8_norm, int8_swiglu
-        Norms and SwiGLU that quantise their results to int8 for quantised layers.
+    ``"fused": false`` switches all of them off.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    rms_norm: bool = True
-    add_rms_norm: bool = True
-    add_rms_norm_cast: bool = True
-    gemma_rms_norm: bool = True
-    rotary: bool = True
-    mrope: bool = True
-    vision_attention: bool = True
-    vision_rotary: bool = True
-    qkv: bool = True
-    swiglu: bool = True
-    geglu: bool = True
-    gelu: bool = True
-    latent: bool = True
-    experts: bool = True
-    finalize_routing: bool = True
-    gating: bool = True
-    gating_softmax: bool = True
-    top_k_top_p: bool = True
-    int8_norm: bool = True
-    int8_swiglu: bool = True
+    off: list[str] = []
+
+    @field_validator("off")
+    @classmethod
+    def _check_names(cls, off: list[str]) -> list[str]:
+        for name in off:
+            if name not in FUSED_OPERATORS:
+                raise ValueError(
+                    f'no fused operator is called "{name}"{_nearest(name, FUSED_OPERATORS)}; '
+                    f"allowed: {', '.join(FUSED_OPERATORS)}"
+                )
+        return off
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(name for name in type(self).model_fields if getattr(self, name))
-
-
-OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
+        return frozenset(FUSED_OPERATORS).difference(self.off)
 
 
 class PrepConfig(BaseModel):
@@ -188,11 +184,8 @@ class PrepConfig(BaseModel):
         also what only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
     cpu_binding
         Whether each rank runs on the CPUs of its NPU's NUMA node.
-    latent_prefill
-        How prefills of latent attention attend: over K and V projected from latent rows, or over
-        these rows as decodes do, on the CPU fallback only (`vllm_npu_prep.attention.mla`).
     fused
-        The fused operators, each on or off, or all together.
+        Which fused operators are off.
     scheduler
         Whether vLLM's scheduler handles plain requests in bulk (`vllm_npu_prep.scheduling`), or is
         left as it is.
@@ -209,15 +202,24 @@ class PrepConfig(BaseModel):
     probe: bool = True
     kernel_rules: Literal["release", "documented"] = "release"
     cpu_binding: bool = True
-    latent_prefill: Literal["projected", "absorbed"] = "projected"
     fused: FusedConfig = FusedConfig()
     scheduler: Literal["batched", "upstream"] = "batched"
 
     @field_validator("fused", mode="before")
     @classmethod
-    def _all_or_none(cls, fused: object) -> object:
+    def _as_list(cls, fused: object) -> object:
         if isinstance(fused, bool):
-            return FusedConfig(**dict.fromkeys(FusedConfig.model_fields, fused))
+            return FusedConfig(off=[] if fused else list(FUSED_OPERATORS))
+        if isinstance(fused, Mapping) and fused and fused.keys() <= set(FUSED_OPERATORS):
+            off = [name for name, is_on in fused.items() if is_on is False]
+            if len(off) + sum(is_on is True for is_on in fused.values()) == len(fused):
+                warnings.warn(
+                    f'"{SECTION}.fused" with a switch for each operator is read for this release '
+                    f'only: write {{"fused": {{"off": {json.dumps(off)}}}}}',
+                    FutureWarning,
+                    stacklevel=2,
+                )
+                return FusedConfig(off=off)
         return fused
 
 
@@ -298,8 +300,8 @@ def _check_section_name(additional_config: Mapping[str, Any]) -> None:
             raise PrepError(f'--additional-config: unknown section "{name}": write "{SECTION}"')
 
 
-def _nearest(key: str, allowed: list[str]) -> str:
-    match = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+def _nearest(key: str, allowed: Iterable[str]) -> str:
+    match = difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.5)
     return f' (did you mean "{match[0]}"?)' if match else ""
 
 

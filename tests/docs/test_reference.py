@@ -17,7 +17,7 @@ from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, code_of
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
-from vllm_npu_prep.config import FusedConfig, PrepConfig, RecordConfig
+from vllm_npu_prep.config import FUSED_OPERATORS, FusedConfig, PrepConfig, RecordConfig
 from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, ScenarioRequest
 from vllm_npu_prep.observe.metrics import COUNTERS, PREFIX, PREPARE_TIME
 from vllm_npu_prep.startup.document import render
@@ -63,6 +63,11 @@ def test_no_option_is_documented_that_is_gone():
     tables = [table for table in OPTIONS.tables if table.rows[0][0] == "key"]
     named = [name for table in tables for row in table.rows[1:] for name in code_of(row[0])]
     assert sorted(named) == sorted(name for name, _ in options())
+
+
+@pytest.mark.parametrize("name", FUSED_OPERATORS)
+def test_fused_operators_are_documented(name):
+    assert row_of(OPTIONS.name, name)[-1]
 
 
 def test_environment_variables_of_the_plugin_are_documented():

@@ -401,12 +401,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "inspect/scenario.py": [
         ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
     ],
-    "inspect/upstream.py": [
-        ("replay --upstream expects blocks as without shared contexts", "tokens_per_block(settings.shards, settings.block_sizes[group.group])", "tokens_per_block(None, settings.block_sizes[group.group])", ("tests/inspect/test_upstream.py",)),
-    ],
-    "inspect/upstream_runner.py": [
-        ("replay --upstream takes each rank for the first of those that share contexts", "table.dcp_world_size, table.dcp_rank = shards.world_size, shards.rank", "table.dcp_world_size, table.dcp_rank = shards.world_size, 0", ("tests/inspect/test_upstream.py",)),
-    ],
     "inspect/view.py": [
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
     ],

@@ -140,7 +140,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     Attributes
     ----------
     latent
-        How steps are split for latent attention; None without it, and if prefills are absorbed.
+        How steps are split for latent attention; None without it.
     holds_states
         False: recurrent states have another builder (`attention.states`).
     num_drafts

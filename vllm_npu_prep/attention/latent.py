@@ -13,7 +13,6 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.prep.latent import LatentSplit
 
 if TYPE_CHECKING:
@@ -169,13 +168,11 @@ def _chunks(
 
 def make_latent_split(
     vllm_config: "VllmConfig", decode_threshold: int, block_size: int
-) -> LatentSplit | None:
-    """Return how an engine splits its steps for latent attention; None if prefills are absorbed.
+) -> LatentSplit:
+    """Return how an engine splits its steps for latent attention.
 
     A decode has at most `decode_threshold` tokens; `block_size` is in tokens.
     """
-    if absorbs_prefills(vllm_config):
-        return None
     workspace = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
     max_model_len = vllm_config.model_config.max_model_len
     workspace = -(-workspace // block_size) * block_size
@@ -185,11 +182,6 @@ def make_latent_split(
 def find_latent_split(builders: Iterable[tuple[int, Any, list[str]]]) -> LatentSplit | None:
     """Return how an engine with these builders splits its steps; None for other models."""
     return next((each.latent for _, each, _ in builders if each.latent is not None), None)
-
-
-def absorbs_prefills(vllm_config: "VllmConfig") -> bool:
-    """Return whether prefills attend over latent rows as decodes do."""
-    return parse_config(vllm_config.additional_config).latent_prefill == "absorbed"
 
 
 def describe(split: LatentSplit, vllm_config: "VllmConfig", itemsize: int) -> str:

@@ -5,8 +5,7 @@ vLLM's layer projects queries into the space of latent rows and the result out o
 attention of many query heads over one K/V head, the *absorbed* form. *Prefills* project latent rows
 to K and V of every head, which takes fewer operations for many queries: first those of the step's
 own tokens, then those of their context, chunk by chunk (`vllm_npu_prep.prep.latent`), merged by
-their log-sum-exp. With ``{"npu_prep": {"latent_prefill": "absorbed"}}`` all requests take the path
-of decodes: the reference for prefills.
+their log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -42,7 +41,6 @@ from vllm_npu_prep.attention.latent import (
     Halves,
     LatentArrays,
     Prefills,
-    absorbs_prefills,
     make_latent_split,
     split_metadata,
 )
@@ -140,8 +138,6 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._device = device
-        if absorbs_prefills(vllm_config):  # the order of requests doesn't matter then
-            return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         assert self.reorder_batch_threshold is not None
         sizes = (
@@ -157,8 +153,6 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         """Allow full graphs of decodes only, with or without drafts: prefills need values of the
         host."""
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-        if absorbs_prefills(vllm_config):
-            return support
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
     def for_layers(self, metadata: AscendMetadata) -> MLALayerMetadata:

@@ -19,7 +19,7 @@ class Difference:
     step
         Number of the step.
     by
-        Which preparation differs: ``core``, ``oracle`` or ``upstream``.
+        Which preparation differs: ``core`` or ``oracle``.
     variable, index
         Where; the index is empty for a scalar, or where shapes differ.
     req_id, token
@@ -40,7 +40,7 @@ class Difference:
         who = [f"token {self.token}"] * (self.token is not None)
         who += [f"request {self.req_id}"] * (self.req_id is not None)
         where = f" ({', '.join(who)})" if who else ""
-        by = self.by if self.by == "upstream" else f"the {self.by}"
+        by = f"the {self.by}"
         return (
             f"step {self.step}: {self.variable}{place}{where}: recorded {self.recorded}, "
             f"{by} says {self.expected}"

@@ -313,9 +313,7 @@ def _leave_out_samples(record: "StepRecord", out: dict[str, np.ndarray], total: 
 # ---------------------------------------------------------------------- the command
 
 
-def replay(
-    path: Path, step: int | None = None, upstream: bool = False
-) -> Iterator[tuple[Path, list[Difference]]]:
+def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, list[Difference]]]:
     """Prepare recorded steps again.
 
     Parameters
@@ -324,31 +322,24 @@ def replay(
         See `record_files`.
     step
         Number of the only step to look at.
-    upstream
-        Whether to ask vLLM's own runner, too (`vllm_npu_prep.inspect.upstream`).
 
     Yields
     ------
     path, differences
-        Of each record: the core's first difference, the oracle's and upstream's, if there are any.
+        Of each record: the core's first difference and the oracle's, if there are any.
 
     Raises
     ------
     PrepError
-        For a file that is not a record, if there is no such step, or if vLLM can't be asked.
+        For a file that is not a record, or if there is no such step.
     """
     from vllm_npu_prep.inspect.record_file import read_record, record_files
 
     files = record_files(path, step)
-    prepared_by = [replay_core, replay_oracle]
-    if upstream:
-        from vllm_npu_prep.inspect.upstream import UpstreamReplay
-
-        prepared_by.append(UpstreamReplay().first_difference)
     for file in files:
         record = read_record(file)
         try:
-            found = [first_difference_of(record) for first_difference_of in prepared_by]
+            found = [replay_core(record), replay_oracle(record)]
         except PrepError as error:
             raise PrepError(f"{file}: {error}") from None
         yield file, [each for each in found if each is not None]
@@ -363,12 +354,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("path", type=Path, metavar="DIR", help="a run's folder, or one record")
     parser.add_argument("--step", type=int, metavar="N", help="this step only")
-    parser.add_argument(
-        "--upstream",
-        action="store_true",
-        help="compare with what vLLM's own V1 runner prepares, too; needs vLLM, but neither the "
-        "model nor a device",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=run)
 
@@ -376,7 +361,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the result; return 0 if all agree, 1 if not."""
     count, differing, first = 0, 0, None
-    for file, differences in replay(args.path, args.step, args.upstream):
+    for file, differences in replay(args.path, args.step):
         count += 1
         differing += bool(differences)
         if first is None and differences:
@@ -386,8 +371,7 @@ def run(args: argparse.Namespace) -> int:
         where = None if first is None else str(first[0])
         print(json.dumps({"steps": count, "differing": differing, "file": where, "first": found}))
     elif first is None:
-        who = "core, oracle and upstream" if args.upstream else "core and oracle"
-        print(f"{counted(count, 'step')}: {who} prepare what was recorded")
+        print(f"{counted(count, 'step')}: core and oracle prepare what was recorded")
     else:
         verb = "differs" if differing == 1 else "differ"
         print(f"{differing} of {counted(count, 'step')} {verb}, first in {first[0]}")

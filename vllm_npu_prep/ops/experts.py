@@ -257,7 +257,7 @@ def check_sync_is_possible() -> None:
     if on_device and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         raise PrepError(
             "a mixture of experts in graphs needs the fused operators of experts, which are "
-            'switched off: leave "experts" of {"npu_prep": {"fused": {...}}} on, or use '
+            'switched off: take "experts" out of {"npu_prep": {"fused": {"off": [...]}}}, or use '
             "--enforce-eager"
         )
 

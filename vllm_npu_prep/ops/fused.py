@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
-from vllm_npu_prep.config import SECTION, FusedConfig, fused_operators
+from vllm_npu_prep.config import FUSED_OPERATORS, SECTION, fused_operators
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +40,7 @@ OPERATORS: Mapping[str, str] = {
 """The operator of torch_npu that serves each switch. Experts need several; the newest one is
 named."""
 
-assert OPERATORS.keys() == FusedConfig.model_fields.keys()
+assert tuple(OPERATORS) == FUSED_OPERATORS
 
 
 def missing_operators(names: Iterable[str]) -> dict[str, str]:
@@ -70,6 +70,6 @@ def use_only(vllm_config: "VllmConfig", names: Iterable[str]) -> None:
     kept = frozenset(names)
     given = vllm_config.additional_config
     options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-    switches = {name: name in kept for name in FusedConfig.model_fields}
-    options[SECTION] = {**options.get(SECTION, {}), "fused": switches}
+    off = [name for name in FUSED_OPERATORS if name not in kept]
+    options[SECTION] = {**options.get(SECTION, {}), "fused": {"off": off}}
     vllm_config.additional_config = options

@@ -424,14 +424,6 @@ LIMITS = (
         ),
     ),
     Refusal(
-        "latent-prefill",
-        lambda c: c.options.latent_prefill == "absorbed" and c.uses_fused_operator,
-        f'"{SECTION}.latent_prefill" = "absorbed"',
-        "fused attention takes few query tokens of a request over latent rows",
-        'leave it out, for "projected"',
-        example=Example(f"{OPTION}.latent_prefill absorbed", model=MLA, family="fia"),
-    ),
-    Refusal(
         "attention-chunks-in-blocks",
         lambda c: (
             c.model.attention_chunk_size is not None and c.model.attention_chunk_size % c.block_size

@@ -8,10 +8,8 @@ from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import Asked
 from vllm_npu_prep.startup.example import (
     EXPERTS,
-    MLA,
     NGRAM,
     ONE_KV_HEAD,
-    OPTION,
     SHARED_BY_2,
     STORED,
     WINDOWS,
@@ -230,14 +228,6 @@ SHARED_CONTEXTS = (
         "its operators don't tell the sums of exponentials, by which results are merged",
         'use {{"npu_prep": {{"attention": "fia"}}}}',
         example=Example(SHARED_BY_2, "with kernel family atb", model=ONE_KV_HEAD, family="atb"),
-    ),
-    Refusal(
-        "shared-contexts-absorbed",
-        lambda c: c.model.use_mla and c.options.latent_prefill == "absorbed",
-        SHARED + 'latent_prefill "absorbed"',
-        "prompts would attend to their own rows in the cache of one rank each",
-        "leave the option out",
-        example=Example(f"{SHARED_BY_2} {OPTION}.latent_prefill absorbed", model=MLA),
     ),
     Refusal(
         "shared-contexts-layers",
