@@ -40,6 +40,7 @@ def test_steps_to_record_are_read():
     ("given", "parts"),
     [
         ({"npu_prep": {"maks": "dense"}}, ['"maks"', 'did you mean "mask"', "mask_budget_bytes"]),
+        ({"npu_prep": {3: "dense"}}, ['"npu_prep.3" = 3: ']),
         ({"npu_prep": {"zzz": 1}}, ['"zzz"', "allowed: attention, mask, mask_budget_bytes"]),
         ({"npu_prep": {"mask": "sparse"}}, ['npu_prep.mask" = "sparse"', '"dense" or "comp']),
         ({"npu_prep": {"mask": 3}}, ['npu_prep.mask" = 3: must be "auto"']),

@@ -15,6 +15,7 @@ from vllm_npu_prep.server.draining import (
     END_SECONDS,
     Drain,
     DrainMiddleware,
+    cause_of_death,
     drain_and_shut_down,
 )
 
@@ -152,6 +153,15 @@ def test_draining_ends_when_its_time_is_up_or_nothing_runs():
     late = Drain()
     asyncio.run(live())
     assert said[-1] == "Aborting 1 request that did not finish within 0 s."
+
+
+@pytest.mark.parametrize(("code", "name"), [(-9, "SIGKILL"), (-35, "signal 35")])
+def test_the_signal_that_killed_an_engine_is_named(code, name):
+    process = SimpleNamespace(name="EngineCore", exitcode=code)
+    manager = SimpleNamespace(processes=[process], failed_proc_name="EngineCore")
+    client = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+    said = cause_of_death(SimpleNamespace(engine_core=client))
+    assert said == f"EngineCore was killed by {name}"
 
 
 def test_an_engine_has_time_beside_that_of_its_workers(monkeypatch):

@@ -246,7 +246,7 @@ def parse_config(additional_config: object) -> PrepConfig:
             f"{', '.join(allowed)}, not {shown(section)}"
         )
     try:
-        return PrepConfig(**section)
+        return PrepConfig.model_validate(dict(section))
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])

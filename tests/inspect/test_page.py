@@ -20,9 +20,10 @@ from tests.helpers.browser import needs_browser, opened
 from tests.helpers.scenarios import in_chunks, many, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.explain import explain_json
+from vllm_npu_prep.inspect.explain import explain_json, select, shard_table
 from vllm_npu_prep.inspect.page import explain_html
 
+SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
 VOID = {"meta", "img", "input"}
 
 
@@ -198,6 +199,13 @@ def test_groups_images_mrope_and_padding_are_on_the_page():
     assert len(page.of_class("null")) == 2  # freed blocks of the window group
     # In two blocks of group 0 for a, in one of group 1 for a and b each, and in the legend.
     assert len(page.of_class("picture")) == 2 + 2 + 1
+
+
+def test_what_ranks_keep_of_contexts_is_on_the_page():
+    scenario = json.loads((SCENARIOS / "shared-context.json").read_text())
+    view = view_of(scenario)
+    (table,) = [table for table in page_of(scenario).tables if "rank 1 (this one)" in table[0]]
+    assert table[1:] == [list(map(str, row)) for row in shard_table(view, select(view)).rows]
 
 
 def test_virtual_requests_are_on_the_page():

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import create_fu
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.experts import TorchMoEMethod, apply_experts
 from vllm_npu_prep.ops.routing import register_operators
+from vllm_npu_prep.quantization.experts import Int8Experts
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 23, 12, 10, 8
 
@@ -189,8 +190,9 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("method_class", [TorchMoEMethod, Int8Experts])
 @pytest.mark.parametrize("what", REFUSED)
-def test_experts_that_are_not_computed_are_refused_by_name(what):
+def test_experts_that_are_not_computed_are_refused_by_name(what, method_class):
     plain = {
         "activation": MoEActivation.SILU,
         "has_bias": False,
@@ -199,10 +201,10 @@ def test_experts_that_are_not_computed_are_refused_by_name(what):
         "swiglu_beta": None,
     }
     layer = SimpleNamespace(layer_name="layers.3.mlp", **{**plain, **REFUSED[what]})
-    method = TorchMoEMethod.__new__(TorchMoEMethod)
+    method = method_class.__new__(method_class)
     method.__dict__["moe"] = layer
     with pytest.raises(PrepError, match=rf"experts with {what} \(layers\.3\.mlp\)"):
-        method.create_weights(layer)
+        method.create_weights(layer, 8, 64, 32, torch.float32)
 
 
 def test_sums_of_half_precision_are_rounded_once(seed):

@@ -151,8 +151,9 @@ class NPURegion:
 
     def _unmap(self) -> None:
         while self._pieces:
-            piece = self._pieces.pop()
+            piece = self._pieces[-1]
             self._demand("UnmapMem", piece.address)
+            self._pieces.pop()
             self._demand("FreePhysical", piece.physical)
 
     def _call(self, name: str, *args: object) -> int:

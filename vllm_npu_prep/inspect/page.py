@@ -27,11 +27,13 @@ from vllm_npu_prep.inspect.drawing import (
 from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,
+    expert_table,
     item_table,
     latent_table,
     local_table,
     request_table,
     select,
+    shard_table,
     state_table,
     summary,
     token_table,
@@ -261,15 +263,16 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
     requests = request_table(view, selection)
     lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
     yield _table(requests, lines)
-    if view.step.latent is not None:
-        halves = latent_table(view, selection)
-        yield _table(halves, [Line(cells) for cells in halves.rows])
-    for group in view.state_groups:
-        states = state_table(view, selection, group)
-        yield _table(states, [Line(cells) for cells in states.rows])
-    items = item_table(view, selection)
-    if items.rows:
-        yield _table(items, [Line(cells) for cells in items.rows])
+    others = [latent_table(view, selection)] if view.step.latent is not None else []
+    if view.step.batch.tables.dcp is not None:
+        others.append(shard_table(view, selection))
+    others += [state_table(view, selection, group) for group in view.state_groups]
+    others.append(item_table(view, selection))
+    if len(selection.requests) == len(view.requests):
+        others.append(expert_table(view))
+    for table in others:
+        if table.rows:
+            yield _table(table, [Line(cells) for cells in table.rows])
 
 
 def _local_tables(view: StepView, selection: Selection) -> Iterator[PageTable]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.files import write_whole
 from vllm_npu_prep.inspect.page import StepLinks, explain_html
 from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX
 from vllm_npu_prep.inspect.run import MOST_PROCESSES, RankRun, Run
@@ -98,8 +99,4 @@ class StepPages:
 
 
 def _write(record: Path, page: Path, links: StepLinks) -> None:
-    content = explain_html(view_of_record(record), links=links)
-    try:
-        page.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise PrepError(f"{page}: can't be written: {error.strerror or error}") from None
+    write_whole(page, explain_html(view_of_record(record), links=links).encode())

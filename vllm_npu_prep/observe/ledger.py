@@ -237,6 +237,9 @@ class SlotLedger:
         for source, target in output.kv_cache_block_copies or ():
             of_source = self.contents[source * pages : (source + 1) * pages]
             self.contents[target * pages : (target + 1) * pages] = of_source
+            self.states.pop(target, None)
+            if source in self.states:
+                self.states[target] = self.states[source]
 
     # ----------------------------------------------------------------- the step
 

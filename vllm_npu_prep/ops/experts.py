@@ -173,6 +173,26 @@ class GroupedExperts:
         )
 
 
+def refuse_other_experts(kind: str, layer: Any, moe: Any) -> None:
+    """Refuse a layer whose experts compute more than this module does.
+
+    Raises
+    ------
+    PrepError
+        For other activations than `ACTIVATIONS`, for biases, and for variants of SwiGLU.
+    """
+    extras = {
+        f"activation {layer.activation.value}": layer.activation.without_mul() not in ACTIVATIONS,
+        "biases": moe.has_bias,
+        "a limit of SwiGLU": layer.swiglu_limit is not None,
+        "an alpha of SwiGLU": layer.swiglu_alpha is not None,
+        "a beta of SwiGLU": layer.swiglu_beta is not None,
+    }
+    for extra, applies in extras.items():
+        if applies:
+            raise PrepError(f"{kind} with {extra} ({layer.layer_name}) are not supported")
+
+
 class TorchMoEMethod(UnquantizedFusedMoEMethod):
     """vLLM's method of unquantised experts, by grouped products on NPUs, else by `apply_experts`.
 
@@ -194,17 +214,7 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
             check_sync_is_possible()
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        extras = {
-            f"activation {layer.activation.value}": layer.activation.without_mul()
-            not in ACTIVATIONS,
-            "biases": self.moe.has_bias,
-            "a limit of SwiGLU": layer.swiglu_limit is not None,
-            "an alpha of SwiGLU": layer.swiglu_alpha is not None,
-            "a beta of SwiGLU": layer.swiglu_beta is not None,
-        }
-        for extra, applies in extras.items():
-            if applies:
-                raise PrepError(f"experts with {extra} ({layer.layer_name}) are not supported")
+        refuse_other_experts("experts", layer, self.moe)
         super().create_weights(layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -15,10 +15,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.experts import (
-    ACTIVATIONS,
     GroupedExperts,
     activation_of,
     check_sync_is_possible,
+    refuse_other_experts,
     sum_of_experts,
 )
 from vllm_npu_prep.ops.fused import is_fused
@@ -126,17 +126,6 @@ class Int8Experts(FusedMoEMethodBase):
         self._finalize = is_fused("finalize_routing")
         if not self._is_fused:
             check_sync_is_possible()
-        extras = {
-            f"activation {layer.activation.value}": layer.activation.without_mul()
-            not in ACTIVATIONS,
-            "biases": self.moe.has_bias,
-            "a limit of SwiGLU": getattr(layer, "swiglu_limit", None) is not None,
-        }
-        for extra, applies in extras.items():
-            if applies:
-                raise PrepError(
-                    f"quantised experts with {extra} ({layer.layer_name}) are not supported"
-                )
 
     def create_weights(
         self,
@@ -147,6 +136,7 @@ class Int8Experts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        refuse_other_experts("quantised experts", layer, self.moe)
         self.dtype = params_dtype
         loader = self.config.before_loading(extra_weight_attrs["weight_loader"])
         extra_weight_attrs["weight_loader"] = loader

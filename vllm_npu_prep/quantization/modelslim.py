@@ -240,7 +240,8 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
 
     def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
         super().create_weights(layer, *args, **extra)
-        loader, parts = extra["weight_loader"], len(layer.logical_widths)
+        loader = self.config.before_loading(extra["weight_loader"])
+        parts = len(layer.logical_widths)
         outputs = sum(layer.logical_widths)
         as_int64 = self.config.scales_as_int64
         if as_int64 is None:  # the files are not on this host yet: ModelSlim's rule

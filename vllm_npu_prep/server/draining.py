@@ -205,5 +205,12 @@ def cause_of_death(engine: "AsyncLLM") -> str:
     for process in getattr(manager, "processes", ()):
         assert manager is not None
         if process.name == manager.failed_proc_name and (process.exitcode or 0) < 0:
-            return f"{process.name} was killed by {signal.Signals(-process.exitcode).name}"
+            return f"{process.name} was killed by {_name_of(-process.exitcode)}"
     return "the first error above says why"
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals between the first and the last
+        return f"signal {number}"

@@ -50,10 +50,6 @@ def _sees_parts_of_contexts(asked: Asked) -> bool:
     )
 
 
-def _exchanges_otherwise(parallel: "ParallelConfig") -> bool:
-    return parallel.dcp_comm_backend not in (None, "ag_rs") or bool(parallel.dcp_q_replicate)
-
-
 def _has_untried_beside(asked: Asked) -> bool:
     parallel = _parallel(asked)
     return bool(
