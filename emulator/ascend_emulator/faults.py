@@ -122,7 +122,7 @@ FAULTS = {
         ),
         Fault(
             "wrong-lse",
-            "the logarithm of the sum of exponentials has base 2",
+            "the log-sum-exp has base 2",
             "lse",
             lambda lse: lse / math.log(2),
         ),

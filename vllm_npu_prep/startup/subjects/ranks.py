@@ -221,7 +221,7 @@ SHARED_CONTEXTS = (
         "shared-contexts-family",
         lambda c: not c.family.lse,
         SHARED + "kernel family {family}",
-        "its operators don't tell the sums of exponentials, by which results are merged",
+        "its operators don't return the log-sum-exp, by which results are merged",
         'use {{"npu_prep": {{"attention": "fia"}}}}',
         example=Example(SHARED_BY_2, "with kernel family atb", model=ONE_KV_HEAD, family="atb"),
     ),
