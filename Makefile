@@ -108,7 +108,7 @@ soak: install ## random traffic through our scheduler and runner and upstream's,
 	exit $$failed
 
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; RANDOM=50 draws them (SEED=, POOL=scheduling, POOL=served); MINUTES=30, FRESH=1, RETRY=1
-	$(PY) -m tests.mutants$(if $(RANDOM),.random_mutants --count $(RANDOM) $(if $(SEED),--seed $(SEED)) $(if $(POOL),--pool $(POOL))) $(SLICE)
+	$(PY) -m tests.mutants $(if $(RANDOM),--random $(RANDOM) $(if $(SEED),--seed $(SEED)) $(if $(POOL),--pool $(POOL))) $(SLICE)
 
 INSTALLED = $(shell $(PY) -c 'from importlib.metadata import version; print(version("vllm").partition("+")[0])' 2>/dev/null)
 compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0

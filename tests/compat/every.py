@@ -9,10 +9,8 @@ are in tests/results/compat.jsonl.
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
-from tests.resume.slice import Slice, slice_parser
+from tests.resume.log import Slice, slice_parser
 from tests.resume.tree import RESULTS, ROOT
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM
 
@@ -23,24 +21,18 @@ def try_release(version: str) -> int:
     return subprocess.run(command, cwd=ROOT).returncode
 
 
-def main(
-    arguments: list[str],
-    path: Path = RESULTS / "compat.jsonl",
-    attempt: Callable[[str], int] = try_release,
-) -> int:
+def main(arguments: list[str]) -> int:
     """Run a slice; exit code 1 if a release has failed."""
-    args = slice_parser("tests.compat.every", __doc__).parse_args(arguments)
+    options = slice_parser("tests.compat.every", __doc__).parse_args(arguments)
 
     def one(version: str) -> None:
         started = time.monotonic()
-        code = attempt(version)
-        part.record(version, "failed" if code else "passed", time.monotonic() - started)
+        outcome = "failed" if try_release(version) else "passed"
+        part.record(version, outcome, time.monotonic() - started)
 
-    with Slice(path, args.minutes, fresh=args.fresh, retry=args.retry) as part:
-        pending = part.pending(dict.fromkeys(SUPPORTED_VLLM, ""))
-        whole = part.play(pending, one, len(pending))
-        left = sum(version not in part.latest for version in SUPPORTED_VLLM)
-        return part.finish(left, "make test-all") or int(not whole)
+    with Slice(RESULTS / "compat.jsonl", options) as part:
+        part.play(part.pending(dict.fromkeys(SUPPORTED_VLLM, "")), one)
+        return part.finish(len({*SUPPORTED_VLLM} - {*part.latest}), "make test-all")
 
 
 if __name__ == "__main__":
