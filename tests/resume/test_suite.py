@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from tests.compat import every
 from tests.resume.log import Log
 from tests.resume.suite import results_of
 from tests.resume.tree import ROOT
@@ -120,16 +119,3 @@ def test_a_run_is_not_complete_before_all_could_be_collected(project):
 def test_each_release_has_a_run_of_its_own():
     assert results_of("0.32.0").name == "test-all.jsonl"
     assert results_of("0.33.0").name == "test-all-0.33.0.jsonl"
-
-
-def test_releases_are_tried_until_each_has_passed(tmp_path, monkeypatch):
-    codes, tried = {"0.32.0": [0], "0.33.0": [1, 0]}, []
-
-    def attempt(version: str) -> int:
-        tried.append(version)
-        return codes[version].pop(0)
-
-    monkeypatch.setattr(every, "try_release", attempt)
-    monkeypatch.setattr(every, "RESULTS", tmp_path)
-    assert [every.main(words) for words in ([], [], ["--retry"], [])] == [1, 1, 0, 0]
-    assert tried == ["0.32.0", "0.33.0", "0.33.0"]
