@@ -96,14 +96,13 @@ $(PEER)/.installed:
 # Each part runs, whatever the others found; Ctrl-C ends all of them.
 GO_ON = || { code=$$?; [ $$code -ne 130 ] || exit 130; failed=1; }
 EMULATED = NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet --hazards error
-soak: install ## random traffic through our scheduler and runner and upstream's, engines of every kind, on the emulated card, too, in slices; soak.svg; MINUTES=30, SEED= to repeat one
+soak: install ## random traffic through our scheduler and runner and upstream's, engines of every kind, on the emulated card, too, in slices; MINUTES=30, SEED= to repeat one
 	@failed=0; seed="$(if $(SEED),--seed $(SEED))"; \
 	$(PY) -m tests.scheduling $(SLICE) $$seed $(GO_ON); \
 	$(PY) -m tests.differential $(SLICE) $$seed $(GO_ON); \
 	$(PY) -m tests.soak $(SLICE) $$seed $(GO_ON); \
 	$(EMULATED) -- $(PY) -m tests.differential $(SLICE) $$seed $(GO_ON); \
 	$(EMULATED) --devices 2 --hang-seconds 300 -- $(PY) -m tests.soak $(SLICE) $$seed $(GO_ON); \
-	$(PY) -m tests.resume.picture soak.svg $(GO_ON); \
 	exit $$failed
 
 mutants: install ## plant bugs one at a time, in slices; the suite has to catch each; RANDOM=50 draws them (SEED=, POOL=scheduling, POOL=served); MINUTES=30, FRESH=1, RETRY=1

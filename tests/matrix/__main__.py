@@ -19,7 +19,7 @@ from tests.matrix.cells import FEATURES
 from tests.matrix.collect import FILE, commit
 from tests.matrix.results import RESULTS, Matrix, collected_in
 from tests.resume.log import Slice, slice_parser
-from tests.resume.plugin import Recorder
+from tests.resume.plugin import Recorder, files_of
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make matrix"
@@ -67,7 +67,7 @@ def fill(part: Slice, processes: str, chosen: tuple[str, ...]) -> int:
     fresh = {line["test"] for line in (*matrix.engines, *seen) if line["package"] == package}
     stale = matrix.stale(package) - {line["test"] for line in seen if line["package"] == package}
     done = (set(recorder.share["done"]) | fresh) - stale
-    recorder.share |= {"done": sorted(done), "first": sorted(stale)}
+    recorder.share |= {"done": sorted(done), "first": files_of(stale)}
     whole = recorder.run(processes, chosen)
     return part.finish(recorder.left() if whole else None, COMMAND) or int(not whole)
 

@@ -31,8 +31,6 @@ from tests.resume.tree import tree_state
 GOOD = {"passed", "skipped", "caught", "equivalent", "agreed", "gone"}
 """Outcomes that are no failure: of tests, of planted bugs and random changes, of random episodes;
 and what became of a unit that had failed and was removed."""
-LONGEST = 30
-"""Minutes within which a slice may begin units."""
 
 
 @dataclass(frozen=True)
@@ -229,20 +227,12 @@ def append(path: Path, entry: Mapping[str, Any]) -> None:
         os.write(file.fileno(), f"{chr(10) * torn}{line}\n".encode())
 
 
-def minutes(text: str) -> float:
-    """Read the length of a slice."""
-    value = float(text)
-    if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {LONGEST} minutes")
-    return value
-
-
 def slice_parser(module: str, about: str | None, seed: str = "") -> argparse.ArgumentParser:
     """What every long run is told; `about` is the docstring of its module, `seed` what one does."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    told = f"no unit is begun after these, at most {LONGEST}; those under way come to their end"
-    parser.add_argument("--minutes", type=minutes, default=LONGEST, help=told)
+    told = "no unit is begun after these; those under way come to their end"
+    parser.add_argument("--minutes", type=float, default=30, help=told)
     told = "begin a new run instead of going on with the last one"
     parser.add_argument("--fresh", action="store_true", help=told)
     told = "run failed units again, though nothing changed"

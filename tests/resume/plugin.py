@@ -5,7 +5,7 @@ with workers (xdist) and without, a test is recorded when its last phase has end
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,20 +21,21 @@ class Share:
 
     `done` is fixed when the slice begins: a worker that takes the place of a crashed one has to
     collect the same tests. It passes over those of `over`: with ``loadfile``, xdist gives a test
-    that ended a worker to the next worker. Files of the tests `first` come first.
+    that ended a worker to the next worker. Files of `first` come first, in this order.
     """
 
     def __init__(
         self, deadline: float, done: list[str], first: list[str], over: Sequence[str] = ()
     ) -> None:
         self.deadline, self.done, self.over = deadline, set(done), over
-        self.first = {unit.partition("::")[0] for unit in first}
+        self.first = {file: place for place, file in enumerate(dict.fromkeys(first))}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list) -> None:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
         items[:] = [item for item in items if item.nodeid not in self.done]
-        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in self.first)
+        last = len(self.first)
+        items.sort(key=lambda item: self.first.get(item.nodeid.partition("::")[0], last))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -53,9 +54,9 @@ class Recorder:
         self.collected: list[str] | None = None
         self.unreadable = False
         self.phases: dict[str, list[pytest.TestReport]] = {}
-        again = {unit for unit, result in part.latest.items() if part.again(result)}
-        done = sorted(set(part.latest) - again)
-        self.share = {"deadline": part.deadline, "done": done, "first": sorted(again)}
+        self.again = {unit for unit, result in part.latest.items() if part.again(result)}
+        done = sorted(set(part.latest) - self.again)
+        self.share = {"deadline": part.deadline, "done": done, "first": files_of(self.again)}
 
     def run(self, processes: str, chosen: Sequence[str]) -> bool:
         """Run tests until the slice's time is up; False if some could not be collected."""
@@ -98,6 +99,10 @@ class Recorder:
             outcomes = {phase.outcome for phase in self.phases.pop(report.nodeid)}
             outcome = next(name for name in ("failed", "skipped", "passed") if name in outcomes)
             self.part.record(report.nodeid, outcome, sum(phase.duration for phase in phases))
+
+
+def files_of(units: Iterable[str]) -> list[str]:
+    return sorted({unit.partition("::")[0] for unit in units})
 
 
 def configure_worker(config: pytest.Config) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from itertools import chain, count
+from statistics import mean
 from typing import Any, Protocol
 
 import psutil
@@ -41,6 +42,12 @@ def held() -> dict[str, int]:
     return found
 
 
+def growth(values: list[int]) -> float:
+    """How much is held more in the last third than in the second, when most things are loaded."""
+    third = len(values) // 3
+    return mean(values[-third:]) - mean(values[third : 2 * third]) if third else 0
+
+
 def resume(part: Slice, player: Player, steps: int) -> int:
     """Play seeds that failed, if anything changed, then ones that the run hasn't had."""
 
@@ -53,6 +60,8 @@ def resume(part: Slice, player: Player, steps: int) -> int:
     following = count(max([part.seed, *(int(unit) + 1 for unit in part.latest)]))
     part.play(chain(again, map(str, following)), one)
     player.report()
+    grown = {kind: growth([each.more.get(kind, 0) for each in part.played]) for kind in held()}
+    print(*(f"{kind} grew by {most:+.1f}" for kind, most in grown.items()), sep=", ")
     return part.finish(None, "make soak")
 
 

@@ -35,7 +35,7 @@ def main(arguments: list[str], path: Path | None = None) -> int:
         recorder, left = Recorder(part), None
         whole = recorder.run(options.processes, chosen)
         if whole and not chosen:
-            for unit in sorted({*recorder.share["first"]} - {*(recorder.collected or [])}):
+            for unit in sorted(recorder.again - {*(recorder.collected or [])}):
                 part.record(unit, "gone", 0)
             left = recorder.left()
         return part.finish(left, "make test-all") or int(not whole)

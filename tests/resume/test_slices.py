@@ -1,7 +1,6 @@
 """Long runs go on where they ended: nothing is lost, nothing runs twice, nothing is called done
 before it is."""
 
-import argparse
 import subprocess
 import sys
 from unittest import mock
@@ -177,12 +176,6 @@ def test_every_line_that_is_written_can_be_read(path):
     assert list(Log(path).latest) == ["two\nlines, « »", "b"]
 
 
-def test_a_slice_is_short():
-    for text in ("0", "-1", "31"):
-        with pytest.raises(argparse.ArgumentTypeError, match="30 minutes"):
-            log.minutes(text)
-
-
 def test_failed_seeds_are_played_before_those_that_come_next(path, capsys):
     def play(last, *words, failing=(), **more):
         """A slice of episodes that ends in the seed `last`: exit code, seeds that were played."""
@@ -199,9 +192,15 @@ def test_failed_seeds_are_played_before_those_that_come_next(path, capsys):
     assert play(102, failing={101}) == (1, ["100", "101", "102"])
     assert play(103) == (1, ["103"])
     assert play(104, state="two") == (0, ["101", "104"])
-    assert "go on with: make soak" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "go on with: make soak" in out and "descriptors grew by +0.0" in out
     assert play(7, "--fresh", "--seed=7") == (0, ["7"])
     assert play(8) == (0, ["8"])
+
+
+def test_what_grows_from_episode_to_episode_is_told():
+    assert seeds.growth([500 + 10 * n for n in range(9)]) == 30
+    assert seeds.growth([100, 700, 700, 700]) == seeds.growth([1, 2]) == 0
 
 
 def test_the_source_is_every_file_but_what_long_runs_write(tmp_path):

@@ -21,8 +21,6 @@ from tests.resume.tree import ROOT, git, tree_state
 
 COMMAND = "make test-touched"
 FILE = ROOT / ".cache" / "touched.jsonl"
-AT_A_TIME = 16
-"""Files that are collected together: fewer would leave processes idle."""
 DEMOS = (
     "tests/docs",
     "tests/engine",
@@ -101,15 +99,10 @@ def main(arguments: list[str]) -> int:
     options.fresh |= sources[-1:] != [tree_state().source]
     with Slice(FILE, options) as part:
         os.environ["NPU_PREP_TEST_EXAMPLES"] = "300"
-        whole, left = True, len(tests)
-        for first in range(0, len(tests), AT_A_TIME):
-            files = list(tests)[first : first + AT_A_TIME]
-            if part.seconds_left > 0:
-                recorder = Recorder(part)
-                whole &= recorder.run(options.processes, files)
-                left -= len(files) * (recorder.left() == 0)
-        print(f"{len(tests) - left} of {len(tests)} files of tests are done")
-        return part.finish(None if left else 0, COMMAND) or int(not whole)
+        recorder = Recorder(part)
+        recorder.share["first"] += tests
+        whole = recorder.run(options.processes, list(tests))
+        return part.finish(recorder.left(), COMMAND) or int(not whole)
 
 
 if __name__ == "__main__":
