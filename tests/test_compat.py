@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,6 @@ from tests.compat.lists import Answers, Difference, differences, digest_of, told
 from tests.compat.requirements import unmet
 from tests.compat.seams import PLUGIN, Uses, installed
 from tests.compat.source import Sources, modules
-from tests.compat.types import Types
 from vllm_npu_prep.compat.releases import installed_vllm, is_since
 
 ROOT = Path(__file__).parents[1]
@@ -82,161 +80,60 @@ def test_kernels_of_v2_that_are_replaced_are_watched():
     assert set(NO_KERNEL) == set().union(*of_each.values()), "a line of NO_KERNEL is stale"
 
 
-DOWNSTREAM = {
-    "compat.py": """
-        import sys
-        import torch
-        from vllm import Config
-        from vllm.engine import Engine
+PATCHES = """
+import sys
+import torch
+from vllm import Config
 
-        def patch():
-            entry = sys.modules.get("vllm.server")
-            entry.serve = None
-            torch.accelerator.synchronize = None
-            prefix = "vllm.kernels"
-            return {f"{prefix}.gather": None}
+def patch():
+    entry = sys.modules.get("vllm.server")
+    entry.serve = None
+    torch.accelerator.synchronize = None
+    prefix = "vllm.kernels"
+    return {f"{prefix}.gather": None}
 
-        def patch_others(kernels):
-            package = "vllm"
-            prefix = f"{package}.kernels"
-            kernels.override_triton_kernels({f"{prefix}.scatter": None})
-
-        def started(engine: Engine) -> bool:
-            return engine.config.size > 1 and hasattr(engine, "clock")
-    """,
-    "runner.py": """
-        from typing import TYPE_CHECKING
-        from vllm.engine import Engine
-
-        if TYPE_CHECKING:
-            from vllm.config import Config
-
-        class Runner(Engine):
-            kind = "npu"
-
-            def __init__(self, config: "Config"):
-                super().__init__(config)
-                self.clock = self.own = 0
-
-            def step(self, *args):
-                for request in self.requests:
-                    request.left
-                self.own_too()
-                return [each.name for each in self.batch.rows()]
-
-            def own_too(self):
-                from vllm.config import Config
-                return Config(size=2)
-    """,
-}
+def patch_others(kernels):
+    package = "vllm"
+    prefix = f"{package}.kernels"
+    kernels.override_triton_kernels({f"{prefix}.scatter": None})
+"""
 UPSTREAM = {
     "__init__.py": "from .config import *",
+    "config.py": "class Config:\n    size: int\n    def copy(self, *, deep=True): ...\n",
     "server.py": "async def serve(app, port=80): ...",
     "kernels.py": "def gather(): ...\ndef scatter(x): ...\ndef spare(): ...",
-    "config.py": """
-        from dataclasses import dataclass
-
-        @dataclass
-        class Config:
-            size: int
-            unused: int = 0
-    """,
-    "batch.py": """
-        class Row:
-            name: str
-            unused: str
-
-        class Wide(Row):
-            left: int
-
-        class Batch:
-            def rows(self) -> list[Row]: ...
-    """,
-    "base.py": """
-        from .batch import Batch, Row
-
-        class Base:
-            kind: str
-
-            def __init__(self, config):
-                self.batch = Batch()
-                self.requests: dict[int, Row] | list[Row] = []
-                self.clock, self.unused = 0, 0
-
-            def unused_too(self): ...
-    """,
-    "engine.py": """
-        from vllm.base import Base
-        from vllm.config import Config
-
-        class Engine(Base):
-            @property
-            def config(self) -> Config: ...
-
-            def step(self, *, budget: int = 7) -> None: ...
-    """,
 }
 SEAMS = {
-    "vllm.Config": ": class",
     "torch.accelerator.synchronize": ": (device=None)",
-    "vllm.batch.Batch.rows": ": (self) -> list[Row]",
-    "vllm.batch.Row.name": ": str",
-    "vllm.batch.Wide.left": ": int",
-    "vllm.config.Config": ": class",
-    "vllm.config.Config.size": ": int",
-    "vllm.engine.Engine": ": class",
-    "vllm.engine.Engine.__init__": ": (self, config)",
-    "vllm.engine.Engine.batch": " = Batch(...)",
-    "vllm.engine.Engine.clock": "",
-    "vllm.engine.Engine.config": ": property -> Config",
-    "vllm.engine.Engine.kind": ": str",
-    "vllm.engine.Engine.requests": ": dict[int, Row] | list[Row]",
-    "vllm.engine.Engine.step": ": (self, *, budget=7) -> None",
+    "vllm.Config": ": class",
     "vllm.kernels": ": module",
     "vllm.kernels.gather": ": ()",
     "vllm.kernels.scatter": ": (x)",
     "vllm.server": ": module",
     "vllm.server.serve": ": async (app, port=80)",
 }
+NO_TYPES = SimpleNamespace(owners=lambda *_: (), constructed=lambda *_: None)
+"""For what is found without mypy, which takes a minute: the list of the installed vLLM has that."""
 
 
 def package(folder: Path, files: dict[str, str]) -> Path:
     folder.mkdir(exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(dedent(text))
+        (folder / name).write_text(text)
     return folder
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """What mypy knows of Python itself."""
-    return tmp_path_factory.mktemp("mypy")
-
-
 @pytest.fixture
-def small(tmp_path, cache):
-    """A small plugin and what it rests on."""
-    torch = package(tmp_path / "torch", {"__init__.py": ""})
+def small(tmp_path):
+    """What a small plugin uses of packages that it rests on."""
     accelerator = {"__init__.py": "def synchronize(device=None): ..."}
-    package(torch / "accelerator", accelerator)
-    folders = {
-        "vllm": package(tmp_path / "vllm", UPSTREAM),
-        "torch": torch,
-        PLUGIN: package(tmp_path / PLUGIN, {"__init__.py": "", **DOWNSTREAM}),
-    }
-
-    def uses(typed: bool = True) -> Uses:
-        types = Types(PLUGIN, folders[PLUGIN], cache, [tmp_path]) if typed else NO_TYPES
-        return Uses(Sources(folders), types)
-
-    return uses
+    package(package(tmp_path / "torch", {"__init__.py": ""}) / "accelerator", accelerator)
+    package(tmp_path / "vllm", UPSTREAM)
+    package(tmp_path / PLUGIN, {"__init__.py": "", "compat.py": PATCHES})
+    return lambda: Uses(Sources({n: tmp_path / n for n in ("vllm", "torch", PLUGIN)}), NO_TYPES)
 
 
-NO_TYPES = SimpleNamespace(owners=lambda *_: (), constructed=lambda *_: None)
-"""For what is found without mypy, which takes a second each time."""
-
-
-def test_what_counts_as_a_seam(small):
+def test_names_in_imports_strings_and_patches_are_seams(small):
     assert small().signatures == SEAMS
 
 
@@ -251,24 +148,22 @@ def test_a_list_is_read_as_it_was_written(small, tmp_path):
     assert lists.read_seams(tmp_path / "seams.txt") == SEAMS
     bodies = tmp_path / "bodies.txt"
     bodies.write_text(
-        "# head\n0 vllm.engine:Engine.step in a.py (b, c)\n0 vllm.kernels:reduce in d\n"
+        "# head\n0 vllm.config:Config.copy in a.py (b, c)\n0 vllm.kernels:reduce in d\n"
     )
-    sources = small(typed=False).sources
-    lists.write_bodies(sources, bodies)
-    digest = digest_of(sources, "vllm.engine:Engine.step")
+    lists.write_bodies(small().sources, bodies)
+    digest = digest_of(small().sources, "vllm.config:Config.copy")
     assert lists.read_bodies(bodies) == {
-        "vllm.engine:Engine.step": (digest, "a.py (b, c)"),
+        "vllm.config:Config.copy": (digest, "a.py (b, c)"),
         "vllm.kernels:reduce": ("gone", "d"),
     }
 
 
-def test_new_and_unused_seams_are_named(small, tmp_path):
-    change(tmp_path / PLUGIN, "runner.py", "each.name", "each.unused")
-    change(tmp_path / PLUGIN, "runner.py", 'kind = "npu"', "pass")
-    assert lists.stale(SEAMS, small()) == [
-        "new      vllm.batch.Row.unused  in runner.py",
-        "unused   vllm.batch.Row.name",
-        "unused   vllm.engine.Engine.kind",
+def test_new_and_unused_seams_are_named(small):
+    known = SEAMS | {"vllm.kernels.spare": ": ()"}
+    del known["vllm.Config"]
+    assert lists.stale(known, small()) == [
+        "new      vllm.Config  in compat.py",
+        "unused   vllm.kernels.spare",
     ]
 
 
@@ -285,30 +180,24 @@ def test_new_and_unused_seams_are_named(small, tmp_path):
 )
 def test_a_full_name_that_names_nothing_is_an_error(small, tmp_path, old, new, name):
     change(tmp_path / PLUGIN, "compat.py", old, new)
-    uses = small(typed=False)
+    uses = small()
     assert lists.unknown({}, uses) == [f"unknown  {name}  in compat.py"]
     assert set(lists.unknown({}, uses)) < set(lists.stale({}, uses))
     assert lists.unknown({name: ""}, uses) == []
 
 
 def test_gone_and_changed_names_are_told_with_their_files(small, tmp_path):
-    upstream = tmp_path / "vllm"
-    step = "vllm.engine:Engine.step"
-    known = SEAMS | {step: digest_of(small(typed=False).sources, step)}
-    change(upstream, "batch.py", "class Wide(Row)", "class Broad(Row)")
-    change(upstream, "engine.py", "budget: int = 7", "budget: int = 8")
-    change(upstream, "kernels.py", "def scatter(x)", "def spread(x)")
-    found = differences(known, small(typed=False).sources)
-    assert [
-        " ".join(told(each, known.get(each.name, ""), tmp_path / PLUGIN).split())
-        for each in found
-        if ":" not in each.name
-    ] == [
-        "gone vllm.batch.Wide in",
-        "changed vllm.engine.Engine.step was budget=7) -> None is budget=8) -> None in runner.py",
-        "gone vllm.kernels.scatter in compat.py",
+    """A class that is gone is told once, for all its members."""
+    members = {f"vllm.config.Config.{name}": "" for name in ("size", "copy")}
+    change(tmp_path / "vllm", "config.py", "class Config", "class Configs")
+    change(tmp_path / "vllm", "server.py", "port=80", "port=81")
+    found = differences(SEAMS | members, small().sources)
+    lines = [told(each, SEAMS.get(each.name, ""), tmp_path / PLUGIN) for each in found]
+    assert [" ".join(line.split()) for line in lines] == [
+        "gone vllm.Config in compat.py",
+        "changed vllm.server.serve was port=80) is port=81) in compat.py",
+        "gone vllm.config.Config in compat.py",
     ]
-    assert [each.name for each in found if each.kind == "rewritten"] == [step]
 
 
 @pytest.mark.parametrize(
