@@ -19,6 +19,8 @@ PATCHED = "torch"
 UNKNOWN = "?"
 """Stands for a part of a string that only the running program knows."""
 FULL_NAME = re.compile(rf"{UPSTREAM}(\.[\w{UNKNOWN}]+)+")
+LOOKED_UP = re.compile(r'(\w+) = [\w.]+\.(?:get|import_module)\("([\w.]+)"\)')
+"""A variable that holds a module which a string names: ``entry = sys.modules.get("a.b")``."""
 NOT_NAMES = re.compile(rf"{UPSTREAM}\.({PLUGIN}|{re.escape(UNKNOWN)}$|platform_plugins$)")
 """Loggers of the plugin, and a group of entry points."""
 
@@ -56,10 +58,11 @@ class Uses:
         """Files of the plugin by strings that look like full names and name nothing in vLLM."""
         for self._module, path in modules(PLUGIN, sources.packages[PLUGIN]):
             self._file = path.relative_to(sources.packages[PLUGIN]).as_posix()
-            self._read(ast.parse(path.read_text()))
+            self._read(path.read_text())
 
-    def _read(self, tree: ast.Module) -> None:
-        texts, self._by_name = dict(_texts(tree)), _modules_by_name(tree)
+    def _read(self, text: str) -> None:
+        tree, self._by_name = ast.parse(text), dict(LOOKED_UP.findall(text))
+        texts = dict(_texts(tree))
         for node in ast.walk(tree):
             match node:
                 case ast.Import(names=names):
@@ -181,22 +184,6 @@ def is_record(cls: griffe.Class) -> bool:
     decorators = {str(each.value).split("(")[0].split(".")[-1] for each in cls.decorators}
     bases = {str(each).split(".")[-1] for each in cls.bases}
     return bool(decorators & {"dataclass", "config"} or bases & {"NamedTuple", "Struct"})
-
-
-def _modules_by_name(tree: ast.Module) -> dict[str, str]:
-    """Variables that hold a module which is named by a string: ``sys.modules.get("a.b")``."""
-    found = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(
-                targets=[ast.Name(id=variable)],
-                value=ast.Call(
-                    func=ast.Attribute(attr="get" | "import_module"),
-                    args=[ast.Constant(value=str(name))],
-                ),
-            ):
-                found[variable] = name
-    return found
 
 
 def _texts(
