@@ -223,17 +223,21 @@ def test_a_rewritten_function_is_told_with_what_to_look_at():
     assert kernel in line and "verify_drawn" in line
 
 
-def test_differences_of_another_release_keep_their_answers(tmp_path):
+def test_differences_of_another_release_keep_their_answers(tmp_path, monkeypatch):
     """A list that is written again keeps what was answered, and what only that release has."""
     path = tmp_path / "vllm-9.json"
-    gone, changed = Difference("gone", "a.b", ""), Difference("changed", "a.c", ": (x)")
+    gone, changed = Difference("gone", "a.B", ""), Difference("changed", "a.c", ": (x)")
     only_there = Difference("new", "a.d", ": (x)", "used there")
-    Answers(
-        "0", [replace(gone, answer="known"), replace(changed, answer="known"), only_there]
-    ).write(path)
+    known = [replace(each, answer="known") for each in (gone, changed)]
+    Answers("0", [*known, only_there]).write(path)
     again = replace(changed, now=": (x, y)")
     Answers("1", [gone, again]).write(path)
-    assert Answers.read(path) == Answers("1", [replace(gone, answer="known"), again, only_there])
+    assert Answers.read(path) == Answers("1", [known[0], again, only_there])
+    monkeypatch.setattr(lists, "file_of", lambda version: path)
+    monkeypatch.setattr(
+        lists, "pinned", lambda: {"a.B": "", "a.B.member": "", "a.c": "", "a.e": ""}
+    )
+    assert lists.of_release(lists.OTHERS[0]) == {"a.c": ": (x, y)", "a.d": ": (x)", "a.e": ""}
 
 
 def test_requirements_that_are_not_met_are_named(monkeypatch):

@@ -17,9 +17,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,17 +33,6 @@ SEAMS, BODIES = FOLDER / "seams.txt", FOLDER / "bodies.txt"
 CACHE = FOLDER.parents[1] / ".cache" / "sources"
 """Where sources of other releases are kept."""
 PINNED, *OTHERS = SUPPORTED_VLLM
-HEADS = {
-    SEAMS: """\
-# Names of vLLM {version} that vllm_npu_prep relies on, and their signatures: parameters with their
-# defaults, what is returned, types where upstream wrote them down. Made by `make seams`.
-""",
-    BODIES: """\
-# Functions of vLLM {version} whose rules the plugin repeats or relies on: a digest of the code, the
-# name, and after "in" what to look at when the code changes. Digests by `make seams`.
-""",
-}
-
 Names = dict[str, str]
 """What is known of a name: its signature; of a function (with a colon before it) its digest."""
 
@@ -74,8 +63,15 @@ def read_seams(path: Path = SEAMS) -> Names:
     return found
 
 
+def head_of(path: Path) -> str:
+    """The comments that a list begins with, of the pinned release."""
+    lines = path.read_text().splitlines(keepends=True)
+    head = "".join(line for line in lines if line.startswith("#"))
+    return re.sub(r"vLLM \S+", f"vLLM {PINNED}", head, count=1)
+
+
 def write_seams(names: Names, path: Path = SEAMS) -> None:
-    lines, last = [HEADS[SEAMS].format(version=PINNED)], ""
+    lines, last = [head_of(SEAMS)], ""
     for full in sorted(names, key=lambda full: full.rpartition(".")[::2]):
         owner, _, name = full.rpartition(".")
         lines += [f"{owner}\n"] * (owner != last) + [f"    {name}{names[full]}\n"]
@@ -91,7 +87,7 @@ def read_bodies(path: Path = BODIES) -> dict[str, tuple[str, str]]:
 
 
 def write_bodies(sources: Sources, path: Path = BODIES) -> None:
-    lines = [HEADS[BODIES].format(version=PINNED)]
+    lines = [head_of(path)]
     for name, (_, look_at) in read_bodies(path).items():
         lines.append(f"{digest_of(sources, name) or 'gone'} {name} in {look_at}\n")
     path.write_text("".join(lines))
@@ -181,18 +177,17 @@ def of_release(version: str) -> Names:
     """All that the plugin relies on, as it has to be in a release."""
     names = pinned()
     for each in Answers.read(file_of(version)).differences if version in OTHERS else ():
-        names.pop(each.name, None)
         if each.kind != "gone":
             names[each.name] = each.now
+        else:  # with all its members, if it is a class
+            gone = [name for name in names if f"{name}.".startswith(f"{each.name}.")]
+            names = {name: said for name, said in names.items() if name not in gone}
     return names
 
 
 def digest_of_lists() -> str:
     """A digest of all that another release has to be compared with."""
-    seams = sorted(read_seams().items(), key=lambda seam: seam[0].rpartition(".")[::2])
-    lines = [f"{name}{said}" for name, said in seams]
-    lines += [f"{digest} {name} in {where}" for name, (digest, where) in read_bodies().items()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+    return hashlib.sha256(SEAMS.read_bytes() + BODIES.read_bytes()).hexdigest()[:12]
 
 
 @dataclass
@@ -248,7 +243,7 @@ def source_of(version: str) -> Path:
             )
             if ran.returncode:
                 raise SystemExit(f"seams: pip can't fetch the source of vLLM {version}, see above")
-            with tarfile.open(Path(temporary) / f"vllm-{version}.tar.gz") as archive:
-                archive.extractall(temporary, filter="data")
+            archive = Path(temporary) / f"vllm-{version}.tar.gz"
+            shutil.unpack_archive(archive, temporary, filter="data")
             (Path(temporary) / f"vllm-{version}").rename(folder)
     return folder / UPSTREAM

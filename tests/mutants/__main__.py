@@ -19,10 +19,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 
-from tests.mutants.bench import ROOT, Bench
+from tests.mutants.bench import Bench
 from tests.mutants.planted import MUTANTS, Mutant
 from tests.mutants.sites import POOLS, draw
 from tests.mutants.suites import slowness, suite_for
@@ -40,15 +40,6 @@ def equivalent() -> dict[str, str]:
     lines = Path(__file__).with_name("equivalent.txt").read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#")]
     return {key: why.strip() for key, why in zip(lines[::2], lines[1::2])}
-
-
-def ordered(mutant: Mutant) -> Mutant:
-    """The bug with the test file of its module first, where its tests are a folder."""
-    folder, _, name = mutant.path.rpartition("/")
-    own = f"tests/{folder.split('/')[0]}/test_{name}"
-    inside = any(own.startswith(f"{test}/") for test in mutant.tests)
-    is_there = inside and (ROOT / own).exists()
-    return replace(mutant, tests=(own, *mutant.tests)) if is_there else mutant
 
 
 def drawn(seed: int, count: int, pool: str) -> list[Mutant]:
@@ -78,7 +69,7 @@ def resume(part: Slice, bench: Bench, mutants: list[Mutant], count: int, command
 
     def one(name: str) -> None:
         start = time.perf_counter()
-        verdict = bench.try_out(ordered(by_name[name]), examples=100 if count else 200)
+        verdict = bench.try_out(by_name[name], examples=100 if count else 200)
         told = {"by": verdict.by, "version": versions[name]}
         part.record(name, verdict.outcome, time.perf_counter() - start, **told)
 
@@ -106,7 +97,7 @@ def narrow(names: list[str], bench: Bench) -> int:
     mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in names)]
     missed = 0
     for mutant in mutants:
-        verdict = bench.try_out(ordered(mutant))
+        verdict = bench.try_out(mutant)
         missed += verdict.outcome != "caught"
         print(f"{verdict.outcome} ({mutant.name}, {verdict.by})", flush=True)
     print(f"{len(mutants)} planted, {missed} not caught")

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from tests.mutants import forks
-from tests.mutants.__main__ import ordered, version
+from tests.mutants.__main__ import version
 from tests.mutants.bench import Bench, Verdict, compiled_files, compiled_from, verdict_of
 from tests.mutants.planted import MUTANTS, Mutant
 
@@ -161,8 +161,3 @@ def test_compiled_code_of_a_changed_file_is_compiled_anew():
     changed = {f"{package}/prep/{name}.py" for name in ("states", "checks", "fused_pass")}
     assert changed <= compiled_from("prep/states.py")
     assert compiled_from("prep/compiled.py") == compiled_files()[1]
-
-
-def test_tests_of_the_module_come_first():
-    bug = Mutant("n", "attention/mask_cache.py", "b", "a", ("tests/prep", "tests/attention"))
-    assert ordered(bug).tests == ("tests/attention/test_mask_cache.py", *bug.tests)
