@@ -73,7 +73,6 @@ class Types:
 
     def _at(self, module: str, node: ast.expr) -> Expression | None:
         tree = self._result.files[module]
-        assert node.end_lineno is not None and node.end_col_offset is not None
         end = node.end_lineno, node.end_col_offset
         return find_by_location(tree, node.lineno, node.col_offset, *end)
 

@@ -116,13 +116,11 @@ class Forks:
     def run(self, words: Sequence[str], output: Path, limit: float, **variables: str) -> int | None:
         """Exit code of pytest, None if it took longer than `limit` seconds."""
         order = {"words": list(words), "output": str(output), "limit": limit}
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order | {"environment": variables}) + "\n")
         self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             said = self.log.read_text(errors="replace")[-500:].strip()

@@ -98,7 +98,6 @@ class _File:
         return self.lines[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr) -> int:
-        assert node.end_lineno is not None and node.end_col_offset is not None
         return self.lines[node.end_lineno - 1] + node.end_col_offset
 
     def text(self, node: ast.expr) -> str:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 ON_PATH = ("emulator.", "examples.", "benchmarks.", "scripts.")
 """Folders whose modules are imported by their names alone."""
-TOLD = re.compile(r'^ *r?"""(.|\n)*?"""|(?<!\S)#.*', re.MULTILINE)
-"""Docstrings and comments, which lead nowhere."""
+TOLD = re.compile(
+    r'^ *r?"""(?s:.*?)"""|(?P<data>"""(?s:.*?)""")|(?<!\S)#.*',
+    re.MULTILINE,
+)
+"""Docstrings and comments, which lead nowhere; what other long strings hold does."""
 IMPORTED = re.compile(r"^ *(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 NAMED = re.compile(r"[\w/-]*[./][\w./:-]*\w")
 STRING = re.compile(r'"([^"\n]*)"')
@@ -48,7 +51,7 @@ class Graph:
         setup = (root / "setup.py").read_text() if "setup.py" in self.files else ""
         self.plugin = {file for name in ENTRY_POINT.findall(setup) for file in self._module(name)}
         self.edges = {
-            file: set(self._leads(file, TOLD.sub("", (root / file).read_text()))) - {file}
+            file: set(self._leads(file, (root / file).read_text())) - {file}
             for file in code
             if file not in LEAD_NOWHERE
         }
@@ -57,6 +60,7 @@ class Graph:
         if Path(file).name.startswith("test_"):
             conftests = {f"{parent.as_posix()}/conftest.py" for parent in Path(file).parents}
             yield from conftests & self.files
+        text = TOLD.sub(lambda found: found["data"] or "", text)
         words = {*NAMED.findall(text), *STRING.findall(text)}
         for module, names in IMPORTED.findall(text):
             for name in re.findall(r"\w+", names) or [""]:

@@ -7,22 +7,12 @@ import sys
 import time
 from itertools import chain, count
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from tests.resume.log import Slice, slice_parser
 from tests.resume.tree import RESULTS
-
-
-class Player(Protocol):
-    """Plays the episode of a seed, and tells at the end what was covered."""
-
-    def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
-        """Play an episode: its outcome, and what is recorded of it."""
-
-    def report(self) -> None:
-        """Print what was covered."""
 
 
 def held() -> dict[str, int]:
@@ -48,7 +38,7 @@ def growth(values: list[int]) -> float:
     return mean(values[-third:]) - mean(values[third : 2 * third]) if third else 0
 
 
-def resume(part: Slice, player: Player, steps: int) -> int:
+def resume(part: Slice, player: Any, steps: int) -> int:
     """Play seeds that failed, if anything changed, then ones that the run hasn't had."""
 
     def one(unit: str) -> None:
@@ -65,7 +55,7 @@ def resume(part: Slice, player: Player, steps: int) -> int:
     return part.finish(None, "make soak")
 
 
-def repeat(options: argparse.Namespace, player: Player) -> int:
+def repeat(options: argparse.Namespace, player: Any) -> int:
     """Play given episodes; nothing is recorded."""
     failed = 0
     for seed in range(options.seed, options.seed + options.episodes):
@@ -77,7 +67,7 @@ def repeat(options: argparse.Namespace, player: Player) -> int:
 
 
 def run(
-    player: Player,
+    player: Any,
     prog: str,
     doc: str | None,
     results: str,
@@ -86,7 +76,9 @@ def run(
 ) -> int:
     """A command that plays seeds: a slice of the run in `results`, or the seeds that were given.
 
-    A new run begins at `default_seed`, or by the clock; an episode has `steps` at least.
+    `player` has `play(seed, steps)`, an episode's outcome and what is recorded of it, and
+    `report()`, which prints what was covered. A new run begins at `default_seed`, or by the clock;
+    an episode has `steps` at least.
     """
     parser = slice_parser(prog.removeprefix("python -m "), doc, "of the first episode")
     parser.add_argument("--episodes", type=int, default=1, help="how many from --seed on")
