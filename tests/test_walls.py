@@ -122,17 +122,14 @@ def test_runner_holds_no_operators_of_arithmetic():
     assert operations == []
 
 
-def names_of(tree: ast.AST) -> set[str]:
-    """Names and attributes that a file uses, and those of its parameters."""
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return used | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-
-
 def knows_a_runner(tree: ast.AST) -> set[str]:
     """How a part of the runner knows one: by import, or because it is handed one."""
-    modules = {name for name in imported_modules(tree) if name.endswith("model_runner")}
-    return modules | {name for name in names_of(tree) if "runner" in name.lower()}
+    names = {name for name in imported_modules(tree) if name.endswith("model_runner")}
+    for node in ast.walk(tree):
+        for kind, name in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.arg, "arg")):
+            if isinstance(node, kind) and "runner" in getattr(node, name).lower():
+                names.add(getattr(node, name))
+    return names
 
 
 def test_parts_of_the_runner_know_no_runner():

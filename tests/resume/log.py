@@ -8,8 +8,8 @@ that lines of two branches may be merged in any order::
     {"slice": "4f2a91", "unit": "tests/prep/test_state.py::test_rule[3]", "outcome": "passed",
      "seconds": 1.5}
 
-A run has the id of its first slice. The run that was begun last counts; lines of earlier ones, and
-those of older versions of this file, are passed over.
+A run has the id of its first slice. The run that was begun last counts; lines of earlier runs are
+passed over, and so are other kinds of lines, which older versions wrote.
 """
 
 import argparse
