@@ -18,9 +18,8 @@ from tests.matrix import page
 from tests.matrix.cells import FEATURES
 from tests.matrix.collect import FILE, commit
 from tests.matrix.results import RESULTS, Matrix, collected_in
-from tests.resume.plugin import Recorder
-from tests.resume.slice import Slice, slice_parser
-from tests.resume.suite import run_tests
+from tests.resume.log import Slice, slice_parser
+from tests.resume.plugin import Recorder, files_of
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make matrix"
@@ -68,8 +67,8 @@ def fill(part: Slice, processes: str, chosen: tuple[str, ...]) -> int:
     fresh = {line["test"] for line in (*matrix.engines, *seen) if line["package"] == package}
     stale = matrix.stale(package) - {line["test"] for line in seen if line["package"] == package}
     done = (set(recorder.share["done"]) | fresh) - stale
-    recorder.share |= {"done": sorted(done), "first": sorted(stale)}
-    whole = run_tests(recorder, processes, chosen)
+    recorder.share |= {"done": sorted(done), "first": files_of(stale)}
+    whole = recorder.run(processes, chosen)
     return part.finish(recorder.left() if whole else None, COMMAND) or int(not whole)
 
 
@@ -85,7 +84,7 @@ def main(words: list[str]) -> int:
             sys.exit(f"{COMMAND}: commit what you changed first: a cell names a commit")
         # What ran here, in slices: for this machine only. The cells are what is committed.
         run = FILE.with_suffix(f".{device}.jsonl")
-        with Slice(run, args.minutes, fresh=args.fresh, retry=args.retry) as part:
+        with Slice(run, args) as part:
             code = fill(part, args.processes, FOLDERS[device])
     if device == "cpu":
         matrix = merge()

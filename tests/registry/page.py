@@ -2,7 +2,7 @@
 
 import re
 
-from tests.resume.log import Result, Results
+from tests.resume.log import Log, Result
 from tests.resume.tree import RESULTS, ROOT
 
 RESULTS_FILE = RESULTS / "registry.jsonl"
@@ -12,9 +12,7 @@ MARKED = re.compile(r"(<!-- architectures -->\n).*(<!-- architectures: end -->)"
 
 def latest() -> dict[str, Result]:
     """Last result of each architecture, of the run that was begun last."""
-    results = Results(RESULTS_FILE)
-    runs = results.runs()
-    return results.latest(runs[-1]) if runs else {}
+    return Log(RESULTS_FILE).latest
 
 
 def group_of(result: Result) -> str:
