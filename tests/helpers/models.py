@@ -180,14 +180,15 @@ def drafter_of(name: str, method: str) -> Path:
     """Folder of a drafter that isn't a part of its model."""
     target, folder = folder_of(name), new_folder(method)
     config = json.loads((target / "config.json").read_text())
-    if method != "draft_model":
-        if is_a(SEES, name):  # a head of another model's guesses worse, which does as well
-            sizes = {key: config["text_config"][key] for key in ("hidden_size", "vocab_size")}
-            target = make_model(folder / "target", "Llama", **sizes)
-        return make_eagle_head(folder, target, method, head_dim=HEAD_SIZE)
-    if name.partition("For")[0] in FAMILIES or len(set(config.get("layer_types") or ())) > 1:
+    of_one_kind = len(set(config.get("layer_types") or ())) < 2 and not is_a(LATENT, name)
+    if is_a(SEES, name):  # a head of another model's guesses worse, which does as well
+        sizes = {key: config["text_config"][key] for key in ("hidden_size", "vocab_size")}
+        target = make_model(folder / "target", "Llama", **sizes)
+    elif method == "draft_model" and (name.partition("For")[0] in FAMILIES or not of_one_kind):
         target = folder_of("LlamaForCausalLM")  # drafters are dense, of layers of one kind
-    return disturb_model(folder, target, share=0.05)
+    if method == "draft_model":
+        return disturb_model(folder, target, share=0.05)
+    return make_eagle_head(folder, target, method, head_dim=HEAD_SIZE)
 
 
 def drafts_by(name: str, method: str, number: int = 2) -> dict[str, Any]:

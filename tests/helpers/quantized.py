@@ -129,7 +129,7 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
     rounded = copy.deepcopy(drafter)
     rounded.target = rounded_model(model, int8)
     prefix = f"model.layers.{rounded.target.config.num_hidden_layers}."
-    if drafter.family.is_qwen:
+    if drafter.is_qwen:
         prefix = "mtp.layers.0."
     elif drafter.is_mimo:
         prefix = "model.mtp_layers.0."

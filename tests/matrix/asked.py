@@ -71,11 +71,13 @@ def engine_for(model: str, device_name: str, wanted: set[str]) -> tuple[Path, di
         settings["compilation_config"] = {**config, "cudagraph_mode": "FULL_AND_PIECEWISE"}
     if "KV connector" in wanted or (is_a(POOLS, model) and "chunked prefill" not in wanted):
         settings["max_num_batched_tokens"] = 2 * max_model_len
-    if wanted & {"KV connector", "KV offloading"}:
-        settings["enable_prefix_caching"] = True
+    if wanted & {"KV connector", "KV offloading"}:  # of states, vLLM has no prefixes in files
+        settings["enable_prefix_caching"] = "KV offloading" in wanted or not is_a(HYBRID, model)
     in_parts = wanted & {"expert parallelism", "decode context parallelism"}
     if in_parts and "data parallelism" not in wanted:
         settings["tensor_parallel_size"] = 2
+    if "decode context parallelism" in wanted and is_a(SEES, model):  # it has two heads of K and V
+        settings["tensor_parallel_size"] = 4
     if wanted & RANKS:
         settings["distributed_executor_backend"] = "mp"
     one_head = "decode context parallelism" in wanted and not is_a(LATENT, model)

@@ -72,23 +72,18 @@ class Kind:
 
     def parts(self) -> set[str]:
         """What of an engine it has, in a few words each."""
-        settings, options = self.settings, self.settings["additional_config"]["npu_prep"]
-        mode = settings.get("compilation_config", {}).get("cudagraph_mode", "NONE")
-        parts = {self.model, self.runner, self.layout, settings["dtype"], f"graphs {mode}"}
-        parts |= {f"{options.get('scheduler', 'upstream')} scheduler"}
-        had = {
-            "hybrid": is_a(HYBRID, self.model),
-            f"by {options.get('attention')}": "attention" in options,
-            f"drafts by {self.drafts}": self.drafts,
-            f"int8 by {self.int8}": self.int8,
-            self.connector: self.connector,
+        settings = self.settings
+        having = {
+            **self.told(),
+            **{kind: is_a(kind, self.model) for kind in (HYBRID, SEES)},
+            **settings["additional_config"]["npu_prep"],
+            "graphs": settings.get("compilation_config", {}).get("cudagraph_mode", "NONE"),
+            "dtype": settings["dtype"],
             "expert parallelism": settings.get("enable_expert_parallel"),
-            "images": self.sees,
-            "LoRA": self.adapters,
             "sleep": self.sleeps,
             "sessions": self.sessions,
         }
-        return parts | {part for part, has in had.items() if has}
+        return {name if has is True else f"{name} {has}" for name, has in having.items() if has}
 
     def told(self) -> dict[str, Any]:
         """What is recorded of it."""

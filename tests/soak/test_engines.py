@@ -56,19 +56,20 @@ KINDS = {
 @pytest.mark.parametrize("device", DRAWN)
 def test_everything_is_drawn(device):
     """Each feature with each runner, as far as start-up accepts it."""
-    features = {*DRAFTERS, *LAYOUTS, *(f"graphs {mode}" for mode in MODES), FILES, HOST, "sleep"}
-    features |= {"batched scheduler", "upstream scheduler", "LoRA", "drafts by eagle"}
-    features |= {"drafts by ngram", "drafts by mtp", "int8 by modelslim", "expert parallelism"}
-    features |= {"int8 by compressed-tensors", "images", "hybrid", "sessions"}
+    features = {f"model {each}" for each in DRAFTERS} | {f"layout {each}" for each in LAYOUTS}
+    features |= {f"connector {FILES}", f"connector {HOST}", *(f"graphs {mode}" for mode in MODES)}
+    features |= {"scheduler batched", "scheduler upstream", "adapters", "sleep", "sessions"}
+    features |= {f"drafts {method}" for method in ("ngram", "mtp", "eagle", "draft_model")}
+    features |= {"int8 modelslim", "int8 compressed-tensors", "expert parallelism"}
     if device == NPU:
-        features |= {"by fia", "by atb", "float16", "bfloat16"}
+        features |= {"attention fia", "attention atb", "dtype float16", "dtype bfloat16"}
+    with_states = {"drafts mtp", "sleep", f"connector {HOST}", "layout tp2"}
     for runner in ("V1", "V2"):
         drawn = [kind.parts() for kind in DRAWN[device] if kind.runner == runner]
         assert set().union(*drawn) >= features, runner
-        with_states = set().union(*(parts for parts in drawn if "hybrid" in parts))
-        assert with_states >= {"drafts by mtp", "sleep", HOST, "tp2", "graphs FULL_AND_PIECEWISE"}
-        for having in ({"dp2", "drafts by ngram"}, {"dp2", "expert parallelism", "sleep"}):
-            assert any(having <= parts for parts in drawn), runner
+        assert set().union(*(parts for parts in drawn if "hybrid" in parts)) >= with_states
+        for having in ({"drafts ngram"}, {"expert parallelism", "sleep"}):
+            assert any({"layout dp2", *having} <= parts for parts in drawn), runner
     options = [kind.settings["additional_config"]["npu_prep"] for kind in DRAWN[device]]
     assert all(each["check"] == "full" for each in options)
 
