@@ -119,3 +119,17 @@ def record_cached(llm: Any, of_resumed: bool = False) -> list[int]:
 
     manager.get_computed_blocks = recorded
     return cached
+
+
+def record_stored(llm: Any) -> list[int]:
+    """Tokens that a connector has of later requests."""
+    connector, found = llm.llm_engine.engine_core.engine_core.scheduler.connector, []
+    find = connector.get_num_new_matched_tokens
+
+    def recorded(*args: Any) -> Any:
+        told = find(*args)
+        found.append(told[0] or 0)
+        return told
+
+    connector.get_num_new_matched_tokens = recorded
+    return found

@@ -3,10 +3,11 @@
 python -m tests.registry [--minutes 30] [--fresh] [--retry] [architecture ...]
 
 A unit is an architecture. Results are in tests/results/registry.jsonl, from which the page
-docs/reference/architectures.md is written. Architectures that are named are asked, and nothing is
-recorded.
+docs/reference/architectures.md is written. Of architectures that are named what came is printed, as
+a line of JSON each, and nothing is recorded.
 """
 
+import json
 import os
 import sys
 import time
@@ -39,8 +40,7 @@ def main(arguments: list[str]) -> int:
     ask.prepare()
     if args.architectures:
         for each in args.architectures:
-            came = ask.in_child(each)
-            print(f"{each}: {came.what}: {came.how}\n{came.where}", flush=True)
+            print(json.dumps(asdict(ask.in_child(each))), flush=True)
         return 0
     with Slice(page.RESULTS_FILE, args) as part, ThreadPoolExecutor(args.processes) as pool:
         pending = part.pending(dict.fromkeys(known, ""))
