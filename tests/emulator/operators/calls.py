@@ -268,3 +268,27 @@ def strided(tensor):
     doubled = torch.stack([tensor, tensor], -1)[..., 0]
     assert not doubled.is_contiguous() and doubled.shape == tensor.shape
     return doubled
+
+
+FUSION = "npu::npu_fusion_attention"
+
+
+def fusion_arguments(batch, **changes):
+    """Arguments over fresh K and V, without a mask."""
+    return {
+        "query": batch.query,
+        "key": torch.cat(batch.keys),
+        "value": torch.cat(batch.values),
+        "head_num": batch.heads[0],
+        "input_layout": "TND",
+        "scale": batch.scale,
+        "actual_seq_qlen": batch.cumulative(batch.query_lens),
+        "actual_seq_kvlen": batch.cumulative(batch.kv_lens),
+    } | changes
+
+
+def band(size, **changes):
+    """Arguments of a window of so many tokens both ways."""
+    mask = triangle(torch.uint8)
+    limits = {"pre_tockens": size, "next_tockens": size}
+    return {"atten_mask": mask, "sparse_mode": 4, **limits, **changes}

@@ -4,7 +4,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from vllm.forward_context import get_forward_context
 
 from tests.helpers.counting import ModuleCounts, PreparationCounts
@@ -14,8 +13,7 @@ from tests.helpers.huggingface import logits_of
 from tests.helpers.hybrids import EXPERTS, ON_NPUS, make_model_that_sees
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
-from tests.helpers.quantized import QUANTIZE, rounded_model
-from tests.helpers.step_logits import close_calls, greedy_steps
+from tests.helpers.step_logits import close_calls
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.vision import Reference, serve, tokens_of, watch
 from tests.helpers.watch import count_verified, record_cached
@@ -96,38 +94,6 @@ def test_states_follow_requests_into_their_next_block(model, runner_name):
     assert of_moves == {True: 2, False: 1}, "one step moves the states of two requests"
     expected = {n + moved for n in range(1, most + 1) for moved in (0, 6, 12)}
     assert all(set(each) <= expected for each in launches.values())
-
-
-INT8 = {
-    "Qwen3-Next": ("Qwen3Next", EXPERTS, "modelslim", False),
-    "Qwen3.5": ("Qwen3_5", {}, "compressed-tensors", False),
-}
-BOUND = 0.7
-"""Logits beside float32, in standard deviations: a level more or less here and there. A wrong scale
-moves them by several."""
-
-
-@pytest.mark.parametrize("name", INT8)
-def test_int8_projections(tmp_path, seed, name):
-    """Of linear attention, attention and experts; logits near those of rounded weights."""
-    family, config, *how = INT8[name]
-    sizes = {**ON_NPUS, **config, "head_dim": 256, "spread": 0.1, "embedding_scale": 20}
-    model = make_model(tmp_path / "float", family, **sizes)
-    QUANTIZE(model, tmp_path / "int8", *how)
-    forget_layers()
-    prompts, worst = prompts_of(seed, [5, 33, 17, 1]), 0.0
-    with engine(tmp_path / "int8", **settings("bfloat16")) as llm:
-        steps = greedy_steps(llm, prompts, 6)
-        layer = runner_of(llm).get_model().model.layers[0].linear_attn
-        assert layer.fused is not None and layer.in_proj_qkvz.weight.dtype == torch.int8
-        assert layer.out_proj.weight.dtype == torch.int8 != layer.in_proj_ba.weight.dtype
-    network = rounded_model(model, tmp_path / "int8")
-    for prompt, tokens, logits in zip(prompts, steps.tokens, steps.logits, strict=True):
-        with torch.no_grad():
-            expected = network(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        worst = max(worst, float((logits - expected).abs().max() / expected.std()))
-    print(f"{name}: {worst:.3f} standard deviations")
-    assert worst < BOUND
 
 
 def test_images_and_videos_beside_text(tmp_path, seed):
