@@ -348,7 +348,7 @@ def one_token_more(kept, given):
 
 
 def shifted(ends):
-    return [max(ends[0] - 1, 0), ends[1] - 1]
+    return [each - 1 for each in ends] if ends[0] else ends
 
 
 def exchanged(x):
@@ -384,7 +384,6 @@ PLANTED = {
     "top-p off by one": ("top_k_top_p", "npu_top_k_top_p", other(one_token_more)),
     "other groups": ("experts", "npu_grouped_matmul", other(group_list=lambda g: g.roll(1))),
     "weights swapped": ("experts", UNPERMUTE, other(probs=lambda weights: weights.flip(-1))),
-    "inactive rows": ("experts", UNPERMUTE, other(sorted_indices=lambda i: i.clamp(max=0))),
     "padding that is routed": ("experts", ROUTING, other(expert_idx=lambda i: i.clamp(min=0))),
     "a shifted range": ("experts", ROUTING, other(active_expert_range=shifted)),
     "gate and up exchanged": ("experts swiglu", "npu_swiglu", other(input=exchanged)),
@@ -395,7 +394,7 @@ PLANTED = {
         FINALIZE,
         other(expanded_src_to_dst_row=lambda rows: rows.clamp(min=0)),
     ),
-    "groups without limit": ("gating", GATING, other(k_group=lambda n: n + 1)),
+    "groups without limit": ("gating", GATING, other(k_group=lambda n: n + (n > 1))),
     "finished rows": ("gating_softmax", f"{GATING}_softmax_v2", other(finished=torch.zeros_like)),
 }
 """What computes wrongly: the switches whose probes find it, the operator, and how."""
