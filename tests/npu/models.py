@@ -68,6 +68,9 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BOUND = {"float16": 0.1, "bfloat16": 0.3}
 """By how many standard deviations of logits a token may lack the best one's."""
+CLOSE, CLOSE_IN_INT8 = 0.1, 0.25
+"""How near two logits are where either may be taken, in bfloat16, and of int8 models, whose inputs
+may come to lie a level higher or lower."""
 PARTED = 4
 """One token of so many may be another than the best one."""
 

@@ -206,13 +206,15 @@ def flash_arguments(seed=0, dtype=torch.float16, lengths=PROMPTS, **changes):
     }, batch
 
 
+def drawing(seed, dtype):
+    """Function that draws tensors in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+
+
 def cache_arguments(seed=0, dtype=torch.float16, slot_name="slot_indices", **changes):
     """Arguments of a cache writer: five tokens, one of them padding."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    random = drawing(seed, dtype)
     return {
         "key": random(5, 2, 16),
         "value": random(5, 2, 16),
@@ -230,11 +232,7 @@ def scatter_arguments(seed=0, dtype=torch.float16, **changes):
 
 def mrope_arguments(seed=0, dtype=torch.float16, **changes):
     """Arguments of ``npu_mrope``: five tokens, four heads of 128 in Q, two in K."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    random = drawing(seed, dtype)
     return {
         "positions": torch.tensor([3, 0, 7, 63, 3]),
         "query": random(5, 512),
@@ -247,11 +245,7 @@ def mrope_arguments(seed=0, dtype=torch.float16, **changes):
 
 def matmul_arguments(seed=0, dtype=torch.float16, **changes):
     """Arguments of ``npu_grouped_matmul``: one x, two transposed weights, two biases."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    random = drawing(seed, dtype)
     of_bias = torch.float16 if dtype == torch.float16 else torch.float32
     return {
         "x": [random(5, 8)] * 2,

@@ -62,7 +62,7 @@ def test_new_weights_are_read_in_graphs(tmp_path, name, runner_name):
             folders[-1] = tmp_path / f"int8 {seed}"
     old, new = folders
     settings = {"dtype": "float16" if how else "bfloat16", "block_size": 128}
-    settings |= graphs("FULL_AND_PIECEWISE", 4, 8)
+    settings |= graphs("FULL_DECODE_ONLY", 4)
     forget_layers()
     with engine_of(runner_name, new, **settings) as llm:
         expected = generate(llm, prompts, greedy(8))

@@ -100,7 +100,7 @@ CASES = {
         "Qwen3.5 of blocks of 128", drafts="mtp", waits=True, blocks=19
     ),
     "Qwen3.5, MTP, preempted, V2": Case(
-        "Qwen3.5 of blocks of 128", runner="V2", drafts="mtp", blocks=19, tokens=6
+        "Qwen3.5 of blocks of 128", "FULL_DECODE_ONLY", "V2", "mtp", blocks=19, tokens=6
     ),
 }
 
