@@ -24,7 +24,7 @@ FOLDERS = {"on_device": "", "on_8_5": "8.5", "on_docs": "docs"}
 UNDER_EVERY_PROFILE = (
     *("counts", "fused", "fused_families", "graphs", "kernels", "latent"),
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
-    *("served", "shared_prefix", "structured_output", "tokens", "verify_device", "windows"),
+    *("served", "shared_prefix", "tokens", "verify_device", "windows"),
 )
 LAYERS = ("experts", "fused", "hybrids", "latent", "quantization", "sleep", "tokens")
 OF_FILES = {"memory": "small", "ranks": "skewed", **dict.fromkeys(LAYERS, "layers")}

@@ -30,11 +30,6 @@ def test_swiglu(shape, dim, dtype, seed):
     assert_close(output, functional.silu(gate) * up, dtype)
 
 
-def partners(x):
-    """Of neighbours: the second with another sign, then the first."""
-    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (2, 3, 5, 8), (2, 3, 1, 8)])
 def test_rotary_mul_with_factors_by_request_and_by_head(shape, seed):
     x = random(2, 3, 5, 8, seed=seed)
@@ -42,13 +37,6 @@ def test_rotary_mul_with_factors_by_request_and_by_head(shape, seed):
     output = call("npu::npu_rotary_mul", {"input": x, "r1": r1, "r2": r2})
     first, second = x.double().chunk(2, -1)
     assert_close(output, x.double() * r1 + torch.cat((-second, first), -1) * r2, torch.float32)
-
-
-def test_rotary_mul_with_a_matrix(seed):
-    x, r1, r2 = random(1, 5, 2, 8, seed=seed), random(1, 5, 1, 8), random(1, 5, 1, 8, seed=3)
-    arguments = {"input": x, "r1": r1, "r2": r2, "rotate": partners(torch.eye(8))}
-    output = call("npu::npu_rotary_mul", arguments)
-    assert_close(output, x.double() * r1 + partners(x.double()) * r2, torch.float32)
 
 
 @pytest.mark.parametrize("sections", [(16, 24, 24), (24, 20, 20), (16, 16, 16, 16)])
