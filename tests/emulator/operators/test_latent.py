@@ -14,13 +14,6 @@ from tests.emulator.operators.latent_calls import (
 LENGTHS = ((5, 1), (130, 1), (16, 3), (0, 2))
 
 
-def test_heads_of_the_output_may_come_first(seed):
-    arguments = absorbed(LENGTHS, seed, return_softmax_lse=True)
-    output, lse = fused(arguments)
-    transposed, again = fused(arguments | {"input_layout": "TND_NTD"})
-    assert torch.equal(transposed.transpose(0, 1), output) and torch.equal(again, lse)
-
-
 def test_rows_past_a_length_are_not_read(seed):
     arguments = absorbed(LENGTHS, seed)
     expected, _ = fused(arguments)
