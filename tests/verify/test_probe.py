@@ -33,9 +33,9 @@ def run(kinds, with_padding=False) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("window", [None, 3, 40])
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("with_padding", [False, True])
+@pytest.mark.parametrize(
+    ("window", "shares", "with_padding"), [(None, False, True), (3, True, True), (40, False, False)]
+)
 def test_right_kernels_pass_in_one_line(window, shares, with_padding):
     kinds = kinds_of(window, shares=shares) + kinds_of(causal=False) + kinds_of(3, causal=False)
     (line,) = run(kinds, with_padding)
@@ -58,20 +58,8 @@ def uniform_average(right, self, query, key, value, cache, metadata, layer, outp
     return right(self, torch.zeros_like(query), key, value, cache, metadata, layer, output, *rest)
 
 
-def mask_moved(right, self, query, key, value, cache, metadata, *rest):
-    if metadata.attn_mask is not None:
-        metadata.attn_mask = metadata.attn_mask.roll(1, -1)
-    return right(self, query, key, value, cache, metadata, *rest)
-
-
 def ignored_mask(right, self, query, key, value, cache, metadata, *rest):
     metadata.attn_mask = None
-    return right(self, query, key, value, cache, metadata, *rest)
-
-
-def first_table_row(right, self, query, key, value, cache, metadata, *rest):
-    if metadata.block_tables is not None:
-        metadata.block_tables = metadata.block_tables[:1].expand_as(metadata.block_tables)
     return right(self, query, key, value, cache, metadata, *rest)
 
 
@@ -79,17 +67,10 @@ def nothing_written(right, self, *args):
     pass
 
 
-def padding_written(right, self, key, value, cache, slots):
-    right(self, key, value, cache, torch.where(slots < 0, cache[0, ..., 0, 0].numel() - 1, slots))
-
-
 PLANTED = {
     "a plain average": ("attend", uniform_average, kinds_of(causal=False), "an encoder", "average"),
-    "a mask moved by one": ("attend", mask_moved, kinds_of(), "prompts", "differ"),
     "no mask": ("attend", ignored_mask, kinds_of(), "prompts", "as no mask"),
-    "one table row": ("attend", first_table_row, kinds_of(), "decodes", "the first one's blocks"),
     "no write": ("write_kv", nothing_written, kinds_of(), "prompts", "as nothing written"),
-    "slot -1": ("write_kv", padding_written, kinds_of(), "decodes", "a slot of -1"),
 }
 
 
