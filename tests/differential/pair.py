@@ -35,7 +35,6 @@ class Watched:
         self.passes: list[dict[str, Any]] = []
         self.seen: dict[str, Any] = {}
         self.step: Any = None  # as our runner prepared it
-        self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.logits: torch.Tensor | None = None
         self.decision: Any = None
         self.took_embeds = False
@@ -55,7 +54,6 @@ class Watched:
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
             self.seen = self._arrays(**kwargs)
-            self.attn_metadata = dict(get_forward_context().attn_metadata)
             return forward(*args, **kwargs)
 
         def sample_logits(logits: torch.Tensor | None, *args: Any) -> Any:
@@ -209,6 +207,12 @@ class Pair:
             check("result of execute_model", ours, theirs)
             return None
         return self._compare_results(ours, theirs)
+
+    def compare_caches(self) -> None:
+        """Both runners' caches hold the same: nothing was written but by a step's own tokens."""
+        ours, theirs = (self.caches[each] for each in (self.ours, self.upstream))
+        for name in ours.keys() - self.own_layers:
+            self.close(f"KV cache of {name}", flat([ours[name]]), flat([theirs[name]]))
 
     def _forget_places(self) -> None:
         """A request that a step left out has places in the next one, and none of its drafts."""

@@ -34,7 +34,6 @@ class WatchedSlots:
         self.runner = runner
         self.seen: dict[str, Any] = {}
         self.step: Any = None
-        self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.sampled: dict[str, list[int]] = {}  # of the last step, by request
         self.drafts: dict[str, list[int]] = {}  # after the last sample of each request
         self._embeds: torch.Tensor | None = None
@@ -80,7 +79,6 @@ class WatchedSlots:
         """The step in flight, as its arrays are on the device."""
         runner, in_flight = self.runner, self.runner.in_flight
         self.step, staged = in_flight.step, in_flight.staged
-        self.attn_metadata = dict(runner.model_state.metadata)
         step, arrays, reqs = self.step, staged.device, batch.num_reqs
         total = step.total_num_scheduled_tokens
         tables = runner.block_tables.device_rows(reqs)

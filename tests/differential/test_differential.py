@@ -2,21 +2,17 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 
 from examples.tiny_model import make_tokenizer
 from tests.differential import __main__ as soak
 from tests.differential import episodes
 from tests.differential.episodes import MAX_MODEL_LEN, VOCAB, Episode, Serving, play
-from tests.differential.invariants import BrokenInvariantError, Invariants
 from tests.differential.pair import DisagreementError
-from tests.helpers.engine import graphs
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.traffic import BAD_WORDS
 from vllm_npu_prep.observe.violation import StepCheckError
@@ -56,35 +52,36 @@ EPISODES_OF_V2 = {
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 
 
-def test_the_episodes_cover_every_part_of_an_engine():
-    covered = set().union(*(Episode.draw(seed).parts() for seed in EPISODES))
-    assert covered == set().union(*(Episode.draw(seed).parts() for seed in range(300)))
+@pytest.mark.parametrize(
+    ("draw", "chosen"),
+    [(Episode.draw, EPISODES), (Episode.draw_for_v2, EPISODES_OF_V2)],
+    ids=["V1", "V2"],
+)
+def test_the_episodes_cover_every_part_of_an_engine(draw, chosen):
+    covered = set().union(*(draw(seed).parts() for seed in chosen))
+    assert covered == set().union(*(draw(seed).parts() for seed in range(300)))
 
 
-def test_the_episodes_of_v2_cover_every_part_of_its_engines():
-    covered = set().union(*(Episode.draw_for_v2(seed).parts() for seed in EPISODES_OF_V2))
-    assert covered == set().union(*(Episode.draw_for_v2(seed).parts() for seed in range(300)))
+def happened_in(episode):
+    """What happened in an episode, and its attention states."""
+    traffic = play(episode, STEPS)
+    print(dict(traffic.count), dict(traffic.states))
+    return {what for what, times in (traffic.count + traffic.states).items() if times}
 
 
 @pytest.mark.parametrize("number", EPISODES)
 def test_every_array_decision_and_sample_agrees(number):
-    traffic = play(Episode.draw(number), STEPS)
-    print(number, dict(traffic.count), dict(traffic.states))
+    assert happened_in(Episode.draw(number)) >= EPISODES[number] | {"finished"}
     # Compiled at worker start, for the types that steps have: nothing was compiled in between.
     assert len(fill_step_at.signatures) == 1
     assert len(append_sampled_tokens.signatures) <= 1  # none where nothing is sampled
-    happened = {what for what, times in (traffic.count + traffic.states).items() if times}
-    assert happened >= EPISODES[number] | {"finished"}
 
 
 @pytest.mark.parametrize("number", EPISODES_OF_V2)
 def test_every_array_and_greedy_sample_of_v2_is_that_of_v1(number):
     """By request, because each runner has an order of its own."""
-    traffic = play(Episode.draw_for_v2(number), STEPS)
-    print(number, dict(traffic.count), dict(traffic.states))
+    assert happened_in(Episode.draw_for_v2(number)) >= EPISODES_OF_V2[number] | {"finished"}
     assert len(fill_step_at.signatures) == 1
-    happened = {what for what, times in (traffic.count + traffic.states).items() if times}
-    assert happened >= EPISODES_OF_V2[number] | {"finished"}
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
@@ -103,7 +100,7 @@ def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, o
         raise DisagreementError("planted")
 
     monkeypatch.setattr(episodes, "play", fail)
-    player = soak.Coverage(on_device)
+    player = soak.Episodes(on_device)
     for seed in range(12):
         assert player.play(seed, 5)[0] == "failed"
     draw = Episode.draw_for_device if on_device else Episode.draw_for_soak
@@ -224,108 +221,6 @@ def test_a_fault_is_noticed(monkeypatch, runner, fault, check):
     episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
     with pytest.raises(StepCheckError if check == "full" else DisagreementError):
         play(episode, STEPS)
-
-
-def with_mask(change):
-    """A fault of the mask, in steps that have one."""
-
-    def fault(metadata, step):
-        if metadata.attn_mask is None:
-            return None
-        return {"attn_mask": change(metadata.attn_mask.clone())}
-
-    return fault
-
-
-def flipped(mask):
-    mask[-1, 0] = 1 - mask[-1, 0].int()
-    return mask
-
-
-def with_list(name, change):
-    """A fault of a list on the host."""
-
-    return lambda metadata, step: {name: change(getattr(metadata, name))}
-
-
-def short_of_padding(metadata, step):
-    """What captured attention would refuse: queries end where the real ones do."""
-    if not metadata.in_full_graph or step.num_input_tokens == step.total_num_scheduled_tokens:
-        return None
-    starts = np.minimum(metadata.query_start_loc_np, step.total_num_scheduled_tokens)
-    return {"query_start_loc_np": starts, "query_start_loc": torch.from_numpy(starts)}
-
-
-def of_another_request(metadata, step):
-    if step.num_reqs < 2:
-        return None
-    return {"block_tables": metadata.block_tables.roll(1, dims=0)}
-
-
-OTHER_STATE = {state: AttentionState((state + 1) % len(AttentionState)) for state in AttentionState}
-FAULTS_OF_LAYERS = {
-    "state of layers": lambda metadata, step: {"attn_state": OTHER_STATE[step.attn_state]},
-    "mask": with_mask(flipped),
-    "dtype of the mask": with_mask(lambda mask: mask.float()),
-    "lists of one length": with_list("seq_lens_np", lambda lens: lens[1:]),
-    "queries on the device": with_list("query_start_loc_np", lambda starts: starts + 1),
-    "lengths on the device": with_list("seq_lens_np", lambda lens: lens - 1),
-    "queries of layers": short_of_padding,
-    "device block table": of_another_request,
-    "slots of layers": lambda metadata, step: {"slot_mapping": metadata.slot_mapping + 1},
-    "longest sequence of layers": lambda metadata, step: {"max_seq_len": metadata.max_seq_len - 1},
-}
-
-
-def shared(request, other, manager):
-    """Give a request a block of another one that no cache knows; None if there is none."""
-    blocks = manager.coordinator.single_type_managers[0].req_to_blocks
-    fresh = [block for block in blocks[other.request_id] if block.block_hash is None]
-    if not fresh:
-        return None
-    blocks[request.request_id].append(fresh[-1])
-    return blocks[request.request_id].pop
-
-
-def test_a_fault_of_what_layers_are_given_is_noticed(monkeypatch):
-    """Each kind of it, in a step that is right; and a block that two requests own."""
-    check, noticed = Invariants.check, set()
-
-    def expect(error, said, what, again, *args):
-        with pytest.raises(error, match=f"^{said}:"):
-            again(*args)
-        noticed.add(what)
-
-    def check_with_faults(self, output):
-        check(self, output)
-        watched, running = self.pair.watched[self.runner], self.scheduler.running
-        step = watched.step
-        true = watched.attn_metadata
-        for what in FAULTS_OF_LAYERS.keys() - noticed:
-            metadata = next(iter(true.values()))
-            if changes := FAULTS_OF_LAYERS[what](metadata, step):
-                watched.attn_metadata = dict.fromkeys(true, replace(metadata, **changes))
-                expect(StepCheckError, f'step check "{what}"', what, self.check_layers, step)
-        watched.attn_metadata = true
-        if len(running) > 1 and (
-            give_back := shared(*running[:2], self.scheduler.kv_cache_manager)
-        ):
-            what = "shared blocks are cached"
-            expect(BrokenInvariantError, what, what, self.check_owners, output, {})
-            give_back()
-
-    monkeypatch.setattr(Invariants, "check", check_with_faults)
-    settings = {
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "async_scheduling": True,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 48,
-        "block_size": 16,
-        "num_gpu_blocks_override": 40,
-    }
-    play(Episode(0, "Qwen3", graphs("FULL", 4, 16, **settings)), steps=40)
-    assert noticed == {*FAULTS_OF_LAYERS, "shared blocks are cached"}
 
 
 def test_bad_words_are_made_of_tokens_that_models_have():

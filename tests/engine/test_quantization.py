@@ -232,25 +232,16 @@ async def all_at_once(ranks, prompts):
     return await ranks.generate(prompts, 10)
 
 
-EXPERTS_SHARED_OUT = {"enable_expert_parallel": True}
 RANKS = {  # family, its config, how it is quantised, settings
-    "static": ("Qwen3", {}, STATIC, {}),
     # The first layer is dense
-    "experts shared out": (
-        "Qwen3Moe",
-        {"mlp_only_layers": [0], **MOE},
-        DYNAMIC,
-        EXPERTS_SHARED_OUT,
-    ),
     "experts cut": ("Qwen3Moe", {"mlp_only_layers": [0], **MOE}, COMPRESSED, {}),
-    "linear attention": ("Qwen3_5", GATED_DELTA, COMPRESSED, {}),
     "linear attention, static": ("Qwen3_5", GATED_DELTA, STATIC, {}),
-    # With the first seed, a level decides which expert a token takes.
+    # With the first seed, a level decides which expert a token takes
     "linear attention, experts shared out": (
         "Qwen3Next",
         {**QWEN3_NEXT, "seed": 1},
         DYNAMIC,
-        EXPERTS_SHARED_OUT,
+        {"enable_expert_parallel": True},
     ),
 }
 

@@ -1,6 +1,5 @@
 """Sleep mode: memory that is given back and mapped again, and the same tokens afterwards."""
 
-import asyncio
 import gc
 import logging
 import shutil
@@ -18,14 +17,11 @@ from tests.helpers.huggingface import greedy_tokens, reference
 from tests.helpers.mtp import PlainDrafter, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
-from tests.helpers.ranks import serve_on_ranks
-from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
-from tests.helpers.waiting import LIMIT, until
+from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from vllm_npu_prep.runner import new_weights
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
-MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -80,87 +76,6 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(qwen3, expected, tmp_path, r
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         llm.wake_up(tags=["kv_cache"])
         assert generate(llm, prompts, greedy(20)) == reference(other, prompts, 20)
-
-
-MODES = ("keep", "wait", "abort")
-"""What becomes of requests that run when an engine is told to sleep."""
-TOKENS = 100
-RANKS = {
-    "tp2": {"tensor_parallel_size": 2},
-    "pp2": {"pipeline_parallel_size": 2, "async_scheduling": False},
-    "dp2 experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
-}
-
-
-async def sleep_amid(prompts, mode, ranks):
-    """Sleep once a request has a few tokens: all of them, how many came before, and each in sleep.
-
-    Others may still wait, be in a chunk of their prompts or, in another engine, have ended.
-    """
-    tokens, ends = [[] for _ in prompts], [None] * len(prompts)
-    has_begun = asyncio.Event()
-
-    async def run(index):
-        async for output in ranks.stream(prompts[index], TOKENS):
-            tokens[index] = list(output.outputs[0].token_ids)
-            ends[index] = output.outputs[0].finish_reason
-            if len(tokens[index]) >= 3:
-                has_begun.set()
-
-    async def ask_all():
-        """Questions to all engines, between which each could step, and what it sent is read."""
-        for _ in range(20):
-            assert await ranks.llm.is_sleeping()
-        await until(ranks.llm.engine_core.outputs_queue.empty)
-        assert await ranks.llm.is_sleeping()
-
-    def come():
-        return sum(map(len, tokens))
-
-    tasks = [asyncio.create_task(run(index)) for index in range(len(prompts))]
-    await asyncio.wait_for(has_begun.wait(), LIMIT)
-    before = come()
-    await ranks.llm.sleep(level=1, mode=mode)
-    await ask_all()
-    asleep = [len(each) for each in tokens]
-    if mode == "keep":
-        await ask_all()
-        assert [len(each) for each in tokens] == asleep, "nobody computes"
-    await ranks.llm.wake_up(["weights"])
-    await ranks.llm.wake_up(["kv_cache"])
-    await asyncio.gather(*tasks)
-    return {"tokens": tokens, "ends": ends, "before": before, "asleep": asleep}
-
-
-async def sleep_thrice(prompts, ranks):
-    before = await ranks.generate(prompts, 12)
-    slept = {mode: await sleep_amid(prompts, mode, ranks) for mode in MODES}
-    return before, slept, await ranks.generate(prompts, 12)
-
-
-@pytest.mark.parametrize(("layout", "runner"), on_both({name: name for name in RANKS}))
-def test_all_ranks_sleep_and_wake(tmp_path, qwen3, layout, runner):
-    """Requests that run go on after the wake-up, or end before the sleep, or are aborted.
-
-    Those that wait when the sleep is asked for begin after it.
-    """
-    prompts = prompts_of(SEED, LENGTHS)
-    model = make_model(tmp_path, "Qwen3Moe", **MIXTURE) if "experts" in layout else qwen3
-    settings = {"enable_sleep_mode": True, "block_size": 8, **RANKS[layout]}
-    expected = reference(model, prompts, TOKENS)
-    with asked_for(runner):
-        before, slept, after = serve_on_ranks(model, settings, partial(sleep_thrice, prompts))
-    assert before == after == [row[:12] for row in expected]
-    whole = TOKENS * len(prompts)
-    for mode in ("keep", "wait"):
-        assert slept[mode]["tokens"] == expected
-        assert slept[mode]["ends"] == ["length"] * len(prompts)
-    assert slept["keep"]["before"] < whole > sum(slept["keep"]["asleep"])
-    asleep = slept["wait"]["asleep"]
-    assert slept["wait"]["before"] < whole and TOKENS in asleep and {*asleep} <= {0, TOKENS}
-    assert "abort" in slept["abort"]["ends"]
-    for row, end, tokens in zip(slept["abort"]["tokens"], slept["abort"]["ends"], expected):
-        assert (end, row) == ("abort" if len(row) < TOKENS else "length", tokens[: len(row)])
 
 
 def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog, monkeypatch):

@@ -79,8 +79,7 @@ V2_DRAFT_MODEL = (
     "tests/engine/test_speculation.py::test_a_draft_model_drafts_the_same_for_either_runner",
 )
 RANKS = "tests/engine/test_ranks.py::test_"
-V2_DRAFTING_ENGINES = (f"{RANKS}engines_that_share_experts_draft_together[DeepseekV3-graphs-V2]",)
-V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[experts-V2]",)
+V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[MTP, latent attention-V2]",)
 V2_EPISODES = (
     "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
 )
@@ -545,7 +544,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "prep/bookkeeping.py": [
         ("drafts are written before a request's last token", "token_ids[row, end + draft] = draft", "token_ids[row, end - 1 + draft] = draft", UPDATES),
-        ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", ("tests/runner/test_books.py",)),
+        ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", UPDATES),
         ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", ENGINE),
     ],
     "prep/capture_sizes.py": [
@@ -930,7 +929,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "v2/draft_passes.py": [
         ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
-        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
+        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_ENGINES),
     ],
     "v2/drafters.py": [
         ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
@@ -976,7 +975,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
     "v2/runner.py": [
-        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts-V2]",)),
+        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
         ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),

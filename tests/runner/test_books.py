@@ -145,35 +145,6 @@ def test_plain_samples_are_appended_together(asynchronous):
     assert books.can_append_together(batch, drafted, none, {})
 
 
-def test_rejected_and_discarded_drafts_are_not_appended():
-    batch = batch_of("abc", [3, 4, 3])
-    batch.vocab_size = 100
-    samples = torch.tensor([[5, 6, -1], [7, 8, 9], [4, 100, -1]], dtype=torch.int32)
-    *_, tokens, _, _, _, invalid = bookkeeping().append_sampled_tokens(
-        batch,
-        SimpleNamespace(sampled_token_ids=samples, logprobs_tensors=None),
-        np.array([False, True, False]),
-    )
-    assert tokens == [[5, 6], [], [4]] and invalid == []
-    assert batch.req_output_token_ids == [[7, 5, 6], [7, 7], [7, 4]]
-    assert batch.num_tokens_no_spec.tolist() == [5, 4, 4]
-    assert batch.token_ids_cpu[:, 3:5].tolist() == [[5, 6], [0, 0], [4, 0]]
-    assert batch.is_token_ids.sum(1).tolist() == [2, 0, 1]
-
-
-def test_sampled_tokens_are_appended_but_for_discarded_ones():
-    batch = batch_of("ab", [3, 4])
-    *_, tokens, _, req_ids, rows, invalid = bookkeeping().append_sampled_tokens(
-        batch, sampled(5, 6), np.array([False, True])
-    )
-    assert tokens == [[5], []] and invalid == []
-    assert req_ids == ["a", "b"] and rows == {"a": 0, "b": 1}
-    assert batch.req_output_token_ids == [[7, 5], [7, 7]]
-    assert batch.num_tokens_no_spec.tolist() == [4, 4]
-    assert batch.token_ids_cpu[0, 3] == 5 and batch.is_token_ids[0, 3]
-    assert not batch.is_token_ids[1].any()
-
-
 @pytest.mark.parametrize(("samples", "length"), [([[5], [6]], 8), ([[5, 6], [7, 8]], 7)])
 def test_a_request_without_room_for_its_tokens_is_named(samples, length):
     batch = batch_of("ab", [4, length])
