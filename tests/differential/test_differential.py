@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from examples.tiny_model import make_tokenizer
 from tests.differential import __main__ as soak
 from tests.differential import episodes
-from tests.differential.episodes import MAX_MODEL_LEN, VOCAB, Episode, Serving, play
+from tests.differential.episodes import VOCAB, Episode, play
 from tests.differential.pair import DisagreementError
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.traffic import BAD_WORDS
@@ -111,34 +110,6 @@ def test_soak_draws_for_its_device_and_keeps_what_fails(monkeypatch, tmp_path, o
     if on_device:
         assert {each.family for each in played} == set(MIXTURES)
         assert {bool(each.int8) for each in played} == {False, True}
-
-
-@pytest.mark.parametrize(("drafter", "step"), [("other", 12), ("same", 2)])
-def test_the_context_s_end_is_reached_beside_others(monkeypatch, drafter, step):
-    """Drafts that were rejected don't count, though beside penalties lists of outputs are kept
-    otherwise: the last token has room. Drafts end there request by request: the other one's cache
-    has no holes, and a model goes on accepting what it drafts itself."""
-    penalties = {"presence_penalty": 0.5} if drafter == "other" else {}
-    asked = [(130, MAX_MODEL_LEN, {}), (5, 60, penalties)]
-
-    def act(self):
-        if self.count["steps"] == step * self.count["arrived"] < 2 * step:
-            length, most, more = asked[self.count["arrived"]]
-            name, prompt = f"r{self.count['arrived']}", {"prompt_token_ids": self.tokens(length)}
-            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **more)
-            self.core.add_request(name, prompt, params)
-            self.features[name] = {"penalties"} if more else set()
-            self.count["arrived"] += 1
-
-    monkeypatch.setattr(Serving, "act", act)
-    drafts = {"method": "draft_model", "num_speculative_tokens": 3, "model": drafter}
-    settings = {"async_scheduling": True, "max_num_seqs": 2, "max_num_batched_tokens": 96}
-    settings |= {"additional_config": {}, "speculative_config": drafts}
-    count = play(Episode(0, "Qwen3", settings), steps=step + 1).count
-    print(dict(count))
-    assert count["finished"] == 2
-    assert (count["drafts rejected"] > 30) == (drafter == "other")
-    assert (count["drafts accepted"] > 15) == (drafter == "same")
 
 
 def wrong_position(step):

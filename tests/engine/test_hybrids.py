@@ -25,61 +25,39 @@ from vllm_npu_prep.inspect.upstream import UpstreamReplay
 MAX_TOKENS = 16
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Function of a family: its model, prompts and what transformers makes of them."""
-    kept: dict[str, Any] = {}
-    families = {
-        "Qwen3Next": QWEN3_NEXT,
-        "Qwen3_5": GATED_DELTA,
-        "Qwen3_5Moe": {**GATED_DELTA, **EXPERTS},
-    }
-
-    def make(family: str) -> Any:
-        if family not in kept:
-            folder = make_model(tmp_path_factory.mktemp(family), family, **families[family])
-            prompts = prompts_of(SEED, [3, 1, 90, 40, 17])
-            prompts.append(prompts[2][:80] + prompts[3])
-            expected = reference(folder, prompts, MAX_TOKENS)
-            check_varied(expected)
-            kept[family] = folder, prompts, expected
-        return kept[family]
-
-    return make
-
-
-CASES = {  # family, asynchronous, graph mode, other settings
-    "Qwen3Next-async-graphs": (
-        "Qwen3Next",
-        True,
-        "FULL_AND_PIECEWISE",
-        {"enable_prefix_caching": True},
-    ),
+CASES = {  # family, its config, asynchronous, graph mode, other settings
     "Qwen3Next-sync": (
         "Qwen3Next",
+        QWEN3_NEXT,
         False,
         None,
         {"enable_prefix_caching": False, "num_gpu_blocks_override": 26},
     ),
-    "Qwen3_5-sync-graphs": ("Qwen3_5", False, "FULL_DECODE_ONLY", {"enable_prefix_caching": True}),
-    "Qwen3_5Moe-async": (
+    "Qwen3_5Moe-async-graphs": (
         "Qwen3_5Moe",
+        {**GATED_DELTA, **EXPERTS},
         True,
-        None,
+        "FULL_AND_PIECEWISE",
         {"enable_prefix_caching": True, "num_gpu_blocks_override": 40},
     ),
 }
 
 
-@pytest.mark.parametrize(("family", "asynchronous", "mode", "settings", "runner"), on_both(CASES))
-def test_tokens_equal_transformers(made, tmp_path, family, asynchronous, mode, settings, runner):
+@pytest.mark.parametrize(
+    ("family", "config", "asynchronous", "mode", "settings", "runner"), on_both(CASES)
+)
+def test_tokens_equal_transformers(tmp_path, family, config, asynchronous, mode, settings, runner):
     """In chunks of prompts, mixed with decodes, preempted, from the prefix cache, in graphs.
 
     The full check follows states, and names what is broken in one; core, oracle and upstream
     prepare each step again from its record.
     """
-    folder, prompts, expected = made(family)
-    record = {"dir": str(tmp_path), "steps": "0:1000"}
+    folder, records = make_model(tmp_path / "model", family, **config), tmp_path / "records"
+    prompts = prompts_of(SEED, [3, 1, 90, 40, 17])
+    prompts.append(prompts[2][:80] + prompts[3])
+    expected = reference(folder, prompts, MAX_TOKENS)
+    check_varied(expected)
+    record = {"dir": str(records), "steps": "0:1000"}
     with engine_of(
         runner,
         folder,
@@ -107,10 +85,9 @@ def test_tokens_equal_transformers(made, tmp_path, family, asynchronous, mode, s
     kinds = ("all", "states", "async" if asynchronous else "sync")
     assert not forced.wrong(*kinds, *(["full graphs"] if mode else []))
 
-    records = records_in(tmp_path)
-    check(records)
-    states_of = [record.settings.states for record in records]
-    assert all(each is not None and len(each.groups) == 3 for each in states_of)
+    recorded = records_in(records)
+    check(recorded)
+    assert all(len(record.settings.states.groups) == 3 for record in recorded)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -300,23 +300,6 @@ def test_a_request_goes_on_with_what_was_loaded_last(changing, case, seed, how):
     assert done[f"other {how}"] == case.tokens("queries", prompt, 20)
 
 
-def test_two_adapters_of_one_name_serve_at_once(changing, case, seed):
-    """One was removed and loaded again under another number while its requests run."""
-    (prompt,) = prompts_of(seed + 7, [18])
-    core, tokens = changing.core, {}
-    for number, weights in ((11, "all"), (12, "mlp")):
-        changing.overwrite(weights)
-        core.add_lora(changing.request(number))
-        core.add_request(
-            weights, {"prompt_token_ids": prompt}, greedy(12), lora_request=changing.request(number)
-        )
-        core.step()
-    while core.has_unfinished_requests():
-        for output in core.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-    assert tokens == {name: case.tokens(name, prompt, 12) for name in ("all", "mlp")}
-
-
 def test_an_adapter_that_can_not_be_read_ends_its_request_alone(changing, case, seed):
     (prompt,) = prompts_of(seed + 8, [9])
     nowhere = LoRARequest("nowhere", 13, str(changing.folder / "nowhere"))

@@ -15,7 +15,6 @@ from tests.conftest import SEED
 from tests.helpers.engine import REPLAYED, generate, graphs, greedy, runner_of
 from tests.helpers.forced_messages import Forced
 from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.hybrids import with_a_tower
 from tests.helpers.mtp import FAMILIES, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
@@ -165,13 +164,6 @@ def test_drafts_stop_at_the_end_of_the_context(made, family, asynchronous, runne
     assert {len(step.drafts) for step in records} == {1, 2, 3}, "fewer near the end"
 
 
-ROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "mrope_section": [2, 1, 1],
-    "mrope_interleaved": True,
-}
 OTHERS = {  # family, its config, settings of the engine, drafts
     "of two layers the first": ("Glm4Moe", {"num_layers": 2}, {}, 4),
     "the embeddings are its head": (
@@ -180,20 +172,10 @@ OTHERS = {  # family, its config, settings of the engine, drafts
         {"async_scheduling": False},
         NUM_DRAFTS,
     ),
-    # As published, inside of one that sees; positions are M-RoPE's, whose drafts V2 refuses
-    "with a tower": (
-        "Qwen3_5",
-        {"rope_parameters": ROPE},
-        {**STATES, "language_model_only": True, "additional_config": CHECKED},
-        NUM_DRAFTS,
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("which", "runner"),
-    [case for case in on_both({which: which for which in OTHERS}) if case.id != "with a tower-V2"],
-)
+@pytest.mark.parametrize(("which", "runner"), on_both({which: which for which in OTHERS}))
 def test_layers_of_other_models_draft(tmp_path, seed, monkeypatch, which, runner):
     family, config, settings, num_drafts = OTHERS[which]
     folder, drafter = make_mtp_model(tmp_path / "text", family, **config)
@@ -204,8 +186,6 @@ def test_layers_of_other_models_draft(tmp_path, seed, monkeypatch, which, runner
     monkeypatch.setattr(
         mtp_layers.logger, "warning", lambda text, *args: warned.append(text % args)
     )
-    if which == "with a tower":
-        folder = with_a_tower(folder, tmp_path / "sees")
     settings = {"max_num_batched_tokens": 32, **settings, **drafts(num_drafts)}
     with engine_of(runner, folder, **settings) as llm:
         records = record_verified(llm)

@@ -11,13 +11,12 @@ import psutil
 import pytest
 
 from tests.conftest import SEED
-from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import greedy_tokens, reference
 from tests.helpers.mtp import PlainDrafter, check_accepted, make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
-from tests.helpers.v2 import RUNNERS, engine_of, on_both
+from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.runner import new_weights
 
 LENGTHS = [30, 5, 41, 17, 33]
@@ -96,17 +95,15 @@ def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog
 
 
 class Drafting(NamedTuple):
-    """A model, another one of its shape, and a drafter of the first."""
+    """Int8 models that draft with an MTP layer of their own, which shares embeddings and head."""
 
     model: Path
-    other: Path
-    config: dict[str, Any]
-    of_other: PlainDrafter | None = None  # a plain reading of the other's MTP layer
-    without: Path | None = None  # the other without that layer
+    other: Path  # another one of its shape
+    of_other: PlainDrafter  # a plain reading of the other's MTP layer
+    without: Path  # the other without that layer
 
 
-def with_mtp(folder: Path) -> Drafting:
-    """Int8 models that draft with a layer of their own, which shares embeddings and head."""
+def drafting_models(folder: Path) -> Drafting:
     models = [make_mtp_model(folder / str(seed), "DeepseekV3", seed=seed) for seed in (0, 1)]
     (model, _), (other, of_other) = models
     folders = [folder / f"int8 {seed}" for seed in (0, 1)]
@@ -115,7 +112,7 @@ def with_mtp(folder: Path) -> Drafting:
     of_other = rounded_drafter(other, folders[1], of_other)
     without = Path(shutil.copytree(folders[1], folder / "without"))
     change_tensors(without, lambda tensors: forget(tensors, "model.layers.2."))
-    return Drafting(*folders, {"method": "mtp"}, of_other, without)
+    return Drafting(*folders, of_other, without)
 
 
 def forget(tensors: dict[str, Any], prefix: str) -> None:
@@ -124,15 +121,6 @@ def forget(tensors: dict[str, Any], prefix: str) -> None:
         del tensors[name]
 
 
-def with_head(folder: Path) -> Drafting:
-    """Two models, and a head in a folder of its own."""
-    sizes = {"spread": 0.1, "embedding_scale": 20}
-    model, other = (make_model(folder / str(seed), seed=seed, **sizes) for seed in (0, 1))
-    head = make_eagle_head(folder / "head", model)
-    return Drafting(model, other, {"method": "eagle", "model": str(head)})
-
-
-DRAFTERS = {"eagle": with_head, "int8 mtp": with_mtp}
 RELOAD = "reload_weights"
 
 
@@ -161,8 +149,8 @@ def life_cycle(llm, model, other):
     yield "no cache for a while"
 
 
-@pytest.mark.parametrize(("name", "runner"), on_both({name: name for name in DRAFTERS}))
-def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name, runner):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, runner):
     """Tokens would be right without a drafter, too. MTP layers change with the model's weights.
 
     Files that lack such a layer leave the one that was there, and a line says so.
@@ -171,9 +159,9 @@ def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name,
     monkeypatch.setattr(
         new_weights.logger, "warning", lambda text, *args: warned.append(text % args)
     )
-    made, prompts = DRAFTERS[name](tmp_path), prompts_of(SEED, LENGTHS[:3])
+    made, prompts = drafting_models(tmp_path), prompts_of(SEED, LENGTHS[:3])
     settings = graphs("FULL_DECODE_ONLY", 4, 8, 16, enable_sleep_mode=True, block_size=16)
-    settings["speculative_config"] = {"num_speculative_tokens": 3, **made.config}
+    settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
     with engine_of(runner, made.model, **settings) as llm:
         records = record_verified(llm)
 
@@ -189,8 +177,6 @@ def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name,
         assert accepted > 0 and 0 in before[1].values()
         for what in life_cycle(llm, made.model, made.other):
             assert verified() == before, what
-        if made.of_other is None:
-            return
         llm.collective_rpc(RELOAD, kwargs={"weights_path": str(made.other)})
         assert llm.reset_prefix_cache()
         expected = greedy_tokens(made.of_other.target, prompts, 15)

@@ -6,11 +6,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.test_ranks import without_pairs
-from tests.helpers.engine import REPLAYED, graphs
-from tests.helpers.grammars import GRAMMAR, REGEX, SCHEMA, check_form, make_text_model
+from tests.helpers.engine import REPLAYED, graphs, greedy
+from tests.helpers.grammars import check_form, forced, make_text_model
 from tests.helpers.huggingface import check_varied, reference
 from tests.helpers.lora import ATTENTION, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
@@ -29,7 +28,6 @@ ASKED = [  # length of a prompt, its adapter and its form
     (75, "a", "regex"),
 ]
 PLAIN, LONGEST = 16, 60
-GIVEN = {"json": SCHEMA, "regex": REGEX, "grammar": GRAMMAR}
 SETTINGS = {
     "pipeline_parallel_size": 2,
     "async_scheduling": False,
@@ -50,11 +48,8 @@ async def together(
     await ranks.ask("probe_watch")
 
     async def one(prompt: list[int], lora: LoRARequest | None, form: str | None) -> list[int]:
-        params: dict[str, Any] = {}
-        if form is not None:
-            forced = StructuredOutputsParams(**{form: GIVEN[form]})
-            params = {"structured_outputs": forced, "ignore_eos": False}
-        longest = LONGEST if form else PLAIN
+        longest, asked = (LONGEST, forced(form, LONGEST)) if form else (PLAIN, greedy(PLAIN))
+        params = {"structured_outputs": asked.structured_outputs, "ignore_eos": form is None}
         return (await ranks.generate([prompt], longest, loras=[lora], **params))[0]
 
     forms = [form for *_, form in ASKED]

@@ -686,7 +686,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
     ],
     "runner/graphs.py": [
-        ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", GRAPHS),
+        ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),
         ("sizes that are given up keep their streams", "                                _delete_graphs(given_up)  # which", "                                # which", ("tests/runner/test_graphs.py",)),
         ("each rank gives up sizes of its own", "        given_up = self.agree(given_up)\n", "", ("tests/runner/test_graphs.py",)),
     ],
@@ -726,8 +726,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
-        ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
-        ("MTP layers without new weights lose their old ones", "            finalize_layerwise_reload(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
+        ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
+        ("MTP layers without new weights lose their old ones", "            finalize_layerwise_reload(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
         ("a reload looks for layers under the names that adapters give them", "        setattr(owner, name, child.base_layer)\n", "        setattr(owner, name, child)\n", ("tests/device/test_sleep.py",)),
     ],
     "runner/outputs.py": [
