@@ -268,27 +268,19 @@ class Episode:
 
 
 @cache
-def model_of(family: str) -> Path:
-    """A random model of one or two layers with the demo model's tokenizer."""
+def model_of(family: str, for_device: bool = False) -> Path:
+    """A random model with the demo model's tokenizer: of one or two layers; for a device, a mixture
+    of experts whose sizes suit an NPU."""
     if family in VISION:
         return make_demo("tiny_vision_model.py", "tiny-vision") / VISION[family]
     folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-"))
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if for_device:
+        return make_model(folder, family, vocab_size=VOCAB, **ids, **MIXTURES[family])
     small = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": VOCAB}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
-    return folder
-
-
-@cache
-def mixture_of(family: str) -> Path:
-    """A random mixture of experts whose sizes suit an NPU, with the same tokenizer."""
-    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-"))
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return make_model(folder, family, vocab_size=VOCAB, **ids, **MIXTURES[family])
+    return make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
 
 
 @cache
@@ -517,7 +509,7 @@ def play(episode: Episode, steps: int) -> Serving:
         drafts = settings["speculative_config"] = dict(drafts)
         if "model" in drafts:
             drafts["model"] = str(drafter_of(family, drafts["method"], drafts["model"]))
-    model = mixture_of(family) if episode.is_for_device else model_of(family)
+    model = model_of(family, episode.is_for_device)
     if episode.int8:
         model = int8_of(model, episode.int8)
     with (

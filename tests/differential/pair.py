@@ -296,14 +296,17 @@ class Pair:
 
 
 class PairOutput(AsyncModelRunnerOutput):
-    """Both runners' asynchronous outputs."""
+    """Both runners' outputs; V2's is not asynchronous where its host has waited for samples."""
 
     def __init__(self, pair: Pair, ours: Any, theirs: Any) -> None:
         self.pair, self.ours, self.theirs = pair, ours, theirs
         self.drafts = pair.drafts
 
     def get_output(self) -> ModelRunnerOutput:
-        ours, theirs = self.ours.get_output(), self.theirs.get_output()
+        ours, theirs = (
+            each.get_output() if isinstance(each, AsyncModelRunnerOutput) else each
+            for each in (self.ours, self.theirs)
+        )
         self.pair.compare_outputs(ours, theirs, self.drafts)
         return ours
 

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 from tests.conftest import SEED
 from tests.helpers.cache import CacheWatch
@@ -168,25 +167,3 @@ def test_capture_with_requests_in_flight_is_refused(qwen3, seed, runner_name):
         core.step()
         with pytest.raises(PrepError, match="with 1 request in flight"):
             runner_of(llm).capture_model()
-
-
-def test_a_dummy_run_that_fails_leaves_no_padding_behind(qwen3, seed, monkeypatch):
-    prompts = prompts_of(seed, [5, 9])
-    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:
-        runner = runner_of(llm)
-
-        def scarce(layout):
-            raise torch.OutOfMemoryError("none")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(runner.preparer.staging, "acquire", scarce)
-            with pytest.raises(torch.OutOfMemoryError):
-                runner._dummy_run(4, uniform_decode=True)
-        assert generate(llm, prompts, greedy(6)) == reference(qwen3, prompts, 6)
-
-
-def test_a_capture_outside_of_start_up_is_an_error(qwen3, seed):
-    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 8)) as llm:
-        runner_of(llm).model.clear_graphs()
-        with pytest.raises(RuntimeError, match="inappropriate time"):
-            generate(llm, prompts_of(seed, [3]), greedy(3))

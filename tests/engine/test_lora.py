@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from tests.conftest import SEED
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import check_varied, logits_of, reference
+from tests.helpers.huggingface import is_varied, logits_of, reference
 from tests.helpers.lora import ATTENTION, HEAD, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
@@ -114,7 +114,7 @@ def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mod
             assert tokens_of(llm, case, requests, 12) == expected
         counts = runner_of(llm).padding.counts.by_kind
     expected = [case.tokens(*request, 12) for request in mixed]
-    check_varied(expected)
+    assert is_varied(expected)
     plain = [case.tokens("", prompt, 12) for _, prompt in mixed]
     same = [name for (name, _), a, b in zip(mixed, expected, plain) if a == b]
     assert set(same) == {""}, "an adapter that changes nothing shows nothing"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine import REPLAYED, graphs, make_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mtp import PlainDrafter, make_mtp_model, num_accepted
@@ -83,7 +83,7 @@ def test_ranks_agree_on_every_step(tmp_path, seed, settings, family, config, dra
     with asked_for(runner):
         got = serve_on_ranks(folder, settings, partial(all_at_once, prompts=prompts))
     expected = reference(folder, prompts, NUM_TOKENS + NUM_DRAFTS)
-    check_varied(expected)
+    assert is_varied(expected)
     assert got["tokens"] == [row[:NUM_TOKENS] for row in expected]
     if drafts:
         assert got["accepted"] == accepted_by_reading(drafter, prompts, expected) > 0
@@ -168,7 +168,7 @@ def test_engines_that_share_experts_step_together(
         got = serve_on_ranks(folder, settings | (DRAFTS if drafts else {}), traffic)
     tokens = reference(folder, prompts, NUM_TOKENS + NUM_DRAFTS)
     expected = [row[:NUM_TOKENS] for row in tokens]
-    check_varied(expected)
+    assert is_varied(expected)
     assert got["tokens"] == {
         "both": [expected[0::2], expected[1::2]],
         "cached": expected[:1],

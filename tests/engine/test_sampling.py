@@ -10,7 +10,7 @@ from examples.tiny_model import make_tokenizer
 from tests.helpers import huggingface
 from tests.helpers.engine import make_model, runner_of
 from tests.helpers.prompts import VOCAB, prompts_of
-from tests.helpers.statistics import check_distribution
+from tests.helpers.statistics import follows
 from tests.helpers.v2 import ALSO_V2, engine_of
 
 SAMPLES = 2000
@@ -65,7 +65,7 @@ def test_samples_follow_the_distribution(llm, logits_of, seed):
     (output,) = run(llm, [prompt], sampling)
     counts = np.bincount([each.token_ids[0] for each in output.outputs], minlength=VOCAB)
     assert counts.sum() == SAMPLES
-    check_distribution(counts, expected)
+    assert follows(counts, expected)
 
 
 def decode(logits_of, prompt, length, process) -> list[int]:

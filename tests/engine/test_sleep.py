@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import SEED
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import greedy_tokens, reference
-from tests.helpers.mtp import PlainDrafter, check_accepted, make_mtp_model, record_verified
+from tests.helpers.mtp import PlainDrafter, make_mtp_model, record_verified, wrong_drafts
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
 from tests.helpers.v2 import RUNNERS, engine_of
@@ -182,7 +182,9 @@ def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, runne
         expected = greedy_tokens(made.of_other.target, prompts, 15)
         new = verified()
         assert new[0] == [row[:12] for row in expected]
-        check_accepted(made.of_other, records, [a + b for a, b in zip(prompts, expected)])
+        assert records and not wrong_drafts(
+            made.of_other, records, [a + b for a, b in zip(prompts, expected)]
+        )
         assert sum(new[1].values()) > 0
         assert not warned
         llm.sleep(level=2)

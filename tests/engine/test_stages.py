@@ -9,8 +9,8 @@ from vllm.lora.request import LoRARequest
 
 from tests.engine.test_ranks import without_pairs
 from tests.helpers.engine import REPLAYED, graphs, greedy
-from tests.helpers.grammars import check_form, forced, make_text_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.grammars import forced, has_form, make_text_model
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.lora import ATTENTION, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
@@ -85,5 +85,5 @@ def test_adapters_and_forced_outputs_in_stages(tmp_path, seed):
             assert tokens == reference(merged[name], [prompt], PLAIN)[0]
             plain.append(tokens)
         else:
-            check_form(form, tokenizer.decode(tokens, skip_special_tokens=True))
-    check_varied(plain)
+            assert has_form(form, tokenizer.decode(tokens, skip_special_tokens=True))
+    assert is_varied(plain)

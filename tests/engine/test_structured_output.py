@@ -4,7 +4,7 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.drafters import disturb_model, make_eagle_head
-from tests.helpers.grammars import KINDS, check_form, forced, make_text_model
+from tests.helpers.grammars import KINDS, forced, has_form, make_text_model
 from tests.helpers.huggingface import reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of
@@ -69,6 +69,6 @@ def test_forced_and_plain_requests_share_batches(model, drafts, asynchronous, ru
         else:
             assert completion.finish_reason == "stop"
             # The text itself would start with what random prompts leave of a character.
-            check_form(kind, tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            assert has_form(kind, tokenizer.decode(completion.token_ids, skip_special_tokens=True))
     assert [got for _, got in plain] == reference(model, [prompt for prompt, _ in plain], PLAIN)
     assert set(KINDS) < set(ASKED)

@@ -39,7 +39,7 @@ def drafting(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(1)
-    lengths = (5, 100, 17, 130, 63, 8)
+    lengths = (5, 115, 17, 130, 63, 8)
     return [rng.integers(2, 512, length).tolist() for length in lengths]
 
 
@@ -49,7 +49,7 @@ def answers(llm, prompts, **params):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     params, words = dict(params), params.get("bad_words_of")
     params.pop("bad_words_of", None)
-    sampling = greedy(32, **params)
+    sampling = greedy(20, **params)
     sampling._bad_words_token_ids = words
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
     return [

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.helpers.engine import engine, runner_of
-from tests.helpers.grammars import KINDS, check_form, forced, make_text_model
+from tests.helpers.grammars import KINDS, forced, has_form, make_text_model
 
 
 def test_forced_and_plain_requests_share_batches(tmp_path, seed):
@@ -39,6 +39,6 @@ def test_forced_and_plain_requests_share_batches(tmp_path, seed):
         if kind is None:
             assert output.token_ids == alone.token_ids
         else:
-            check_form(kind, tokenizer.decode(output.token_ids, skip_special_tokens=True))
+            assert has_form(kind, tokenizer.decode(output.token_ids, skip_special_tokens=True))
     for kind, output in zip(["json", *KINDS, "regex"], all_forced):
-        check_form(kind, tokenizer.decode(output.token_ids, skip_special_tokens=True))
+        assert has_form(kind, tokenizer.decode(output.token_ids, skip_special_tokens=True))
