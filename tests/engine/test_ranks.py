@@ -221,22 +221,3 @@ def test_engines_that_share_experts_step_together(
         assert all(len(set(across)) == 1 for across in replayed)
         assert any(len(set(across)) > 1 for padded, across in passes if not padded)
         assert not replays or {8} < {0, *(padded for padded, _ in passes)}
-
-
-async def each_engine_alone(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
-    """The same prompts to each engine."""
-    await ranks.ask("probe_watch")
-    tokens = [await ranks.generate(prompts, NUM_TOKENS, engine=engine) for engine in (0, 1)]
-    return {"tokens": tokens, "noted": await ranks.ask("probe_noted")}
-
-
-def test_engines_without_experts_know_nothing_of_one_another(tmp_path, seed):
-    folder = make_model(tmp_path)
-    prompts = prompts_of(seed, [3, 90, 17])
-    traffic = partial(each_engine_alone, prompts=prompts)
-    got = serve_on_ranks(folder, {"data_parallel_size": 2}, traffic)
-    expected = reference(folder, prompts, NUM_TOKENS)
-    assert got["tokens"] == [expected, expected]
-    for steps in got["noted"]:
-        assert len(steps) >= NUM_TOKENS
-        assert not any(step["is_dummy"] or step["across"] for step in steps)

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 
 from tests.conftest import SEED
 from tests.helpers.drafters import disturb_model, make_eagle_head
@@ -20,7 +18,6 @@ from tests.helpers.huggingface import is_varied, logits_of, reference
 from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.mtp import record_verified
 from tests.helpers.prompts import prompts_of
-from tests.helpers.statistics import follows
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states, count_verified, on_prepared
 from vllm_npu_prep.observe.violation import StepCheckError
@@ -260,55 +257,3 @@ def test_a_drafter_beside_windows_has_groups_of_its_own(
         assert [step.drafts for step in records] == [
             each[: len(step.drafts)] for each, step in zip(drafts, records)
         ]
-
-
-VOCAB, SAMPLED, SAMPLES = 8, 3, 4096
-
-
-def distribution_of(model, prompt: list[int], temperature: float) -> np.ndarray:
-    """Probability of every continuation of so many tokens, float64 ``[VOCAB] * SAMPLED``."""
-    grid = np.array(list(np.ndindex(*[VOCAB] * SAMPLED)))
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt + row for row in grid.tolist()])
-    with torch.no_grad():
-        logits = hf(ids).logits[:, len(prompt) - 1 : -1].double() / temperature
-    chosen = logits.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])
-    return chosen.sum((1, 2)).exp().numpy().reshape([VOCAB] * SAMPLED)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_random_samples_follow_the_target(tmp_path, seed, runner):
-    """Whole continuations, by what transformers makes of each.
-
-    Half of the requests have a seed each. The drafter is far enough off for its drafts to be
-    accepted and rejected; the last token is followed by a draft, too.
-    """
-    model = make_model(tmp_path / "model", spread=0.1, vocab_size=VOCAB, num_hidden_layers=1)
-    drafter = disturb_model(tmp_path / "drafter", model, share=0.5)
-    drawn = {"draft_sample_method": "probabilistic", "num_speculative_tokens": 2}
-    (prompt,) = [[token % VOCAB for token in row] for row in prompts_of(seed, [9])]
-    params = [
-        SamplingParams(
-            temperature=0.8,
-            max_tokens=SAMPLED,
-            ignore_eos=True,
-            detokenize=False,
-            seed=index if index % 2 else None,
-        )
-        for index in range(SAMPLES)
-    ]
-    with engine_of(
-        runner,
-        model,
-        max_num_seqs=256,
-        max_num_batched_tokens=2560,
-        async_scheduling=True,
-        **drafted_by({"draft_model": drafter}, "draft_model", **drawn),
-    ) as llm:
-        verified = count_verified(llm)
-        torch.manual_seed(seed)
-        tokens = generate(llm, [prompt] * SAMPLES, params)
-    assert min(verified[what] for what in ("accepted", "rejected", "partly")) > SAMPLES / 100
-    counts = np.zeros([VOCAB] * SAMPLED)
-    np.add.at(counts, tuple(np.array(tokens).T), 1)
-    assert follows(counts, distribution_of(model, prompt, 0.8))

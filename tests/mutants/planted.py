@@ -758,7 +758,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a step in which a request left is taken for a quiet one", "len(scheduler_output.num_scheduled_tokens) == batch.num_reqs\n        and len(", "True or len(", UPDATES),
         ("a call for each request when a step is updated", "computed = np.array(cached.num_computed_tokens, np.int32)", "computed = np.array([abs(n) for n in cached.num_computed_tokens], np.int32)", ("tests/benchmarks/test_benchmarks.py",)),
         ("new blocks are not entered in the request", "                block_ids.extend(new_ids)\n", "                pass\n", ENGINE),
-        ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", RESETS),
+        ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", UPDATES),
     ],
     "runner/sampling.py": [
         ("chosen tokens are scored in the rows of other requests", "repeat_interleave(len(logprobs) // num_reqs, dim=0)", "repeat(len(logprobs) // num_reqs, 1)", SPECULATION),
