@@ -95,7 +95,6 @@ V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_slot_sampling.py",)
 DRAWN_DRAFTS = ("tests/ops/test_slot_rejection.py",)
 FAULTS = ("tests/engine/test_faults.py",)
-RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
 @dataclass(frozen=True)

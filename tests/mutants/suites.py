@@ -73,7 +73,7 @@ BY_NAME = {
     "runner/inputs.py": "runner/test_inputs.py engine/test_multimodal.py",
     "runner/model_runner.py": "runner engine/test_pooling.py",
     "runner/mtp_layers.py": "engine/test_mtp.py",
-    "runner/new_weights.py": "engine/test_weights_and_resets.py engine/test_sleep.py",
+    "runner/new_weights.py": "engine/test_sleep.py",
     "runner/sampling.py": "engine/test_sampling.py npu/on_device/test_sampling.py",
     "v2/engines.py": "engine/test_ranks.py",
     "v2/rope.py": "v2/test_rope.py engine/test_multimodal.py",
