@@ -58,6 +58,6 @@ def logits_by(network: Any) -> Callable[[list[int]], np.ndarray]:
     return run
 
 
-def check_varied(tokens: list[list[int]]) -> None:
-    """A model that repeats itself would be a weak oracle."""
-    assert len({token for row in tokens for token in row}) > 3 * len(tokens)
+def is_varied(tokens: list[list[int]]) -> bool:
+    """Whether there are many different ones: a model that repeats itself would be a weak oracle."""
+    return len({token for row in tokens for token in row}) > 3 * len(tokens)

@@ -299,7 +299,7 @@ class RankProbe:
 
     def probe_draft_passes(self) -> list[tuple[int, list[int]]]:
         """Draft passes of engines that share experts, on Model Runner V2."""
-        return self.probe_passes
+        return getattr(self, "probe_passes", [])
 
     def probe_cache(self) -> list[str]:
         """A digest of each block of the KV cache but the null block."""

@@ -55,30 +55,15 @@ class Truth:
 class Traffic:
     """A small scheduler: chunks, decodes, drafts, prefix hits, and preemptions for want of blocks.
 
-    Parameters
-    ----------
-    seed
-        Of everything random.
-    max_num_reqs, max_num_tokens, num_blocks
-        Limits.
-    most_drafts
-        Drafts of a decode, at most; for 16 steps decodes have some, and for 16 none.
+    For 16 steps decodes have up to so many drafts, and for 16 none.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        max_num_reqs: int = 8,
-        max_num_tokens: int = 48,
-        num_blocks: int = 80,
-        most_drafts: int = 0,
-        longest: int = 60,
-    ) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
-        self.num_blocks = num_blocks
-        self.most_drafts, self.longest, model_len = most_drafts, longest, 2 * longest + 8
-        self.free = list(range(num_blocks, 0, -1))
+    max_num_reqs, max_num_tokens, num_blocks, longest = 8, 48, 80, 60
+
+    def __init__(self, seed: int, most_drafts: int = 0) -> None:
+        self.rng, self.most_drafts = np.random.default_rng(seed), most_drafts
+        max_num_reqs, model_len = self.max_num_reqs, 2 * self.longest + 8
+        self.free = list(range(self.num_blocks, 0, -1))
         self.owners: dict[int, int] = {}  # of a block, how many
         self.waiting: deque[Request] = deque()
         self.arrived = 0

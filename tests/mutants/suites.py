@@ -18,7 +18,7 @@ TESTS = {
     ),
     "runner/": (
         "runner graph engine/test_speculation.py engine/test_mtp.py engine/test_multimodal.py "
-        "engine/test_pooling.py engine/test_sampling.py engine/test_weights_and_resets.py "
+        "engine/test_pooling.py engine/test_sampling.py engine/test_sleep.py "
         "differential npu/on_device/test_sampling.py"
     ),
     "scheduling/": "scheduling",

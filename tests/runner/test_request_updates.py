@@ -225,10 +225,12 @@ class Scheduled(Traffic):
 
 
 def append(runner: Any, output: Any, rows: list[list[int]], num_drafts: int) -> Any:
-    """Let a runner book samples as after a forward pass."""
+    """Let a runner book samples as after a forward pass; no token has the end of the vocabulary."""
     batch, width = runner.input_batch, 1 + max((len(d) for d in output[1].values()), default=0)
     filled = [row or [7] for row in rows]
-    sampled = torch.tensor([row + [-1] * (width - len(row)) for row in filled], dtype=torch.int32)
+    nothing = (-1, batch.vocab_size)[len(batch.req_ids) % 2]
+    filled = [row + [nothing] * (width - len(row)) for row in filled]
+    sampled = torch.tensor(filled, dtype=torch.int32)
     runner.discard_request_mask.np[: len(rows)] = [not row for row in rows]
     batch.prev_sampled_token_ids = None
     if runner.use_async_scheduling and num_drafts:  # its drafter has set it

@@ -164,7 +164,8 @@ class _Serving(Traffic):
             elif self.chance(0.6 if self.kind.connector else 0.2):
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
-        self.life_cycle.hold_acceptance()
+        lost = self.life_cycle.lost + self.life_cycle.lost_acceptance()
+        assert not lost, lost
         self.count["tokens that a connector had"] = sum(self.stored)
         drafts = {f"drafts {what}": number for what, number in self.verified.items()}
         return self.count + Counter(drafts)

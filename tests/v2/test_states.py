@@ -37,33 +37,6 @@ class Drawn:
         return found
 
 
-def test_a_step_continues_from_the_last_samples():
-    drawn = Drawn(4)
-    assert drawn.step([2, 0], prompts={2, 0}).token_ids is None
-    found = drawn.step([0, 2])
-    assert found.rows.tolist() == [1, 0]
-    assert found.num_rows == 2
-
-
-def test_samples_of_requests_left_out_are_found_later():
-    drawn = Drawn(6)
-    drawn.step([0, 1, 2], prompts={0, 1, 2})
-    drawn.step([0, 2])  # 1 is left out
-    drawn.step([0])  # and 2
-    drawn.step([2, 1, 0])
-    drawn.step([0, 1, 2])
-    drawn.step([1, 3], prompts={3})
-    drawn.step([0, 1, 2, 3])
-
-
-def test_a_discarded_sample_is_not_continued_from():
-    drawn = Drawn(4)
-    drawn.step([0, 1], prompts={0, 1}, discard={1})
-    found = drawn.step([0, 1], prompts={1})
-    assert found.rows.tolist() == [0, -1]
-    drawn.step([0, 1])
-
-
 def test_a_slot_forgets_the_sample_of_its_former_request():
     drawn = Drawn(3)
     drawn.step([0, 1], prompts={0, 1})
