@@ -9,10 +9,8 @@ import torch
 from vllm_npu_prep.attention.states import StateMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import Outcome, compare, worst_of
-
-UNUSED = 30.0
-"""What blocks hold that no request owns: so large that it shows where one is read."""
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import FILLER, compare
 
 KERNEL_SIZE = 4
 """Size of the convolution in tokens: Qwen3-Next's and Qwen3.5's."""
@@ -97,7 +95,7 @@ class DeltaStep:
             self.source = self.of_tokens[starts + torch.tensor(form.accepted) - 1].clone()
         sizes = form.num_v_heads, HEAD, HEAD
         half = form.num_v_heads * HEAD * HEAD
-        plane = torch.full((2, self.num_blocks, half), UNUSED, dtype=torch.bfloat16)
+        plane = torch.full((2, self.num_blocks, half), FILLER, dtype=torch.bfloat16)
         self.last = random(count, KERNEL_SIZE - 1, width)
         self.states = random(count, *sizes, scale=4.0)
         for row, (computed, _) in enumerate(form.lengths):
@@ -146,7 +144,7 @@ class DeltaStep:
                 for token in range(new)
             ]
         for plane, index in ((self.conv_on_device, 1), (self.states_on_device, 2)):
-            kept = torch.full(plane.shape, UNUSED, dtype=torch.float64)
+            kept = torch.full(plane.shape, FILLER, dtype=torch.float64)
             for row, (computed, _) in enumerate(form.lengths):
                 if computed:
                     kept[self.source[row]] = (self.last, self.states)[index - 1][row].double()

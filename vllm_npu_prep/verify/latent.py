@@ -21,10 +21,8 @@ from vllm_npu_prep.attention.mla import attend_prefills, split_common
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import Outcome, compare, worst_of
-
-UNUSED = 30.0
-"""What rows of the cache hold that no request owns: so large that it shows where one is read."""
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import FILLER, compare
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class LatentStep:
         """Make the cache with every row that was there before the step."""
         shape, size = self.form.shape, self.form.block_size
         page = size * (shape.kv_lora_rank + shape.qk_rope_head_dim)
-        host = torch.full((self.num_blocks, page), UNUSED, dtype=self.form.dtype)
+        host = torch.full((self.num_blocks, page), FILLER, dtype=self.form.dtype)
         planes = planes_of(host, shape)
         for row, (first, _) in enumerate(self.form.lengths):
             for position in range(first):
@@ -279,7 +277,7 @@ class LatentStep:
     def _compare_cache(self) -> Outcome:
         shape, size = self.form.shape, self.form.block_size
         page = size * (shape.kv_lora_rank + shape.qk_rope_head_dim)
-        wanted = planes_of(torch.full((self.num_blocks, page), UNUSED).to(self.form.dtype), shape)
+        wanted = planes_of(torch.full((self.num_blocks, page), FILLER).to(self.form.dtype), shape)
         for row, length in enumerate(self.seq_lens):
             for position in range(length):
                 block, offset = int(self.table[row, position // size]), position % size

@@ -23,7 +23,8 @@ from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.delta import DeltaStep
 from vllm_npu_prep.verify.delta import forms_of as delta_forms
 from vllm_npu_prep.verify.latent import LatentStep, forms_of
-from vllm_npu_prep.verify.row import Outcome, compare
+from vllm_npu_prep.verify.outcome import Outcome, first_line_of
+from vllm_npu_prep.verify.row import compare
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
 from vllm_npu_prep.wording import counted
 
@@ -264,10 +265,9 @@ def _probe_step(
         outcome = run()
         device.synchronize()
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise PrepError(
-            f"the start-up probe could not run {what} ({family}: {form}): "
-            f"{type(error).__name__}: {first}; {advice}"
+            f"the start-up probe could not run {what} ({family}: {form}): {first_line_of(error)}; "
+            f"{advice}"
         ) from error
     if outcome.verdict.is_bad:
         raise PrepError(
@@ -305,8 +305,7 @@ def probe_operator(
             for result, formula in zip(results, formulas, strict=True)
         ]
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        log(f"{name} is switched off: it fails on this device ({type(error).__name__}: {first})")
+        log(f"{name} is switched off: it fails on this device ({first_line_of(error)})")
         return False
     for outcome in outcomes:
         if outcome.verdict.is_bad:

@@ -19,12 +19,9 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.mask import plan_mask
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import Outcome, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import FILLER, compare
 from vllm_npu_prep.wording import counted
-
-OTHERS = 30.0
-"""What rows of the cache hold that no request may read: large, so that reading one shows, and
-finite, because kernels may multiply masked rows by 0."""
 
 MASK_BYTES = 256 << 20
 """Budget of dense masks, which these steps never reach."""
@@ -177,7 +174,7 @@ class AttentionStep:
         """Make the cache on the host before the step: contexts, and large numbers elsewhere."""
         form, layer = self.form, self.form.layer
         shape = (2, self.num_blocks, form.block_size or 1, layer.num_kv_heads, layer.head_size)
-        cache = torch.full(shape, OTHERS, dtype=form.dtype)
+        cache = torch.full(shape, FILLER, dtype=form.dtype)
         if form.block_size:
             for request, (context, _) in enumerate(form.lengths):
                 for position in range(context):
@@ -191,7 +188,7 @@ class AttentionStep:
 
         The tokens are packed one after another, as a rank of decode context parallelism keeps them.
         """
-        cache = torch.full_like(self.host_cache, OTHERS)
+        cache = torch.full_like(self.host_cache, FILLER)
         for request, (context, _) in enumerate(self.form.lengths):
             for place, position in enumerate(range(first, context, nth)):
                 block, offset = self._cell(request, place)

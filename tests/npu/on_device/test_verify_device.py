@@ -19,7 +19,7 @@ from vllm_npu_prep.device import make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify.child import run_row
 from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention
-from vllm_npu_prep.verify.row import Bench
+from vllm_npu_prep.verify.row import RowContext
 from vllm_npu_prep.verify.steps import layer_of, masks_for
 
 
@@ -28,11 +28,11 @@ def run(tmp_path_factory):
     """Function of the name of a row, or of its beginning: verdicts of these rows, by name."""
     from vllm_npu_prep.verify.rows import ROWS  # they need torch_npu
 
-    bench = Bench(make_device("npu"), tmp_path_factory.mktemp("rows"))
+    context = RowContext(make_device("npu"), tmp_path_factory.mktemp("rows"))
     rows = [row for row in ROWS if row.group != "engine" and row.ranks == 1]
 
     def run(*names: str) -> dict[str, dict]:
-        return {row.name: run_row(row, bench)[0] for row in rows if row.name.startswith(names)}
+        return {row.name: run_row(row, context)[0] for row in rows if row.name.startswith(names)}
 
     return run
 

@@ -19,7 +19,8 @@ from vllm_npu_prep.attention.context_parallel import (
 from vllm_npu_prep.attention.kernels import make_kernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, Verdict, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import DTYPES, Record, Row, RowContext, compare
 from vllm_npu_prep.verify.steps import (
     CHUNKS,
     DECODES,
@@ -34,7 +35,6 @@ PROMPT = AttentionState.PrefillNoCache
 DECODE = AttentionState.DecodeOnly
 CHUNK = AttentionState.ChunkedPrefill
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROUPED = layer_of(4, 2, 128)
 
 OPERATORS = {"fia": "fused attention", "atb": "atb attention"}
@@ -145,8 +145,8 @@ VARIANTS: dict[str, tuple[str, str, Any]] = {
 """Some of these forms with other heads, in bfloat16."""
 
 
-def run_form(family: str, form: AttentionForm, bench: Bench) -> Outcome:
-    return AttentionStep(form, bench.device.device, make_kernels(family)).run()
+def run_form(family: str, form: AttentionForm, context: RowContext) -> Outcome:
+    return AttentionStep(form, context.device.device, make_kernels(family)).run()
 
 
 def _row(family: str, name: str, what: str, form: AttentionForm, covers: Any) -> Row:
@@ -170,18 +170,18 @@ def _common() -> Iterator[Row]:
 # ------------------------------------------------------------------------- fused attention alone
 
 
-def shared_blocks(family: str, bench: Bench) -> Outcome:
+def shared_blocks(family: str, context: RowContext) -> Outcome:
     """Let requests share their first block, as after a hit in the prefix cache."""
     lengths = ((130, 1), (140, 1), (128, 1), (150, 1))
     form = replace(BASE, state=DECODE, lengths=lengths, num_shared=1)
-    return run_form(family, form, bench)
+    return run_form(family, form, context)
 
 
-def zero_lengths(family: str, bench: Bench) -> Outcome:
+def zero_lengths(family: str, context: RowContext) -> Outcome:
     """Put rows without keys beside others: the others must be right, theirs are only reported."""
     many = DECODES * 5  # kernels of some releases treat batches from 24 requests on differently
     form = replace(BASE, state=DECODE, lengths=many, num_padding=2, padding_len=0)
-    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    step = AttentionStep(form, context.device.device, make_kernels(family))
     metadata = step.metadata()
     step.write(metadata)
     output = step.attend(metadata)
@@ -193,22 +193,22 @@ def zero_lengths(family: str, bench: Bench) -> Outcome:
     return outcome
 
 
-def past_the_constant(bench: Bench) -> Outcome:
+def past_the_constant(context: RowContext) -> Outcome:
     """Try sequences longer than the constant mask, which has 2048 rows and columns."""
     layer = layer_of(2, 1, 64)
     long = replace(BASE, lengths=((2500, 20), (2040, 16)), layer=layer)
-    plain = run_form("fia", long, bench)
-    windowed = run_form("fia", replace(long, window=2100), bench)
+    plain = run_form("fia", long, context)
+    windowed = run_form("fia", replace(long, window=2100), context)
     return worst_of([plain, windowed], f"{plain.given}; also with window 2100")
 
 
-def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
+def unpaged(dtype: torch.dtype, context: RowContext) -> Outcome:
     """Try fused attention over fresh K and V in mode 0, for which a plain average was reported.
 
     The plugin calls another operator for encoders (vllm-project/vllm-ascend 13699).
     """
     form = replace(FORMS["encoder"][1], dtype=dtype)
-    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    step = AttentionStep(form, context.device.device, make_kernels("fia"))
     ends = torch.tensor(form.query_lens).cumsum(0).tolist()
     output, _ = torch_npu.npu_fused_infer_attention_score(
         step.query(),
@@ -221,10 +221,10 @@ def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
     return step.check_attention(output)
 
 
-def lse(wanted: bool, bench: Bench) -> Outcome:
+def lse(wanted: bool, context: RowContext) -> Outcome:
     """Ask for the second result, or not, in decodes over the cache without a mask."""
     form = replace(BASE, state=DECODE, lengths=DECODES)
-    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    step = AttentionStep(form, context.device.device, make_kernels("fia"))
     metadata = step.metadata()
     step.write(metadata)
     key, value = (plane.flatten(2) for plane in step.kv_cache)
@@ -247,13 +247,13 @@ def lse(wanted: bool, bench: Bench) -> Outcome:
     return worst_of([second, attended], str(form))
 
 
-def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
+def shared_contexts(dtype: torch.dtype, context: RowContext) -> Outcome:
     """Attend over two halves of the contexts and over the step's own tokens, and merge the results.
 
     The halves are cut as decode context parallelism cuts them.
     """
     form = replace(BASE, dtype=dtype, layer=layer_of(4, 1, 128))
-    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    step = AttentionStep(form, context.device.device, make_kernels("fia"))
     metadata = step.metadata()
     parts: list[tuple[AscendMetadata, torch.Tensor | None, torch.Tensor]] = [
         (own_of(metadata, metadata.attn_mask), None, step.kv_cache)
@@ -261,8 +261,8 @@ def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
     for rank in range(2):
         kept = [len(range(rank, context, 2)) for context, _ in form.lengths]
         lens = np.array(kept, np.int32)
-        shared = rows_of(metadata, bench.put(torch.from_numpy(lens)), lens)
-        parts.append((shared.rows, shared.has_rows, bench.put(step.every(2, rank))))
+        shared = rows_of(metadata, context.put(torch.from_numpy(lens)), lens)
+        parts.append((shared.rows, shared.has_rows, context.put(step.every(2, rank))))
     shares = []
     for rows, has_rows, cache in parts:
         query = step.query()
@@ -290,10 +290,10 @@ def _shape_of(step: AttentionStep) -> dict[str, Any]:
     }
 
 
-def with_workspace(family: str, bench: Bench) -> Outcome:
+def with_workspace(family: str, context: RowContext) -> Outcome:
     """Give a workspace from outside, as a graph's tasks do; it must be large enough."""
     form = replace(BASE, state=DECODE, lengths=DECODES)
-    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    step = AttentionStep(form, context.device.device, make_kernels(family))
     metadata = step.metadata()
     step.write(metadata)
     query = step.query()
@@ -306,11 +306,11 @@ def with_workspace(family: str, bench: Bench) -> Outcome:
     return replace(outcome, given=f"{outcome.given}; workspace of {workspace.nbytes:,} bytes")
 
 
-def several_layers(family: str, bench: Bench) -> Outcome:
+def several_layers(family: str, context: RowContext) -> Outcome:
     """Run two layers in turn over caches of their own, with one metadata; none may be mixed up."""
     kernels = make_kernels(family)
     form = replace(BASE, lengths=((130, 1), (9, 3)))
-    steps = [AttentionStep(form, bench.device.device, kernels, seed=0) for _ in range(2)]
+    steps = [AttentionStep(form, context.device.device, kernels, seed=0) for _ in range(2)]
     metadata = steps[0].metadata()
     steps[1].kv_cache.neg_()  # the other layer's K and V, in the same blocks
     parts = []
@@ -394,18 +394,18 @@ def _special() -> Iterator[Row]:
 # ------------------------------------------------------------------------- cache writes
 
 
-def cache_write(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+def cache_write(family: str, dtype: torch.dtype, context: RowContext) -> Outcome:
     """Write tokens of which some have slot -1; every cell of both planes is compared."""
     lengths = ((0, 3), (126, 5), (40, 1))
     form = replace(BASE, lengths=lengths, dtype=dtype, num_padding=4, block_size=128)
-    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    step = AttentionStep(form, context.device.device, make_kernels(family))
     step.write(step.metadata())
     return replace(step.check_cache(), given=f"9 tokens, 4 slots of -1, {form.dtype}, 2 heads")
 
 
-def all_padding(family: str, bench: Bench) -> Outcome:
-    step = AttentionStep(BASE, bench.device.device, make_kernels(family))
-    slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=bench.device.device)
+def all_padding(family: str, context: RowContext) -> Outcome:
+    step = AttentionStep(BASE, context.device.device, make_kernels(family))
+    slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=context.device.device)
     step.kernels.write_kv(step.own(step.keys), step.own(step.values), step.kv_cache, slots)
     expected = step.host_cache
     given = f"{step.num_tokens} slots of -1"
@@ -433,21 +433,21 @@ def _writes() -> Iterator[Row]:
 # ------------------------------------------------------------------------- masks
 
 
-def constant_mask(bench: Bench) -> Outcome:
+def constant_mask(context: RowContext) -> Outcome:
     family = make_kernels("fia").family
-    made = masks_for(family, torch.bfloat16, bench.device.device, 256).constant()
+    made = masks_for(family, torch.bfloat16, context.device.device, 256).constant()
     rows = torch.arange(2048)
     expected = (rows[None, :] > rows[:, None]).to(torch.int8)
     return compare(made, expected, "int8 2048 x 2048", where=("row", "column"))
 
 
-def dense_mask(dtype: torch.dtype, bench: Bench) -> Outcome:
+def dense_mask(dtype: torch.dtype, context: RowContext) -> Outcome:
     family = make_kernels("atb").family
     assert family.mask_values is not None
     parts = []
     for state, form in ((PROMPT, "prompt"), (CHUNK, "chunk")):
         step_form = replace(FORMS[form][1], dtype=dtype, window=7, lengths=((0, 20), (0, 9)))
-        step = AttentionStep(step_form, bench.device.device, make_kernels("atb"))
+        step = AttentionStep(step_form, context.device.device, make_kernels("atb"))
         made = step.metadata().attn_mask
         assert made is not None
         positions = range(20) if state == PROMPT else [*range(20), *range(9)]

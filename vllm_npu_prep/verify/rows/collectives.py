@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
-from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import Row, RowContext, compare, normal
 from vllm_npu_prep.wording import counted
 
 REDUCED = (
@@ -40,27 +41,28 @@ BANDWIDTH_BYTES = 64 << 20
 
 
 @contextmanager
-def team(bench: Bench) -> Iterator[None]:
+def team(context: RowContext) -> Iterator[None]:
     dist.init_process_group(
-        "hccl", init_method=bench.rendezvous, rank=bench.rank, world_size=bench.num_ranks
+        "hccl", init_method=context.rendezvous, rank=context.rank, world_size=context.num_ranks
     )
     try:
         yield
-        bench.device.synchronize()
+        context.device.synchronize()
     finally:
         dist.destroy_process_group()
 
 
-def of_rank(bench: Bench, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def of_rank(context: RowContext, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a rank's contribution, on the host: small, so that integers don't overflow."""
-    numbers = bench.random(size, seed=rank)
+    generator = torch.Generator().manual_seed(1 + rank)
+    numbers = normal(generator, size, dtype=torch.float32)
     if dtype.is_floating_point:
         return numbers.to(dtype)
     return (numbers * 3).round().clamp(-9, 9).abs().to(dtype)
 
 
-def of_all(bench: Bench, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [of_rank(bench, rank, size, dtype) for rank in range(bench.num_ranks)]
+def of_all(context: RowContext, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [of_rank(context, rank, size, dtype) for rank in range(context.num_ranks)]
 
 
 def reduced(parts: list[torch.Tensor], name: str) -> torch.Tensor:
@@ -72,149 +74,149 @@ def reduced(parts: list[torch.Tensor], name: str) -> torch.Tensor:
     return total
 
 
-def _reduction(bench: Bench, run: Callable[..., Results]) -> Outcome:
+def _reduction(context: RowContext, run: Callable[..., Results]) -> Outcome:
     outcomes, operations = [], 0
-    with team(bench):
+    with team(context):
         for dtype in REDUCED:
             for name in OPERATIONS:
                 if name == "PRODUCT" and dtype in NO_PRODUCT:
                     continue
                 for size in SIZES:
-                    for got, expected in run(bench, dtype, name, size):
+                    for got, expected in run(context, dtype, name, size):
                         given = f"{name} of {size:,} {str(dtype).removeprefix('torch.')}"
                         got = got if dtype.is_floating_point else got.to(torch.int64)
                         outcomes.append(compare(got, expected, given, where=("element",)))
                         operations += 1
-    return worst_of(outcomes, f"{operations} reductions, {counted(bench.num_ranks, 'rank')}")
+    return worst_of(outcomes, f"{operations} reductions, {counted(context.num_ranks, 'rank')}")
 
 
-def all_reduce(bench: Bench) -> Outcome:
-    def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
-        parts = of_all(bench, size, dtype)
-        mine = bench.put(parts[bench.rank])
+def all_reduce(context: RowContext) -> Outcome:
+    def run(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Results:
+        parts = of_all(context, size, dtype)
+        mine = context.put(parts[context.rank])
         dist.all_reduce(mine, getattr(dist.ReduceOp, name))
         yield mine, reduced(parts, name)
 
-    return _reduction(bench, run)
+    return _reduction(context, run)
 
 
-def reduce(bench: Bench) -> Outcome:
+def reduce(context: RowContext) -> Outcome:
     """Reduce to one rank, each rank in turn."""
 
-    def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
-        parts = of_all(bench, size, dtype)
-        for root in range(bench.num_ranks):
-            mine = bench.put(parts[bench.rank])
+    def run(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Results:
+        parts = of_all(context, size, dtype)
+        for root in range(context.num_ranks):
+            mine = context.put(parts[context.rank])
             dist.reduce(mine, root, getattr(dist.ReduceOp, name))
-            if root == bench.rank:
+            if root == context.rank:
                 yield mine, reduced(parts, name)
 
-    return _reduction(bench, run)
+    return _reduction(context, run)
 
 
-def reduce_scatter(bench: Bench) -> Outcome:
-    def run(bench: Bench, dtype: torch.dtype, name: str, size: int) -> Results:
-        parts = of_all(bench, size * bench.num_ranks, dtype)
-        mine = torch.empty(size, dtype=dtype, device=bench.device.device)
-        whole = bench.put(parts[bench.rank])
+def reduce_scatter(context: RowContext) -> Outcome:
+    def run(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Results:
+        parts = of_all(context, size * context.num_ranks, dtype)
+        mine = torch.empty(size, dtype=dtype, device=context.device.device)
+        whole = context.put(parts[context.rank])
         dist.reduce_scatter_single(mine, whole, getattr(dist.ReduceOp, name))
-        yield mine, reduced(parts, name).chunk(bench.num_ranks)[bench.rank]
+        yield mine, reduced(parts, name).chunk(context.num_ranks)[context.rank]
 
-    return _reduction(bench, run)
+    return _reduction(context, run)
 
 
 def _moved(
-    bench: Bench, run: Callable[..., Result], dtypes: tuple[torch.dtype, ...] = MOVED
+    context: RowContext, run: Callable[..., Result], dtypes: tuple[torch.dtype, ...] = MOVED
 ) -> Outcome:
     outcomes = []
-    with team(bench):
+    with team(context):
         for dtype in dtypes:
             for size in SIZES:
-                got, expected = run(bench, dtype, size)
+                got, expected = run(context, dtype, size)
                 given = f"{size:,} {str(dtype).removeprefix('torch.')}"
                 outcomes.append(compare(got, expected, given, tolerance=0.0, where=("element",)))
-    return worst_of(outcomes, f"{len(dtypes)} dtypes, {counted(bench.num_ranks, 'rank')}")
+    return worst_of(outcomes, f"{len(dtypes)} dtypes, {counted(context.num_ranks, 'rank')}")
 
 
-def all_gather(bench: Bench) -> Outcome:
-    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
-        parts = of_all(bench, size, dtype)
-        got = torch.empty(size * bench.num_ranks, dtype=dtype, device=bench.device.device)
-        dist.all_gather_single(got, bench.put(parts[bench.rank]))
+def all_gather(context: RowContext) -> Outcome:
+    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
+        parts = of_all(context, size, dtype)
+        got = torch.empty(size * context.num_ranks, dtype=dtype, device=context.device.device)
+        dist.all_gather_single(got, context.put(parts[context.rank]))
         return got, torch.cat(parts)
 
-    return _moved(bench, run)
+    return _moved(context, run)
 
 
-def gather_lists(bench: Bench) -> Outcome:
+def gather_lists(context: RowContext) -> Outcome:
     """Gather into a list, which torch_npu pads to 512 bytes; the plugin doesn't do so with bool."""
 
-    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
-        parts = of_all(bench, size, dtype)
-        device = bench.device.device
+    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
+        parts = of_all(context, size, dtype)
+        device = context.device.device
         got = [torch.empty(size, dtype=dtype, device=device) for _ in parts]
-        dist.all_gather(got, bench.put(parts[bench.rank]))
+        dist.all_gather(got, context.put(parts[context.rank]))
         return torch.cat(got), torch.cat(parts)
 
-    return _moved(bench, run, tuple(dtype for dtype in MOVED if dtype != torch.bool))
+    return _moved(context, run, tuple(dtype for dtype in MOVED if dtype != torch.bool))
 
 
-def broadcast(bench: Bench) -> Outcome:
-    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
-        root = bench.num_ranks - 1
-        got = bench.put(of_rank(bench, bench.rank, size, dtype))
+def broadcast(context: RowContext) -> Outcome:
+    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
+        root = context.num_ranks - 1
+        got = context.put(of_rank(context, context.rank, size, dtype))
         dist.broadcast(got, root)
-        return got, of_rank(bench, root, size, dtype)
+        return got, of_rank(context, root, size, dtype)
 
-    return _moved(bench, run)
+    return _moved(context, run)
 
 
-def all_to_all(bench: Bench) -> Outcome:
+def all_to_all(context: RowContext) -> Outcome:
     """Let rank a send a + b + 1 pieces to rank b."""
 
-    def run(bench: Bench, dtype: torch.dtype, size: int) -> Result:
-        ranks = range(bench.num_ranks)
+    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
+        ranks = range(context.num_ranks)
         sizes = [[(a + b + 1) * size for b in ranks] for a in ranks]
-        parts = [of_rank(bench, a, sum(sizes[a]), dtype) for a in ranks]
-        received = [sizes[a][bench.rank] for a in ranks]
-        got = torch.empty(sum(received), dtype=dtype, device=bench.device.device)
-        dist.all_to_all_single(got, bench.put(parts[bench.rank]), received, sizes[bench.rank])
-        return got, torch.cat([parts[a].split(sizes[a])[bench.rank] for a in ranks])
+        parts = [of_rank(context, a, sum(sizes[a]), dtype) for a in ranks]
+        received = [sizes[a][context.rank] for a in ranks]
+        got = torch.empty(sum(received), dtype=dtype, device=context.device.device)
+        dist.all_to_all_single(got, context.put(parts[context.rank]), received, sizes[context.rank])
+        return got, torch.cat([parts[a].split(sizes[a])[context.rank] for a in ranks])
 
-    return _moved(bench, run)
+    return _moved(context, run)
 
 
-def in_a_graph(bench: Bench) -> Outcome:
+def in_a_graph(context: RowContext) -> Outcome:
     outcomes = []
-    with team(bench):
-        x = torch.zeros(1000, device=bench.device.device)
+    with team(context):
+        x = torch.zeros(1000, device=context.device.device)
         dist.all_reduce(x)  # makes the communicator
         graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(graph):
-            y = x + bench.rank
+            y = x + context.rank
             dist.all_reduce(y)
         for value in (0.0, 3.0, -2.0):
             x.fill_(value)
             graph.replay()
-            total = bench.num_ranks * value + sum(range(bench.num_ranks))
+            total = context.num_ranks * value + sum(range(context.num_ranks))
             expected = torch.full((1000,), total, dtype=torch.float64)
             outcomes.append(compare(y.clone(), expected, f"replay with {value:g}"))
         del graph
-    return worst_of(outcomes, f"3 replays of a sum, {counted(bench.num_ranks, 'rank')}")
+    return worst_of(outcomes, f"3 replays of a sum, {counted(context.num_ranks, 'rank')}")
 
 
-def pairs(bench: Bench) -> Outcome:
+def pairs(context: RowContext) -> Outcome:
     """Let each rank send to each other rank; how fast that was is reported, but not judged."""
-    outcomes, speeds, rank = [], [], bench.rank
-    with team(bench):
-        small = torch.zeros(1, device=bench.device.device)
-        for first in range(bench.num_ranks):
-            for second in range(first + 1, bench.num_ranks):
+    outcomes, speeds, rank = [], [], context.rank
+    with team(context):
+        small = torch.zeros(1, device=context.device.device)
+        for first in range(context.num_ranks):
+            for second in range(first + 1, context.num_ranks):
                 group = dist.new_group([first, second])
                 if rank not in (first, second):
                     continue
                 peer = second if rank == first else first
-                large = bench.put(of_rank(bench, rank, BANDWIDTH_BYTES // 4, torch.float32))
+                large = context.put(of_rank(context, rank, BANDWIDTH_BYTES // 4, torch.float32))
                 got = torch.empty_like(large)
                 for sender in (first, second):
                     if rank == sender:
@@ -222,18 +224,18 @@ def pairs(bench: Bench) -> Outcome:
                     else:
                         dist.recv(got, peer, group=group)
                 given = f"ranks {first} and {second}"
-                expected = of_rank(bench, peer, BANDWIDTH_BYTES // 4, torch.float32)
+                expected = of_rank(context, peer, BANDWIDTH_BYTES // 4, torch.float32)
                 outcomes.append(compare(got, expected, given, tolerance=0.0))
                 slow = _seconds(
-                    bench, partial(_there_and_back, small, first, peer, group), LATENCY_CALLS
+                    context, partial(_there_and_back, small, first, peer, group), LATENCY_CALLS
                 )
                 long = _seconds(
-                    bench, partial(_there_and_back, large, first, peer, group), BANDWIDTH_CALLS
+                    context, partial(_there_and_back, large, first, peer, group), BANDWIDTH_CALLS
                 )
                 speeds.append((2 * BANDWIDTH_BYTES / long / 1e9, slow / 2 * 1e6))
-        bench.device.synchronize()
+        context.device.synchronize()
         dist.barrier()
-    judged = worst_of(outcomes, f"{len(outcomes)} pairs of {counted(bench.num_ranks, 'rank')}")
+    judged = worst_of(outcomes, f"{len(outcomes)} pairs of {counted(context.num_ranks, 'rank')}")
     if judged.verdict != Verdict.SAME:
         return judged
     slowest, latest = min(speed for speed, _ in speeds), max(wait for _, wait in speeds)
@@ -250,14 +252,14 @@ def _there_and_back(tensor: torch.Tensor, first: int, peer: int, group: dist.Pro
         dist.send(tensor, peer, group=group)
 
 
-def _seconds(bench: Bench, call: Callable[[], None], calls: int) -> float:
+def _seconds(context: RowContext, call: Callable[[], None], calls: int) -> float:
     """Return the mean time of a call in seconds; all calls are issued at once."""
     call()
-    bench.device.synchronize()
+    context.device.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    bench.device.synchronize()
+    context.device.synchronize()
     return (time.perf_counter() - start) / calls
 
 

@@ -4,7 +4,8 @@ from functools import partial
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
 from vllm_npu_prep.verify.delta import DeltaStep, forms_of
-from vllm_npu_prep.verify.row import Bench, NotHereError, Outcome, Record, Row
+from vllm_npu_prep.verify.outcome import NotHereError, Outcome
+from vllm_npu_prep.verify.row import Record, Row, RowContext
 
 RECURRENT: tuple[Record, ...] = (("npu_recurrent_gated_delta_rule", "one sequence a state"),)
 
@@ -20,11 +21,11 @@ HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
 """Numbers of heads of keys and of values, by a part of the row's name."""
 
 
-def delta(what: str, heads: tuple[int, int], bench: Bench) -> Outcome:
+def delta(what: str, heads: tuple[int, int], context: RowContext) -> Outcome:
     operator = "npu_chunk_gated_delta_rule" if what == "prefill" else RECURRENT[0][0]
     for function in missing_functions([operator]).values():
         raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
-    return DeltaStep(forms_of(*heads)[what], bench.device.device).run()
+    return DeltaStep(forms_of(*heads)[what], context.device.device).run()
 
 
 ROWS = tuple(

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from vllm_npu_prep.verify import tiny_engine
-from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict
+from vllm_npu_prep.verify.outcome import Outcome, Verdict
+from vllm_npu_prep.verify.row import Row, RowContext
 
 SECONDS = 900.0
 """Time limit of an engine's row, which first runs the CPU fallback's process, then an engine."""
@@ -38,9 +39,9 @@ def expected_tokens(folder: Path) -> tuple[list[list[int]], list[list[float]]]:
     return answer["tokens"], answer["leads"]
 
 
-def engine(mode: str, bench: Bench) -> Outcome:
-    expected, leads = expected_tokens(bench.folder)
-    tokens, _ = tiny_engine.tokens_of(bench.folder / tiny_engine.MODEL, mode)
+def engine(mode: str, context: RowContext) -> Outcome:
+    expected, leads = expected_tokens(context.folder)
+    tokens, _ = tiny_engine.tokens_of(context.folder / tiny_engine.MODEL, mode)
     compared, wanted, got = tiny_engine.difference(tokens, expected, leads)
     total = sum(map(len, expected))
     given = f"{len(expected)} prompts of 1 to {max(tiny_engine.PROMPT_LENGTHS)} tokens, {mode}"

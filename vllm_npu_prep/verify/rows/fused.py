@@ -7,9 +7,8 @@ import torch
 
 from vllm_npu_prep.ops.fused import OPERATORS
 from vllm_npu_prep.verify.fused import probes
-from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, compare, worst_of
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import DTYPES, Record, Row, RowContext, compare
 
 COVERS: Mapping[str, tuple[Record, ...]] = {
     "rms_norm": (("norms", "gamma shape"),),
@@ -77,10 +76,10 @@ COVERS: Mapping[str, tuple[Record, ...]] = {
 """The records that each switch's call tries."""
 
 
-def fused(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+def fused(name: str, dtype: torch.dtype, context: RowContext) -> Outcome:
     probe = probes(dtype)[name]
     given = f"{OPERATORS[name]}, {dtype}"
-    results = zip(probe.call(bench.put), probe.expected(), strict=True)
+    results = zip(probe.call(context.put), probe.expected(), strict=True)
     where = ("row",)
     return worst_of([compare(got, formula, given, where=where) for got, formula in results], given)
 

@@ -12,7 +12,8 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import graph_pool
 from vllm_npu_prep.graph import Graph, GraphCall, GraphPool, make_pool
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import DTYPES, Row, RowContext, compare
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep, layer_of, masks_for
 
 LAYER = layer_of(4, 2, 128)
@@ -73,10 +74,10 @@ class Group:
 class Model:
     """Layers of attention, one after another; the layers of all groups take turns."""
 
-    def __init__(self, family: str, groups: list[Group], bench: Bench) -> None:
+    def __init__(self, family: str, groups: list[Group], context: RowContext) -> None:
         self.groups = groups
         for index, group in enumerate(groups):
-            group.make(family, bench.device.device, 10 * index)
+            group.make(family, context.device.device, 10 * index)
         most = max(group.num_layers for group in groups)
         self.layers = [
             (f"layer{layer}.group{index}", group, layer)
@@ -126,33 +127,33 @@ class Model:
         return {name: short[id(metadata)] for name, metadata in loaded.items()}
 
 
-def pool_for(bench: Bench) -> GraphPool:
-    del bench
+def pool_for(context: RowContext) -> GraphPool:
+    del context
     return make_pool("npu", graph_pool("npu"))
 
 
-def captured(model: Model, pool: GraphPool, bench: Bench) -> Graph:
-    with bench.device.capturing():
+def captured(model: Model, pool: GraphPool, context: RowContext) -> Graph:
+    with context.device.capturing():
         model(model.capture_metadata())
         graph = pool.new_graph()
         graph.capture(model.call(model.capture_metadata()))
     return graph
 
 
-def replayed(models: list[Model], num_steps: int, bench: Bench) -> Outcome:
+def replayed(models: list[Model], num_steps: int, context: RowContext) -> Outcome:
     """Replay all steps of all models, in turn, without waiting between them; then run them eagerly.
 
     Each model has one graph, and all graphs are in one pool. The eager run comes only after a
     difference, and tells whether graphs are to blame.
     """
-    pool = pool_for(bench)
-    graphs = [captured(model, pool, bench) for model in models]
+    pool = pool_for(context)
+    graphs = [captured(model, pool, context) for model in models]
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
     for index in [*range(num_steps), 0]:  # the first again: nothing of the others may be left
         for number, (model, graph) in enumerate(zip(models, graphs)):
             graph.replay(model.call(model.load(index)))
             outputs[number, index] = model.taken()
-    bench.device.synchronize()
+    context.device.synchronize()
     parts = []
     for (number, index), found in outputs.items():
         parts += models[number].check(index, found, f"replay of step {index}")
@@ -179,46 +180,46 @@ def _forms(
 DECODE, CHUNK = AttentionState.DecodeOnly, AttentionState.ChunkedPrefill
 
 
-def decodes(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+def decodes(family: str, dtype: torch.dtype, context: RowContext) -> Outcome:
     """Replay three layers: the first has an event of its own, the others share one."""
     group = Group(_forms(DECODE_STEPS, DECODE, dtype), 3)
-    return replayed([Model(family, [group], bench)], len(DECODE_STEPS), bench)
+    return replayed([Model(family, [group], context)], len(DECODE_STEPS), context)
 
 
-def padded_decodes(family: str, bench: Bench) -> Outcome:
+def padded_decodes(family: str, context: RowContext) -> Outcome:
     forms = [replace(f, num_padding=2) for f in _forms(DECODE_STEPS, DECODE, torch.bfloat16)]
-    return replayed([Model(family, [Group(forms, 1)], bench)], len(DECODE_STEPS), bench)
+    return replayed([Model(family, [Group(forms, 1)], context)], len(DECODE_STEPS), context)
 
 
-def chunks(dtype: torch.dtype, bench: Bench) -> Outcome:
+def chunks(dtype: torch.dtype, context: RowContext) -> Outcome:
     group = Group(_forms(CHUNK_STEPS, CHUNK, dtype), 2)
-    return replayed([Model("fia", [group], bench)], len(CHUNK_STEPS), bench)
+    return replayed([Model("fia", [group], context)], len(CHUNK_STEPS), context)
 
 
-def windows(lengths: tuple[Any, ...], state: AttentionState, bench: Bench) -> Outcome:
+def windows(lengths: tuple[Any, ...], state: AttentionState, context: RowContext) -> Outcome:
     """Replay windowed layers beside layers of full attention, each group with its block tables."""
     full = Group(_forms(lengths, state, torch.bfloat16), 2)
     windowed = Group(_forms(lengths, state, torch.bfloat16, window=4), 2)
-    return replayed([Model("fia", [full, windowed], bench)], len(lengths), bench)
+    return replayed([Model("fia", [full, windowed], context)], len(lengths), context)
 
 
-def two_sizes(family: str, bench: Bench) -> Outcome:
+def two_sizes(family: str, context: RowContext) -> Outcome:
     large = Group(_forms(DECODE_STEPS, DECODE, torch.bfloat16), 2)
     small = Group(_forms(tuple(e[:1] for e in DECODE_STEPS), DECODE, torch.bfloat16), 2)
-    models = [Model(family, [group], bench) for group in (large, small)]
-    return replayed(models, len(DECODE_STEPS), bench)
+    models = [Model(family, [group], context) for group in (large, small)]
+    return replayed(models, len(DECODE_STEPS), context)
 
 
-def plain(bench: Bench) -> Outcome:
-    source = bench.put(torch.zeros(64))
+def plain(context: RowContext) -> Outcome:
+    source = context.put(torch.zeros(64))
     target = torch.zeros_like(source)
 
     def run() -> torch.Tensor:
         torch.add(source * 3, 1, out=target)
         return target
 
-    graph = pool_for(bench).new_graph()
-    with bench.device.capturing():
+    graph = pool_for(context).new_graph()
+    with context.device.capturing():
         run()
         graph.capture(GraphCall(run, (), {}))
     found = []
@@ -231,10 +232,9 @@ def plain(bench: Bench) -> Outcome:
 
 
 def _rows() -> Iterator[Row]:
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     yield Row("graph-plain", "a captured graph whose input changes", plain)
     for family in ("fia", "atb"):
-        for short, dtype in dtypes.items():
+        for short, dtype in DTYPES.items():
             yield Row(
                 f"graph-{family}-decode-{short}",
                 f"{family} decodes in a graph, lengths changed before each replay",
@@ -251,7 +251,7 @@ def _rows() -> Iterator[Row]:
             f"{family} decodes in graphs of two sizes with one memory",
             partial(two_sizes, family),
         )
-    for short, dtype in dtypes.items():
+    for short, dtype in DTYPES.items():
         yield Row(
             f"graph-fia-chunk-{short}",
             "fia chunks in a graph, query lengths changed, too",

@@ -6,9 +6,8 @@ from functools import partial
 import torch
 
 from vllm_npu_prep.verify.int8 import Int8Probe, experts_product, probes, wide_swiglu
-from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, compare, worst_of
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import DTYPES, Record, Row, RowContext, compare
 
 COVERS: Mapping[str, tuple[Record, ...]] = {
     "dynamic-quant": (("npu_dynamic_quant", "form"),),
@@ -37,23 +36,23 @@ def calls(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
     return {**probes(dtype), **others}
 
 
-def int8(name: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+def int8(name: str, dtype: torch.dtype, context: RowContext) -> Outcome:
     probe = calls(dtype)[name]
     given = f"{probe.operator}, {dtype}"
-    results = zip(probe.call(bench.put), probe.expected(), strict=True)
+    results = zip(probe.call(context.put), probe.expected(), strict=True)
     return worst_of(
         [compare(got, formula, given, where=("row",)) for got, formula in results], given
     )
 
 
-def zeros(dtype: torch.dtype, bench: Bench) -> Outcome:
+def zeros(dtype: torch.dtype, context: RowContext) -> Outcome:
     """Check that products of rows of zeros, which padding may be, are zeros and not NaN."""
-    values, scale = torch.ops.npu.npu_dynamic_quant(bench.put(torch.zeros(3, 64, dtype=dtype)))
-    weight = bench.put(torch.ones(32, 64, dtype=torch.int8)).t()
+    values, scale = torch.ops.npu.npu_dynamic_quant(context.put(torch.zeros(3, 64, dtype=dtype)))
+    weight = context.put(torch.ones(32, 64, dtype=torch.int8)).t()
     product = torch.ops.npu.npu_quant_matmul(
         values,
         weight,
-        bench.put(torch.full((32,), 0.5)),
+        context.put(torch.full((32,), 0.5)),
         pertoken_scale=scale,
         output_dtype=dtype,
     )

@@ -7,9 +7,8 @@ import torch
 from vllm_npu_prep.attention.kernels.latent import LatentShape, make_latent_kernels
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.verify.latent import LatentStep, forms_of, shape_of
-from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from vllm_npu_prep.verify.outcome import Outcome
+from vllm_npu_prep.verify.row import DTYPES, Record, Row, RowContext
 
 LATENT: tuple[Record, ...] = (
     ("fused attention, rope", "latent rows twice"),
@@ -47,19 +46,19 @@ with their rotated part."""
 
 
 def latent(
-    what: str, shape: LatentShape, dtype: torch.dtype, block_size: int, bench: Bench
+    what: str, shape: LatentShape, dtype: torch.dtype, block_size: int, context: RowContext
 ) -> Outcome:
     form = forms_of(shape, dtype, block_size, 3)[what]
-    mask = bench.put(torch.from_numpy(compressed_mask()))
+    mask = context.put(torch.from_numpy(compressed_mask()))
     kernels = make_latent_kernels("fia")
-    return LatentStep(form, bench.device.device, kernels, mask).run()
+    return LatentStep(form, context.device.device, kernels, mask).run()
 
 
-def with_lse(dtype: torch.dtype, bench: Bench) -> Outcome:
+def with_lse(dtype: torch.dtype, context: RowContext) -> Outcome:
     """Compare decodes and their log-sum-exps, as decode context parallelism asks for them."""
     form = forms_of(USUAL, dtype, 128, 3)["drafts over latent rows"]
-    mask = bench.put(torch.from_numpy(compressed_mask()))
-    return LatentStep(form, bench.device.device, make_latent_kernels("fia"), mask).run_with_lse()
+    mask = context.put(torch.from_numpy(compressed_mask()))
+    return LatentStep(form, context.device.device, make_latent_kernels("fia"), mask).run_with_lse()
 
 
 def _row(name: str, short: str, shape: LatentShape, instead: str = "") -> Row:
