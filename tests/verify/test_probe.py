@@ -13,8 +13,9 @@ from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import probe
-from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention, probe_operator
-from vllm_npu_prep.verify.row import Verdict, compare
+from vllm_npu_prep.verify.fused import stays_on
+from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention
+from vllm_npu_prep.verify.row import Probe, Verdict, compare
 from vllm_npu_prep.verify.steps import layer_of, masks_for
 
 CPU = torch.device("cpu")
@@ -157,16 +158,20 @@ def test_layers_are_probed_once_for_each_kind():
 def test_a_fused_operator_that_differs_is_switched_off():
     x = torch.linspace(-1, 1, 9)
     lines: list[str] = []
-    assert probe_operator("doubled", lambda: x * 2, lambda: x.double() * 2, lines.append)
-    assert probe_operator("pair", lambda: (x, x), lambda: (x.double(),) * 2, lines.append)
-    assert lines == []
-    assert not probe_operator("tripled", lambda: x * 3, lambda: x.double() * 2, lines.append)
-    assert not probe_operator("one of two", lambda: x, lambda: (x, x), lines.append)
 
-    def refuse():
+    def is_right(name, call, *expected: torch.Tensor) -> bool:
+        return stays_on(name, Probe(call, lambda: expected), torch.clone, lines.append)
+
+    assert is_right("doubled", lambda put: (put(x) * 2,), x.double() * 2)
+    assert is_right("pair", lambda put: (x, x), x.double(), x.double())
+    assert lines == []
+    assert not is_right("tripled", lambda put: (put(x) * 3,), x.double() * 2)
+    assert not is_right("one of two", lambda put: (x,), x, x)
+
+    def refuse(put):
         raise RuntimeError("no kernel\nmore")
 
-    assert not probe_operator("missing", refuse, lambda: x, lines.append)
+    assert not is_right("missing", refuse, x)
     assert len(lines) == 3
     assert lines[0].startswith("tripled is switched off: this device computes it wrongly")
     assert "no kernel" in lines[2] and "more" not in lines[2]

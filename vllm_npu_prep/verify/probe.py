@@ -24,7 +24,6 @@ from vllm_npu_prep.verify.delta import DeltaStep
 from vllm_npu_prep.verify.delta import forms_of as delta_forms
 from vllm_npu_prep.verify.latent import LatentStep, forms_of
 from vllm_npu_prep.verify.outcome import Outcome, first_line_of
-from vllm_npu_prep.verify.row import compare
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep
 from vllm_npu_prep.wording import counted
 
@@ -274,44 +273,3 @@ def _probe_step(
             f"this device computes {what} wrongly ({family}: {outcome.given}): expected "
             f"{outcome.expected}, got {outcome.got}; {advice}"
         )
-
-
-def probe_operator(
-    name: str,
-    call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
-    expected: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
-    log: Callable[[str], object],
-    tolerance: float | None = None,
-) -> bool:
-    """Return whether a fused operator gives what its formula says; if not, log that it is off.
-
-    An operator that raises an error is wrong, too. The caller then uses torch's own operators.
-
-    Parameters
-    ----------
-    call
-        Calls the operator on small tensors; returns one result or several, on the device.
-    expected
-        Returns the same by a formula, in float64 on the host.
-    tolerance
-        Absolute and relative difference that is allowed; None allows that of the result's dtype.
-    """
-    try:
-        got, wanted = call(), expected()
-        results = got if isinstance(got, tuple) else (got,)
-        formulas = wanted if isinstance(wanted, tuple) else (wanted,)
-        outcomes = [
-            compare(result, formula, name, tolerance=tolerance)
-            for result, formula in zip(results, formulas, strict=True)
-        ]
-    except Exception as error:
-        log(f"{name} is switched off: it fails on this device ({first_line_of(error)})")
-        return False
-    for outcome in outcomes:
-        if outcome.verdict.is_bad:
-            log(
-                f"{name} is switched off: this device computes it wrongly (expected "
-                f"{outcome.expected}, got {outcome.got})"
-            )
-            return False
-    return True

@@ -31,6 +31,10 @@ Put = Callable[[torch.Tensor], torch.Tensor]
 Results = tuple[torch.Tensor, ...]
 
 
+def records(family: str, *names: str) -> tuple[Record, ...]:
+    return tuple((family, name) for name in names)
+
+
 @dataclass(frozen=True)
 class RowContext:
     """Where a row runs: this process's device, and its rank among the processes that run the row.
@@ -188,6 +192,21 @@ class Probe:
         return worst_of(
             [compare(got, wanted, given, where=("row",)) for got, wanted in results], given
         )
+
+
+def row_of_probe(
+    name: str,
+    operator: str,
+    probe_of: Callable[[torch.dtype], Probe],
+    dtype: torch.dtype,
+    covers: tuple[Record, ...],
+) -> Row:
+    """Return a row that runs a probe, which is made when the row runs."""
+
+    def run(context: RowContext) -> Outcome:
+        return probe_of(dtype).run(f"{operator}, {dtype}", context.put)
+
+    return Row(name, operator, run, covers)
 
 
 def normal(

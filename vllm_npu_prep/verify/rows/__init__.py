@@ -1,5 +1,6 @@
 """Every row of ``verify-device``: the list of what the plugin asks of a device."""
 
+from vllm_npu_prep.verify import fused, int8
 from vllm_npu_prep.verify.row import Record, Row
 from vllm_npu_prep.verify.rows import (
     attention,
@@ -7,9 +8,7 @@ from vllm_npu_prep.verify.rows import (
     copies,
     delta,
     engine,
-    fused,
     graphs,
-    int8,
     latent,
 )
 
