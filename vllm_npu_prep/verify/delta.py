@@ -1,16 +1,20 @@
-"""Steps of gated delta nets through the plugin's calls, held against a formula in float64."""
+"""Gated delta nets: steps through the plugin's calls, held against a formula in float64.
 
-from collections.abc import Sequence
+Rows of ``verify-device`` run the same steps as the start-up of an engine.
+"""
+
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from vllm_npu_prep.aclnn import first_release, missing_functions
 from vllm_npu_prep.attention.states import StateMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.outcome import Outcome, worst_of
-from vllm_npu_prep.verify.row import FILLER, compare
+from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of
+from vllm_npu_prep.verify.row import FILLER, Record, Row, RowContext, compare, normal, records
 
 KERNEL_SIZE = 4
 """Size of the convolution in tokens: Qwen3-Next's and Qwen3.5's."""
@@ -75,10 +79,7 @@ class DeltaStep:
         count = len(form.lengths)
         width = (2 * form.num_k_heads + form.num_v_heads) * HEAD
         tokens = sum(new for _, new in form.lengths)
-
-        def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(*sizes, generator=generator) * scale).bfloat16()
-
+        random = partial(normal, generator, dtype=torch.bfloat16)
         self.weight = random(width, KERNEL_SIZE)
         self.a_log, self.dt_bias = random(form.num_v_heads).float(), random(form.num_v_heads)
         self.mixed = random(tokens, width)
@@ -204,7 +205,35 @@ class DeltaStep:
         )
 
 
-def heads_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the heads of keys and of values of an engine's recurrent layers, each pair once."""
-    shapes = [layer.fused.shape for layer in layers]
-    return list(dict.fromkeys((shape.num_k_heads, shape.num_v_heads) for shape in shapes))
+RECURRENT = records("npu_recurrent_gated_delta_rule", "one sequence a state")
+
+WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
+    "decode": ("decodes over states", RECURRENT),
+    "prefill": ("prefills in chunks", ()),
+    "drafts": ("drafts over states", RECURRENT),
+    "ragged-drafts": ("other numbers of drafts", RECURRENT),
+}
+"""The form of a step and the records that it tries, by the name of its row."""
+
+HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
+"""Numbers of heads of keys and of values, by a part of the row's name."""
+
+
+def _run(what: str, heads: tuple[int, int], context: RowContext) -> Outcome:
+    operator = "npu_chunk_gated_delta_rule" if what == "prefill" else RECURRENT[0][0]
+    for function in missing_functions([operator]).values():
+        raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
+    return DeltaStep(forms_of(*heads)[what], context.device.device).run()
+
+
+ROWS = tuple(
+    Row(
+        f"delta-{which}{name}",
+        f"gated delta net, {heads[0]} heads of keys and {heads[1]} of values: {what}",
+        partial(_run, what, heads),
+        records,
+    )
+    for name, (what, records) in WHAT.items()
+    for which, heads in HEADS.items()
+    if not which or "drafts" not in name
+)
