@@ -127,7 +127,7 @@ VARIANTS: dict[str, tuple[str, int, int, int]] = {
 
 
 def _step(family: str, form: AttentionForm, context: RowContext) -> AttentionStep:
-    return _step(family, form, context)
+    return AttentionStep(form, context.device.device, make_kernels(family))
 
 
 def _written(
@@ -160,11 +160,17 @@ def _common() -> Iterator[Row]:
         for name, (heads, *sizes) in VARIANTS.items():
             what, form, _ = FORMS[name.rpartition("-")[2]]
             form = replace(form, layer=layer_of(*sizes))
-            covers = fused("head size", "dtype") if family == "fia" else ()
-            yield _row(family, name, f"{what}, {heads}", form, covers)
+            tried = fused("head size", "dtype") if family == "fia" else ()
+            yield _row(family, name, f"{what}, {heads}", form, tried)
 
 
 # ------------------------------------------------------------------------- fused attention alone
+
+
+def shared_blocks(family: str, context: RowContext) -> Outcome:
+    """Let requests share their first block, as after a hit in the prefix cache."""
+    lengths = ((130, 1), (140, 1), (128, 1), (150, 1))
+    return run_form(family, replace(BASE, state=DECODE, lengths=lengths, num_shared=1), context)
 
 
 def zero_lengths(family: str, context: RowContext) -> Outcome:
@@ -305,32 +311,23 @@ def several_layers(family: str, context: RowContext) -> Outcome:
 
 
 def _special() -> Iterator[Row]:
-    # As after a hit in the prefix cache
-    shared = replace(
-        BASE, state=DECODE, lengths=((130, 1), (140, 1), (128, 1), (150, 1)), num_shared=1
-    )
-    covers: dict[str, dict[str, tuple[Record, ...]]] = {
-        "fia": {
-            "shared": fused("shared blocks"),
-            "empty": fused("request without keys")
-            + records("fused attention, FAI", "rows without keys in the decode kernel"),
-            "workspace": fused("workspace size"),
-        },
-        "atb": {
-            "shared": (),
-            "empty": atb("request without context"),
-            "workspace": atb("workspace"),
-        },
+    covers = {
+        "fia-shared-blocks": fused("shared blocks"),
+        "fia-zero-lengths": fused("request without keys")
+        + records("fused attention, FAI", "rows without keys in the decode kernel"),
+        "fia-workspace": fused("workspace size"),
+        "atb-zero-lengths": atb("request without context"),
+        "atb-workspace": atb("workspace"),
     }
     for family, operator in OPERATORS.items():
-        tried = covers[family]
-        yield _row(family, "shared-blocks", "requests that share a block", shared, tried["shared"])
-        for name, what, run, covered in (
-            ("zero-lengths", "rows without keys beside others", zero_lengths, tried["empty"]),
-            ("workspace", "a workspace from the caller", with_workspace, tried["workspace"]),
-            ("layers", "two layers with one metadata", several_layers, ()),
+        for name, what, run in (
+            ("shared-blocks", "requests that share a block", shared_blocks),
+            ("zero-lengths", "rows without keys beside others", zero_lengths),
+            ("workspace", "a workspace from the caller", with_workspace),
+            ("layers", "two layers with one metadata", several_layers),
         ):
-            yield Row(f"{family}-{name}", f"{operator}, {what}", partial(run, family), covered)
+            name = f"{family}-{name}"
+            yield Row(name, f"{operator}, {what}", partial(run, family), covers.get(name, ()))
     for size in (128, 256, 384, 512):
         form = replace(BASE, block_size=size, lengths=((300, 1), (700, 1), (0, 23), (size, 8)))
         row = _row("fia", f"block-{size}", f"blocks of {size}", form, fused("block ids"))

@@ -4,6 +4,7 @@ Two ranks suffice to show what an operator does. The rows of more ranks send bet
 devices, and report how fast; they judge only whether the bytes arrive.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,9 +34,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "MIN": torch.minimum,
 }
 TEAMS = (2, 4, 8, 16)
-Result = tuple[torch.Tensor, torch.Tensor]
+GotAndExpected = tuple[torch.Tensor, torch.Tensor]
 """The device's result, and the expected one."""
-Results = Iterator[Result]
+Reductions = Iterator[GotAndExpected]
 LATENCY_CALLS, BANDWIDTH_CALLS = 50, 5
 BANDWIDTH_BYTES = 64 << 20
 
@@ -52,7 +53,7 @@ def team(context: RowContext) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of_rank(context: RowContext, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def of_rank(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a rank's contribution, on the host: small, so that integers don't overflow."""
     generator = torch.Generator().manual_seed(1 + rank)
     numbers = normal(generator, size, dtype=torch.float32)
@@ -62,7 +63,7 @@ def of_rank(context: RowContext, rank: int, size: int, dtype: torch.dtype) -> to
 
 
 def of_all(context: RowContext, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [of_rank(context, rank, size, dtype) for rank in range(context.num_ranks)]
+    return [of_rank(rank, size, dtype) for rank in range(context.num_ranks)]
 
 
 def reduced(parts: list[torch.Tensor], name: str) -> torch.Tensor:
@@ -74,116 +75,102 @@ def reduced(parts: list[torch.Tensor], name: str) -> torch.Tensor:
     return total
 
 
-def _reduction(context: RowContext, run: Callable[..., Results]) -> Outcome:
-    outcomes, operations = [], 0
+# ----------------------------------------------------------------- reductions
+
+
+def _reductions(
+    run: Callable[[RowContext, torch.dtype, str, int], Reductions],
+    context: RowContext,
+) -> Outcome:
+    """Run a reduction with each operation on every dtype; it yields each pair that it compares."""
+    outcomes = []
     with team(context):
-        for dtype in REDUCED:
-            for name in OPERATIONS:
-                if name == "PRODUCT" and dtype in NO_PRODUCT:
-                    continue
-                for size in SIZES:
-                    for got, expected in run(context, dtype, name, size):
-                        given = f"{name} of {size:,} {str(dtype).removeprefix('torch.')}"
-                        got = got if dtype.is_floating_point else got.to(torch.int64)
-                        outcomes.append(compare(got, expected, given, where=("element",)))
-                        operations += 1
-    return worst_of(outcomes, f"{operations} reductions, {counted(context.num_ranks, 'rank')}")
+        for dtype, name, size in itertools.product(REDUCED, OPERATIONS, SIZES):
+            if name == "PRODUCT" and dtype in NO_PRODUCT:
+                continue
+            given = f"{name} of {size:,} {str(dtype).removeprefix('torch.')}"
+            for got, expected in run(context, dtype, name, size):
+                got = got if dtype.is_floating_point else got.to(torch.int64)
+                outcomes.append(compare(got, expected, given, where=("element",)))
+    given = f"{len(outcomes)} reductions, {counted(context.num_ranks, 'rank')}"
+    return worst_of(outcomes, given)
 
 
-def all_reduce(context: RowContext) -> Outcome:
-    def run(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Results:
-        parts = of_all(context, size, dtype)
-        mine = context.put(parts[context.rank])
-        dist.all_reduce(mine, getattr(dist.ReduceOp, name))
-        yield mine, reduced(parts, name)
-
-    return _reduction(context, run)
+def all_reduce(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Reductions:
+    parts = of_all(context, size, dtype)
+    mine = context.put(parts[context.rank])
+    dist.all_reduce(mine, getattr(dist.ReduceOp, name))
+    yield mine, reduced(parts, name)
 
 
-def reduce(context: RowContext) -> Outcome:
+def reduce(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Reductions:
     """Reduce to one rank, each rank in turn."""
-
-    def run(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Results:
-        parts = of_all(context, size, dtype)
-        for root in range(context.num_ranks):
-            mine = context.put(parts[context.rank])
-            dist.reduce(mine, root, getattr(dist.ReduceOp, name))
-            if root == context.rank:
-                yield mine, reduced(parts, name)
-
-    return _reduction(context, run)
+    parts = of_all(context, size, dtype)
+    for root in range(context.num_ranks):
+        mine = context.put(parts[context.rank])
+        dist.reduce(mine, root, getattr(dist.ReduceOp, name))
+        if root == context.rank:
+            yield mine, reduced(parts, name)
 
 
-def reduce_scatter(context: RowContext) -> Outcome:
-    def run(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Results:
-        parts = of_all(context, size * context.num_ranks, dtype)
-        mine = torch.empty(size, dtype=dtype, device=context.device.device)
-        whole = context.put(parts[context.rank])
-        dist.reduce_scatter_single(mine, whole, getattr(dist.ReduceOp, name))
-        yield mine, reduced(parts, name).chunk(context.num_ranks)[context.rank]
-
-    return _reduction(context, run)
+def reduce_scatter(context: RowContext, dtype: torch.dtype, name: str, size: int) -> Reductions:
+    parts = of_all(context, size * context.num_ranks, dtype)
+    mine = torch.empty(size, dtype=dtype, device=context.device.device)
+    dist.reduce_scatter_single(mine, context.put(parts[context.rank]), getattr(dist.ReduceOp, name))
+    yield mine, reduced(parts, name).chunk(context.num_ranks)[context.rank]
 
 
-def _moved(
-    context: RowContext, run: Callable[..., Result], dtypes: tuple[torch.dtype, ...] = MOVED
+# ----------------------------------------------------------------- what only moves
+
+
+def _moves(
+    run: Callable[[RowContext, torch.dtype, int], GotAndExpected],
+    context: RowContext,
+    dtypes: tuple[torch.dtype, ...] = MOVED,
 ) -> Outcome:
     outcomes = []
     with team(context):
-        for dtype in dtypes:
-            for size in SIZES:
-                got, expected = run(context, dtype, size)
-                given = f"{size:,} {str(dtype).removeprefix('torch.')}"
-                outcomes.append(compare(got, expected, given, tolerance=0.0, where=("element",)))
+        for dtype, size in itertools.product(dtypes, SIZES):
+            got, expected = run(context, dtype, size)
+            given = f"{size:,} {str(dtype).removeprefix('torch.')}"
+            outcomes.append(compare(got, expected, given, tolerance=0.0, where=("element",)))
     return worst_of(outcomes, f"{len(dtypes)} dtypes, {counted(context.num_ranks, 'rank')}")
 
 
-def all_gather(context: RowContext) -> Outcome:
-    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
-        parts = of_all(context, size, dtype)
-        got = torch.empty(size * context.num_ranks, dtype=dtype, device=context.device.device)
-        dist.all_gather_single(got, context.put(parts[context.rank]))
-        return got, torch.cat(parts)
-
-    return _moved(context, run)
+def all_gather(context: RowContext, dtype: torch.dtype, size: int) -> GotAndExpected:
+    parts = of_all(context, size, dtype)
+    got = torch.empty(size * context.num_ranks, dtype=dtype, device=context.device.device)
+    dist.all_gather_single(got, context.put(parts[context.rank]))
+    return got, torch.cat(parts)
 
 
-def gather_lists(context: RowContext) -> Outcome:
+def gather_lists(context: RowContext, dtype: torch.dtype, size: int) -> GotAndExpected:
     """Gather into a list, which torch_npu pads to 512 bytes; the plugin doesn't do so with bool."""
-
-    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
-        parts = of_all(context, size, dtype)
-        device = context.device.device
-        got = [torch.empty(size, dtype=dtype, device=device) for _ in parts]
-        dist.all_gather(got, context.put(parts[context.rank]))
-        return torch.cat(got), torch.cat(parts)
-
-    return _moved(context, run, tuple(dtype for dtype in MOVED if dtype != torch.bool))
+    parts = of_all(context, size, dtype)
+    got = [torch.empty(size, dtype=dtype, device=context.device.device) for _ in parts]
+    dist.all_gather(got, context.put(parts[context.rank]))
+    return torch.cat(got), torch.cat(parts)
 
 
-def broadcast(context: RowContext) -> Outcome:
-    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
-        root = context.num_ranks - 1
-        got = context.put(of_rank(context, context.rank, size, dtype))
-        dist.broadcast(got, root)
-        return got, of_rank(context, root, size, dtype)
-
-    return _moved(context, run)
+def broadcast(context: RowContext, dtype: torch.dtype, size: int) -> GotAndExpected:
+    root = context.num_ranks - 1
+    got = context.put(of_rank(context.rank, size, dtype))
+    dist.broadcast(got, root)
+    return got, of_rank(root, size, dtype)
 
 
-def all_to_all(context: RowContext) -> Outcome:
+def all_to_all(context: RowContext, dtype: torch.dtype, size: int) -> GotAndExpected:
     """Let rank a send a + b + 1 pieces to rank b."""
+    ranks = range(context.num_ranks)
+    sizes = [[(a + b + 1) * size for b in ranks] for a in ranks]
+    parts = [of_rank(a, sum(sizes[a]), dtype) for a in ranks]
+    received = [sizes[a][context.rank] for a in ranks]
+    got = torch.empty(sum(received), dtype=dtype, device=context.device.device)
+    dist.all_to_all_single(got, context.put(parts[context.rank]), received, sizes[context.rank])
+    return got, torch.cat([parts[a].split(sizes[a])[context.rank] for a in ranks])
 
-    def run(context: RowContext, dtype: torch.dtype, size: int) -> Result:
-        ranks = range(context.num_ranks)
-        sizes = [[(a + b + 1) * size for b in ranks] for a in ranks]
-        parts = [of_rank(context, a, sum(sizes[a]), dtype) for a in ranks]
-        received = [sizes[a][context.rank] for a in ranks]
-        got = torch.empty(sum(received), dtype=dtype, device=context.device.device)
-        dist.all_to_all_single(got, context.put(parts[context.rank]), received, sizes[context.rank])
-        return got, torch.cat([parts[a].split(sizes[a])[context.rank] for a in ranks])
 
-    return _moved(context, run)
+# ----------------------------------------------------------------- graphs and pairs
 
 
 def in_a_graph(context: RowContext) -> Outcome:
@@ -216,7 +203,7 @@ def pairs(context: RowContext) -> Outcome:
                 if rank not in (first, second):
                     continue
                 peer = second if rank == first else first
-                large = context.put(of_rank(context, rank, BANDWIDTH_BYTES // 4, torch.float32))
+                large = context.put(of_rank(rank, BANDWIDTH_BYTES // 4, torch.float32))
                 got = torch.empty_like(large)
                 for sender in (first, second):
                     if rank == sender:
@@ -224,14 +211,11 @@ def pairs(context: RowContext) -> Outcome:
                     else:
                         dist.recv(got, peer, group=group)
                 given = f"ranks {first} and {second}"
-                expected = of_rank(context, peer, BANDWIDTH_BYTES // 4, torch.float32)
+                expected = of_rank(peer, BANDWIDTH_BYTES // 4, torch.float32)
                 outcomes.append(compare(got, expected, given, tolerance=0.0))
-                slow = _seconds(
-                    context, partial(_there_and_back, small, first, peer, group), LATENCY_CALLS
-                )
-                long = _seconds(
-                    context, partial(_there_and_back, large, first, peer, group), BANDWIDTH_CALLS
-                )
+                there = partial(_there_and_back, first=first, peer=peer, group=group)
+                slow = _seconds(context, partial(there, small), LATENCY_CALLS)
+                long = _seconds(context, partial(there, large), BANDWIDTH_CALLS)
                 speeds.append((2 * BANDWIDTH_BYTES / long / 1e9, slow / 2 * 1e6))
         context.device.synchronize()
         dist.barrier()
@@ -263,17 +247,21 @@ def _seconds(context: RowContext, call: Callable[[], None], calls: int) -> float
     return (time.perf_counter() - start) / calls
 
 
+def _row(name: str, what: str, run: Callable[[RowContext], Outcome], ranks: int = 2) -> Row:
+    return Row(f"hccl-{name}", what, run, ranks=ranks)
+
+
+_moves_to_lists = partial(_moves, dtypes=tuple(each for each in MOVED if each != torch.bool))
+EACH = "sums, products, maxima, minima; every dtype"
+
 ROWS = (
-    Row("hccl-all-reduce", "sums, products, maxima, minima; every dtype", all_reduce, ranks=2),
-    Row("hccl-reduce", "the same on one rank", reduce, ranks=2),
-    Row("hccl-reduce-scatter", "the same, each rank its part", reduce_scatter, ranks=2),
-    Row("hccl-all-gather", "what all ranks have; every dtype", all_gather, ranks=2),
-    Row("hccl-gather-lists", "the same into a list of tensors", gather_lists, ranks=2),
-    Row("hccl-broadcast", "from one rank to all", broadcast, ranks=2),
-    Row("hccl-all-to-all", "pieces of unequal size", all_to_all, ranks=2),
-    Row("hccl-graph", "a sum inside a captured graph", in_a_graph, ranks=2),
-    *(
-        Row(f"hccl-pairs-{ranks}", "send and receive between each pair", pairs, ranks=ranks)
-        for ranks in TEAMS
-    ),
+    _row("all-reduce", EACH, partial(_reductions, all_reduce)),
+    _row("reduce", "the same on one rank", partial(_reductions, reduce)),
+    _row("reduce-scatter", "the same, each rank its part", partial(_reductions, reduce_scatter)),
+    _row("all-gather", "what all ranks have; every dtype", partial(_moves, all_gather)),
+    _row("gather-lists", "the same into a list of tensors", partial(_moves_to_lists, gather_lists)),
+    _row("broadcast", "from one rank to all", partial(_moves, broadcast)),
+    _row("all-to-all", "pieces of unequal size", partial(_moves, all_to_all)),
+    _row("graph", "a sum inside a captured graph", in_a_graph),
+    *(_row(f"pairs-{n}", "send and receive between each pair", pairs, n) for n in TEAMS),
 )

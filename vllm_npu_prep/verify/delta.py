@@ -5,7 +5,6 @@ Rows of ``verify-device`` run the same steps as the start-up of an engine.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -123,17 +122,16 @@ class DeltaStep:
         weights = DeltaWeights.of(put(self.weight), None, put(self.a_log), put(self.dt_bias), HEAD)
         shape = DeltaShape(form.num_k_heads, form.num_v_heads, HEAD, HEAD)
         layer = FusedDelta(shape, weights, self.conv_on_device, self.states_on_device)
-        metadata, first = self._metadata(), form.num_decodes
-        parts: list[torch.Tensor] = []
-        halves: tuple[tuple[Any, slice], ...] = (
-            (layer.decode, slice(0, None if form.accepted else first)),
-            (layer.prefill, slice(len(self.mixed) if form.accepted else first, None)),
-        )
-        for compute, tokens in halves:
-            given = [put(each[tokens]) for each in (self.mixed, self.b, self.a)]
-            if len(given[0]):
-                parts.append(compute(*given, metadata))
-        wanted = [self._formula(row) for row in range(len(form.lengths))]
+        metadata, parts = self._metadata(), []
+        decode_tokens = metadata.num_decode_tokens
+        for compute, tokens in (
+            (layer.decode, slice(decode_tokens)),
+            (layer.prefill, slice(decode_tokens, None)),
+        ):
+            mixed, b, a = (put(each[tokens]) for each in (self.mixed, self.b, self.a))
+            if len(mixed):
+                parts.append(compute(mixed, b, a, metadata))
+        wanted = [self._formula(row, new) for row, (_, new) in enumerate(form.lengths)]
         output = torch.cat([each[0] for each in wanted])
         outcomes = [compare(torch.cat(parts), output, str(form), tolerance=TOLERANCE)]
         blocks = self.target.long()
@@ -144,11 +142,13 @@ class DeltaStep:
                 for row, (_, new) in enumerate(form.lengths)
                 for token in range(new)
             ]
-        for plane, index in ((self.conv_on_device, 1), (self.states_on_device, 2)):
+        old = [row for row, (computed, _) in enumerate(form.lengths) if computed]
+        for plane, index, before in (
+            (self.conv_on_device, 1, self.last),
+            (self.states_on_device, 2, self.states),
+        ):
             kept = torch.full(plane.shape, FILLER, dtype=torch.float64)
-            for row, (computed, _) in enumerate(form.lengths):
-                if computed:
-                    kept[self.source[row]] = (self.last, self.states)[index - 1][row].double()
+            kept[self.source[old].long()] = before[old].double()
             kept[blocks] = torch.stack([each[index] for each in wanted])
             outcomes.append(compare(plane, kept, "the states", tolerance=TOLERANCE))
         return worst_of(outcomes, str(form))
@@ -157,42 +157,35 @@ class DeltaStep:
         return tensor.to(self._device)
 
     def _metadata(self) -> StateMetadata:
-        form, put = self.form, self._put
-        count, first = len(form.lengths), form.num_decodes
+        form, put, first = self.form, self._put, self.form.num_decodes
         starts = torch.tensor([0, *(new for _, new in form.lengths)]).cumsum(0).int()
         own = starts[first:] - starts[first]
         tokens = int(starts[-1])
-        return StateMetadata(
+        metadata = StateMetadata(
             AttentionState.ChunkedPrefill,
             put(self.source),
             put(self.target),
             put(torch.tensor([computed > 0 for computed, _ in form.lengths])),
             put(starts),
             put(own),
-            own[1:].tolist() if first < count else [],
+            own[1:].tolist(),
             first,
-            tokens if form.accepted else first,
+            int(starts[first]),
             tokens,
             tokens,
-            **self._of_drafts(),
         )
-
-    def _of_drafts(self) -> dict[str, Any]:
-        form = self.form
-        if not form.accepted:
-            return {}
-        return {
-            "token_state_indices": self._put(self.of_tokens[: len(self.mixed)]),
-            "num_accepted_tokens": self._put(torch.tensor(form.accepted, dtype=torch.int32)),
-            "decode_lens": [new for _, new in form.lengths],
-        }
+        if form.accepted:
+            metadata.token_state_indices = put(self.of_tokens[:tokens])
+            metadata.num_accepted_tokens = put(torch.tensor(form.accepted, dtype=torch.int32))
+            metadata.decode_lens = [new for _, new in form.lengths]
+        return metadata
 
     def _formula(
-        self, row: int, most: int | None = None
+        self, row: int, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute outputs and the state's parts after a request's tokens, or its first `most`."""
+        """Compute outputs and the state's parts after a request's first tokens of the step."""
         start = sum(new for _, new in self.form.lengths[:row])
-        tokens = slice(start, start + (most or self.form.lengths[row][1]))
+        tokens = slice(start, start + num_tokens)
         return formulas.gated_delta(
             self.mixed[tokens],
             self.last[row],

@@ -98,10 +98,6 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 """Absolute and relative difference that rounding of inputs near 1 may make."""
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype, 0.0)
-
-
 def compare(
     got: torch.Tensor,
     expected: torch.Tensor,
@@ -127,7 +123,7 @@ def compare(
         Names of the dimensions.
     """
     if tolerance is None:
-        tolerance = tolerance_of(got.dtype)
+        tolerance = TOLERANCE.get(got.dtype, 0.0)
     if got.shape != expected.shape:
         return Outcome(given, f"shape {[*expected.shape]}", f"{[*got.shape]}", Verdict.DIFFERS)
     found = got.detach().cpu()
@@ -201,7 +197,7 @@ def row_of_probe(
     dtype: torch.dtype,
     covers: tuple[Record, ...],
 ) -> Row:
-    """Return a row that runs a probe, which is made when the row runs."""
+    """Return a row that makes a probe and runs it."""
 
     def run(context: RowContext) -> Outcome:
         return probe_of(dtype).run(f"{operator}, {dtype}", context.put)
