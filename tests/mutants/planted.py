@@ -1022,8 +1022,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/command.py": [
         ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_without_a_folder_is_refused_before_any_row",)),
     ],
-    "verify/probe.py": [
-        ("an operator that computes wrongly stays on", "        if outcome.verdict.is_bad:\n            log(", "        if False:\n            log(", FUSED),
+    "verify/fused.py": [
+        ("an operator that computes wrongly stays on", "return not outcome.verdict.is_bad", "return True", FUSED),
     ],
     "worker.py": [
         ("models without a cache are first traced over a step", "        if not self.model_runner.kv_caches:", "        if False:", POOLING),

@@ -10,16 +10,17 @@ from vllm_npu_prep.attention.kv_cache import zero_blocks
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.prep.layout import step_layout
-from vllm_npu_prep.verify.row import Bench, Outcome, Row, compare, same_or_not, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import Row, RowContext, compare
 from vllm_npu_prep.wording import counted
 
 STEPS = 12
 
 
-def ring(bench: Bench) -> Outcome:
+def ring(context: RowContext) -> Outcome:
     """Send steps through the ring without waiting: each must find its own arrays on the device."""
     layout = step_layout(4096, 8, 1)
-    made = StagingRing(bench.device, layout.nbytes(), pin_memory=True)
+    made = StagingRing(context.device, layout.nbytes(), pin_memory=True)
     found = []
     for step in range(STEPS):
         staged = made.acquire(layout)
@@ -39,9 +40,9 @@ def ring(bench: Bench) -> Outcome:
     return compare(torch.stack(found), torch.stack(expected), given, where=("step", "element"))
 
 
-def read_back(bench: Bench) -> Outcome:
-    back = ReadBack(bench.device, 64, pin_memory=True)
-    values = torch.arange(64, dtype=torch.int32, device=bench.device.device)
+def read_back(context: RowContext) -> Outcome:
+    back = ReadBack(context.device, 64, pin_memory=True)
+    values = torch.arange(64, dtype=torch.int32, device=context.device.device)
     found = []
     for step in range(4):
         back.start(values + step)
@@ -51,23 +52,24 @@ def read_back(bench: Bench) -> Outcome:
     return compare(torch.stack(found), expected, "4 copies of 64 int32", where=("copy", "element"))
 
 
-def events(bench: Bench) -> Outcome:
+def events(context: RowContext) -> Outcome:
     """Check that an event that was waited for has happened, and the copy before it is complete."""
-    large = torch.ones(1 << 22, device=bench.device.device)
+    large = torch.ones(1 << 22, device=context.device.device)
     host = torch.zeros(1 << 22).pin_memory()
     host.copy_(large * 3, non_blocking=True)
-    event = bench.device.record_event()
-    bench.device.wait_event(event)
+    event = context.device.record_event()
+    context.device.wait_event(event)
     total = float(host.double().sum())
-    happened = not bench.device.wait_event(event)  # a second wait finds it done
-    given = "a copy of 16 MiB to pinned memory"
-    return same_or_not(given, (3.0 * (1 << 22), True), (total, happened))
+    happened = not context.device.wait_event(event)  # a second wait finds it done
+    expected, got = (3.0 * (1 << 22), True), (total, happened)
+    verdict = Verdict.SAME if got == expected else Verdict.DIFFERS
+    return Outcome("a copy of 16 MiB to pinned memory", str(expected), str(got), verdict)
 
 
-def streams(bench: Bench) -> Outcome:
+def streams(context: RowContext) -> Outcome:
     npu = torch_npu.npu
     main, others = npu.current_stream(), [npu.Stream() for _ in range(2)]
-    x = torch.ones(1 << 20, device=bench.device.device)
+    x = torch.ones(1 << 20, device=context.device.device)
     for round_ in range(5):
         for stream in others:
             stream.wait_stream(main)
@@ -75,7 +77,7 @@ def streams(bench: Bench) -> Outcome:
                 x.mul_(2).sub_(round_)
             main.wait_stream(stream)
         x.add_(1)
-    bench.device.synchronize()
+    context.device.synchronize()
     expected = 1.0
     for round_ in range(5):
         for _ in others:
@@ -85,36 +87,36 @@ def streams(bench: Bench) -> Outcome:
     return compare(x, whole, "3 streams, 1,048,576 float32, 5 rounds", where=("element",))
 
 
-def scatter(bench: Bench) -> Outcome:
+def scatter(context: RowContext) -> Outcome:
     indices = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:300]
     values = torch.arange(300, dtype=torch.int32) + 7
     target = torch.full((1000,), -5, dtype=torch.int32)
     expected = target.tolist()
     for index, value in zip(indices.tolist(), values.tolist()):
         expected[index] = value
-    got = bench.put(target)
-    bench.device.scatter(got, bench.put(indices), bench.put(values))
+    got = context.put(target)
+    context.device.scatter(got, context.put(indices), context.put(values))
     given = "300 of 1,000 int32"
     return compare(got, torch.tensor(expected, dtype=torch.int32), given, where=("element",))
 
 
-def gather(bench: Bench) -> Outcome:
+def gather(context: RowContext) -> Outcome:
     source = torch.arange(50 * 12, dtype=torch.int32).view(50, 12)
     rows = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(1)).int()
     expected = torch.tensor([source[row].tolist() for row in rows.tolist()], dtype=torch.int32)
-    got = bench.put(torch.zeros(30, 12, dtype=torch.int32))
-    bench.device.gather(got, bench.put(source), bench.put(rows))
+    got = context.put(torch.zeros(30, 12, dtype=torch.int32))
+    context.device.gather(got, context.put(source), context.put(rows))
     return compare(got, expected, "30 of 50 rows of int32", where=("row", "column"))
 
 
-def zeroed(bench: Bench) -> Outcome:
-    buffer = bench.device.zeros(1 << 20)
+def zeroed(context: RowContext) -> Outcome:
+    buffer = context.device.zeros(1 << 20)
     empty = torch.zeros(1 << 20, dtype=torch.int8)
     parts = [compare(buffer, empty, "1 MiB of zeros", where=("byte",))]
     cache = torch.ones(2, 6, 16, 2, 16, dtype=torch.bfloat16)
     expected = cache.clone()
     expected[:, 4], expected[:, 1] = 0, 0
-    got = bench.put(cache)
+    got = context.put(cache)
     zero_blocks(got.unbind(), [4, 1])
     where = ("plane", "block", "slot", "head", "element")
     parts.append(compare(got, expected, "blocks 4 and 1 of 6", tolerance=0.0, where=where))

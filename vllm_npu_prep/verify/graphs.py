@@ -1,10 +1,11 @@
 """Rows of captured graphs: attention is told other lengths before each replay."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_npu_prep.attention.kernels import make_kernels
@@ -12,7 +13,8 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import graph_pool
 from vllm_npu_prep.graph import Graph, GraphCall, GraphPool, make_pool
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.verify.row import Bench, Outcome, Row, Verdict, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import DTYPES, Row, RowContext, compare, records
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep, layer_of, masks_for
 
 LAYER = layer_of(4, 2, 128)
@@ -27,29 +29,34 @@ CHUNK_STEPS = (((5, 1), (120, 7)), ((130, 4), (0, 4)), ((260, 6), (40, 2)))
 """Lengths of the steps that take turns in one graph, by request."""
 
 
-@dataclass
 class Group:
-    """Layers that share their metadata, and where its tensors are in every step."""
+    """Layers that share their metadata, and where its tensors are in every step.
 
-    forms: list[AttentionForm]  # of each step
-    num_layers: int
+    There is a form for each of the steps that take turns.
+    """
 
-    def make(self, family: str, device: torch.device, seed: int) -> None:
-        self.kernels = make_kernels(family)
+    def __init__(
+        self,
+        family: str,
+        forms: list[AttentionForm],
+        num_layers: int,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.num_layers, self.kernels = num_layers, make_kernels(family)
         self.steps = [
             AttentionStep(form, device, self.kernels, seed + i, NUM_BLOCKS, TABLE_WIDTH)
-            for i, form in enumerate(self.forms)
+            for i, form in enumerate(forms)
         ]
-        first = self.steps[0]
-        longest = max(max(form.seq_lens) for form in self.forms)
-        masks = masks_for(self.kernels.family, self.forms[0].dtype, device, longest)
+        first, longest = self.steps[0], max(max(form.seq_lens) for form in forms)
+        masks = masks_for(self.kernels.family, forms[0].dtype, device, longest)
         self.metadata = [step.metadata(masks) for step in self.steps]
         self.query, self.key = first.query(), first.own(first.keys)
         self.value = first.own(first.values)
-        self.tables, self.slots = self.metadata[0].block_tables, self.metadata[0].slot_mapping
-        self.tables, self.slots = self.tables.clone(), self.slots.clone()  # type: ignore[union-attr]
-        self.caches = [torch.zeros_like(first.kv_cache) for _ in range(self.num_layers)]
-        self.outputs = [torch.zeros_like(self.query) for _ in range(self.num_layers)]
+        self.tables = first.put(first.table)
+        self.slots = first.put(np.array(first.slots, np.int32))
+        self.caches = [torch.zeros_like(first.kv_cache) for _ in range(num_layers)]
+        self.outputs = [torch.zeros_like(self.query) for _ in range(num_layers)]
 
     def load(self, index: int) -> AscendMetadata:
         """Put a step where the graph reads it, in stream order, and return its metadata."""
@@ -57,11 +64,9 @@ class Group:
         self.query.copy_(step.query())
         self.key.copy_(step.own(step.keys))
         self.value.copy_(step.own(step.values))
-        for target, source in (
-            (self.tables, metadata.block_tables),
-            (self.slots, metadata.slot_mapping),
-        ):
-            target.copy_(source)  # type: ignore[union-attr, arg-type]
+        assert metadata.block_tables is not None and metadata.slot_mapping is not None
+        self.tables.copy_(metadata.block_tables)
+        self.slots.copy_(metadata.slot_mapping)
         for cache, output in zip(self.caches, self.outputs):
             cache.copy_(step.kv_cache)
             output.fill_(float("nan"))
@@ -73,10 +78,8 @@ class Group:
 class Model:
     """Layers of attention, one after another; the layers of all groups take turns."""
 
-    def __init__(self, family: str, groups: list[Group], bench: Bench) -> None:
+    def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
-        for index, group in enumerate(groups):
-            group.make(family, bench.device.device, 10 * index)
         most = max(group.num_layers for group in groups)
         self.layers = [
             (f"layer{layer}.group{index}", group, layer)
@@ -126,38 +129,34 @@ class Model:
         return {name: short[id(metadata)] for name, metadata in loaded.items()}
 
 
-def pool_for(bench: Bench) -> GraphPool:
-    del bench
-    return make_pool("npu", graph_pool("npu"))
-
-
-def captured(model: Model, pool: GraphPool, bench: Bench) -> Graph:
-    with bench.device.capturing():
+def captured(model: Model, pool: GraphPool, context: RowContext) -> Graph:
+    with context.device.capturing():
         model(model.capture_metadata())
         graph = pool.new_graph()
         graph.capture(model.call(model.capture_metadata()))
     return graph
 
 
-def replayed(models: list[Model], num_steps: int, bench: Bench) -> Outcome:
+def replayed(models: list[Model], context: RowContext) -> Outcome:
     """Replay all steps of all models, in turn, without waiting between them; then run them eagerly.
 
     Each model has one graph, and all graphs are in one pool. The eager run comes only after a
     difference, and tells whether graphs are to blame.
     """
-    pool = pool_for(bench)
-    graphs = [captured(model, pool, bench) for model in models]
+    num_steps = len(models[0].groups[0].steps)
+    pool = make_pool("npu", graph_pool("npu"))
+    graphs = [captured(model, pool, context) for model in models]
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
     for index in [*range(num_steps), 0]:  # the first again: nothing of the others may be left
         for number, (model, graph) in enumerate(zip(models, graphs)):
             graph.replay(model.call(model.load(index)))
             outputs[number, index] = model.taken()
-    bench.device.synchronize()
+    context.device.synchronize()
     parts = []
     for (number, index), found in outputs.items():
         parts += models[number].check(index, found, f"replay of step {index}")
     outcome = worst_of(
-        parts, f"{len(outputs) + len(models)} replays; {models[0].groups[0].forms[0]}"
+        parts, f"{len(outputs) + len(models)} replays; {models[0].groups[0].steps[0].form}"
     )
     if outcome.verdict is Verdict.SAME:
         return outcome
@@ -179,46 +178,48 @@ def _forms(
 DECODE, CHUNK = AttentionState.DecodeOnly, AttentionState.ChunkedPrefill
 
 
-def decodes(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+def decodes(family: str, dtype: torch.dtype, context: RowContext) -> Outcome:
     """Replay three layers: the first has an event of its own, the others share one."""
-    group = Group(_forms(DECODE_STEPS, DECODE, dtype), 3)
-    return replayed([Model(family, [group], bench)], len(DECODE_STEPS), bench)
+    group = Group(family, _forms(DECODE_STEPS, DECODE, dtype), 3, context.device.device)
+    return replayed([Model([group])], context)
 
 
-def padded_decodes(family: str, bench: Bench) -> Outcome:
+def padded_decodes(family: str, context: RowContext) -> Outcome:
     forms = [replace(f, num_padding=2) for f in _forms(DECODE_STEPS, DECODE, torch.bfloat16)]
-    return replayed([Model(family, [Group(forms, 1)], bench)], len(DECODE_STEPS), bench)
+    return replayed([Model([Group(family, forms, 1, context.device.device)])], context)
 
 
-def chunks(dtype: torch.dtype, bench: Bench) -> Outcome:
-    group = Group(_forms(CHUNK_STEPS, CHUNK, dtype), 2)
-    return replayed([Model("fia", [group], bench)], len(CHUNK_STEPS), bench)
+def chunks(dtype: torch.dtype, context: RowContext) -> Outcome:
+    group = Group("fia", _forms(CHUNK_STEPS, CHUNK, dtype), 2, context.device.device)
+    return replayed([Model([group])], context)
 
 
-def windows(lengths: tuple[Any, ...], state: AttentionState, bench: Bench) -> Outcome:
+def windows(lengths: tuple[Any, ...], state: AttentionState, context: RowContext) -> Outcome:
     """Replay windowed layers beside layers of full attention, each group with its block tables."""
-    full = Group(_forms(lengths, state, torch.bfloat16), 2)
-    windowed = Group(_forms(lengths, state, torch.bfloat16, window=4), 2)
-    return replayed([Model("fia", [full, windowed], bench)], len(lengths), bench)
+    device, dtype = context.device.device, torch.bfloat16
+    full = Group("fia", _forms(lengths, state, dtype), 2, device)
+    windowed = Group("fia", _forms(lengths, state, dtype, window=4), 2, device, seed=10)
+    return replayed([Model([full, windowed])], context)
 
 
-def two_sizes(family: str, bench: Bench) -> Outcome:
-    large = Group(_forms(DECODE_STEPS, DECODE, torch.bfloat16), 2)
-    small = Group(_forms(tuple(e[:1] for e in DECODE_STEPS), DECODE, torch.bfloat16), 2)
-    models = [Model(family, [group], bench) for group in (large, small)]
-    return replayed(models, len(DECODE_STEPS), bench)
+def two_sizes(family: str, context: RowContext) -> Outcome:
+    models = []
+    for lengths in (DECODE_STEPS, tuple(each[:1] for each in DECODE_STEPS)):
+        forms = _forms(lengths, DECODE, torch.bfloat16)
+        models.append(Model([Group(family, forms, 2, context.device.device)]))
+    return replayed(models, context)
 
 
-def plain(bench: Bench) -> Outcome:
-    source = bench.put(torch.zeros(64))
+def plain(context: RowContext) -> Outcome:
+    source = context.put(torch.zeros(64))
     target = torch.zeros_like(source)
 
     def run() -> torch.Tensor:
         torch.add(source * 3, 1, out=target)
         return target
 
-    graph = pool_for(bench).new_graph()
-    with bench.device.capturing():
+    graph = make_pool("npu", graph_pool("npu")).new_graph()
+    with context.device.capturing():
         run()
         graph.capture(GraphCall(run, (), {}))
     found = []
@@ -231,45 +232,27 @@ def plain(bench: Bench) -> Outcome:
 
 
 def _rows() -> Iterator[Row]:
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     yield Row("graph-plain", "a captured graph whose input changes", plain)
     for family in ("fia", "atb"):
-        for short, dtype in dtypes.items():
-            yield Row(
-                f"graph-{family}-decode-{short}",
-                f"{family} decodes in a graph, lengths changed before each replay",
-                partial(decodes, family, dtype),
-                (("fused attention", "workspace size"),) if family == "fia" else (),
-            )
-        yield Row(
-            f"graph-{family}-padding",
-            f"{family} decodes in a graph with padding rows",
-            partial(padded_decodes, family),
-        )
-        yield Row(
-            f"graph-{family}-sizes",
-            f"{family} decodes in graphs of two sizes with one memory",
-            partial(two_sizes, family),
-        )
-    for short, dtype in dtypes.items():
-        yield Row(
-            f"graph-fia-chunk-{short}",
-            "fia chunks in a graph, query lengths changed, too",
-            partial(chunks, dtype),
-        )
-    window = (("fused attention", "window"), ("fused attention", "window of one token"))
-    yield Row(
-        "graph-fia-window-decode",
-        "fia decodes in a graph, windows beside full attention",
-        partial(windows, DECODE_STEPS, DECODE),
-        window,
-    )
-    yield Row(
-        "graph-fia-window-chunk",
-        "fia chunks in a graph, windows beside full attention",
-        partial(windows, CHUNK_STEPS, CHUNK),
-        window,
-    )
+        covers = records("fused attention", "workspace size") if family == "fia" else ()
+        what = f"{family} decodes in a graph"
+        for short, dtype in DTYPES.items():
+            name, run = f"graph-{family}-decode-{short}", partial(decodes, family, dtype)
+            yield Row(name, f"{what}, lengths changed before each replay", run, covers)
+        run = partial(padded_decodes, family)
+        yield Row(f"graph-{family}-padding", f"{what} with padding rows", run)
+        what = f"{family} decodes in graphs of two sizes with one memory"
+        yield Row(f"graph-{family}-sizes", what, partial(two_sizes, family))
+    what = "fia chunks in a graph, query lengths changed, too"
+    for short, dtype in DTYPES.items():
+        yield Row(f"graph-fia-chunk-{short}", what, partial(chunks, dtype))
+    covers = records("fused attention", "window", "window of one token")
+    for name, lengths, state in (
+        ("decode", DECODE_STEPS, DECODE),
+        ("chunk", CHUNK_STEPS, CHUNK),
+    ):
+        what = f"fia {name}s in a graph, windows beside full attention"
+        yield Row(f"graph-fia-window-{name}", what, partial(windows, lengths, state), covers)
 
 
 ROWS: tuple[Row, ...] = tuple(_rows())

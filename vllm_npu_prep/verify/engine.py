@@ -1,19 +1,27 @@
-"""A tiny engine on a model that it makes itself, and the tokens of the CPU fallback.
+"""A tiny engine on a model that it makes itself, held against the tokens of the CPU fallback.
 
-``python -m vllm_npu_prep.verify.tiny_engine FOLDER`` makes the model and the tokens, with
+``python -m vllm_npu_prep.verify.engine FOLDER`` makes the model and the tokens, with
 ``NPU_PREP_DEVICE=cpu`` in a process of its own, because a process of vLLM has one platform.
 """
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm_npu_prep.verify.outcome import Outcome, Verdict
+from vllm_npu_prep.verify.row import Row, RowContext
+
 MODEL, TOKENS = "model", "tokens.json"
 """Names of the model's folder and of the tokens' file."""
+
+SECONDS = 900.0
+"""Time limit of an engine's row, which first runs the CPU fallback's process, then an engine."""
 
 VOCABULARY, SEED = 512, 20261122
 PROMPT_LENGTHS = (5, 150, 33, 1, 70, 128, 129)
@@ -149,6 +157,53 @@ def difference(
                     f"token {token}",
                 )
     return compared, "", ""
+
+
+def expected_tokens(folder: Path) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the tokens of the CPU fallback and their leads, made once in the command's folder.
+
+    Raises
+    ------
+    RuntimeError
+        If its process failed.
+    """
+    made = folder / TOKENS
+    if not made.exists():
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "vllm_npu_prep.verify.engine", str(folder)],
+            env={**os.environ, "NPU_PREP_DEVICE": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode or not made.exists():
+            last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+            raise RuntimeError(f"the CPU fallback ended with {done.returncode}: {last[0]}")
+    answer = json.loads(made.read_text())
+    return answer["tokens"], answer["leads"]
+
+
+def _run(mode: str, context: RowContext) -> Outcome:
+    expected, leads = expected_tokens(context.folder)
+    tokens, _ = tokens_of(context.folder / MODEL, mode)
+    compared, wanted, got = difference(tokens, expected, leads)
+    total = sum(map(len, expected))
+    given = f"{len(expected)} prompts of 1 to {max(PROMPT_LENGTHS)} tokens, {mode}"
+    if wanted:
+        return Outcome(given, wanted, got, Verdict.DIFFERS)
+    same = f"{compared} of {total} tokens compared, all equal"
+    return Outcome(given, "the tokens of the CPU fallback", same, Verdict.SAME)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("engine-eager", "a tiny engine, eager", partial(_run, "eager"), seconds=SECONDS),
+    Row(
+        "engine-graphs",
+        "a tiny engine with graphs",
+        partial(_run, "FULL_AND_PIECEWISE"),
+        seconds=SECONDS,
+    ),
+)
 
 
 def main() -> None:

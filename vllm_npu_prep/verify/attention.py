@@ -1,4 +1,4 @@
-"""Rows of attention and of cache writes, through both kernel families as layers call them."""
+"""Attention and cache writes, through both kernel families as layers call them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch_npu
 
 from vllm_npu_prep.attention.context_parallel import (
     Share,
@@ -19,7 +18,8 @@ from vllm_npu_prep.attention.context_parallel import (
 from vllm_npu_prep.attention.kernels import make_kernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.verify.row import Bench, Outcome, Record, Row, Verdict, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import DTYPES, Record, Row, RowContext, compare, records
 from vllm_npu_prep.verify.steps import (
     CHUNKS,
     DECODES,
@@ -34,35 +34,20 @@ PROMPT = AttentionState.PrefillNoCache
 DECODE = AttentionState.DecodeOnly
 CHUNK = AttentionState.ChunkedPrefill
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROUPED = layer_of(4, 2, 128)
+BASE = AttentionForm(CHUNK, CHUNKS, GROUPED, torch.bfloat16)
 
 OPERATORS = {"fia": "fused attention", "atb": "atb attention"}
 """The names of the families' operators in the tables."""
 
+fused = partial(records, "fused attention")
+atb = partial(records, "atb attention")
+writes = partial(records, "cache write")
 
-def fused(*names: str) -> tuple[Record, ...]:
-    return tuple(("fused attention", name) for name in names)
-
-
-FUSION: tuple[Record, ...] = tuple(
-    ("npu_fusion_attention", name) for name in ("layout", "contiguous", "sparse_mode", "keep_prob")
-)
+FUSION = records("npu_fusion_attention", "layout", "contiguous", "sparse_mode", "keep_prob")
 """Records of what family ``fia`` calls for encoders."""
 
-
-def atb(*names: str) -> tuple[Record, ...]:
-    return tuple(("atb attention", name) for name in names)
-
-
-def writes(*names: str) -> tuple[Record, ...]:
-    return tuple(("cache write", name) for name in names)
-
-
-FAI_EMPTY = ("fused attention, FAI", "rows without keys in the decode kernel")
-
-BASE = AttentionForm(CHUNK, CHUNKS, GROUPED, torch.bfloat16)
-IN_TABLE = ("TND with a block table", "block ids", "block table contiguous", "dtype")
+IN_TABLE = fused("TND with a block table", "block ids", "block table contiguous", "dtype")
 
 FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
     "prompt": (
@@ -77,21 +62,17 @@ FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
         "decodes without a mask",
         replace(BASE, state=DECODE, lengths=DECODES),
         {
-            "fia": fused(*IN_TABLE),
-            "atb": (*atb("contiguous", "same dtype"), ("placement", "host tensor")),
+            "fia": IN_TABLE,
+            "atb": atb("contiguous", "same dtype") + records("placement", "host tensor"),
         },
     ),
     "chunk": (
         "chunks, prompts and decodes in one step",
         BASE,
         {
-            "fia": fused(*IN_TABLE, "as many keys as queries", "mask content"),
-            "atb": atb(
-                "mask rows",
-                "mask values of splitfuse",
-                "splitfuse has no mask of its own",
-                "as many keys as queries",
-            ),
+            "fia": IN_TABLE + fused("as many keys as queries", "mask content"),
+            "atb": atb("mask rows", "mask values of splitfuse", "as many keys as queries")
+            + atb("splitfuse has no mask of its own"),
         },
     ),
     "window-prompt": (
@@ -126,33 +107,48 @@ FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
         "padding rows of a decode graph: length 1 over the null block, slot -1",
         replace(BASE, state=DECODE, lengths=DECODES, num_padding=3),
         {
-            "fia": fused(*IN_TABLE, "shared blocks") + writes("padding slot"),
+            "fia": IN_TABLE + fused("shared blocks") + writes("padding slot"),
             "atb": atb("contiguous") + writes("padding slot"),
         },
     ),
 }
 """Forms that both families have: what they are, the step, and the records that it tries."""
 
-VARIANTS: dict[str, tuple[str, str, Any]] = {
-    "equal-heads-prompt": ("prompt", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
-    "equal-heads-decode": ("decode", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
-    "equal-heads-chunk": ("chunk", "as many K/V heads as heads", {"layer": layer_of(2, 2, 128)}),
-    "one-kv-head-decode": ("decode", "one K/V head", {"layer": layer_of(4, 1, 128)}),
-    "one-kv-head-chunk": ("chunk", "one K/V head", {"layer": layer_of(4, 1, 128)}),
-    "head-64-decode": ("decode", "heads of 64", {"layer": layer_of(4, 2, 64)}),
-    "head-64-chunk": ("chunk", "heads of 64", {"layer": layer_of(4, 2, 64)}),
+VARIANTS: dict[str, tuple[str, int, int, int]] = {
+    "equal-heads-prompt": ("as many K/V heads as heads", 2, 2, 128),
+    "equal-heads-decode": ("as many K/V heads as heads", 2, 2, 128),
+    "equal-heads-chunk": ("as many K/V heads as heads", 2, 2, 128),
+    "one-kv-head-decode": ("one K/V head", 4, 1, 128),
+    "one-kv-head-chunk": ("one K/V head", 4, 1, 128),
+    "head-64-decode": ("heads of 64", 4, 2, 64),
+    "head-64-chunk": ("heads of 64", 4, 2, 64),
 }
-"""Some of these forms with other heads, in bfloat16."""
+"""Some of these forms, by the ends of the names, with other heads: heads, K/V heads, head size."""
 
 
-def run_form(family: str, form: AttentionForm, bench: Bench) -> Outcome:
-    return AttentionStep(form, bench.device.device, make_kernels(family)).run()
+def _step(family: str, form: AttentionForm, context: RowContext) -> AttentionStep:
+    return AttentionStep(form, context.device.device, make_kernels(family))
 
 
-def _row(family: str, name: str, what: str, form: AttentionForm, covers: Any) -> Row:
-    return Row(
-        f"{family}-{name}", f"{OPERATORS[family]}, {what}", partial(run_form, family, form), covers
-    )
+def _written(
+    family: str, form: AttentionForm, context: RowContext
+) -> tuple[AttentionStep, AscendMetadata]:
+    """Return a step whose own K and V are in the cache, and its metadata."""
+    step = _step(family, form, context)
+    metadata = step.metadata()
+    step.write(metadata)
+    return step, metadata
+
+
+def run_form(family: str, form: AttentionForm, context: RowContext) -> Outcome:
+    return _step(family, form, context).run()
+
+
+def _row(
+    family: str, name: str, what: str, form: AttentionForm, covers: tuple[Record, ...] = ()
+) -> Row:
+    what = f"{OPERATORS[family]}, {what}"
+    return Row(f"{family}-{name}", what, partial(run_form, family, form), covers)
 
 
 def _common() -> Iterator[Row]:
@@ -161,29 +157,27 @@ def _common() -> Iterator[Row]:
             for short, dtype in DTYPES.items():
                 typed = replace(form, dtype=dtype)
                 yield _row(family, f"{name}-{short}", what, typed, covers[family])
-        for name, (of, what, changes) in VARIANTS.items():
-            form = replace(FORMS[of][1], **changes)
+        for name, (heads, *sizes) in VARIANTS.items():
+            what, form, _ = FORMS[name.rpartition("-")[2]]
+            form = replace(form, layer=layer_of(*sizes))
             tried = fused("head size", "dtype") if family == "fia" else ()
-            yield _row(family, name, f"{FORMS[of][0]}, {what}", form, tried)
+            yield _row(family, name, f"{what}, {heads}", form, tried)
 
 
 # ------------------------------------------------------------------------- fused attention alone
 
 
-def shared_blocks(family: str, bench: Bench) -> Outcome:
+def shared_blocks(family: str, context: RowContext) -> Outcome:
     """Let requests share their first block, as after a hit in the prefix cache."""
     lengths = ((130, 1), (140, 1), (128, 1), (150, 1))
-    form = replace(BASE, state=DECODE, lengths=lengths, num_shared=1)
-    return run_form(family, form, bench)
+    return run_form(family, replace(BASE, state=DECODE, lengths=lengths, num_shared=1), context)
 
 
-def zero_lengths(family: str, bench: Bench) -> Outcome:
+def zero_lengths(family: str, context: RowContext) -> Outcome:
     """Put rows without keys beside others: the others must be right, theirs are only reported."""
     many = DECODES * 5  # kernels of some releases treat batches from 24 requests on differently
     form = replace(BASE, state=DECODE, lengths=many, num_padding=2, padding_len=0)
-    step = AttentionStep(form, bench.device.device, make_kernels(family))
-    metadata = step.metadata()
-    step.write(metadata)
+    step, metadata = _written(family, form, context)
     output = step.attend(metadata)
     outcome = step.check_attention(output)
     empty = output[step.num_tokens :].cpu()
@@ -193,24 +187,24 @@ def zero_lengths(family: str, bench: Bench) -> Outcome:
     return outcome
 
 
-def past_the_constant(bench: Bench) -> Outcome:
+def past_the_constant(context: RowContext) -> Outcome:
     """Try sequences longer than the constant mask, which has 2048 rows and columns."""
     layer = layer_of(2, 1, 64)
     long = replace(BASE, lengths=((2500, 20), (2040, 16)), layer=layer)
-    plain = run_form("fia", long, bench)
-    windowed = run_form("fia", replace(long, window=2100), bench)
+    plain = run_form("fia", long, context)
+    windowed = run_form("fia", replace(long, window=2100), context)
     return worst_of([plain, windowed], f"{plain.given}; also with window 2100")
 
 
-def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
+def unpaged(dtype: torch.dtype, context: RowContext) -> Outcome:
     """Try fused attention over fresh K and V in mode 0, for which a plain average was reported.
 
     The plugin calls another operator for encoders (vllm-project/vllm-ascend 13699).
     """
     form = replace(FORMS["encoder"][1], dtype=dtype)
-    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    step = _step("fia", form, context)
     ends = torch.tensor(form.query_lens).cumsum(0).tolist()
-    output, _ = torch_npu.npu_fused_infer_attention_score(
+    output, _ = torch.ops.npu.npu_fused_infer_attention_score(
         step.query(),
         step.own(step.keys),
         step.own(step.values),
@@ -221,14 +215,12 @@ def unpaged(dtype: torch.dtype, bench: Bench) -> Outcome:
     return step.check_attention(output)
 
 
-def lse(wanted: bool, bench: Bench) -> Outcome:
+def lse(wanted: bool, context: RowContext) -> Outcome:
     """Ask for the second result, or not, in decodes over the cache without a mask."""
     form = replace(BASE, state=DECODE, lengths=DECODES)
-    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
-    metadata = step.metadata()
-    step.write(metadata)
+    step, metadata = _written("fia", form, context)
     key, value = (plane.flatten(2) for plane in step.kv_cache)
-    output, found = torch_npu.npu_fused_infer_attention_score(
+    output, found = torch.ops.npu.npu_fused_infer_attention_score(
         step.query(),
         key,
         value,
@@ -247,22 +239,21 @@ def lse(wanted: bool, bench: Bench) -> Outcome:
     return worst_of([second, attended], str(form))
 
 
-def shared_contexts(dtype: torch.dtype, bench: Bench) -> Outcome:
+def shared_contexts(dtype: torch.dtype, context: RowContext) -> Outcome:
     """Attend over two halves of the contexts and over the step's own tokens, and merge the results.
 
     The halves are cut as decode context parallelism cuts them.
     """
     form = replace(BASE, dtype=dtype, layer=layer_of(4, 1, 128))
-    step = AttentionStep(form, bench.device.device, make_kernels("fia"))
+    step = _step("fia", form, context)
     metadata = step.metadata()
     parts: list[tuple[AscendMetadata, torch.Tensor | None, torch.Tensor]] = [
         (own_of(metadata, metadata.attn_mask), None, step.kv_cache)
     ]
     for rank in range(2):
-        kept = [len(range(rank, context, 2)) for context, _ in form.lengths]
-        lens = np.array(kept, np.int32)
-        shared = rows_of(metadata, bench.put(torch.from_numpy(lens)), lens)
-        parts.append((shared.rows, shared.has_rows, bench.put(step.every(2, rank))))
+        lens = np.array([len(range(rank, length, 2)) for length in form.contexts], np.int32)
+        shared = rows_of(metadata, context.put(torch.from_numpy(lens)), lens)
+        parts.append((shared.rows, shared.has_rows, context.put(step.cache_of_every(2, rank))))
     shares = []
     for rows, has_rows, cache in parts:
         query = step.query()
@@ -290,12 +281,10 @@ def _shape_of(step: AttentionStep) -> dict[str, Any]:
     }
 
 
-def with_workspace(family: str, bench: Bench) -> Outcome:
+def with_workspace(family: str, context: RowContext) -> Outcome:
     """Give a workspace from outside, as a graph's tasks do; it must be large enough."""
     form = replace(BASE, state=DECODE, lengths=DECODES)
-    step = AttentionStep(form, bench.device.device, make_kernels(family))
-    metadata = step.metadata()
-    step.write(metadata)
+    step, metadata = _written(family, form, context)
     query = step.query()
     output = torch.full_like(query, float("nan"))
     call = step.call("layer", output, query)
@@ -306,11 +295,11 @@ def with_workspace(family: str, bench: Bench) -> Outcome:
     return replace(outcome, given=f"{outcome.given}; workspace of {workspace.nbytes:,} bytes")
 
 
-def several_layers(family: str, bench: Bench) -> Outcome:
+def several_layers(family: str, context: RowContext) -> Outcome:
     """Run two layers in turn over caches of their own, with one metadata; none may be mixed up."""
     kernels = make_kernels(family)
     form = replace(BASE, lengths=((130, 1), (9, 3)))
-    steps = [AttentionStep(form, bench.device.device, kernels, seed=0) for _ in range(2)]
+    steps = [AttentionStep(form, context.device.device, kernels) for _ in range(2)]
     metadata = steps[0].metadata()
     steps[1].kv_cache.neg_()  # the other layer's K and V, in the same blocks
     parts = []
@@ -322,33 +311,23 @@ def several_layers(family: str, bench: Bench) -> Outcome:
 
 
 def _special() -> Iterator[Row]:
+    covers = {
+        "fia-shared-blocks": fused("shared blocks"),
+        "fia-zero-lengths": fused("request without keys")
+        + records("fused attention, FAI", "rows without keys in the decode kernel"),
+        "fia-workspace": fused("workspace size"),
+        "atb-zero-lengths": atb("request without context"),
+        "atb-workspace": atb("workspace"),
+    }
     for family, operator in OPERATORS.items():
-        is_fia = family == "fia"
-        yield Row(
-            f"{family}-shared-blocks",
-            f"{operator}, requests that share a block",
-            partial(shared_blocks, family),
-            fused("shared blocks") if is_fia else (),
-        )
-        yield Row(
-            f"{family}-zero-lengths",
-            f"{operator}, rows without keys beside others",
-            partial(zero_lengths, family),
-            (*fused("request without keys"), FAI_EMPTY)
-            if is_fia
-            else atb("request without context"),
-        )
-        yield Row(
-            f"{family}-workspace",
-            f"{operator}, a workspace from the caller",
-            partial(with_workspace, family),
-            fused("workspace size") if is_fia else atb("workspace"),
-        )
-        yield Row(
-            f"{family}-layers",
-            f"{operator}, two layers with one metadata",
-            partial(several_layers, family),
-        )
+        for name, what, run in (
+            ("shared-blocks", "requests that share a block", shared_blocks),
+            ("zero-lengths", "rows without keys beside others", zero_lengths),
+            ("workspace", "a workspace from the caller", with_workspace),
+            ("layers", "two layers with one metadata", several_layers),
+        ):
+            name = f"{family}-{name}"
+            yield Row(name, f"{operator}, {what}", partial(run, family), covers.get(name, ()))
     for size in (128, 256, 384, 512):
         form = replace(BASE, block_size=size, lengths=((300, 1), (700, 1), (0, 23), (size, 8)))
         row = _row("fia", f"block-{size}", f"blocks of {size}", form, fused("block ids"))
@@ -357,55 +336,36 @@ def _special() -> Iterator[Row]:
     for size in (16, 64):
         form = replace(BASE, block_size=size, lengths=((30, 1), (100, 1), (0, 23), (size, 8)))
         yield _row("atb", f"block-{size}", f"blocks of {size}", form, atb("contiguous"))
-    yield Row(
-        "fia-long",
-        "fused attention, sequences longer than the constant mask",
-        past_the_constant,
-        fused("mask content", "window"),
-    )
+    what = "fused attention, sequences longer than the constant mask"
+    yield Row("fia-long", what, past_the_constant, fused("mask content", "window"))
+    what = "fused attention over fresh K and V without a mask; the plugin avoids this form"
     for short, dtype in DTYPES.items():
-        yield Row(
-            f"fia-unpaged-{short}",
-            "fused attention over fresh K and V without a mask; the plugin avoids this form",
-            partial(unpaged, dtype),
-            fused("dtype"),
-        )
-    yield Row(
-        "fia-lse",
-        "fused attention, softmax_lse asked for",
-        partial(lse, True),
-        fused("softmax_lse out"),
-    )
+        yield Row(f"fia-unpaged-{short}", what, partial(unpaged, dtype), fused("dtype"))
+    what = "fused attention, softmax_lse asked for"
+    yield Row("fia-lse", what, partial(lse, True), fused("softmax_lse out"))
+    what = "fused attention with sums over parts of contexts, as ranks share them, merged"
+    tries = fused("softmax_lse out", "TND with a block table")
     for short, dtype in DTYPES.items():
-        yield Row(
-            f"fia-shared-{short}",
-            "fused attention with sums over parts of contexts, as ranks share them, merged",
-            partial(shared_contexts, dtype),
-            fused("softmax_lse out", "TND with a block table"),
-        )
-    yield Row(
-        "fia-no-lse",
-        "fused attention, softmax_lse not asked for",
-        partial(lse, False),
-        fused("softmax_lse not asked for"),
-    )
+        yield Row(f"fia-shared-{short}", what, partial(shared_contexts, dtype), tries)
+    what = "fused attention, softmax_lse not asked for"
+    yield Row("fia-no-lse", what, partial(lse, False), fused("softmax_lse not asked for"))
 
 
 # ------------------------------------------------------------------------- cache writes
 
 
-def cache_write(family: str, dtype: torch.dtype, bench: Bench) -> Outcome:
+def cache_write(family: str, dtype: torch.dtype, context: RowContext) -> Outcome:
     """Write tokens of which some have slot -1; every cell of both planes is compared."""
     lengths = ((0, 3), (126, 5), (40, 1))
     form = replace(BASE, lengths=lengths, dtype=dtype, num_padding=4, block_size=128)
-    step = AttentionStep(form, bench.device.device, make_kernels(family))
+    step = _step(family, form, context)
     step.write(step.metadata())
     return replace(step.check_cache(), given=f"9 tokens, 4 slots of -1, {form.dtype}, 2 heads")
 
 
-def all_padding(family: str, bench: Bench) -> Outcome:
-    step = AttentionStep(BASE, bench.device.device, make_kernels(family))
-    slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=bench.device.device)
+def all_padding(family: str, context: RowContext) -> Outcome:
+    step = _step(family, BASE, context)
+    slots = torch.full((step.num_tokens,), -1, dtype=torch.int32, device=context.device.device)
     step.kernels.write_kv(step.own(step.keys), step.own(step.values), step.kv_cache, slots)
     expected = step.host_cache
     given = f"{step.num_tokens} slots of -1"
@@ -414,40 +374,34 @@ def all_padding(family: str, bench: Bench) -> Outcome:
 
 def _writes() -> Iterator[Row]:
     names = {"fia": "npu_scatter_pa_kv_cache", "atb": "_npu_reshape_and_cache"}
+    tried = writes("dtype", "padding slot", "slot range")
     for family, operator in names.items():
+        what = f"cache write by {operator}"
         for short, dtype in DTYPES.items():
-            yield Row(
-                f"write-{family}-{short}",
-                f"cache write by {operator}",
-                partial(cache_write, family, dtype),
-                writes("dtype", "padding slot", "slot range"),
-            )
-        yield Row(
-            f"write-{family}-padding-only",
-            f"cache write by {operator}, padding only",
-            partial(all_padding, family),
-            writes("padding slot"),
-        )
+            run = partial(cache_write, family, dtype)
+            yield Row(f"write-{family}-{short}", what, run, tried)
+        name, run = f"write-{family}-padding-only", partial(all_padding, family)
+        yield Row(name, f"{what}, padding only", run, writes("padding slot"))
 
 
 # ------------------------------------------------------------------------- masks
 
 
-def constant_mask(bench: Bench) -> Outcome:
+def constant_mask(context: RowContext) -> Outcome:
     family = make_kernels("fia").family
-    made = masks_for(family, torch.bfloat16, bench.device.device, 256).constant()
+    made = masks_for(family, torch.bfloat16, context.device.device, 256).constant()
     rows = torch.arange(2048)
     expected = (rows[None, :] > rows[:, None]).to(torch.int8)
     return compare(made, expected, "int8 2048 x 2048", where=("row", "column"))
 
 
-def dense_mask(dtype: torch.dtype, bench: Bench) -> Outcome:
+def dense_mask(dtype: torch.dtype, context: RowContext) -> Outcome:
     family = make_kernels("atb").family
     assert family.mask_values is not None
     parts = []
     for state, form in ((PROMPT, "prompt"), (CHUNK, "chunk")):
         step_form = replace(FORMS[form][1], dtype=dtype, window=7, lengths=((0, 20), (0, 9)))
-        step = AttentionStep(step_form, bench.device.device, make_kernels("atb"))
+        step = _step("atb", step_form, context)
         made = step.metadata().attn_mask
         assert made is not None
         positions = range(20) if state == PROMPT else [*range(20), *range(9)]

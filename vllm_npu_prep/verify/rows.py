@@ -1,7 +1,6 @@
 """Every row of ``verify-device``: the list of what the plugin asks of a device."""
 
-from vllm_npu_prep.verify.row import Record, Row
-from vllm_npu_prep.verify.rows import (
+from vllm_npu_prep.verify import (
     attention,
     collectives,
     copies,
@@ -12,6 +11,7 @@ from vllm_npu_prep.verify.rows import (
     int8,
     latent,
 )
+from vllm_npu_prep.verify.row import Record, Row
 
 ROWS: tuple[Row, ...] = (
     *copies.ROWS,

@@ -5,17 +5,12 @@ from types import SimpleNamespace
 import torch
 
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.operator_call import Probe, Put, Results
+from vllm_npu_prep.verify.row import Probe, Put, Results, uniform
 
 EXPERTS, TOP_K, NOBODY = 6, 2, 6
 CHOSEN = ((5, 1), (2, 0), (NOBODY, NOBODY), (3, 2), (1, 4), (2, 3), (-1, -1))
 """Experts of each token: both orders of two experts, two tokens of padding, experts of other
 ranks."""
-
-
-def _numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(shape).uniform_(-2, 2, generator=generator).to(dtype)
 
 
 def experts(dtype: torch.dtype) -> Probe:
@@ -24,13 +19,13 @@ def experts(dtype: torch.dtype) -> Probe:
     The last result is the sum with shared experts that have a gate.
     """
     hidden, inner = 64, 32
-    x = _numbers(len(CHOSEN), hidden, dtype=dtype, seed=0) / 2
-    w13 = _numbers(EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / 8
-    w2 = _numbers(EXPERTS, hidden, inner, dtype=dtype, seed=2) / 4
+    x = uniform(len(CHOSEN), hidden, dtype=dtype) / 2
+    w13 = uniform(EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / 8
+    w2 = uniform(EXPERTS, hidden, inner, dtype=dtype, seed=2) / 4
     ids = torch.tensor(CHOSEN, dtype=torch.int32)
-    weights = _numbers(len(CHOSEN), TOP_K, dtype=torch.float32, seed=3).abs() + 0.1
-    shared = _numbers(len(CHOSEN), hidden, dtype=dtype, seed=4)
-    gate = _numbers(len(CHOSEN), 1, dtype=dtype, seed=5)
+    weights = uniform(len(CHOSEN), TOP_K, dtype=torch.float32, seed=3).abs() + 0.1
+    shared = uniform(len(CHOSEN), hidden, dtype=dtype, seed=4)
+    gate = uniform(len(CHOSEN), 1, dtype=dtype, seed=5)
     shares = (range(EXPERTS), range(1, 4), range(2, 3), range(1, EXPERTS, 2))
 
     def call(put: Put) -> Results:
@@ -71,13 +66,13 @@ def finalize_routing(dtype: torch.dtype) -> Probe:
     forms = []
     for top_k in (2, 3, 4, 8):
         pairs = len(CHOSEN) * top_k
-        rows = _numbers(pairs, 64, dtype=dtype, seed=top_k)
+        rows = uniform(pairs, 64, dtype=dtype, seed=top_k)
         shuffled = torch.randperm(pairs, generator=torch.Generator().manual_seed(top_k))
         indices = shuffled.masked_fill(shuffled % 3 == 0, -1).to(torch.int32)
         indices[:top_k] = -1  # no expert of the first token is here
         used = indices[indices >= 0].long()
         unused = torch.ones(pairs, dtype=torch.bool).index_fill(0, used, False)
-        scales = _numbers(len(CHOSEN), top_k, dtype=torch.float32, seed=10 + top_k).abs()
+        scales = uniform(len(CHOSEN), top_k, dtype=torch.float32, seed=10 + top_k).abs()
         scales = scales.half() if dtype == torch.float16 else scales
         forms.append((rows.masked_fill(unused[:, None], float("nan")), scales, indices))
 
@@ -98,8 +93,8 @@ def gating(dtype: torch.dtype) -> Probe:
     One form has float32 logits. The best expert by score and the best by score and bias differ, and
     so do the best group by its largest score and by the sum of its two largest.
     """
-    logits = _numbers(5, 12, dtype=dtype, seed=0)
-    bias = _numbers(12, dtype=dtype, seed=1) / 8
+    logits = uniform(5, 12, dtype=dtype)
+    bias = uniform(12, dtype=dtype, seed=1) / 8
     forms = (
         (logits, bias, "sigmoid", 3, 2, 2.5),
         (logits.float(), bias.float(), "sigmoid", 3, 1, 1.0),
@@ -135,7 +130,7 @@ def gating(dtype: torch.dtype) -> Probe:
 
 def gating_softmax(dtype: torch.dtype) -> Probe:
     """Probe the k largest of a softmax and the softmax of the k largest, with one finished row."""
-    logits, finished = _numbers(4, 12, dtype=dtype, seed=0), torch.tensor([False] * 3 + [True])
+    logits, finished = uniform(4, 12, dtype=dtype), torch.tensor([False] * 3 + [True])
 
     def call(put: Put) -> Results:
         results: list[torch.Tensor] = []
