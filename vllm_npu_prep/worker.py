@@ -506,7 +506,7 @@ class NPUWorker(Worker):
             As `reload_weights`.
         """
         self.model_runner.refuse_new_weights()
-        with kept_addresses(self.model_runner.get_model()):
+        with kept_addresses(self.model_runner.get_model(), self.model_config):
             super().update_weights(*args, **kwargs)
 
     @property

@@ -722,7 +722,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/new_weights.py": [
         ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
-        ("MTP layers without new weights lose their old ones", "            finalize_layerwise_reload(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
+        ("MTP layers without new weights lose their old ones", "            _keep_old_weights(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
+        ("a reload that fails leaves tensors at new addresses", "        finally:\n            _put_back(model, before)\n", "        _put_back(model, before)\n", ("tests/device/test_sleep.py",)),
+        ("a reload that fails leaves layers with no weights", "            _keep_old_weights(model, model_config)\n", "", ("tests/device/test_sleep.py",)),
         ("a reload looks for layers under the names that adapters give them", "        setattr(owner, name, child.base_layer)\n", "        setattr(owner, name, child)\n", ("tests/device/test_sleep.py",)),
     ],
     "runner/outputs.py": [

@@ -810,7 +810,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         """
         self.refuse_new_weights()
         drafter = self.get_draft_model() if weights_iterator is None else None
-        with followed_by_drafter(self.vllm_config, drafter), kept_addresses(self.get_model()):
+        kept = kept_addresses(self.get_model(), self.model_config)
+        with followed_by_drafter(self.vllm_config, drafter), kept:
             super().reload_weights(weights_iterator, *args, **kwargs)
 
     def refuse_new_weights(self) -> None:
