@@ -260,7 +260,7 @@ def test_what_layers_derive_of_new_weights_keeps_its_address():
     assert layer.parts is parts
 
 
-def test_a_reload_that_fails_leaves_weights_where_graphs_read_them():
+def test_a_reload_that_fails_leaves_weights_where_they_were():
     """A layer has all its new weights or all its old ones, and what it derives follows."""
     model = nn.Module()
     model.done, model.begun = Layer(), Layer()

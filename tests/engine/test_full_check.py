@@ -133,7 +133,7 @@ class SlotSteps(Steps):
 def steps_of(llm):
     """`Steps` of an engine's runner."""
     runner = runner_of(llm)
-    return (Steps if hasattr(runner, "_prepare_inputs") else SlotSteps)(runner)
+    return (Steps if hasattr(runner, "_model_forward") else SlotSteps)(runner)
 
 
 FAULTS = {}

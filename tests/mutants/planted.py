@@ -671,6 +671,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
+    "runner/common.py": [
+        ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
+        ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
+        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
+    ],
     "runner/drafters.py": [
         ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
         ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
@@ -692,11 +697,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
     ],
     "runner/lora.py": [
-        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("prompts are scored by the adapters of the samples", "with alone(req_id), logits_of(manager, lora_id):", "with alone(req_id):", LORA),
         ("a mapping of other samples is taken for the old one", "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n", "", LORA),
-        ("prompts are scored by the adapters of the samples", "        with logits_of(manager, lora_id):\n", "        if True:\n", LORA),
     ],
     "runner/model_runner.py": [
+        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("drafters keep vLLM's routers", 'self._replace_layers(getattr(self, "drafter", None))', "self._replace_layers(None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
         ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
         ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
@@ -709,14 +716,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
-        ("steps with embeddings replay graphs", "force_eager=eager or batch.takes_embeds", "force_eager=eager", EMBEDS),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
-        ("layers that share K and V have caches of their own", "caches[layer_name] = caches[target]", "caches[layer_name] = caches[target].clone()", WINDOWS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
-        ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
         ("states: requests that begin with drafts stay behind prompts", "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
@@ -913,8 +916,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "v2/adapters.py": [
         ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
-        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
-        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of |= worker.token_id_scores", "            pass", V2_LORA),
         ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
     ],
     "v2/block_tables.py": [
@@ -968,12 +969,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "v2/prompt_embeds.py": [
         ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(slots[row])] for row in rows}", "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}", V2),
     ],
+    "v2/prompt_scores.py": [
+        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
+        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
+    ],
     "v2/rope.py": [
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
     "v2/runner.py": [
         ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts-V2]",)),
-        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),

@@ -1,16 +1,10 @@
-"""LoRA adapters of requests by request row, and log-probabilities of prompts that use them."""
+"""LoRA adapters of requests by request row."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from vllm.lora.request import LoRARequest
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.lora_utils import LoraState
-from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
-
-from vllm_npu_prep.runner.lora import logits_of
-from vllm_npu_prep.v2.kept_tokens import PromptScores
 
 
 class SlotAdapters(LoraState):
@@ -41,42 +35,3 @@ class SlotAdapters(LoraState):
             return []
         asked = [self.lora_requests[each] for each in req_ids if each in self.lora_requests]
         return list({each.lora_int_id: each for each in asked}.values())
-
-
-def score_with_adapters(
-    manager: LRUCacheWorkerLoRAManager,
-    adapters: SlotAdapters,
-    worker: PromptLogprobsWorker,
-    batch: InputBatch,
-    score: Callable[[], PromptScores],
-) -> PromptScores:
-    """Return log-probabilities of prompts, scored one request at a time with its own adapter.
-
-    A step's LoRA mapping covers only the logits of samples, so upstream scores prompts with the
-    adapters of the first samples.
-
-    Parameters
-    ----------
-    worker
-        Upstream's scorer. Its requests are changed while this runs and restored at the end.
-    score
-        Calls `worker` for the step and returns the results by request.
-    """
-    wanted, tokens_of = worker.uses_prompt_logprobs, worker.token_id_scores
-    result = PromptScores({}, {})
-    try:
-        for req_id, slot in zip(batch.req_ids, batch.idx_mapping_np.tolist()):
-            if not (wanted[slot] or req_id in tokens_of):
-                continue
-            worker.uses_prompt_logprobs = np.zeros_like(wanted)
-            worker.uses_prompt_logprobs[slot] = wanted[slot]
-            tokens = tokens_of.pop(req_id, None)
-            worker.token_id_scores = {} if tokens is None else {req_id: tokens}
-            with logits_of(manager, int(adapters.lora_ids[slot])):
-                of_request = score()
-            tokens_of |= worker.token_id_scores  # those of a prompt that goes on
-            result.most_likely.update(of_request.most_likely)
-            result.named.update(of_request.named)
-    finally:
-        worker.uses_prompt_logprobs, worker.token_id_scores = wanted, tokens_of
-    return result
