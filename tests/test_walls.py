@@ -126,7 +126,7 @@ def test_the_emulator_and_its_tests_know_nothing_of_the_plugin():
 def test_runner_holds_no_operators_of_arithmetic():
     operations = [
         ast.unparse(node)
-        for node in ast.walk(SOURCES["runner/model_runner.py"])
+        for node in ast.walk(SOURCES["runner/v1/runner.py"])
         if isinstance(node, ast.BinOp | ast.AugAssign) and not isinstance(node.op, ast.BitOr)
     ]
     assert operations == []
@@ -139,15 +139,28 @@ def names_of(tree: ast.AST) -> set[str]:
     return used | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
 
+RUNNERS = re.compile(r"(model_runner|v[12]\.runner|runner\.common)$")
+"""Modules of runners, upstream's and ours."""
+RECORDS = {"AsyncModelRunnerOutput", "BatchReqState", "ModelRunnerOutput"}
+"""What upstream names after a runner, or has beside one, and what is none."""
+
+
 def knows_a_runner(tree: ast.AST) -> set[str]:
     """How a part of the runner knows one: by import, or because it is handed one."""
-    modules = {name for name in imported_modules(tree) if name.endswith("model_runner")}
-    return modules | {name for name in names_of(tree) if "runner" in name.lower()}
+    modules = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        if not {alias.name for alias in node.names} <= RECORDS
+        for name in imported_modules(node)
+        if RUNNERS.search(name)
+    }
+    return modules | {name for name in names_of(tree) - RECORDS if "runner" in name.lower()}
 
 
 def test_parts_of_the_runner_know_no_runner():
     parts = {n: tree for n, tree in SOURCES.items() if n.startswith("runner/")}
-    del parts["runner/model_runner.py"]
+    del parts["runner/v1/runner.py"], parts["runner/v2/runner.py"]
     assert {n: found for n, tree in parts.items() if (found := knows_a_runner(tree))} == {}
 
 
@@ -164,14 +177,14 @@ def assigned_in(method: ast.FunctionDef) -> set[str]:
 START_UP = {"__init__", "load_model", "may_reinitialize_input_batch", "initialize_kv_cache"}
 START_UP |= {"_allocate_planes", "_follow_cache", "_make_graph_manager", "_replace_layers"}
 IN_STEPS = {
-    "runner/model_runner.py": {
+    "runner/v1/runner.py": {
         "_begin_step": {"in_flight"},
         "_end_step": {"in_flight", "dummy_run"},
         "_dummy_run": {"dummy_run"},
         # Upstream reads it, and gets it for one request at a time
         "_scoring_alone": {"num_prompt_logprobs"},
     },
-    "v2/runner.py": {
+    "runner/v2/runner.py": {
         # The drafts of the last step, as the full check reads them
         "_begin_step": {"in_flight", "_draft_token_ids"},
         "_end_step": {"in_flight"},
@@ -233,18 +246,8 @@ WALLS: dict[str, set[str]] = {
     "scheduling": {"scheduling"},
     "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
     | {"quantization.fused", "quantization.int8", "startup.asked"}
-    # Loaders that upstream's reload can't read, and how it measures graphs
-    | {"compat.graphs", "compat.models"},
-    # The same parts as V1's runner, and the patches that let upstream's V2 take them
-    "v2": {"attention", "compat.v2", "config", "device", "graph.wrapper", "observe", "ops", "prep"}
-    | {
-        "runner.accepted",
-        "runner.common",
-        "runner.graphs",
-        "runner.lora",
-        "runner.mtp_layers",
-    }
-    | {"runner.padding", "runner.preparer", "runner.prompt_embeds", "runner.step", "v2"},
+    # Loaders that upstream's reload can't read, how it measures graphs, and names of its V2
+    | {"compat.graphs", "compat.models", "compat.v2"},
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": {
         "aclnn",
@@ -350,9 +353,9 @@ LONG = {
     "inspect/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/full_check.py": "every array of a step beside the oracle's, a method for each kind",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
-    "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
+    "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
     "worker.py": "the same of upstream's worker",
-    "v2/runner.py": "the same of upstream's V2 runner",
+    "runner/v2/runner.py": "the same of upstream's V2 runner",
 }
 """Files of more than 500 lines: what their one job is."""
 
@@ -439,6 +442,7 @@ SEEN = {
     ),
     knows_a_runner: (
         "from vllm.v1.worker.gpu_model_runner import GPUModelRunner",
+        "from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2",
         "def prepare(runner): ...",
         "class Part:\n    def __init__(self, model_runner): ...",
         "def prepare(self): self.runner.step()",

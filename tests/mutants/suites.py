@@ -14,7 +14,7 @@ FOLDER_TESTS = {
     "attention": "attention runner",
     "runner": "runner graph engine/test_speculation.py",
     "scheduling": "scheduling",
-    "v2": (
+    "runner/v2": (
         "v2 engine/test_v2.py engine/test_speculation.py differential/test_differential.py "
         "engine/test_mtp.py engine/test_graphs.py engine/test_ranks.py"
     ),
@@ -26,7 +26,7 @@ LAST = {
     "attention": "differential",
     "runner": "differential",
     "ops": "differential",
-    "v2": "npu/on_device/test_sampling.py npu/on_device/test_speculation.py",
+    "runner/v2": "npu/on_device/test_sampling.py npu/on_device/test_speculation.py",
 }
 """What runs when no other test of a folder has failed."""
 BY_NAME = {
@@ -68,16 +68,16 @@ BY_NAME = {
     "attention/kernels/latent_fia.py": "npu/on_device/test_latent.py npu/on_device/test_counts.py",
     "attention/kernels/latent_reference.py": "attention/test_latent.py",
     "attention/kernels/reference.py": "attention/test_reference_kernels.py engine/test_pooling.py",
-    "runner/drafters.py": "engine/test_speculation.py engine/test_mtp.py",
+    "runner/v1/drafters.py": "engine/test_speculation.py engine/test_mtp.py",
     "runner/graphs.py": "runner/test_graphs.py engine/test_graphs.py",
-    "runner/inputs.py": "runner/test_inputs.py engine/test_multimodal.py",
-    "runner/model_runner.py": "runner engine/test_pooling.py",
+    "runner/v1/inputs.py": "runner/test_inputs.py engine/test_multimodal.py",
+    "runner/v1/runner.py": "runner engine/test_pooling.py",
     "runner/mtp_layers.py": "engine/test_mtp.py",
     "runner/new_weights.py": "engine/test_weights_and_resets.py engine/test_sleep.py",
-    "runner/sampling.py": "engine/test_sampling.py npu/on_device/test_sampling.py",
-    "v2/engines.py": "engine/test_ranks.py",
-    "v2/rope.py": "v2/test_rope.py engine/test_multimodal.py",
-    "v2/stages.py": "engine/test_stages.py",
+    "runner/v1/sampling.py": "engine/test_sampling.py npu/on_device/test_sampling.py",
+    "runner/v2/engines.py": "engine/test_ranks.py",
+    "runner/v2/rope.py": "v2/test_rope.py engine/test_multimodal.py",
+    "runner/v2/stages.py": "engine/test_stages.py",
     "ops/__init__.py": "ops/test_overrides.py npu/on_device/test_fused.py",
     "ops/drafting.py": "ops/test_drafting.py engine/test_speculation.py",
     "ops/fused.py": "ops/test_fused.py npu/on_device/test_fused.py",
@@ -108,10 +108,15 @@ def paths_of(names: str) -> tuple[str, ...]:
     return tuple(f"tests/{name}" for name in names.split())
 
 
+def folder_of(path: str) -> str:
+    """The folder of a module, for which `FOLDER_TESTS` has tests."""
+    return "runner/v2" if path.startswith("runner/v2/") else path.partition("/")[0]
+
+
 def own_tests(path: str) -> tuple[str, ...]:
     """Tests of this module before others; none if there are none."""
-    folder, _, name = path.rpartition("/")
-    own = f"tests/{folder.split('/')[0]}/test_{name}"
+    folder, name = folder_of(path).rpartition("/")[2], path.rpartition("/")[2]
+    own = f"tests/{folder}/test_{name}"
     return paths_of(BY_NAME.get(path, "")) or ((own,) if (ROOT / own).exists() else ())
 
 
@@ -132,7 +137,7 @@ def slowness(test: str) -> int:
 
 def suite_for(path: str) -> tuple[str, ...]:
     """Tests of a module, in the order in which they run: its own, then the quick ones."""
-    folder = path.partition("/")[0]
+    folder = folder_of(path)
     planted = [test for test in PLANTED[path] if test.count("/") > 1]  # no whole folder
     others = (*planted, *paths_of(FOLDER_TESTS[folder]), *paths_of(LAST.get(folder, "")))
     return tuple(dict.fromkeys((*own_tests(path), *sorted(others, key=slowness))))

@@ -12,9 +12,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_npu_prep.compat.adapters import AdapterLoads
 from vllm_npu_prep.runner import lora
 from vllm_npu_prep.runner.lora import activate_adapters
-from vllm_npu_prep.runner.model_runner import NPUModelRunner
-from vllm_npu_prep.v2.adapters import SlotAdapters
-from vllm_npu_prep.v2.prompt_scores import PromptScores, score_with_adapters
+from vllm_npu_prep.runner.v1.runner import NPUModelRunner
+from vllm_npu_prep.runner.v2.adapters import SlotAdapters
+from vllm_npu_prep.runner.v2.prompt_scores import PromptScores, score_with_adapters
 
 
 def batch_of(lora_ids: list[int], adapters: dict[int, LoRARequest]) -> SimpleNamespace:

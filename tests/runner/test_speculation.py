@@ -13,7 +13,7 @@ from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
-from vllm_npu_prep.runner.speculation import NO_SAMPLES, Speculation
+from vllm_npu_prep.runner.v1.speculation import NO_SAMPLES, Speculation
 
 
 def speculation(**settings) -> Speculation:

@@ -47,34 +47,34 @@ from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.adapters import SlotAdapters
-from vllm_npu_prep.v2.block_tables import SlotBlockTables, tables_of
-from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
-from vllm_npu_prep.v2.drafters import make_speculator, name_aux_layers
-from vllm_npu_prep.v2.drawing import Requests
-from vllm_npu_prep.v2.engines import SharedDecisions
-from vllm_npu_prep.v2.graphs import GraphManager, run_model
-from vllm_npu_prep.v2.kept_tokens import note_samples, reads_tokens
-from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
-from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
-from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
-from vllm_npu_prep.v2.output import DraftsOfStep, PooledOutput, StepOutput
-from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds, ids_of
-from vllm_npu_prep.v2.prompt_scores import (
+from vllm_npu_prep.runner.v2.adapters import SlotAdapters
+from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables, tables_of
+from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
+from vllm_npu_prep.runner.v2.drawing import Requests
+from vllm_npu_prep.runner.v2.engines import SharedDecisions
+from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
+from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
+from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
+from vllm_npu_prep.runner.v2.ngram import SlotNgramSpeculator
+from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
+from vllm_npu_prep.runner.v2.output import DraftsOfStep, PooledOutput, StepOutput
+from vllm_npu_prep.runner.v2.prompt_embeds import SlotPromptEmbeds, ids_of
+from vllm_npu_prep.runner.v2.prompt_scores import (
     PromptScores,
     score_step,
     score_with_adapters,
     wants_scores,
 )
-from vllm_npu_prep.v2.rope import Rotations, SlotRope
-from vllm_npu_prep.v2.sampler import SlotSampler
-from vllm_npu_prep.v2.speculator import SlotSpeculator
-from vllm_npu_prep.v2.stages import ToldByScheduler
-from vllm_npu_prep.v2.states import Found, SlotStates
-from vllm_npu_prep.v2.step_inputs import StepInputs
-from vllm_npu_prep.v2.thinking import SlotThinkingBudget
-from vllm_npu_prep.v2.verification import Accepted, SlotRejectionSampler, count_accepted
-from vllm_npu_prep.v2.watched import WatchedBatch
+from vllm_npu_prep.runner.v2.rope import Rotations, SlotRope
+from vllm_npu_prep.runner.v2.sampler import SlotSampler
+from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.stages import ToldByScheduler
+from vllm_npu_prep.runner.v2.states import Found, SlotStates
+from vllm_npu_prep.runner.v2.step_inputs import StepInputs
+from vllm_npu_prep.runner.v2.thinking import SlotThinkingBudget
+from vllm_npu_prep.runner.v2.verification import Accepted, SlotRejectionSampler, count_accepted
+from vllm_npu_prep.runner.v2.watched import WatchedBatch
 
 
 class NPUModelRunnerV2(CommonRunner, GPUModelRunner):

@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from vllm_npu_prep.runner.lora import score_prompts
-from vllm_npu_prep.v2.adapters import SlotAdapters
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.adapters import SlotAdapters
+from vllm_npu_prep.runner.v2.states import SlotStates
 
 
 class PromptScores(NamedTuple):

@@ -43,28 +43,28 @@ from vllm_npu_prep.ops.fused_sampling import limit_drafts_by
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
 from vllm_npu_prep.runner.common import CommonRunner
-from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
 from vllm_npu_prep.runner.graphs import measure_graphs
-from vllm_npu_prep.runner.inputs import ModelInputs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
 from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
-from vllm_npu_prep.runner.request_updates import (
+from vllm_npu_prep.runner.step import DummyRun, StepInFlight
+from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping, tables_of
+from vllm_npu_prep.runner.v1.drafters import ExactLengths, make_drafter, share_builders
+from vllm_npu_prep.runner.v1.inputs import ModelInputs
+from vllm_npu_prep.runner.v1.request_updates import (
     RequestUpdates,
     put_drafts_first,
     states_are_read,
 )
-from vllm_npu_prep.runner.sampling import (
+from vllm_npu_prep.runner.v1.sampling import (
     forget_thoughts,
     score_chosen_tokens,
     top_k_top_p_sampler,
 )
-from vllm_npu_prep.runner.speculation import LastSamples, Speculation
-from vllm_npu_prep.runner.step import DummyRun, StepInFlight
-from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
+from vllm_npu_prep.runner.v1.speculation import LastSamples, Speculation
+from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
 
 
 class NPUModelRunner(CommonRunner, GPUModelRunner):
