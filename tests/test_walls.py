@@ -117,25 +117,41 @@ def test_the_emulator_and_its_tests_know_nothing_of_the_plugin():
 def test_runner_holds_no_operators_of_arithmetic():
     operations = [
         ast.unparse(node)
-        for node in ast.walk(SOURCES["runner/model_runner.py"])
+        for node in ast.walk(SOURCES["runner/v1/runner.py"])
         if isinstance(node, ast.BinOp | ast.AugAssign) and not isinstance(node.op, ast.BitOr)
     ]
     assert operations == []
 
 
+def names_of(tree: ast.AST) -> set[str]:
+    """Names and attributes that a file uses, and those of its parameters."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return used | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+
+RUNNERS = re.compile(r"(model_runner|v[12]\.runner|runner\.common)$")
+"""Modules of runners, upstream's and ours."""
+RECORDS = {"AsyncModelRunnerOutput", "BatchReqState", "ModelRunnerOutput"}
+"""What upstream names after a runner, or has beside one, and what is none."""
+
+
 def knows_a_runner(tree: ast.AST) -> set[str]:
     """How a part of the runner knows one: by import, or because it is handed one."""
-    names = {name for name in imported_modules(tree) if name.endswith("model_runner")}
-    for node in ast.walk(tree):
-        for kind, name in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.arg, "arg")):
-            if isinstance(node, kind) and "runner" in getattr(node, name).lower():
-                names.add(getattr(node, name))
-    return names
+    modules = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        if not {alias.name for alias in node.names} <= RECORDS
+        for name in imported_modules(node)
+        if RUNNERS.search(name)
+    }
+    return modules | {name for name in names_of(tree) - RECORDS if "runner" in name.lower()}
 
 
 def test_parts_of_the_runner_know_no_runner():
     parts = {n: tree for n, tree in SOURCES.items() if n.startswith("runner/")}
-    del parts["runner/model_runner.py"]
+    del parts["runner/v1/runner.py"], parts["runner/v2/runner.py"]
     assert {n: found for n, tree in parts.items() if (found := knows_a_runner(tree))} == {}
 
 
@@ -149,24 +165,38 @@ def assigned_in(method: ast.FunctionDef) -> set[str]:
     }
 
 
-START_UP = ("__init__", "load_model", "may_reinitialize_input_batch", "initialize_kv_cache")
+START_UP = {"__init__", "load_model", "may_reinitialize_input_batch", "initialize_kv_cache"}
+START_UP |= {"_allocate_planes", "_follow_cache", "_make_graph_manager", "_replace_layers"}
 IN_STEPS = {
-    "_begin_step": {"in_flight"},
-    "_end_step": {"in_flight", "dummy_run"},
-    "_dummy_run": {"dummy_run"},
-    # Upstream reads it, and gets it for one request at a time
-    "_get_prompt_logprobs_dict": {"num_prompt_logprobs"},
+    "runner/v1/runner.py": {
+        "_begin_step": {"in_flight"},
+        "_end_step": {"in_flight", "dummy_run"},
+        "_dummy_run": {"dummy_run"},
+        # Upstream reads it, and gets it for one request at a time
+        "_scoring_alone": {"num_prompt_logprobs"},
+    },
+    "runner/v2/runner.py": {
+        # The drafts of the last step, as the full check reads them
+        "_begin_step": {"in_flight", "_draft_token_ids"},
+        "_end_step": {"in_flight"},
+        "prepare_dummy_attn": {"in_flight"},
+        # Upstream's record of a step after the forward pass, which its own methods take in the same
+        # way
+        "sample_tokens": {"execute_model_state"},
+        "pool": {"execute_model_state"},
+    },
+    "runner/common.py": {},
 }
-"""Attributes of the runner that change after start-up: the records of what is under way."""
+"""Attributes of the runners that change after start-up: the records of what is under way."""
 
 
-def test_what_is_in_flight_is_one_record_of_one_place():
+@pytest.mark.parametrize("file", IN_STEPS)
+def test_what_is_in_flight_is_one_record_of_one_place(file):
     """No mailbox: nothing else is left in an attribute for a later callback."""
-    tree = SOURCES["runner/model_runner.py"]
-    (runner,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]  # of overrides
+    (runner,) = [node for node in SOURCES[file].body if isinstance(node, ast.ClassDef)]
     methods = [node for node in runner.body if isinstance(node, ast.FunctionDef)]
     assigned = {m.name: assigned_in(m) for m in methods if m.name not in START_UP}
-    assert {name: names for name, names in assigned.items() if names} == IN_STEPS
+    assert {name: names for name, names in assigned.items() if names} == IN_STEPS[file]
 
 
 ANYONE = "compat.releases errors progress ranks wording"
@@ -202,16 +232,10 @@ WALLS = {
     "sleep": "device",
     # It belongs to no runner and no device
     "scheduling": "scheduling",
-    # Loaders that upstream's reload can't read, and how it measures graphs
+    # Loaders that upstream's reload can't read, how it measures graphs, and names of its V2
     "runner": (
-        "attention compat.graphs compat.models config device graph observe ops prep "
+        "attention compat.graphs compat.models compat.v2 config device graph observe ops prep "
         "quantization.fused quantization.int8 runner startup.asked"
-    ),
-    # The same parts as V1's runner, and the patches that let upstream's V2 take them
-    "v2": (
-        "attention compat.v2 config device graph.wrapper observe ops prep quantization.fused "
-        "runner.accepted runner.graphs runner.left_behind runner.lora runner.mtp_layers "
-        "runner.new_weights runner.padding runner.preparer runner.prompt_embeds runner.step v2"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": (
@@ -307,9 +331,9 @@ LONG = {
     "inspect/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/full_check.py": "every array of a step beside the oracle's, a method for each kind",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
-    "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
+    "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
     "worker.py": "the same of upstream's worker",
-    "v2/runner.py": "the same of upstream's V2 runner",
+    "runner/v2/runner.py": "the same of upstream's V2 runner",
 }
 """Files of more than 500 lines: what their one job is."""
 
@@ -369,6 +393,7 @@ SEEN = {
     ),
     knows_a_runner: (
         "from vllm.v1.worker.gpu_model_runner import GPUModelRunner",
+        "from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2",
         "def prepare(runner): ...",
         "class Part:\n    def __init__(self, model_runner): ...",
         "def prepare(self): self.runner.step()",

@@ -254,7 +254,7 @@ class NPUPlatform(Platform):
 
             refuse_non_finite(processed_inputs["prompt_embeds"])
         if v2.is_asked_for():
-            from vllm_npu_prep.v2.limits import refuse_long_lists
+            from vllm_npu_prep.runner.v2.limits import refuse_long_lists
 
             refuse_long_lists(params)
 

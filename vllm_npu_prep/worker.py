@@ -43,9 +43,9 @@ from vllm_npu_prep.ops.fused_routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
-from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 from vllm_npu_prep.sleep import SleepingMemory
 from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.int8 import refuse_wrong
@@ -170,7 +170,7 @@ class NPUWorker(Worker):
         assert self.device is not None
         runner: Any = NPUModelRunner
         if self.use_v2_model_runner:
-            from vllm_npu_prep.v2.runner import NPUModelRunnerV2
+            from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2
 
             runner = NPUModelRunnerV2
         made = runner(self.vllm_config, self.device, self.prep_device)
@@ -497,7 +497,7 @@ class NPUWorker(Worker):
             As `reload_weights`.
         """
         self.model_runner.refuse_new_weights()
-        with kept_addresses(self.model_runner.get_model()):
+        with kept_addresses(self.model_runner.get_model(), self.model_config):
             super().update_weights(*args, **kwargs)
 
     @property

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.differential.pair import Pair, PairOutput, Watched, check, flat, is_there
 from tests.differential.upstream import UpstreamRunner
-from vllm_npu_prep.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
 
 BY_TOKEN = ("positions", "input_ids", "inputs_embeds", "token_lora_indices")
 """Arrays with a value for each token of a batch."""

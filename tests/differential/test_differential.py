@@ -18,9 +18,9 @@ from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.runner import model_runner
-from vllm_npu_prep.v2 import runner as runner_v2
-from vllm_npu_prep.v2.states import Samples
+from vllm_npu_prep.runner.v1 import runner as v1_runner
+from vllm_npu_prep.runner.v2 import runner as runner_v2
+from vllm_npu_prep.runner.v2.states import Samples
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 EPISODES = {
@@ -173,7 +173,7 @@ def test_a_fault_is_noticed(monkeypatch, runner, fault, check):
         monkeypatch.setattr(Samples, "find", samples_of_others(Samples.find))
         episode.settings["async_scheduling"] = True
     elif fault is not drafts_of_others:
-        module = model_runner if runner == "V1" else runner_v2
+        module = v1_runner if runner == "V1" else runner_v2
         monkeypatch.setattr(module, "prepare_step", in_steps(fault, module.prepare_step))
     episode.settings["additional_config"].setdefault("npu_prep", {})["check"] = check
     with pytest.raises(StepCheckError if check == "full" else DisagreementError):

@@ -15,8 +15,8 @@ from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.fake_graph import GraphSafetyError
-from vllm_npu_prep.runner import model_runner
-from vllm_npu_prep.v2 import runner as v2_runner
+from vllm_npu_prep.runner.v1 import runner as v1_runner
+from vllm_npu_prep.runner.v2 import runner as v2_runner
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "150"))
 LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECEWISE"]
@@ -106,7 +106,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_unsafe_padding_is_caught(qwen3, seed, fault, runner_name, monkeypatch):
     plant, message = FAULTS[fault]
-    prepare_step = model_runner.prepare_step
+    prepare_step = v1_runner.prepare_step
 
     def planted(batch, padding, *args):
         step = prepare_step(batch, padding, *args)
@@ -117,7 +117,7 @@ def test_planted_unsafe_padding_is_caught(qwen3, seed, fault, runner_name, monke
     prompts = prompts_of(seed, [5, 9, 4])
     options = {"additional_config": {"npu_prep": {"check": "off"}}}  # which would see it first
     with engine_of(runner_name, qwen3, **graphs("FULL_DECODE_ONLY", 4, 8), **options) as llm:
-        for each in (model_runner, v2_runner):
+        for each in (v1_runner, v2_runner):
             monkeypatch.setattr(each, "prepare_step", planted)
         with pytest.raises(GraphSafetyError, match=message):
             generate(llm, prompts, greedy(4))

@@ -23,10 +23,10 @@ from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.checks import NOT_CHECKED
-from vllm_npu_prep.runner import model_runner
-from vllm_npu_prep.v2 import runner as v2_runner
+from vllm_npu_prep.runner.v1 import runner as v1_runner
+from vllm_npu_prep.runner.v2 import runner as v2_runner
 
-PREPARED_BY = {"V1": model_runner, "V2": v2_runner}
+PREPARED_BY = {"V1": v1_runner, "V2": v2_runner}
 """Where each runner names `prepare_step`."""
 
 
@@ -154,7 +154,7 @@ def test_the_last_steps_are_written_when_asked(
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)
 def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(qwen3, tmp_path, runner_name):
-    prepare_step = model_runner.prepare_step
+    prepare_step = v1_runner.prepare_step
 
     def wrong(*args):
         step = prepare_step(*args)

@@ -664,11 +664,16 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a request that returns is taken for a new one", "[self._left.pop(req_id, UNKNOWN) for req_id in req_ids]", "[UNKNOWN for req_id in req_ids]", ("tests/runner/test_accepted.py",)),
         ("a session's next part counts drafts of its last answer", "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n", "        begin: set[str] = set()\n", ("tests/runner/test_accepted.py",)),
     ],
-    "runner/bookkeeping.py": [
+    "runner/v1/bookkeeping.py": [
         ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
-    "runner/drafters.py": [
+    "runner/common.py": [
+        ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
+        ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
+        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
+    ],
+    "runner/v1/drafters.py": [
         ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
         ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
         ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
@@ -682,18 +687,20 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("sizes that are given up keep their streams", "                                _delete_graphs(given_up)  # which", "                                # which", ("tests/runner/test_graphs.py",)),
         ("each rank gives up sizes of its own", "        given_up = self.agree(given_up)\n", "", ("tests/runner/test_graphs.py",)),
     ],
-    "runner/inputs.py": [
+    "runner/v1/inputs.py": [
         ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
         ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
         ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
         ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
     ],
     "runner/lora.py": [
-        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("prompts are scored by the adapters of the samples", "with alone(req_id), logits_of(manager, lora_id):", "with alone(req_id):", LORA),
         ("a mapping of other samples is taken for the old one", "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n", "", LORA),
-        ("prompts are scored by the adapters of the samples", "        with logits_of(manager, lora_id):\n", "        if True:\n", LORA),
     ],
-    "runner/model_runner.py": [
+    "runner/v1/runner.py": [
+        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("drafters keep vLLM's routers", 'self._replace_layers(getattr(self, "drafter", None))', "self._replace_layers(None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
         ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
         ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
@@ -706,20 +713,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
-        ("steps with embeddings replay graphs", "force_eager=eager or batch.takes_embeds", "force_eager=eager", EMBEDS),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
-        ("layers that share K and V have caches of their own", "caches[layer_name] = caches[target]", "caches[layer_name] = caches[target].clone()", WINDOWS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
-        ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
         ("states: requests that begin with drafts stay behind prompts", "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
         ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
-        ("MTP layers without new weights lose their old ones", "            finalize_layerwise_reload(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
+        ("MTP layers without new weights lose their old ones", "            _keep_old_weights(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
+        ("a reload that fails leaves tensors at new addresses", "        finally:\n            _put_back(model, before)\n", "        _put_back(model, before)\n", ("tests/device/test_sleep.py",)),
+        ("a reload that fails leaves layers with no weights", "            _keep_old_weights(model, model_config)\n", "", ("tests/device/test_sleep.py",)),
         ("a reload looks for layers under the names that adapters give them", "        setattr(owner, name, child.base_layer)\n", "        setattr(owner, name, child)\n", ("tests/device/test_sleep.py",)),
     ],
     "runner/outputs.py": [
@@ -741,7 +746,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts of embeddings keep the ids of their row's last request", "    if new.prompt_embeds is None:", "    if True:", EMBEDS),
         ("token ids beside embeddings count as unknown", "new.prompt_is_token_ids or [False]", "[False]", EMBEDS),
     ],
-    "runner/request_updates.py": [
+    "runner/v1/request_updates.py": [
         ("lost tokens are overlooked", "stays &= has_outputs <= outputs", "stays &= has_outputs >= 0", BOOKS),
         ("drafts of the last step stay in a request's state", "            spec_token_ids[:] = draft_token_ids\n", "            spec_token_ids.extend(draft_token_ids)\n", UPDATES),
         ("drafts that were assumed are not taken back", "batch.num_computed_tokens_cpu[rows[verified]] = computed", "pass", UPDATES),
@@ -752,16 +757,16 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("new blocks are not entered in the request", "                block_ids.extend(new_ids)\n", "                pass\n", ENGINE),
         ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", UPDATES),
     ],
-    "runner/sampling.py": [
+    "runner/v1/sampling.py": [
         ("chosen tokens are scored in the rows of other requests", "repeat_interleave(len(logprobs) // num_reqs, dim=0)", "repeat(len(logprobs) // num_reqs, 1)", SPECULATION),
         ("a budget of thinking tokens stays in the row of a request that left", "            holder._state.pop(row, None)\n", "            pass\n", ("tests/engine/test_thinking.py",)),
         ("whoever chose fewer tokens gets others' likeliest in their place", "torch.where(is_chosen, wanted, ids[:, columns])", "wanted", SPECULATION),
     ],
-    "runner/speculation.py": [
+    "runner/v1/speculation.py": [
         ("async: tokens known are the scheduler's guess", "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n", "", SPECULATION),
         ("drafts of other rows", "torch.cat((sampled_token_ids, drafts, drafts), 1)", "torch.cat((sampled_token_ids, drafts, drafts.flip(0)), 1)", ("tests/runner/test_speculation.py",)),
     ],
-    "runner/upstream_buffers.py": [
+    "runner/v1/upstream_buffers.py": [
         ("seq_lens not bound", '            "seq_lens": device.seq_lens,\n', "", ENGINE),
     ],
     "scheduling/blocks.py": [
@@ -906,69 +911,70 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "startup/subjects/states.py": [
         ("gated delta nets load their weights on a CANN that lacks them", "        lambda c: c.functions_missing_for(*OPERATORS),\n", "        lambda c: False,\n", ("tests/startup/test_refusals.py",)),
     ],
-    "v2/adapters.py": [
+    "runner/v2/adapters.py": [
         ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
-        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
-        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of |= worker.token_id_scores", "            pass", V2_LORA),
         ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
     ],
-    "v2/block_tables.py": [
+    "runner/v2/block_tables.py": [
         ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
     ],
-    "v2/buffers.py": [
+    "runner/v2/buffers.py": [
         ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
         ("V2: values are sent once only", "not np.array_equal(self._sent, self.np)", "not self._sent.any()", V2),
     ],
-    "v2/draft_passes.py": [
+    "runner/v2/draft_passes.py": [
         ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
         ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_ENGINES),
     ],
-    "v2/drafters.py": [
+    "runner/v2/drafters.py": [
         ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
         ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
     ],
-    "v2/drawing.py": [
+    "runner/v2/drawing.py": [
         ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
         ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
         ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
     ],
-    "v2/engines.py": [
+    "runner/v2/engines.py": [
         ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
     ],
-    "v2/graphs.py": [
+    "runner/v2/graphs.py": [
         ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
         ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
     ],
-    "v2/kept_tokens.py": [
+    "runner/v2/kept_tokens.py": [
         ("V2: penalties count discarded samples alone", "is_kept = (~is_discarded)", "is_kept = is_discarded", V2_ENGINE),
         ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
         ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()", "pass", V2_THINKING),
     ],
-    "v2/limits.py": [
+    "runner/v2/limits.py": [
         ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
     ],
-    "v2/ngram.py": [
+    "runner/v2/ngram.py": [
         ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
     ],
-    "v2/order.py": [
+    "runner/v2/order.py": [
         ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
-    "v2/output.py": [
+    "runner/v2/output.py": [
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
         ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
         ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
     ],
-    "v2/prompt_embeds.py": [
+    "runner/v2/prompt_embeds.py": [
         ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(slots[row])] for row in rows}", "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}", V2),
     ],
-    "v2/rope.py": [
+    "runner/v2/prompt_scores.py": [
+        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
+        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
+    ],
+    "runner/v2/rope.py": [
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
-    "v2/runner.py": [
+    "runner/v2/runner.py": [
         ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
-        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
@@ -980,17 +986,17 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
         ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
     ],
-    "v2/sampler.py": [
+    "runner/v2/sampler.py": [
         ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
         ("V2: NaNs of a request's drafts go to the requests after it", "if len(row_slots) == len(slots):", "if True:", V2),
         ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
     ],
-    "v2/speculator.py": [
+    "runner/v2/speculator.py": [
         ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
         ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
         ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
     ],
-    "v2/states.py": [
+    "runner/v2/states.py": [
         ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
         ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
         ("V2: samples of requests that sit a step out are not put aside", "        self.rows[slots] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
@@ -1005,18 +1011,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
         ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
     ],
-    "v2/step_inputs.py": [
+    "runner/v2/step_inputs.py": [
         ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
     ],
-    "v2/thinking.py": [
+    "runner/v2/thinking.py": [
         ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
     ],
-    "v2/verification.py": [
+    "runner/v2/verification.py": [
         ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
         ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
         ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),
     ],
-    "v2/watched.py": [
+    "runner/v2/watched.py": [
         ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, slot", "int(states.samples.rows[slot])\n            for req_id, slot", ("tests/engine/test_full_check.py",)),
     ],
     "verify/command.py": [

@@ -17,9 +17,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_npu_prep"
 POOLS = {
-    "steps": ("prep", "attention", "attention/kernels", "runner"),
+    "steps": ("prep", "attention", "attention/kernels", "runner", "runner/v1"),
     "scheduling": ("scheduling",),
-    "served": ("runner", "v2", "attention", "attention/kernels", "scheduling", "ops"),
+    "served": (
+        "runner",
+        "runner/v1",
+        "runner/v2",
+        "attention",
+        "attention/kernels",
+        "scheduling",
+        "ops",
+    ),
 }
 """Folders of the package from which changes are drawn. A new folder gets a pool of its own, so that
 the draws of others stay as they are."""

@@ -22,7 +22,7 @@ TESTS = {
         "differential npu/on_device/test_sampling.py"
     ),
     "scheduling/": "scheduling",
-    "v2/": (
+    "runner/v2/": (
         "v2 engine/test_v2.py engine/test_speculation.py engine/test_graphs.py engine/test_mtp.py "
         "engine/test_multimodal.py engine/test_ranks.py engine/test_stages.py "
         "differential/test_differential.py "

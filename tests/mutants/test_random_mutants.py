@@ -69,7 +69,7 @@ def test_each_pool_is_drawn_by_itself():
     assert folders == {
         "steps": {"prep", "attention", "runner"},
         "scheduling": {"scheduling"},
-        "served": {"runner", "v2", "attention", "scheduling", "ops"},
+        "served": {"runner", "attention", "scheduling", "ops"},
     }
 
 

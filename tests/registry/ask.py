@@ -42,7 +42,7 @@ WARM = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.executor.uniproc_executor",
     "vllm_npu_prep.worker",
-    "vllm_npu_prep.runner.model_runner",
+    "vllm_npu_prep.runner.v1.runner",
 )
 """Modules that most children need: imported once, before they are forked."""
 

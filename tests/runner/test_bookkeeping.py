@@ -12,7 +12,7 @@ from tests.helpers.stepping import (
     scheduler_output,
     upstream_twin,
 )
-from vllm_npu_prep.runner import model_runner
+from vllm_npu_prep.runner import common
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,5 @@ def test_log_probabilities_of_samples_come_out(model, asynchronous, monkeypatch)
             assert len(completion.logprobs) == len(completion.token_ids) == 6
             for token, logprobs in zip(completion.token_ids, completion.logprobs):
                 assert logprobs[token].rank == 1  # greedy
-        monkeypatch.setattr(
-            model_runner.logger, "info", lambda text, *args: said.append(text % args)
-        )
+        monkeypatch.setattr(common.logger, "info", lambda text, *args: said.append(text % args))
     assert said[-1] == "Staging: 0 of 7 steps waited for an earlier copy to the device."

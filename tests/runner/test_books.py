@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.stepping import new_request, scheduler_output
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.request_updates import RequestUpdates
+from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
+from vllm_npu_prep.runner.v1.request_updates import RequestUpdates
 
 MAX_MODEL_LEN = 8
 

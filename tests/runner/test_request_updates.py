@@ -23,8 +23,8 @@ from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import counted_exactly, new_request, scheduler_output, upstream_twin
 from tests.helpers.traffic import Traffic
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.request_updates import RequestUpdates, put_drafts_first
+from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
+from vllm_npu_prep.runner.v1.request_updates import RequestUpdates, put_drafts_first
 
 STEPS = 6 * int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB, DRAFTS = 8, 64, 4, 100, 3

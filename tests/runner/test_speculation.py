@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_npu_prep.device.cpu import CPUDevice
-from vllm_npu_prep.runner.speculation import NO_SAMPLES, Speculation
+from vllm_npu_prep.runner.v1.speculation import NO_SAMPLES, Speculation
 
 
 def speculation(**settings) -> Speculation:

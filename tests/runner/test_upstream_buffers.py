@@ -8,7 +8,7 @@ import torch
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.prep.layout import step_layout
-from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
+from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
 
 TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")
 

@@ -13,11 +13,11 @@ from tests.v2.test_verification import prepared, verified_batch
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.gumbel import gumbel_noise
 from vllm_npu_prep.ops.slot_sampling import scale_by_temperature
-from vllm_npu_prep.v2.buffers import SlotValues
-from vllm_npu_prep.v2.drawing import DRAFTING, Requests, draw, draw_drafts
-from vllm_npu_prep.v2.sampler import SlotSampler
-from vllm_npu_prep.v2.speculator import SlotSpeculator
-from vllm_npu_prep.v2.verification import SlotRejectionSampler
+from vllm_npu_prep.runner.v2.buffers import SlotValues
+from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, draw, draw_drafts
+from vllm_npu_prep.runner.v2.sampler import SlotSampler
+from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.verification import SlotRejectionSampler
 
 VOCAB, MOST_DRAFTS, CPU = 6, 3, torch.device("cpu")
 KINDS = [{"seed": None}, {"seed": 0}, {"temperature": 0}]

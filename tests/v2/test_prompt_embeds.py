@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds, ids_of
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.prompt_embeds import SlotPromptEmbeds, ids_of
+from vllm_npu_prep.runner.v2.states import SlotStates
 
 SLOTS, LENGTH, SIZE = 6, 20, 3
 

@@ -8,7 +8,7 @@ import torch
 from tests.v2.test_verification import prepared
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.v2.rope import SlotRope
+from vllm_npu_prep.runner.v2.rope import SlotRope
 
 DIMS, SLOTS = 3, 8
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.helpers.traffic import Traffic
-from vllm_npu_prep.v2.block_tables import SlotBlockTables
-from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
-from vllm_npu_prep.v2.order import BatchOrder
-from vllm_npu_prep.v2.states import UNKNOWN_TOKEN, Samples, SlotStates
+from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.order import BatchOrder
+from vllm_npu_prep.runner.v2.states import UNKNOWN_TOKEN, Samples, SlotStates
 
 CPU = torch.device("cpu")
 
@@ -168,7 +168,7 @@ def test_rows_are_written_together_and_the_last_write_counts():
 def test_values_are_copied_when_they_have_changed(monkeypatch):
     copied = []
     monkeypatch.setattr(
-        "vllm_npu_prep.v2.buffers.async_tensor_h2d",
+        "vllm_npu_prep.runner.v2.buffers.async_tensor_h2d",
         lambda values, **_: copied.append(values.copy()),
     )
     values = SlotValues(torch.device("meta"), 3, torch.float32)

@@ -10,8 +10,8 @@ from tests.helpers.traffic import Traffic
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
-from vllm_npu_prep.v2.speculator import shifted
-from vllm_npu_prep.v2.verification import SlotRejectionSampler, VerifiedBatch, count_accepted
+from vllm_npu_prep.runner.v2.speculator import shifted
+from vllm_npu_prep.runner.v2.verification import SlotRejectionSampler, VerifiedBatch, count_accepted
 
 VOCAB, MAX_DRAFTS = 7, 3
 

@@ -1,15 +1,11 @@
-"""Samples written where upstream's sampler reads them, and log-probabilities of prompts."""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+"""Samples written where upstream's sampler reads them."""
 
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.states import SlotStates
 
 
 def reads_tokens(params: SamplingParams | None) -> bool:
@@ -66,38 +62,3 @@ def note_samples(
         there = torch.where(is_discarded, tokens[places], sampled.to(torch.int32))
         tokens.index_put_(places, there)
         states.total_len.gpu.index_add_(0, idx_mapping, is_kept.sum(1, dtype=torch.int32))
-
-
-class PromptScores(NamedTuple):
-    """Log-probabilities of prompts by request, as `ModelRunnerOutput` takes them."""
-
-    most_likely: dict[str, Any]
-    """Those of the prompt's tokens and of the most likely tokens, as `LogprobsTensors`."""
-    named: dict[str, torch.Tensor]
-    """Those of tokens that the request names, float32 ``[num_positions, num_tokens]``."""
-
-
-def wants_scores(worker: PromptLogprobsWorker, batch: InputBatch) -> bool:
-    wanted = worker.uses_prompt_logprobs[batch.idx_mapping_np]
-    return bool(worker.token_id_scores) or bool(wanted.any())
-
-
-def score_prompts(
-    worker: PromptLogprobsWorker,
-    states: SlotStates,
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    hidden_states: torch.Tensor,  # [num_tokens or more, hidden_size]
-    batch: InputBatch,
-) -> PromptScores:
-    prompt_lens = states.prompt_len.np
-    return PromptScores(
-        worker.compute_prompt_logprobs(
-            compute_logits,
-            hidden_states,
-            batch,
-            states.all_token_ids.gpu,
-            states.num_computed_tokens.copy_to_uva(),
-            prompt_lens,
-        ),
-        worker.compute_prompt_token_id_logprobs(compute_logits, hidden_states, batch, prompt_lens),
-    )

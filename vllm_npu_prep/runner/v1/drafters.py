@@ -2,7 +2,7 @@
 
 The first draft pass needs no counts of accepted tokens: rejected tokens stay in the batch, and
 causality hides them from the accepted ones. Later passes wait for the counts
-(`vllm_npu_prep.runner.speculation`).
+(`vllm_npu_prep.runner.v1.speculation`).
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu.model_runner import BatchReqState
 
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.verification import VerifiedBatch
+from vllm_npu_prep.runner.v2.verification import VerifiedBatch
 
 
 class StepInputs:

@@ -156,6 +156,7 @@ class DraftsOfStep:
         self._num_drafts = 0
         self._drafts: torch.Tensor | None = None  # on the host, once the event has passed
         self._event: Any = None
+        self._copied: torch.Tensor | None = None  # what is copied, until the event has passed
 
     def keep(
         self, req_ids: list[str], drafts: torch.Tensor, *, structured: bool, copy_stream: Any
@@ -164,9 +165,10 @@ class DraftsOfStep:
 
         `structured` says whether a request of the step has a grammar.
         """
+        self._finish_copy()  # of an earlier step, whose drafts nobody has asked for
         self._req_ids, self._num_drafts, self._drafts = req_ids, drafts.shape[1], None
         if structured:
-            self._event, self._kept = torch.Event(), drafts
+            self._event, self._copied = torch.Event(), drafts
             main_stream = torch.cuda.current_stream()
             with torch.cuda.stream(copy_stream):
                 copy_stream.wait_stream(main_stream)
@@ -177,5 +179,10 @@ class DraftsOfStep:
         """Return the drafts by request; each is -1 if no grammar reads them."""
         if self._drafts is None:
             return DraftTokenIds(self._req_ids, [[-1] * self._num_drafts for _ in self._req_ids])
-        self._event.synchronize()
+        self._finish_copy()
         return DraftTokenIds(self._req_ids, self._drafts.tolist())
+
+    def _finish_copy(self) -> None:
+        if self._copied is not None:
+            self._event.synchronize()
+            self._copied = None

@@ -13,8 +13,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kv_cache import encoder_only_groups
-from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds
-from vllm_npu_prep.v2.rope import SlotRope
+from vllm_npu_prep.runner.v2.prompt_embeds import SlotPromptEmbeds
+from vllm_npu_prep.runner.v2.rope import SlotRope
 
 
 class PreparedModelState(DefaultModelState):

@@ -1,8 +1,7 @@
-"""NPUModelRunnerV2: vLLM's V2 runner with its input preparation replaced. No arithmetic is here."""
+"""vLLM's V2 runner with its input preparation replaced."""
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor
-from vllm.logger import init_logger
 from vllm.lora.layers import LoRAMappingType
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
@@ -22,96 +20,112 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
-from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache, copy_kv_cache_blocks_inplace
+from vllm.v1.worker.utils import AttentionGroup, copy_kv_cache_blocks_inplace
 
-from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.context_parallel import find_context_shards
-from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
-    allocate_planes,
     planes_by_layer,
-    single_planes,
     split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.latent import describe, find_latent_split
-from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
+from vllm_npu_prep.attention.latent import find_latent_split
+from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.device import Device, Memory
-from vllm_npu_prep.device.communicator import union_over_ranks
+from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.readback import ReadBack
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.observe.check import StepCheck
-from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
-from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
-from vllm_npu_prep.ops import models_of, replace_modules
-from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
-from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
-from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
-from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.accepted import AcceptedTokens
-from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
-from vllm_npu_prep.runner.left_behind import forget_models
+from vllm_npu_prep.runner.common import CommonRunner
+from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
-from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
-from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
+from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.adapters import SlotAdapters, score_with_adapters
-from vllm_npu_prep.v2.block_tables import SlotBlockTables, tables_of
-from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
-from vllm_npu_prep.v2.drafters import make_speculator, name_aux_layers
-from vllm_npu_prep.v2.drawing import Requests
-from vllm_npu_prep.v2.engines import SharedDecisions
-from vllm_npu_prep.v2.graphs import GraphManager, run_model
-from vllm_npu_prep.v2.kept_tokens import (
+from vllm_npu_prep.runner.v2.adapters import SlotAdapters
+from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables, tables_of
+from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
+from vllm_npu_prep.runner.v2.drawing import Requests
+from vllm_npu_prep.runner.v2.engines import SharedDecisions
+from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
+from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
+from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
+from vllm_npu_prep.runner.v2.ngram import SlotNgramSpeculator
+from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
+from vllm_npu_prep.runner.v2.output import DraftsOfStep, PooledOutput, StepOutput
+from vllm_npu_prep.runner.v2.prompt_embeds import SlotPromptEmbeds, ids_of
+from vllm_npu_prep.runner.v2.prompt_scores import (
     PromptScores,
-    note_samples,
-    reads_tokens,
-    score_prompts,
+    score_step,
+    score_with_adapters,
     wants_scores,
 )
-from vllm_npu_prep.v2.model_state import PreparedModelState, make_model_state
-from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
-from vllm_npu_prep.v2.order import BatchOrder, batch_of_step
-from vllm_npu_prep.v2.output import DraftsOfStep, PooledOutput, StepOutput
-from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds, ids_of
-from vllm_npu_prep.v2.rope import Rotations, SlotRope
-from vllm_npu_prep.v2.sampler import SlotSampler
-from vllm_npu_prep.v2.speculator import SlotSpeculator
-from vllm_npu_prep.v2.stages import ToldByScheduler
-from vllm_npu_prep.v2.states import SlotStates
-from vllm_npu_prep.v2.step_inputs import StepInputs
-from vllm_npu_prep.v2.thinking import SlotThinkingBudget
-from vllm_npu_prep.v2.verification import Accepted, SlotRejectionSampler, count_accepted
-from vllm_npu_prep.v2.watched import WatchedBatch
-from vllm_npu_prep.wording import counted
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+from vllm_npu_prep.runner.v2.rope import Rotations, SlotRope
+from vllm_npu_prep.runner.v2.sampler import SlotSampler
+from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.stages import ToldByScheduler
+from vllm_npu_prep.runner.v2.states import Found, SlotStates
+from vllm_npu_prep.runner.v2.step_inputs import StepInputs
+from vllm_npu_prep.runner.v2.thinking import SlotThinkingBudget
+from vllm_npu_prep.runner.v2.verification import Accepted, SlotRejectionSampler, count_accepted
+from vllm_npu_prep.runner.v2.watched import WatchedBatch
 
 
-class NPUModelRunnerV2(GPUModelRunner):
-    """Prepares a step as `NPUModelRunner` does, for requests that keep one request row each.
+class NPUModelRunnerV2(CommonRunner, GPUModelRunner):
+    """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
-    Upstream's V2 runner computes a step's inputs on the device: with two copies, sixteen more where
-    host and device share no memory, and seven Triton launches. Here `SlotStates` keeps on the host
-    what the inputs are computed from, and one copy brings them. The class has only overrides and
-    their helpers. `prep_device` is this plugin's interface to `device`.
+    A request gets a row of the tables when it arrives, and keeps it until it is finished or
+    preempted. Upstream computes a step's inputs from these rows on the device: with two copies,
+    sixteen more where host and device share no memory, and seven Triton launches. Here the host
+    has what they are computed from, and one copy brings them.
 
-    Attributes
+    The class has only overrides of upstream's methods and their helpers. Upstream's
+    ``execute_model`` calls them in this order, and all that it asks for after the preparation is in
+    one record, `in_flight`:
+
+    ==========================  ==================================================================
+    method                      what it does with the scheduler's output
+    ==========================  ==================================================================
+    `add_requests`              gives rows to requests that arrive
+    `update_requests`           enters new counts and blocks of the others
+    `gather_batch_req_state`    puts the requests in order and calls `_prepare_inputs`
+    `prepare_inputs`            hands out the step's arrays as upstream's ``InputBatch``
+    `prepare_attn`              hands out block tables and slots; `model_state` the metadata
+    `sample_tokens`             samples, verifies drafts and makes new ones
+    ==========================  ==================================================================
+
+    Who keeps what, and under which of upstream's names:
+
+    ==========================  ==================================================================
+    attribute                   owner
+    ==========================  ==================================================================
+    req_states                  `SlotStates`: tokens and counts by row, and the last samples, from
+                                which steps continue on the device
+    block_tables                `SlotBlockTables`: by row on the host, in the order of the batch on
+                                the device
+    order                       `BatchOrder`: requests stay in their places in the batch
+    model_state                 `PreparedModelState`: metadata and M-RoPE positions of the step
+    lora_state                  `SlotAdapters`: adapters by row
+    sampler                     `SlotSampler`, and `SlotRejectionSampler` where drafts are verified
+    speculator                  `SlotSpeculator` or `SlotNgramSpeculator`
+    draft_tokens_handler        `DraftsOfStep`: drafts for the scheduler
+    cudagraph_manager           `GraphManager`: upstream's choice of graphs, our capture and replay
+    inputs                      `StepInputs`: views of a step's arrays as upstream's code reads them
+    input_batch                 `WatchedBatch`: what checks and records read of the batch
+    ==========================  ==================================================================
+
+    Parameters
     ----------
-    in_flight
-        The step from its preparation until its tokens are sampled; None in between.
-    input_batch
-        What checks read of the batch, under the names of V1's runner.
-    cache_memory
-        Allocates the KV cache.
+    device
+        The device as torch sees it.
+    prep_device
+        The same device by this plugin's interface.
     """
 
     req_states: SlotStates  # type: ignore[assignment]
@@ -119,16 +133,13 @@ class NPUModelRunnerV2(GPUModelRunner):
     block_tables: SlotBlockTables  # type: ignore[assignment]
     model_state: PreparedModelState
     lora_state: SlotAdapters
-    cudagraph_manager: GraphManager  # as the next two, set by `initialize_kv_cache`
-    graphs: Graphs
-    preparer: Preparer
+    cudagraph_manager: GraphManager  # as the next one, set by `initialize_kv_cache`
     order: BatchOrder
     requests: Rotations  # what checks read of models with M-RoPE
     shared_decisions: SharedDecisions | None  # with data-parallel ranks that share experts
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
-        self.in_flight: StepInFlight | None = None
         with prep_device.host_streams(), self._stand_ins(device):
             super().__init__(vllm_config, device)
         self.dcp_size = 1  # else upstream launches a kernel that counts each rank's part
@@ -144,11 +155,8 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
         self.input_batch = WatchedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
-        self.recorder: StepRecorder | None = None
-        self.expert_counts: ExpertCounts | None = None
-        self.step_check: StepCheck | None = None
-        self._checks_fully = False
-        self.cache_memory: Memory = prep_device
+        self._checks_fully = parse_config(vllm_config.additional_config).check == "full"
+        self.cache_memory = prep_device
         parallel = vllm_config.parallel_config
         self.shared_decisions = SharedDecisions(parallel) if self.dp_size > 1 else None
         self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(parallel.use_all2all))
@@ -159,7 +167,6 @@ class NPUModelRunnerV2(GPUModelRunner):
             1 + num_drafts,
             depends_on_counts_only=depends_on_counts_only(vllm_config),
         )
-        self._num_active_loras = 0  # of the step
 
     @staticmethod
     def _stand_ins(device: torch.device) -> Any:
@@ -254,32 +261,69 @@ class NPUModelRunnerV2(GPUModelRunner):
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool
     ) -> tuple[BatchReqState | None, int | None]:
-        """Prepare the step, because upstream asks for its numbers here and for its inputs only
-        later."""
+        """Prepare the step: upstream asks for its numbers here, and for its inputs only later."""
         if dummy_run:
             return super().gather_batch_req_state(scheduler_output, dummy_run)
-        return self._prepare_step(scheduler_output), None
+        return self._prepare_inputs(scheduler_output), None
 
-    def _prepare_step(self, scheduler_output: SchedulerOutput) -> BatchReqState:
-        """Prepare one step, in a batch order in which requests keep their places.
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> BatchReqState:
+        """Prepare one step; this replaces what upstream computes on the device.
 
-        The request states have taken in `scheduler_output` already.
+        Parameters
+        ----------
+        scheduler_output
+            What the scheduler decided; `add_requests` and `update_requests` have already entered it
+            in the request states.
+
+        Returns
+        -------
+        BatchReqState
+            The requests in the order of the batch, as upstream's `gather_batch_req_state` returns
+            them.
         """
         started = perf_counter()
         preparer, states = self.preparer, self.req_states
         now = batch_of_step(self.order, states, scheduler_output)
-        slots, num_reqs = now.idx_mapping_np, len(now.req_ids)
-        preparer.tables.slots[:num_reqs] = slots
+        samples = self._last_samples(now)
+        batch = self._step_batch(scheduler_output, now, samples)
+        # 1 padding: decided first, from counts alone; data-parallel ranks agree on it
+        num_loras = len(self.lora_state.get_activate_loras(now.req_ids))
+        decision = self.padding.decide(batch, 0, num_loras)
+        # 2 layout: where each array lives, a function of the padded sizes
+        layout = preparer.layout(decision.padding)
+        staged = preparer.staging.acquire(layout)
+        # 3 fused pass and 4 state: one pass writes every array and decides the state
+        step = prepare_step(batch, decision.padding, layout, staged.np)
+        if self.model_state.prompt_embeds_state is not None:
+            is_token_ids = states.is_token_ids
+            self.model_state.prompt_embeds_state.follow(step, now.idx_mapping_np, is_token_ids)
+        # 5 copy: all arrays at once; then the last step's samples are scattered on the device
+        preparer.staging.send(step, samples.token_ids)
+        # 6 metadata: one for each KV-cache group, from host values at hand
+        metadata = preparer.build_metadata(step, staged)
+        in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
+        self._begin_step(in_flight, now, samples)
+        self._observe(in_flight, decision.kind, scheduler_output, started)
+        return now
+
+    def _last_samples(self, now: BatchReqState) -> Found:
+        """Return the last samples of the step's requests, if they are on the device only."""
+        in_prompt = now.is_prefilling_np
+        are_awaited = np.zeros_like(in_prompt) if self._host_has_samples else ~in_prompt
+        return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
+
+    def _step_batch(
+        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: Found
+    ) -> StepBatch:
+        """Return the step as the pure core reads it, whose tables are now in the batch's order."""
+        preparer, states, check = self.preparer, self.req_states, self.step_check
+        slots, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
+        preparer.tables.slots[: len(slots)] = slots
         self.block_tables.follow(slots)
-        rope = self.model_state.rope_state
-        if rope is not None:
-            rope.follow(slots)
-        is_on_host = self._host_has_samples
-        is_awaited = np.zeros(num_reqs, bool) if is_on_host else ~now.is_prefilling_np
-        samples = states.samples.find(slots, is_awaited)
-        num_drafts = now.num_draft_tokens_np
+        if self.model_state.rope_state is not None:
+            self.model_state.rope_state.follow(slots)
         states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
-        batch = StepBatch(
+        return StepBatch(
             preparer.tables,
             now.num_scheduled_tokens,
             preparer.no_drafts if num_drafts is None else num_drafts,
@@ -287,7 +331,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             samples.rows,
             samples.num_rows,
             samples.num_drafts,
-            check_limits=NO_LIMITS if self.step_check is None else self.step_check.limits_in_pass,
+            check_limits=NO_LIMITS if check is None else check.limits_in_pass,
             num_accepted_tokens=self.accepted.count(
                 preparer.tables,
                 now.req_ids,
@@ -296,36 +340,21 @@ class NPUModelRunnerV2(GPUModelRunner):
                 scheduler_output,
             ),
         )
-        if self.lora_config:
-            self._num_active_loras = len(self.lora_state.get_activate_loras(now.req_ids))
-        # The stages of V1's runner: padding, layout, fused pass and state, copy, metadata
-        decision = self.padding.decide(batch, 0, self._num_active_loras)
-        layout = preparer.layout(decision.padding)
-        staged = preparer.staging.acquire(layout)
-        step = prepare_step(batch, decision.padding, layout, staged.np)
-        if self.model_state.prompt_embeds_state is not None:
-            self.model_state.prompt_embeds_state.follow(step, slots, states.is_token_ids)
-        preparer.staging.send(step, samples.token_ids)
-        metadata = preparer.build_metadata(step, staged)
-        self.in_flight = in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
-        self.model_state.metadata = preparer.for_layers(metadata)
-        if rope is not None:
-            self.model_state.positions = staged.device.mrope_positions
-        self.cudagraph_manager.decided = decision.dispatched[2]
+
+    def _begin_step(self, in_flight: StepInFlight, now: BatchReqState, samples: Found) -> None:
+        """Make a prepared step available to upstream's later code."""
+        self.in_flight = in_flight
+        self.model_state.metadata = self.preparer.for_layers(in_flight.metadata)
+        if self.model_state.rope_state is not None:
+            self.model_state.positions = in_flight.staged.device.mrope_positions
+        self.cudagraph_manager.decided = in_flight.dispatched[2]
         self.input_batch.now = now, samples
         if samples.num_drafts:
             self._draft_token_ids = samples.by_row[:, 1:]  # as checks read it
-        self._observe(in_flight, decision.kind, scheduler_output, started)
-        return now
 
-    def _dispatch(
-        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
-    ) -> tuple[Any, ...]:
-        del num_encoder_reqs  # embeddings are an input of every step of such a model
-        num_tokens, num_loras = batch.total_num_scheduled_tokens, self._num_active_loras
-        return self.cudagraph_manager.ask(
-            batch.num_reqs, num_tokens, max_query_len, num_loras, eager, self.shared_decisions
-        )
+    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
+        del batch  # upstream's choice depends on the counts alone
+        return self.cudagraph_manager.ask(counts, self.shared_decisions)
 
     def prepare_inputs(
         self,
@@ -367,23 +396,6 @@ class NPUModelRunnerV2(GPUModelRunner):
         input_batch.input_ids, input_batch.positions = arrays.input_ids, arrays.positions
         input_batch.is_padding = arrays.is_padding
         return tables, arrays.slot_mappings
-
-    def _observe(
-        self,
-        in_flight: StepInFlight,
-        kind: str,
-        scheduler_output: SchedulerOutput,
-        started: float,
-    ) -> None:
-        """Count and record the step; raise if it breaks a rule, so that it is not launched."""
-        waits = self.preparer.staging.waits
-        self.metrics.add(in_flight.step, kind, waits, started)
-        if self.recorder is not None:
-            self.recorder.keep(
-                in_flight.step, kind, self.input_batch.req_ids, started=started, waits=waits
-            )
-        if self.step_check is not None:
-            self.step_check.verify(self, scheduler_output)
 
     def _end_step(self) -> None:
         self.in_flight = None
@@ -517,7 +529,7 @@ class NPUModelRunnerV2(GPUModelRunner):
 
         def score() -> PromptScores:
             compute_logits: Any = self.model.compute_logits
-            return score_prompts(worker, self.req_states, compute_logits, hidden_states, batch)
+            return score_step(worker, self.req_states, compute_logits, hidden_states, batch)
 
         if not self.lora_config:
             return score()
@@ -620,29 +632,15 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture every graph, the largest first; return the bytes of device memory that they take.
-
-        Raises
-        ------
-        PrepError
-            If requests are in flight: captures would overwrite their block tables.
-        """
         del profile_only
-        if self.req_states.num_reqs:
-            raise PrepError(
-                "graphs can't be captured with "
-                f"{counted(self.req_states.num_reqs, 'request')} in flight: capture at start-up"
-            )
-        try:
-            with self.maybe_setup_dummy_loras(self.lora_config):
-                capture = self.cudagraph_manager.measured(self._capture)
-                taken = self.graphs.capture(capture, freeze_gc_for_cudagraph_capture)
-            if isinstance(self.speculator, SlotSpeculator):
-                pieces = self.cudagraph_manager.cudagraph_keys.get(CUDAGraphMode.PIECEWISE, ())
-                self.speculator.use_graphs({each.num_tokens for each in pieces})
-            return taken
-        finally:
-            self.padding.forget()  # sizes that did not fit were dropped
+        self._refuse_to_capture(self.req_states.num_reqs)
+        with self.maybe_setup_dummy_loras(self.lora_config):
+            capture_one = self.cudagraph_manager.measured(self._capture)
+            taken = self._capture_graphs(capture_one, freeze_gc_for_cudagraph_capture)
+        if isinstance(self.speculator, SlotSpeculator):
+            pieces = self.cudagraph_manager.cudagraph_keys.get(CUDAGraphMode.PIECEWISE, ())
+            self.speculator.use_graphs({each.num_tokens for each in pieces})
+        return taken
 
     def profile_cudagraph_memory(self) -> int:
         return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
@@ -652,19 +650,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         self._full_graphs = None
         if manager.cudagraph_mode.has_full_cudagraphs():
             self._full_graphs = GraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
-        self.graphs = Graphs(
-            self.prep_device,
-            manager,
-            self.compilation_config,
-            decode_query_len=1 + self.num_speculative_steps,
-            largest_decode=largest_decode(
-                self.max_num_reqs, 1 + self.num_speculative_steps, self.max_num_tokens
-            ),
-            max_num_reqs=self.max_num_reqs,
-            max_model_len=self.max_model_len,
-            agree=union_over_ranks,
-        )
-        self.padding.forget()  # capture sizes may have changed since
+        self.graphs = self._make_graphs(manager, 1 + self.num_speculative_steps)
         return manager
 
     # ----------------------------------------------------------------- weights and the KV cache
@@ -675,13 +661,7 @@ class NPUModelRunnerV2(GPUModelRunner):
             super().load_model(*args, **kwargs)
         if self.has_own_processors:  # they may read any request's tokens
             self.req_states.keeps_all_tokens = True
-        for model in models_of(self.get_model(), self.speculator):
-            replace_modules(model, self.vllm_config)
-            fuse_rounding(model, self.vllm_config)
-        counters = ExpertCounts.asked_for(self.get_model(), self.vllm_config, self.device)
-        self.expert_counts = counters
-        layers = self.compilation_config.static_forward_context
-        unwrap_backends(layers.values(), AscendAttentionBackend)
+        self._replace_layers(self.speculator)
 
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
         local = find_local_groups(self.attn_groups)
@@ -702,12 +682,11 @@ class NPUModelRunnerV2(GPUModelRunner):
             ),
         ):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        layers = self.compilation_config.static_forward_context
         self.attn_groups[:] = [
             self._split_by_window(groups, index) for index, groups in enumerate(self.attn_groups)
         ]
         self.attn_groups += [[group] for group in self.model_state.encoder_attn_groups]
-        self.kv_caches = single_planes(self._caches.values(), self._caches, layers)
+        self.kv_caches = self._planes
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
         latent, rope = find_latent_split(builders), self.model_state.rope_state
@@ -737,24 +716,11 @@ class NPUModelRunnerV2(GPUModelRunner):
             pin_memory=is_pin_memory_available(),
             has_slots=True,
         )
-        if latent is not None and not kwargs.get("is_profiling"):
-            assert isinstance(self.kv_cache_dtype, torch.dtype)
-            logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
         if isinstance(self.speculator, SlotSpeculator):
             self.speculator.follow(builders, blocks)
-        self.padding.cache_limits, self.graphs.most_rows = cache_limits(
-            self.vllm_config,
-            kv_cache_config.num_blocks,
-            min(tables.block_sizes.tolist(), default=self.cache_config.block_size),
-            is_profiling=bool(kwargs.get("is_profiling")),
-        )
-        self.recorder = make_recorder(
-            self.vllm_config, tables, builders, kv_cache_config.num_blocks, self.recorder
-        )
-        if self.recorder is not None:
-            self.recorder.expert_counters = self.expert_counts
-        level = parse_config(self.vllm_config.additional_config).check
-        self.step_check, self._checks_fully = make_check(level, self), level == "full"
+        assert isinstance(self.kv_cache_dtype, torch.dtype)
+        is_profiling = bool(kwargs.get("is_profiling"))
+        self._follow_cache(kv_cache_config, self.kv_cache_dtype, is_profiling=is_profiling)
 
     def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
         """Return groups with one window size each; upstream has made builders for the unsplit
@@ -770,24 +736,14 @@ class NPUModelRunnerV2(GPUModelRunner):
     def _allocate_planes(
         self, forward_context: dict[str, Any], kv_cache_config: KVCacheConfig, *_: Any, **__: Any
     ) -> dict[str, torch.Tensor]:
-        """Allocate K and V as separate planes, because Ascend kernels can't read upstream's
-        interleaving."""
-        kernel_blocks_of = partial(blocks_per_block, self.vllm_config)
-        self._caches = caches = allocate_planes(
-            kv_cache_config, self.cache_memory, kernel_blocks_of
-        )
-        for name, layer in forward_context.items():
-            target = getattr(layer, "kv_sharing_target_layer_name", None)
-            if target is not None:
-                caches[name] = caches[target]
-        groups = kv_cache_config.kv_cache_groups
-        bind_kv_cache(caches, forward_context, [], kv_cache_groups=groups)
-        # Upstream asks each cache for its device; the pair of a recurrent state has none
-        return {name: cache for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
+        """Allocate the caches, and return those of which upstream asks the device."""
+        self._caches, self._planes = self._allocate_caches(kv_cache_config)
+        # Not the pair of a recurrent state, which has none
+        caches = self._caches.items()
+        return {name: cache for name, cache in caches if isinstance(cache, torch.Tensor)}
 
     def _connect(self, vllm_config: VllmConfig, *_: Any) -> Any:
-        """Make upstream's KV connector over all caches, recurrent states included, as V1's runner
-        does."""
+        """Make upstream's KV connector over all caches, recurrent states included."""
         layers = self.compilation_config.static_forward_context
         return get_kv_connector(vllm_config, planes_by_layer(self._caches, layers))
 
@@ -796,40 +752,12 @@ class NPUModelRunnerV2(GPUModelRunner):
 
     # ----------------------------------------------------------------- the device
 
-    def warm_up(self) -> None:
-        tables = self.preparer.tables
-        kinds = tables.local, tables.latent, tables.states, tables.dcp
-        step = warm_up(self.preparer.mrope_dims, *kinds)
-        if self.recorder is not None:
-            self.recorder.warm_up(step)
-
     def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Reload weights as upstream does, and from a folder those of MTP layers, too.
-
-        The new weights are at the addresses that graphs read. The caller resets the prefix cache.
-        """
-        self.refuse_new_weights()
-        drafter = self.get_draft_model() if weights_iterator is None else None
-        with followed_by_drafter(self.vllm_config, drafter), kept_addresses(self.get_model()):
+        with self._new_weights(from_folder=weights_iterator is None):
             super().reload_weights(weights_iterator, *args, **kwargs)
 
-    def refuse_new_weights(self) -> None:
-        refuse(self.vllm_config)
-
     def shutdown(self) -> None:
-        if hasattr(self, "preparer") and self.preparer.staging.steps:
-            ring = self.preparer.staging
-            logger.info(
-                "Staging: %d of %d steps waited for an earlier copy to the device.",
-                ring.waits,
-                ring.steps,
-            )
-        if self.recorder is not None:
-            self.recorder.close()
-        self.metrics.close()
-        self.padding.counts.log_summary()
-        speculator = getattr(self, "speculator", None)
-        forget_models(getattr(self, "model", None), getattr(speculator, "model", None))
+        self._end_run(getattr(self, "speculator", None))
         self.prep_device.synchronize()
         super().shutdown()
         GraphWrapper.clear_all_graphs()

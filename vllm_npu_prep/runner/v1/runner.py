@@ -1,5 +1,7 @@
 """vLLM's V1 runner with its input preparation replaced. This file holds no arithmetic."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
@@ -11,7 +13,6 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.lora.layers import LoRAMappingType
 from vllm.sequence import IntermediateTensors
 from vllm.utils.platform_utils import is_pin_memory_available
@@ -22,75 +23,67 @@ from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.utils import bind_kv_cache
 
-from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.attention.context_parallel import find_context_shards
-from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
-    allocate_planes,
     encoder_only_groups,
     planes_by_layer,
-    single_planes,
     split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.latent import describe, find_latent_split
-from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
+from vllm_npu_prep.attention.latent import find_latent_split
+from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.attention.states import find_state_groups
-from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.device import Device, Memory
-from vllm_npu_prep.device.communicator import union_over_ranks
-from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.observe.check import StepCheck
-from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
-from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
-from vllm_npu_prep.ops import models_of, replace_modules
-from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.ops.fused_sampling import limit_drafts_by
-from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
-from vllm_npu_prep.prep.capture_sizes import largest_decode
+from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.quantization.fused import fuse_rounding
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
-from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
-from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
-from vllm_npu_prep.runner.inputs import ModelInputs
-from vllm_npu_prep.runner.left_behind import forget_models
+from vllm_npu_prep.runner.common import CommonRunner
+from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
-from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
+from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
-from vllm_npu_prep.runner.request_updates import (
+from vllm_npu_prep.runner.step import DummyRun, StepInFlight
+from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping, tables_of
+from vllm_npu_prep.runner.v1.drafters import ExactLengths, make_drafter, share_builders
+from vllm_npu_prep.runner.v1.inputs import ModelInputs
+from vllm_npu_prep.runner.v1.request_updates import (
     RequestUpdates,
     put_drafts_first,
     states_are_read,
 )
-from vllm_npu_prep.runner.sampling import (
+from vllm_npu_prep.runner.v1.sampling import (
     forget_thoughts,
     score_chosen_tokens,
     top_k_top_p_sampler,
 )
-from vllm_npu_prep.runner.speculation import LastSamples, Speculation
-from vllm_npu_prep.runner.step import DummyRun, StepInFlight
-from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
-from vllm_npu_prep.wording import counted
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+from vllm_npu_prep.runner.v1.speculation import LastSamples, Speculation
+from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
 
 
-class NPUModelRunner(GPUModelRunner):
+class NPUModelRunner(CommonRunner, GPUModelRunner):
     """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
     The class has only overrides of upstream's methods. They call its parts, which know no runner:
     `preparer`, `padding`, `inputs`, `updates`, `bookkeeping`, `speculation`, `graphs`, `buffers`.
-    All that upstream asks for later in a step is in one record, `in_flight`.
+    Upstream's ``execute_model`` calls them in this order, and all that it asks for after the
+    preparation is in one record, `in_flight`:
+
+    ==============================  ==============================================================
+    method                          what it does with the scheduler's output
+    ==============================  ==============================================================
+    `_update_states`                enters it in the input batch and in the block tables
+    `_prepare_inputs`               prepares the step
+    `_build_attention_metadata`     hands out its metadata
+    `_preprocess`                   hands out the model's inputs
+    `sample_tokens`                 samples, keeps the tokens and drafts
+    ==============================  ==============================================================
 
     Who owns what in a step after `_prepare_inputs` has returned:
 
@@ -128,18 +121,12 @@ class NPUModelRunner(GPUModelRunner):
 
     Attributes
     ----------
-    in_flight
-        The step from its preparation until its tokens are sampled; None in between.
     dummy_run
         The dummy run that is under way.
-    cache_memory
-        The memory of which the KV cache is made.
     """
 
-    in_flight: StepInFlight | None
     dummy_run: DummyRun | None
-    preparer: Preparer  # exists, like `block_tables`, from `initialize_kv_cache` on
-    block_tables: DeviceBlockTables
+    block_tables: DeviceBlockTables  # exists, like `preparer`, from `initialize_kv_cache` on
     num_prompt_logprobs: dict[str, int]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
@@ -168,16 +155,7 @@ class NPUModelRunner(GPUModelRunner):
             mrope_positions=self.mrope_positions if self.uses_mrope else None,
         )
         decode_query_len = self.uniform_decode_query_len
-        self.graphs = Graphs(
-            prep_device,
-            self.cudagraph_dispatcher,
-            self.compilation_config,
-            decode_query_len=decode_query_len,
-            largest_decode=largest_decode(self.max_num_reqs, decode_query_len, self.max_num_tokens),
-            max_num_reqs=self.max_num_reqs,
-            max_model_len=self.max_model_len,
-            agree=union_over_ranks,
-        )
+        self.graphs = self._make_graphs(self.cudagraph_dispatcher, decode_query_len)
         self.padding = StepPadding(
             self._dispatch,
             self.graphs.captured,
@@ -226,10 +204,7 @@ class NPUModelRunner(GPUModelRunner):
             self.drafter = drafter
         self._drafting_group = 0  # KV-cache group of the drafter's layers, if it has any
         self.metrics = StepMetrics(vllm_config)
-        self.recorder: StepRecorder | None = None
-        self.expert_counts: ExpertCounts | None = None
-        self.cache_memory: Memory = prep_device
-        self.step_check: StepCheck | None = None
+        self.cache_memory = prep_device
 
     # ----------------------------------------------------------------- the step
 
@@ -386,34 +361,19 @@ class NPUModelRunner(GPUModelRunner):
     def _end_step(self) -> None:
         self.in_flight = self.dummy_run = None
 
-    def _observe(
-        self,
-        in_flight: StepInFlight,
-        kind: str,
-        scheduler_output: SchedulerOutput,
-        started: float,
-    ) -> None:
-        """Count and record the step; raise if it breaks a rule, so that it is not launched."""
-        step, batch = in_flight.step, self.input_batch
-        waits = self.preparer.staging.waits
-        self.metrics.add(step, kind, waits, started)
-        if self.recorder is not None:
-            told = self.inputs.for_record(batch.req_ids, batch.req_prompt_embeds)
-            self.recorder.keep(step, kind, *told, started=started, waits=waits)
-        if self.step_check is not None:
-            self.step_check.verify(self, scheduler_output)
+    def _for_record(self) -> tuple[Any, ...]:
+        batch = self.input_batch
+        return self.inputs.for_record(batch.req_ids, batch.req_prompt_embeds)
 
-    def _dispatch(
-        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
-    ) -> tuple[Any, ...]:
+    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
         return super()._determine_batch_execution_and_padding(
-            num_tokens=batch.total_num_scheduled_tokens,
+            num_tokens=counts.num_tokens,
             num_reqs=num_reqs,
             num_scheduled_tokens_np=num_scheduled_tokens,
-            max_num_scheduled_tokens=max_query_len,
-            num_encoder_reqs=num_encoder_reqs,
-            force_eager=eager or batch.takes_embeds,
+            max_num_scheduled_tokens=counts.max_query_len,
+            num_encoder_reqs=counts.num_encoder_reqs,
+            force_eager=counts.eager or counts.takes_embeds,
             allow_microbatching=self._allow_microbatching(num_reqs, num_scheduled_tokens),
         )
 
@@ -658,20 +618,29 @@ class NPUModelRunner(GPUModelRunner):
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
         """Score prompts one request at a time if there are adapters, each with its own one."""
-        wanted, score = self.num_prompt_logprobs, super()._get_prompt_logprobs_dict
+        batch, wanted = self.input_batch, self.num_prompt_logprobs
+        score = partial(super()._get_prompt_logprobs_dict, hidden_states, num_scheduled_tokens)
         if not self.lora_config or not wanted:
-            return score(hidden_states, num_scheduled_tokens)
+            return score()
+        lora_ids = {
+            req_id: int(batch.request_lora_mapping[batch.req_id_to_index[req_id]])
+            for req_id in wanted
+            if req_id in num_scheduled_tokens
+        }
+        scored = score_prompts(self.lora_manager, lora_ids, self._scoring_alone, score)
+        return {req_id: scores for each in scored for req_id, scores in each.items()}
 
-        def score_some(some: dict[str, int]) -> dict[str, Any]:
-            self.num_prompt_logprobs = some
-            try:
-                return score(hidden_states, num_scheduled_tokens)
-            finally:
-                self.num_prompt_logprobs = wanted
-
-        return score_prompts(
-            self.lora_manager, self.input_batch, wanted, num_scheduled_tokens, score_some
-        )
+    @contextmanager
+    def _scoring_alone(self, req_id: str) -> Iterator[None]:
+        """Return a context in which upstream scores the prompt of this request only."""
+        wanted = self.num_prompt_logprobs
+        self.num_prompt_logprobs = of_request = {req_id: wanted[req_id]}
+        try:
+            yield
+        finally:
+            self.num_prompt_logprobs = wanted
+        if req_id not in of_request:  # its prompt is done
+            del wanted[req_id]
 
     # ----------------------------------------------------------------- dummy runs and graphs
 
@@ -702,23 +671,11 @@ class NPUModelRunner(GPUModelRunner):
         return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
 
     def capture_model(self) -> int:
-        """Capture every graph, the largest first, and return the bytes of the device they took.
-
-        Raises
-        ------
-        PrepError
-            If requests are in flight: dummy runs would overwrite their cache and tables.
-        """
-        if self.requests:
-            raise PrepError(
-                "graphs can't be captured with "
-                f"{counted(len(self.requests), 'request')} in flight: capture at start-up"
-            )
+        self._refuse_to_capture(len(self.requests))
         try:
-            return self.graphs.capture(self._warmup_and_capture, self._freeze_gc)
+            return self._capture_graphs(self._warmup_and_capture, self._freeze_gc)
         finally:
             self.maybe_remove_all_loras(self.lora_config)  # dummy adapters with ids of real ones
-            self.padding.forget()  # sizes that did not fit were dropped
 
     # ----------------------------------------------------------------- recurrent states
 
@@ -732,34 +689,15 @@ class NPUModelRunner(GPUModelRunner):
     # ----------------------------------------------------------------- weights and the KV cache
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with this plugin's full graphs instead of CUDA's.
-
-        All layers get one backend, before vLLM asks each layer for its preferred block size.
-        """
+        """Load the model with this plugin's full graphs instead of CUDA's."""
         super().load_model(*args, **kwargs)
-        for model in models_of(self.get_model(), getattr(self, "drafter", None)):
-            replace_modules(model, self.vllm_config)
-            fuse_rounding(model, self.vllm_config)
-        counters = ExpertCounts.asked_for(self.get_model(), self.vllm_config, self.device)
-        self.expert_counts = counters
+        self._replace_layers(getattr(self, "drafter", None))
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
-        layers = self.compilation_config.static_forward_context
-        unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Reload the weights, and those of MTP layers, too, if they come from a folder.
-
-        Afterwards all of them are at the addresses that graphs read. The caller resets the prefix
-        cache.
-        """
-        self.refuse_new_weights()
-        drafter = self.get_draft_model() if weights_iterator is None else None
-        with followed_by_drafter(self.vllm_config, drafter), kept_addresses(self.get_model()):
+        with self._new_weights(from_folder=weights_iterator is None):
             super().reload_weights(weights_iterator, *args, **kwargs)
-
-    def refuse_new_weights(self) -> None:
-        refuse(self.vllm_config)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
         """Add groups without a cache after the others, one for each attention window.
@@ -796,7 +734,6 @@ class NPUModelRunner(GPUModelRunner):
         if isinstance(drafter, ExactLengths):
             self._drafting_group = drafter.kv_cache_gid
             share_builders(drafter, self.attn_groups)
-        self.padding.forget()  # capture sizes may have changed since
         self.preparer = Preparer(
             self.prep_device,
             tables_of(
@@ -816,44 +753,15 @@ class NPUModelRunner(GPUModelRunner):
             max_logits_per_req=self.uniform_decode_query_len,
             pin_memory=is_pin_memory_available(),
         )
-        latent = self.preparer.tables.latent
-        if latent is not None and not kwargs.get("is_profiling"):
-            logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
-        self.padding.cache_limits, self.graphs.most_rows = cache_limits(
-            self.vllm_config,
-            kv_cache_config.num_blocks,
-            min(self.preparer.tables.block_sizes.tolist(), default=self.cache_config.block_size),
-            is_profiling=bool(kwargs.get("is_profiling")),
-        )
-        self.recorder = make_recorder(
-            self.vllm_config,
-            self.preparer.tables,
-            builders,
-            kv_cache_config.num_blocks,
-            self.recorder,
-        )
-        if self.recorder is not None:
-            self.recorder.expert_counters = self.expert_counts
-        self.step_check = make_check(parse_config(self.vllm_config.additional_config).check, self)
+        is_profiling = bool(kwargs.get("is_profiling"))
+        self._follow_cache(kv_cache_config, self.kv_cache_dtype, is_profiling=is_profiling)
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Allocate K and V as planes: Ascend kernels can't read upstream's interleaved form."""
-        kernel_blocks_of = partial(blocks_per_block, self.vllm_config)
-        caches = allocate_planes(kv_cache_config, self.cache_memory, kernel_blocks_of)
-        for layer_name, target in self.shared_kv_cache_layers.items():
-            caches[layer_name] = caches[target]
-        bind_kv_cache(
-            caches,
-            self.compilation_config.static_forward_context,
-            self.kv_caches,
-            kv_cache_groups=kv_cache_config.kv_cache_groups,
-        )
-        # Upstream copies and counts blocks along the first dimension, so it gets single planes.
-        layers = self.compilation_config.static_forward_context
-        self.kv_caches[:] = single_planes(self.kv_caches, caches, layers)
-        return planes_by_layer(caches, layers)  # upstream registers them with a KV connector
+        caches, self.kv_caches[:] = self._allocate_caches(kv_cache_config)
+        # Upstream registers these with a KV connector
+        return planes_by_layer(caches, self.compilation_config.static_forward_context)
 
     def _init_kv_zero_meta(self) -> None:
         """Do nothing: upstream prepares a Triton kernel here, which is not used."""
@@ -863,29 +771,9 @@ class NPUModelRunner(GPUModelRunner):
 
     # ----------------------------------------------------------------- the device
 
-    def warm_up(self) -> None:
-        """Load or compile code for which the first request would otherwise wait."""
-        tables = self.preparer.tables
-        kinds = tables.local, tables.latent, tables.states, tables.dcp
-        step = warm_up(self.inputs.mrope_dims, *kinds)
-        if self.recorder is not None:
-            self.recorder.warm_up(step)
-
     def shutdown(self) -> None:
-        if hasattr(self, "preparer") and self.preparer.staging.steps:
-            ring = self.preparer.staging
-            logger.info(
-                "Staging: %d of %d steps waited for an earlier copy to the device.",
-                ring.waits,
-                ring.steps,
-            )
-        if self.recorder is not None:
-            self.recorder.close()
-        self.metrics.close()
-        self.padding.counts.log_summary()
+        self._end_run(getattr(self, "drafter", None))
         self.inputs.log_summary()
-        drafter = getattr(self, "drafter", None)
-        forget_models(getattr(self, "model", None), getattr(drafter, "model", None))
         limit_drafts_by(None)
         super().shutdown()  # waits for the device first
         CUDAGraphWrapper.clear_all_graphs()

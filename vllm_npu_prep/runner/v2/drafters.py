@@ -15,10 +15,10 @@ from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.ops.drafting import copy_and_expand_eagle_inputs
 from vllm_npu_prep.runner.mtp_layers import warn_of_unused_layers
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.ngram import SlotNgramSpeculator
-from vllm_npu_prep.v2.speculator import SlotSpeculator
-from vllm_npu_prep.v2.states import SlotStates
-from vllm_npu_prep.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.ngram import SlotNgramSpeculator
+from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.verification import Accepted
 
 
 class SlotEagleSpeculator(SlotSpeculator, EagleSpeculator):

@@ -25,10 +25,10 @@ from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
 from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.block_tables import SlotBlockTables
-from vllm_npu_prep.v2.draft_passes import DraftPasses, PassSize
-from vllm_npu_prep.v2.drawing import Requests, draw_drafts
-from vllm_npu_prep.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, PassSize
+from vllm_npu_prep.runner.v2.drawing import Requests, draw_drafts
+from vllm_npu_prep.runner.v2.verification import Accepted
 
 
 class SlotSpeculator(TargetDependentARSpeculator):

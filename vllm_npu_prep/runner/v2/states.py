@@ -9,7 +9,7 @@ import torch
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.layout import targets_per_row
-from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
 
 UNKNOWN_TOKEN = -1
 """Marks a token whose id is not known: in the host's table, a sample that only the device has; in

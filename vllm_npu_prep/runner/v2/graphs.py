@@ -10,8 +10,9 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 from vllm_npu_prep.device import Device
+from vllm_npu_prep.runner.padding import Counts
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.v2.engines import SharedDecisions
+from vllm_npu_prep.runner.v2.engines import SharedDecisions
 
 
 class GraphManager(ModelCudaGraphManager):
@@ -57,32 +58,26 @@ class GraphManager(ModelCudaGraphManager):
         return self.of_dummy_run
 
     def ask(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        max_query_len: int,
-        num_active_loras: int,
-        eager: bool,
-        shared: SharedDecisions | None = None,
+        self, counts: Counts, shared: SharedDecisions | None = None
     ) -> tuple[CUDAGraphMode, BatchDescriptor, BatchExecutionDescriptor]:
         """Return upstream's decision for a step, on which `shared` agrees with the other ranks.
 
         The first two values have the form of V1's dispatcher, the third is what V2's runner takes.
         """
+        num_reqs, num_tokens = counts.num_reqs, counts.num_tokens
+        num_loras = counts.num_active_loras
         # Any batch of decodes, and prompts of one token, which are padded as decodes are
-        is_uniform = num_tokens == num_reqs * max_query_len
-        uniform = max_query_len if is_uniform else None
+        is_uniform = num_tokens == num_reqs * counts.max_query_len
+        uniform = counts.max_query_len if is_uniform else None
         if shared is not None:
             found = shared.decide(
-                self, num_reqs, num_tokens, uniform, num_active_loras, eager=eager
+                self, num_reqs, num_tokens, uniform, num_loras, eager=counts.eager
             )
-        elif eager:
+        elif counts.eager:
             none = CUDAGraphMode.NONE
-            found = BatchExecutionDescriptor(
-                none, num_tokens, num_reqs, num_active_loras=num_active_loras
-            )
+            found = BatchExecutionDescriptor(none, num_tokens, num_reqs, num_active_loras=num_loras)
         else:
-            found = super().dispatch(num_reqs, num_tokens, uniform, num_active_loras)
+            found = super().dispatch(num_reqs, num_tokens, uniform, num_loras)
         return found.cg_mode, self.descriptor(found), found
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> torch.Tensor:

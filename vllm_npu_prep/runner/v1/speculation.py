@@ -3,7 +3,7 @@
 Attention kernels of NPUs take lengths from the host. Upstream counts every draft of the last step
 as accepted and corrects that on the device only. Here one small copy sends the numbers of accepted
 tokens to the host *before* the drafter runs. The host waits for them only when it needs them:
-before the second draft pass (`vllm_npu_prep.runner.drafters`), or before the next step.
+before the second draft pass (`vllm_npu_prep.runner.v1.drafters`), or before the next step.
 """
 
 from collections.abc import Mapping, Sequence

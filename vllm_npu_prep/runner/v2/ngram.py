@@ -6,8 +6,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_npu_prep.v2.states import SlotStates
-from vllm_npu_prep.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.verification import Accepted
 
 
 class SlotNgramSpeculator(BaseSpeculator):

@@ -12,7 +12,7 @@ from vllm_npu_prep.device.staging import DeviceArrays
 from vllm_npu_prep.ops.drafting import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
 from vllm_npu_prep.ops.rejection import lengths_of, rows_until_rejected
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.v2.sampler import DrawnDrafts, SlotSampler
+from vllm_npu_prep.runner.v2.sampler import DrawnDrafts, SlotSampler
 
 
 class VerifiedBatch(InputBatch):

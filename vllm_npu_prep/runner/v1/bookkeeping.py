@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_npu_prep.prep.batch import BatchTables
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens, append_verified_tokens
-from vllm_npu_prep.runner.request_updates import PLACEHOLDER
+from vllm_npu_prep.runner.v1.request_updates import PLACEHOLDER
 
 if TYPE_CHECKING:
     from vllm_npu_prep.attention.block_tables import DeviceBlockTables

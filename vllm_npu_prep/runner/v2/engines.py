@@ -38,8 +38,8 @@ class SharedDecisions:
     ) -> BatchExecutionDescriptor:
         """Decide for a step with requests; every rank has to call this or run a dummy step.
 
-        `manager` is the rank's `vllm_npu_prep.v2.graphs.GraphManager`. `uniform_token_count` is the
-        number of tokens of each request, or None if requests differ.
+        `manager` is the rank's `vllm_npu_prep.runner.v2.graphs.GraphManager`.
+        `uniform_token_count` is the number of tokens of each request, or None if requests differ.
         """
         self._of_step = self._agree(
             manager,

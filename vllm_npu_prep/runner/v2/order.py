@@ -6,7 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.states import SlotStates
 
 
 class BatchOrder:

@@ -13,7 +13,7 @@ from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.states import StateGroups
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.states import SlotStates
 
 
 class SlotBlockTables:

@@ -7,8 +7,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
 from vllm_npu_prep.ops.thinking import Markers, end_thinking, note_markers
-from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.states import SlotStates
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig
