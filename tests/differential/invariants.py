@@ -49,7 +49,7 @@ class Invariants:
         """Slots are distinct, in blocks of their request, and what others have read stays."""
         total, writers = step.total_num_scheduled_tokens, {}  # request by block
         req_ids, manager = self.runner.input_batch.req_ids, self.scheduler.kv_cache_manager
-        for group in range(self.runner.preparer.tables.num_groups):
+        for group in range(self.runner.preparer.tables.shape.num_groups):
             slots, padding = step.slot_mapping[group], step.arrays.slot_mapping[group]
             hold((padding[total:] == -1).all(), "slots of padding", padding[total:])
             hold(len(np.unique(slots)) == total, "slots are distinct", slots)

@@ -98,7 +98,7 @@ def test_tokens_equal_transformers(made, tmp_path, family, asynchronous, mode, s
         forced = Forced(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         counts = runner.padding.counts.by_kind
-        groups = runner.preparer.tables.states.groups
+        groups = runner.preparer.tables.shape.states.groups
         cached = runner.cache_config.mamba_cache_mode
     assert got == [expected] * 2
     assert len(groups) == 3, "the fourth group is attention's"
@@ -225,7 +225,7 @@ def test_published_checkpoints_name_a_model_that_sees(
     answers = Reference(folder).answers(requests, OF_IMAGES)
     checked = {"additional_config": {"npu_prep": {"check": "full"}}, "enable_prefix_caching": True}
     with engine_of(runner, folder, **{**READS_IMAGES, **checked, **settings}) as llm:
-        served, states = runner_of(llm), runner_of(llm).preparer.tables.states
+        served, states = runner_of(llm), runner_of(llm).preparer.tables.shape.states
         watched = watch(llm) if runner == "V1" else None  # the full check has V2's positions
         verified = count_verified(llm)
         first = serve(llm, requests, greedy(OF_IMAGES))

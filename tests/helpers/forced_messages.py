@@ -50,12 +50,12 @@ class At:
         self.ends = np.cumsum(self.step.query_lens).tolist()
         self.starts = [0, *self.ends[:-1]]
         self.drafts = self.step.batch.num_draft_tokens[: self.step.num_reqs].tolist()
-        has_states, drafts = self.tables.states is not None, self.arrays.draft_token_ids.size > 0
+        shape, drafts = self.tables.shape, self.arrays.draft_token_ids.size > 0
         self.lacks = {
-            *(() if has_states else ("states", "states drafts")),
+            *(() if shape.states else ("states", "states drafts")),
             *(() if drafts else ("drafts", "states drafts", "async drafts")),
-            *(() if self.tables.latent is not None else ("latent",)),
-            *(() if self.tables.local is not None else ("local",)),
+            *(() if shape.latent else ("latent",)),
+            *(() if shape.local else ("local",)),
         }
 
     def builders(self, kind: str) -> list[tuple[int, Any, list[str]]]:
@@ -278,14 +278,14 @@ for array in ("bonus_logits_indices", "cu_num_draft_tokens", "cu_num_sampled_tok
 
 @forces("states num_prefills", "states")
 def one_prefill_more(at):
-    threshold, right = at.tables.states.decode_threshold, len(at.told)
+    threshold, right = at.tables.shape.states.decode_threshold, len(at.told)
     for count in at.step.query_lens:
         if count > threshold:
             break
         right -= 1
     states = at.step.states
     if right < at.step.padding.num_reqs_padded:  # there is room for one more border
-        group = at.tables.states.groups[0]
+        group = at.tables.shape.states.groups[0]
         with mock.patch.object(at.step, "states", replace(states, num_prefills=right + 1)):
             yield ending(right + 1, right, group=group)
 
@@ -293,7 +293,7 @@ def one_prefill_more(at):
 def of_states(at: At, name: str, padding: int) -> Broken:
     """Layers with states get other values of a list, by one each."""
     group, _, names = at.builders("states")[0]
-    index = at.tables.states.groups.index(group)
+    index = at.tables.shape.states.groups.index(group)
     array = getattr(at.step, name)
     right = (array[index] if array.ndim > 1 else array).tolist()
     given = getattr(at.metadata[names[0]], name)
@@ -334,8 +334,8 @@ def states_in_a_graph(at):
 @forces("decodes", "states")
 def layers_with_one_decode_more(at):
     group, _, names = at.builders("states")[0]
-    right = 0
-    while right < len(at.told) and at.step.query_lens[right] <= at.tables.states.decode_threshold:
+    right, threshold = 0, at.tables.shape.states.decode_threshold
+    while right < len(at.told) and at.step.query_lens[right] <= threshold:
         right += 1
     if at.step.padding.mode is not GraphMode.FULL:
         with given_to(at, names, num_decodes=right + 1):
@@ -359,8 +359,8 @@ def piece_that_begins_late(at):
 
 @forces("local block_table", "local")
 def chunk_of_another_request(at):
-    group = at.tables.local.groups[-1]
-    size, chunk = int(at.tables.block_sizes[group]), at.tables.local.attention_chunk_size
+    group = at.tables.shape.local.groups[-1]
+    size, chunk = int(at.tables.block_sizes[group]), at.tables.shape.local.attention_chunk_size
     requests = [
         OracleRequest(
             num_computed_tokens=int(computed),
@@ -377,7 +377,7 @@ def chunk_of_another_request(at):
     right = right["block_table"]
     if len(right) == 1 or not all(right[-1]) or not all(right[0]):
         return
-    rows = at.arrays.chunk_local_table_rows[at.tables.local.groups.index(group)]
+    rows = at.arrays.chunk_local_table_rows[at.tables.shape.local.groups.index(group)]
     with changed(rows, len(right) - 1, int(rows[0])):
         yield ending([*right[:-1], right[0]], right, group=group)
 

@@ -97,8 +97,8 @@ def finished(
     step = prepare_step(moved, step.padding, step.layout)
     step.padding = dataclasses.replace(step.padding, mode=GraphMode.FULL)
     tables, limits = step.batch.tables, [VOCAB]
-    holds_states = () if tables.states is None else tables.states.groups
-    for each in range(tables.num_groups):
+    holds_states = tables.shape.states.groups
+    for each in range(tables.shape.num_groups):
         needed = -(-step.seq_lens // tables.tokens_per_block(each))
         tables.num_blocks[each, step.slots] = needed + NUM_DRAFTS * (each in holds_states)
         num_slots = (1 + int(tables.block_table(each).max())) * int(tables.block_sizes[each])

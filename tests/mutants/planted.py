@@ -407,7 +407,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/check.py": [
         ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "row, size = tables.block_table(group)[step.slots[req]]", "row, size = tables.block_table(group)[req]", MESSAGES),
         ("a message about states names the block behind the right one", "row[state_column(start, token, size, num_drafts)]", "row[state_column(start, token, size, num_drafts) + 1]", MESSAGES),
-        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == HOLDS and step.local is None and step.states is None", "step.rule == HOLDS and step.local is None", MESSAGES),
+        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == HOLDS and not step.shape.local and not step.shape.states", "step.rule == HOLDS and not step.shape.local", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
     "observe/full_check.py": [
@@ -594,7 +594,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("blocks of a virtual request are the first group's", "row = first_table_rows[group] + req", "row = first_table_rows[0] + req", CHUNKS),
         ("padding virtual requests have a request's blocks", "null_req * chunks_per_req[group]", "0 * chunks_per_req[group]", CHUNKS),
         ("padding virtual requests leave tokens out", "chunk_local_query_start_loc[padding + 1] = end", "chunk_local_query_start_loc[padding + 1] = start", CHUNKS),
-        ("one virtual request too few has a place", "return 2 * num_reqs_padded + spare // attention_chunk_size", "return 2 * num_reqs_padded + spare // attention_chunk_size - 1", CHUNKS),
+        ("one virtual request too few has a place", "return 2 * num_reqs_padded + spare // self.attention_chunk_size", "return 2 * num_reqs_padded + spare // self.attention_chunk_size - 1", CHUNKS),
     ],
     "prep/mask.py": [
         ("a token can't see itself", "columns > rows", "columns >= rows", CORE),
@@ -668,7 +668,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a session's next part counts drafts of its last answer", "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n", "        begin: set[str] = set()\n", ("tests/runner/test_accepted.py",)),
     ],
     "runner/bookkeeping.py": [
-        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
     "runner/drafters.py": [
@@ -697,6 +696,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts are scored by the adapters of the samples", "        with logits_of(manager, lora_id):\n", "        if True:\n", LORA),
     ],
     "runner/model_runner.py": [
+        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
         ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
         ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
@@ -737,6 +737,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
+        ("each rank keeps whole contexts", "        dcp=find_context_shards(vllm_config.parallel_config),\n", "", V2_SHARES),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [
@@ -975,7 +976,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
-        ("V2: each rank keeps whole contexts", "            dcp=find_context_shards(self.parallel_config),", "            dcp=None,", V2_SHARES),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
         ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
         ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),

@@ -12,6 +12,7 @@ from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding, full_padding, no_padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.runner.preparer import Preparer
 
 ROWS = 4
@@ -59,6 +60,7 @@ class Engine:
             num_blocks=self.blocks.num_blocks,
             num_synced_blocks=self.blocks.num_synced_blocks,
             num_device_blocks=self.blocks.num_device_blocks,
+            shape=EngineShape(len(BLOCK_SIZES), max_logits_per_req),
         )
         self.preparer = Preparer(
             CPUDevice(),
@@ -66,8 +68,6 @@ class Engine:
             self.blocks,
             [(0, Builder(), ["a", "b"]), (1, Builder(), ["c"]), (2, Builder(False), ["d"])],
             max_num_tokens=32,
-            max_num_reqs=ROWS,
-            max_logits_per_req=max_logits_per_req,
         )
 
     def add(self, row: int, token_ids: list[int], *block_ids: list[int]) -> None:
@@ -160,5 +160,7 @@ def test_padding_alone_writes_no_slot_and_reads_block_0(engine, padding):
 
 
 def test_layouts_have_places_for_the_drafts_of_an_engine():
-    layout = Engine(max_logits_per_req=3).preparer.layout(no_padding(9, 2))
-    assert (layout.max_logits, layout.max_drafts, layout.num_groups) == (6, 4, 2)
+    preparer = Engine(max_logits_per_req=3).preparer
+    layout = preparer.layout(no_padding(9, 2))
+    assert (layout.max_logits, layout.max_drafts, layout.shape.num_groups) == (6, 4, 2)
+    assert preparer.layout(no_padding(9, 2)) is layout

@@ -10,9 +10,10 @@ from tests.helpers.batches import step_batch
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.runner.speculation import NO_SAMPLES, Speculation
 
 
@@ -98,7 +99,8 @@ def prepared(num_drafts: int):
     ]
     batch = step_batch(requests, block_size=4, max_model_len=16)
     padding = no_padding(batch.total_num_scheduled_tokens, 2)
-    layout = step_layout(padding.num_input_tokens, 2, 1, 1 + num_drafts)
+    shape = EngineShape(max_logits_per_req=1 + num_drafts)
+    layout = StepLayout(padding.num_input_tokens, 2, shape)
     staged = StagingRing(CPUDevice(), layout.nbytes()).acquire(layout)
     step = prepare_step(batch, padding, layout, staged.np)
     return step, staged.cpu

@@ -261,7 +261,7 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
     requests = request_table(view, selection)
     lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
     yield _table(requests, lines)
-    if view.step.latent is not None:
+    if view.step.shape.latent:
         halves = latent_table(view, selection)
         yield _table(halves, [Line(cells) for cells in halves.rows])
     for group in view.state_groups:

@@ -56,7 +56,7 @@ class StepCheck:
             Names the rule, the request, the token, what was given and what is allowed.
         """
         step = runner.in_flight.step
-        if step.rule == HOLDS and step.local is None and step.states is None:
+        if step.rule == HOLDS and not step.shape.local and not step.shape.states:
             return  # virtual requests and states are written after that pass
         limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
         fault = find_fault(step, limits)
@@ -156,12 +156,11 @@ def explain_fault(
         given, kept = arrays.num_accepted_tokens[req], int(step.batch.num_accepted_tokens[req])
         allowed = kept if arrays.num_computed_tokens[req] else 1
     else:
-        assert tables.local is not None
         computed = int(arrays.chunk_local_num_computed_tokens[req])
         given = f"{arrays.chunk_local_seq_lens[req]} of {computed} computed"
         allowed = (
             f"{computed + starts[req + 1] - starts[req]} of {computed} computed, up to a chunk of "
-            f"{tables.local.attention_chunk_size}"
+            f"{step.shape.local.attention_chunk_size}"
         )
     who = None
     if is_local and req >= 0:
@@ -178,13 +177,12 @@ def _states(
     step: "PreparedStep", req: int, token: int, group: int, rule: Rule, req_ids: list[str]
 ) -> tuple[str, str]:
     """Return the blocks of recurrent states that a request was given, and the allowed ones."""
-    arrays, tables = step.arrays, step.batch.tables
-    assert tables.states is not None and step.states is not None
+    arrays, tables, states = step.arrays, step.batch.tables, step.shape.states
     if group < 0:  # a padding request breaks a rule that all groups share
         if arrays.has_initial_state[req]:
             return "an initial state", "none"
         return counted(int(arrays.num_accepted_tokens[req]), "accepted token"), "1"
-    index, speculates = tables.states.groups.index(group), tables.states.num_drafts > 0
+    index, speculates = states.groups.index(group), states.num_drafts > 0
     if rule == Rule.STATE_PADDING and token >= 0:
         return f"block {arrays.token_state_indices[index, token]}", "the null block"
     reads = int(arrays.initial_state_indices[index, req])
@@ -195,7 +193,7 @@ def _states(
         return _shared_state(step, req, index, req_ids), "a block of its own"
 
     row, size = tables.block_table(group)[step.slots[req]], int(tables.block_sizes[group])
-    num_drafts = tables.states.num_drafts
+    num_drafts = states.num_drafts
 
     def named(start: int, token: int) -> str:
         """Name the block of the state after a token, by the request's row of the table."""
@@ -218,9 +216,8 @@ def _states(
 
 def _shared_state(step: "PreparedStep", req: int, index: int, req_ids: list[str]) -> str:
     """Say which recurrent state of a request another one has in this step, too, and who that is."""
-    arrays, tables = step.arrays, step.batch.tables
-    assert tables.states is not None and step.states is not None
-    num_decodes = step.states.num_decodes if tables.states.num_drafts else 0
+    arrays = step.arrays
+    num_decodes = step.states.num_decodes if step.shape.states.num_drafts else 0
     written = []
     for each in range(step.num_reqs):
         tokens = slice(*arrays.query_start_loc[each : each + 2].tolist())
@@ -240,23 +237,22 @@ def _shared_state(step: "PreparedStep", req: int, index: int, req_ids: list[str]
 
 def _shards(step: "PreparedStep", req: int, token: int, group: int, rule: Rule) -> tuple[str, str]:
     """Return what decode context parallelism gave a token or a request's lengths, and allows."""
-    tables, arrays = step.batch.tables, step.arrays
-    assert tables.dcp is not None
+    tables, arrays, dcp = step.batch.tables, step.arrays, step.shape.dcp
     if rule == Rule.SHARDED_LENS:
         lens = arrays.dcp_local_seq_lens[req], arrays.dcp_local_context_lens[req]
         length = int(arrays.seq_lens[req]) if req < step.num_reqs else 0
         computed = int(arrays.num_computed_tokens[req])
-        is_kept = tables.dcp.owner(np.arange(length)) == tables.dcp.rank
+        is_kept = dcp.owner(np.arange(length)) == dcp.rank
         allowed = f"{is_kept.sum()}, {is_kept[:computed].sum()} of them computed"
         given = f"{lens[0]}, {lens[1]} of them computed"
-        return given, f"{allowed}, which rank {tables.dcp.rank} keeps"
+        return given, f"{allowed}, which rank {dcp.rank} keeps"
     position, slot = int(arrays.positions[token]), int(arrays.slot_mapping[group, token])
-    owner = tables.dcp.owner(position)
-    given = f"{slot} on rank {tables.dcp.rank}"
-    if owner != tables.dcp.rank:
+    owner = dcp.owner(position)
+    given = f"{slot} on rank {dcp.rank}"
+    if owner != dcp.rank:
         return given, f"-1: rank {owner} keeps position {position}"
     size = int(tables.block_sizes[group])
-    block, offset = divmod(tables.dcp.local_position(position), size)
+    block, offset = divmod(dcp.local_position(position), size)
     number = int(tables.block_table(group)[step.slots[req], block])
     return given, f"{number * size + offset}, in its block {number}"
 

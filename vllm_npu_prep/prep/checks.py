@@ -131,25 +131,23 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
         step.num_logits,
         in_full_graph,
     )
-    if found[0] == HOLDS and step.local is not None:
-        local = batch.tables.local
-        assert local is not None
+    shape = step.shape
+    if found[0] == HOLDS and shape.local:
         found = check_local_requests(
             step.local.num_reqs,
             batch.total_num_scheduled_tokens,
             step.num_input_tokens,
-            local.attention_chunk_size,
+            shape.local.attention_chunk_size,
             in_full_graph,
             step.arrays.chunk_local_query_start_loc,
             step.arrays.chunk_local_seq_lens,
             step.arrays.chunk_local_num_computed_tokens,
         )
-    groups = batch.tables.states
-    if found[0] == HOLDS and step.states is not None and groups is not None:
+    if found[0] == HOLDS and shape.states:
         found = check_states(
             batch.num_reqs,
             step.states.num_decodes,
-            groups.num_drafts,
+            shape.states.num_drafts,
             batch.num_accepted_tokens,
             batch.tables.slots,
             batch.tables.block_table_flat,

@@ -31,7 +31,7 @@ class LatentSplit:
     block_size
         The tokens of a block of the cache: a context is cut between blocks only.
     max_model_len
-        The most tokens of a request.
+        The most tokens of a request; 0 in `NO_LATENT_SPLIT`.
     """
 
     decode_threshold: int
@@ -48,14 +48,23 @@ class LatentSplit:
                 f"of {self.block_size}"
             )
 
+    def __bool__(self) -> bool:
+        return self.max_model_len > 0
+
     def max_pieces(self, num_input_tokens: int, num_reqs_padded: int) -> int:
         """Return the most context pieces of a step of these sizes.
 
         A request's first piece fills what is left of a chunk; each further piece is a whole chunk,
         or the rest of the context.
         """
+        if not self:
+            return 0
         pieces_of_one = 1 + -(-self.max_model_len // self.workspace_tokens)
         return min(num_input_tokens, num_reqs_padded) * pieces_of_one
+
+
+NO_LATENT_SPLIT = LatentSplit(1, 1, 1, 0)
+"""The split of an engine without latent attention, which is false."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,14 @@ class LatentStep:
         The number of pieces of contexts, and of the context chunks that they make up.
     """
 
-    num_decodes: int
-    num_decode_tokens: int
-    num_prefills: int
-    num_pieces: int
-    num_chunks: int
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    num_prefills: int = 0
+    num_pieces: int = 0
+    num_chunks: int = 0
+
+
+NO_LATENT_STEP = LatentStep()
 
 
 @compiled

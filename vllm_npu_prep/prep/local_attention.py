@@ -7,7 +7,7 @@ request, whose row of blocks begins at its chunk. vLLM's ``make_local_attention_
 makes the same virtual requests.
 
 Their number depends on where chunks begin. The largest possible number depends on the padded sizes
-alone (`max_local_reqs`), and so do the offsets of their arrays.
+alone (`LocalGroups.max_reqs`), and so do the offsets of their arrays.
 """
 
 from dataclasses import dataclass
@@ -33,26 +33,37 @@ class LocalGroups:
     blocks_per_chunk: int
     groups: tuple[int, ...]
 
+    def __bool__(self) -> bool:
+        return len(self.groups) > 0
+
+    def max_reqs(self, num_input_tokens: int, num_reqs_padded: int) -> int:
+        """Return the most virtual requests of a step of these sizes.
+
+        A request's first token is in one virtual request, its second token may begin another, and
+        after that only every C-th token can begin one.
+        """
+        if not self:
+            return 0
+        spare = num_input_tokens - 2 * num_reqs_padded
+        if spare <= 0:
+            return num_input_tokens
+        return 2 * num_reqs_padded + spare // self.attention_chunk_size
+
+
+NO_LOCAL_GROUPS = LocalGroups(1, 1, ())
+"""The groups of an engine without chunked local attention, which are false."""
+
 
 @dataclass(frozen=True)
 class LocalRequests:
     """The sizes of a step's virtual requests, without padding."""
 
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int  # positions of a chunk, this step's included
+    num_reqs: int = 0
+    max_query_len: int = 0
+    max_seq_len: int = 0  # positions of a chunk, this step's included
 
 
-def max_local_reqs(num_input_tokens: int, num_reqs_padded: int, attention_chunk_size: int) -> int:
-    """Return the most virtual requests of a step of these sizes.
-
-    A request's first token is in one virtual request, its second token may begin another, and after
-    that only every C-th token can begin one.
-    """
-    spare = num_input_tokens - 2 * num_reqs_padded
-    if spare <= 0:
-        return num_input_tokens
-    return 2 * num_reqs_padded + spare // attention_chunk_size
+NO_LOCAL_REQUESTS = LocalRequests()
 
 
 @compiled
@@ -68,7 +79,7 @@ def split_at_chunks(
     first_table_rows,  # [num_local_groups] int32
     chunks_per_req,  # [num_local_groups] int32
     null_req,  # a row of every table that is the null block
-    # Outputs; V = `max_local_reqs`
+    # Outputs; V = `LocalGroups.max_reqs`
     chunk_local_query_start_loc,  # [V + 1] int32
     chunk_local_seq_lens,  # [V] int32
     chunk_local_num_computed_tokens,  # [V] int32
@@ -77,9 +88,9 @@ def split_at_chunks(
     """Write the virtual requests of a step, padding included.
 
     Virtual requests are padded like requests: they have the null block, and as many keys as tokens,
-    which are cut into parts of at most one chunk (`vllm_npu_prep.prep.padding`). `max_local_reqs`
-    has room for these, too: the parts of padding never number more than what its requests would be
-    cut into.
+    which are cut into parts of at most one chunk (`vllm_npu_prep.prep.padding`).
+    `LocalGroups.max_reqs` has room for these, too: the parts of padding never number more than what
+    its requests would be cut into.
 
     Returns
     -------

@@ -51,8 +51,6 @@ class StateGroups:
     num_drafts: int = 0
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ValueError("no groups: an engine without states has no StateGroups")
         if self.decode_threshold < 1:
             raise ValueError(f"decodes of {self.decode_threshold} tokens: there is at least one")
         if self.num_drafts and self.decode_threshold != 1 + self.num_drafts:
@@ -60,6 +58,13 @@ class StateGroups:
                 f"decodes of {self.decode_threshold} tokens, drafts included, where a step "
                 f"drafts {self.num_drafts}"
             )
+
+    def __bool__(self) -> bool:
+        return len(self.groups) > 0
+
+
+NO_STATE_GROUPS = StateGroups(())
+"""The groups of an engine without recurrent states, which are false."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,12 @@ class StateStep:
         The number of requests after them.
     """
 
-    num_decodes: int
-    num_decode_tokens: int
-    num_prefills: int
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    num_prefills: int = 0
+
+
+NO_STATE_STEP = StateStep()
 
 
 @compiled

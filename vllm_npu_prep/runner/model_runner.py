@@ -26,7 +26,6 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
-from vllm_npu_prep.attention.context_parallel import find_context_shards
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
@@ -36,10 +35,9 @@ from vllm_npu_prep.attention.kv_cache import (
     split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.latent import describe, find_latent_split
+from vllm_npu_prep.attention.latent import describe
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, Memory
 from vllm_npu_prep.device.communicator import union_over_ranks
@@ -57,7 +55,7 @@ from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.quantization.fused import fuse_rounding
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping, tables_of
+from vllm_npu_prep.runner.bookkeeping import Bookkeeping
 from vllm_npu_prep.runner.drafters import ExactLengths, make_drafter, share_builders
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
 from vllm_npu_prep.runner.inputs import ModelInputs
@@ -65,7 +63,7 @@ from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
 from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
-from vllm_npu_prep.runner.preparer import Preparer, builders_of
+from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.request_updates import (
     RequestUpdates,
@@ -273,8 +271,8 @@ class NPUModelRunner(GPUModelRunner):
         """Put requests that begin with drafts among the decodes, if there are recurrent states."""
         forget_thoughts(self.input_batch)
         super()._may_reorder_batch(scheduler_output)
-        states = self.preparer.tables.states
-        if states is not None and scheduler_output.scheduled_spec_decode_tokens:
+        states = self.preparer.tables.shape.states
+        if states and scheduler_output.scheduled_spec_decode_tokens:
             put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)
 
     def _update_others(self, scheduler_output: SchedulerOutput) -> None:
@@ -783,7 +781,7 @@ class NPUModelRunner(GPUModelRunner):
             self.input_batch.block_table,
             self.max_num_reqs,
             self.device,
-            local.blocks_per_chunk if local else 1,
+            local.blocks_per_chunk,
         )
 
     def initialize_kv_cache(
@@ -797,27 +795,27 @@ class NPUModelRunner(GPUModelRunner):
             self._drafting_group = drafter.kv_cache_gid
             share_builders(drafter, self.attn_groups)
         self.padding.forget()  # capture sizes may have changed since
+        batch = self.input_batch
         self.preparer = Preparer(
             self.prep_device,
-            tables_of(
-                self.input_batch,
+            make_tables(
                 self.block_tables,
-                chunked_prefill=self.scheduler_config.enable_chunked_prefill,
+                self.attn_groups,
+                builders,
+                self.vllm_config,
                 mrope=self.inputs.mrope_tables,
-                local=find_local_groups(self.attn_groups),
-                latent=find_latent_split(builders),
-                states=find_state_groups(builders),
-                dcp=find_context_shards(self.parallel_config),
+                num_computed_tokens=batch.num_computed_tokens_cpu,
+                num_prompt_tokens=batch.num_prompt_tokens,
+                num_tokens=batch.num_tokens_no_spec,
+                token_ids=batch.token_ids_cpu,
             ),
             self.block_tables,
             builders,
             max_num_tokens=self.max_num_tokens,
-            max_num_reqs=self.max_num_reqs,
-            max_logits_per_req=self.uniform_decode_query_len,
             pin_memory=is_pin_memory_available(),
         )
-        latent = self.preparer.tables.latent
-        if latent is not None and not kwargs.get("is_profiling"):
+        latent = self.preparer.tables.shape.latent
+        if latent and not kwargs.get("is_profiling"):
             logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
         self.padding.cache_limits, self.graphs.most_rows = cache_limits(
             self.vllm_config,
@@ -865,9 +863,7 @@ class NPUModelRunner(GPUModelRunner):
 
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
-        tables = self.preparer.tables
-        kinds = tables.local, tables.latent, tables.states, tables.dcp
-        step = warm_up(self.inputs.mrope_dims, *kinds)
+        step = warm_up(self.preparer.tables.shape)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache, copy_kv_cache_blocks_inplace
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
-from vllm_npu_prep.attention.context_parallel import find_context_shards
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import (
     allocate_planes,
@@ -34,9 +33,8 @@ from vllm_npu_prep.attention.kv_cache import (
     split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.latent import describe, find_latent_split
+from vllm_npu_prep.attention.latent import describe
 from vllm_npu_prep.attention.local_attention import find_local_groups, unwrap_backends
-from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, Memory
@@ -54,6 +52,7 @@ from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step, warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.prep.checks import NO_LIMITS
+from vllm_npu_prep.prep.mrope import NO_MROPE
 from vllm_npu_prep.quantization.fused import fuse_rounding
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.graphs import Graphs, measure_graphs
@@ -61,10 +60,10 @@ from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits, depends_on_counts_only
-from vllm_npu_prep.runner.preparer import Preparer, builders_of
+from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.v2.adapters import SlotAdapters, score_with_adapters
-from vllm_npu_prep.v2.block_tables import SlotBlockTables, tables_of
+from vllm_npu_prep.v2.block_tables import SlotBlockTables
 from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
 from vllm_npu_prep.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.v2.drawing import Requests
@@ -684,8 +683,7 @@ class NPUModelRunnerV2(GPUModelRunner):
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
-        local = find_local_groups(self.attn_groups)
-        kwargs["blocks_per_chunk"] = local.blocks_per_chunk if local else 1
+        kwargs["blocks_per_chunk"] = find_local_groups(self.attn_groups).blocks_per_chunk
         return SlotBlockTables(*args, **kwargs)
 
     def initialize_kv_cache(
@@ -710,34 +708,33 @@ class NPUModelRunnerV2(GPUModelRunner):
         self.kv_caches = single_planes(self._caches.values(), self._caches, layers)
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
-        latent, rope = find_latent_split(builders), self.model_state.rope_state
-        state_groups = find_state_groups(builders)
+        rope = self.model_state.rope_state
         if rope is not None:
             self.requests = rope.of_requests(states.req_id_to_index)
-        tables = tables_of(
-            states,
+        tables = make_tables(
             blocks,
-            chunked_prefill=self.scheduler_config.enable_chunked_prefill,
-            local=find_local_groups(self.attn_groups),
-            latent=latent,
-            state_groups=state_groups,
-            mrope=None if rope is None else rope.tables,
-            dcp=find_context_shards(self.parallel_config),
+            self.attn_groups,
+            builders,
+            self.vllm_config,
+            has_request_rows=True,
+            mrope=NO_MROPE if rope is None else rope.tables,
+            num_computed_tokens=states.num_computed_tokens_np,
+            num_prompt_tokens=states.prompt_len.np,
+            num_tokens=states.num_tokens,
+            token_ids=states.token_ids,
         )
-        halves = latent or state_groups  # with either, decodes come first
-        self.order = BatchOrder(0 if halves is None else halves.decode_threshold)
+        latent = tables.shape.latent
+        halves = latent or tables.shape.states  # with either, decodes come first
+        self.order = BatchOrder(halves.decode_threshold if halves else 0)
         self.preparer = Preparer(
             self.prep_device,
             tables,
             blocks,
             builders,
             max_num_tokens=self.max_num_tokens,
-            max_num_reqs=self.max_num_reqs,
-            max_logits_per_req=1 + self.num_speculative_steps,
             pin_memory=is_pin_memory_available(),
-            has_slots=True,
         )
-        if latent is not None and not kwargs.get("is_profiling"):
+        if latent and not kwargs.get("is_profiling"):
             assert isinstance(self.kv_cache_dtype, torch.dtype)
             logger.info(describe(latent, self.vllm_config, self.kv_cache_dtype.itemsize))
         if isinstance(self.speculator, SlotSpeculator):
@@ -797,9 +794,7 @@ class NPUModelRunnerV2(GPUModelRunner):
     # ----------------------------------------------------------------- the device
 
     def warm_up(self) -> None:
-        tables = self.preparer.tables
-        kinds = tables.local, tables.latent, tables.states, tables.dcp
-        step = warm_up(self.preparer.mrope_dims, *kinds)
+        step = warm_up(self.preparer.tables.shape)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

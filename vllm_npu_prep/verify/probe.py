@@ -155,7 +155,7 @@ def probed_latent_layers(
         builder = group.get_metadata_builder()
         for name in group.layer_names:
             impl = getattr(layers[name], "impl", None)  # layers with states have none
-            if isinstance(impl, AscendMLAImpl) and builder.latent is not None:
+            if isinstance(impl, AscendMLAImpl) and builder.latent:
                 sizes = group.kv_cache_spec.block_size, builder.latent.decode_threshold
                 kind = ProbedLatentLayers(impl.shape, dtype, *sizes, builder.masks)
                 found.setdefault((kind.shape, *sizes), kind)
