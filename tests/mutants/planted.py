@@ -405,9 +405,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
     ],
     "observe/check.py": [
-        ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "row, size = tables.block_table(group)[step.slots[req]]", "row, size = tables.block_table(group)[req]", MESSAGES),
-        ("a message about states names the block behind the right one", "row[state_column(start, token, size, num_drafts)]", "row[state_column(start, token, size, num_drafts) + 1]", MESSAGES),
-        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == HOLDS and not step.shape.local and not step.shape.states", "step.rule == HOLDS and not step.shape.local", MESSAGES),
+        ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "at.tables.block_table(at.group)[at.row]", "at.tables.block_table(at.group)[at.req]", MESSAGES),
+        ("a message about states names the block behind the right one", "row[state_column(start, token, at.block_size, states.num_drafts)]", "row[state_column(start, token, at.block_size, states.num_drafts) + 1]", MESSAGES),
+        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not step.shape.local and not step.shape.states", "step.rule == Rule.HOLDS and not step.shape.local", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
     "observe/full_check.py": [
@@ -550,7 +550,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("states are checked at a request's place in the batch, not in its row", "row = first_entries[index] + slots[req] * widths[index]", "row = first_entries[index] + req * widths[index]", STATES),
         ("a decode's wrong position goes unnoticed", "is_wrong = out.positions[start] != first or token_id < 0", "is_wrong = token_id < 0", CHECKS),
         ("rows of logits out of order go unnoticed", "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]", "is_wrong |= False", CHECKS),
-        ("a shared state goes unnoticed", "                return STATE_SHARED, writers[order[place]], -1, group", "                return HOLDS, writers[order[place]], -1, group", STATES),
+        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", STATES),
     ],
     "prep/embeds.py": [
         ("embeddings of a prompt's start in every chunk", "return token_indices, reqs[token_indices], positions[token_indices]", "return token_indices, reqs[token_indices], step.query_pos[token_indices]", EMBEDS),

@@ -21,7 +21,7 @@ from tests.helpers.batches import (
     state_step,
 )
 from tests.prep.test_latent import sorted_batch
-from vllm_npu_prep.observe.check import RULES, explain_fault
+from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
@@ -425,7 +425,7 @@ def test_a_wrong_value_is_found(make, name, place, value, fault):
     found = find_fault(step, limits)
     assert found == fault
     said = str(explain_fault(step, limits, found, ["a", "b", "c"]))
-    assert said.startswith(f'step check "{RULES[fault[0]][0]}": ') and "\n" not in said
+    assert said.startswith(f'step check "{fault[0].title}": ') and "\n" not in said
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["one reads it", "both write it"])

@@ -15,7 +15,7 @@ from vllm_npu_prep.prep.bookkeeping import (
     append_verified_tokens,
     write_draft_tokens,
 )
-from vllm_npu_prep.prep.checks import NO_LIMITS, NOT_CHECKED, find_fault
+from vllm_npu_prep.prep.checks import NO_LIMITS, Rule, find_fault
 from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.latent import NO_LATENT_STEP, LatentStep, split_prefills
 from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, targets_per_row
@@ -84,7 +84,7 @@ class PreparedStep(Arrays[np.ndarray]):
     local: LocalRequests = NO_LOCAL_REQUESTS  # virtual requests of chunked local attention
     latent: LatentStep = NO_LATENT_STEP  # decodes, prefills and context chunks of latent attention
     states: StateStep = NO_STATE_STEP  # decodes and prefills of layers with recurrent states
-    rule: int = NOT_CHECKED  # the rule that the step breaks (`checks.Rule`), 0 if it breaks none
+    rule: int = Rule.NOT_CHECKED  # the rule that the step breaks
 
     @property
     def shape(self) -> EngineShape:

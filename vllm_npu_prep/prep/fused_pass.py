@@ -15,7 +15,7 @@ from vllm_npu_prep.prep.arrays import (
     PAD_SLOT_ID,
     PADDING_ROWS,
 )
-from vllm_npu_prep.prep.checks import NOT_CHECKED, check_step_at
+from vllm_npu_prep.prep.checks import Rule, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
@@ -69,7 +69,7 @@ def fill_step_at(
     max_query_len, max_seq_len, num_logits, flags, num_block_changes = fill_step(
         tables_of(tables), step, arrays_of(arrays)
     )
-    rule = NOT_CHECKED
+    rule = Rule.NOT_CHECKED
     if limits.shape[0] > 0:
         rule = check_step_at(
             tables,
@@ -85,7 +85,7 @@ def fill_step_at(
             num_logits,
             in_full_graph,
         )[0]
-    return max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule
+    return max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule.value
 
 
 @inlined
