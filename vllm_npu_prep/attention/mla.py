@@ -49,7 +49,7 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import LatentSplit, split_prefills
+from vllm_npu_prep.prep.latent import LatentSplit, SplitArrays, split_prefills
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.quantization.loaded import dequantize
 
@@ -212,13 +212,11 @@ def split_common(
     arrays = [np.empty(num_reqs + 1, np.int32), *(np.empty(most, np.int32) for _ in range(4))]
     computed = (metadata.seq_lens_np - metadata.query_lens).astype(np.int32)
     num_decodes, _, num_prefills, num_pieces, _ = split_prefills(
+        SplitArrays(metadata.query_start_loc_np, computed, *arrays),
         num_reqs,
         latent.decode_threshold,
         latent.workspace_tokens,
         latent.block_size,
-        metadata.query_start_loc_np,
-        computed,
-        *arrays,
     )
     sizes = num_prefills + 1, *(num_pieces,) * 4
     return num_decodes, LatentArrays(*(each[:size] for each, size in zip(arrays, sizes)))

@@ -16,15 +16,20 @@ from vllm_npu_prep.prep.bookkeeping import (
     write_draft_tokens,
 )
 from vllm_npu_prep.prep.checks import NO_LIMITS, Rule, find_fault
-from vllm_npu_prep.prep.fused_pass import fill_step_at
-from vllm_npu_prep.prep.latent import NO_LATENT_STEP, LatentStep, split_prefills
+from vllm_npu_prep.prep.fused_pass import (
+    fill_step_at,
+    find_states_at,
+    plan_contexts_at,
+    split_at_chunks_at,
+)
+from vllm_npu_prep.prep.latent import NO_LATENT_STEP, LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, targets_per_row
-from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests, split_at_chunks
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
-from vllm_npu_prep.prep.states import NO_STATE_STEP, StateStep, find_states
+from vllm_npu_prep.prep.states import NO_STATE_STEP, StateStep
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
@@ -325,42 +330,22 @@ def prepare_step(
 
 def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> LocalRequests:
     """Write the step's virtual requests from arrays that are written already."""
-    tables = batch.tables
-    sizes = split_at_chunks(
-        batch.num_reqs,
-        padding.num_input_tokens,
-        padding.decode_query_len,
-        tables.shape.local.attention_chunk_size,
-        arrays.query_start_loc,
-        arrays.seq_lens,
-        arrays.num_computed_tokens,
-        *tables.local_rows,
-        len(tables.token_ids),
-        arrays.chunk_local_query_start_loc,
-        arrays.chunk_local_seq_lens,
-        arrays.chunk_local_num_computed_tokens,
-        arrays.chunk_local_table_rows,
+    return LocalRequests(
+        *split_at_chunks_at(
+            batch.tables.addresses,
+            arrays.addresses,
+            batch.num_reqs,
+            batch.tables.shape.local.attention_chunk_size,
+            padding.decode_query_len,
+        )
     )
-    return LocalRequests(*sizes)
 
 
 def _latent_step(batch: StepBatch, arrays: StepArrays) -> LatentStep:
     """Write the split of latent attention from arrays that are written already."""
     latent = batch.tables.shape.latent
-    sizes = split_prefills(
-        batch.num_reqs,
-        latent.decode_threshold,
-        latent.workspace_tokens,
-        latent.block_size,
-        arrays.query_start_loc,
-        arrays.num_computed_tokens,
-        arrays.prefill_query_start_loc,
-        arrays.context_piece_reqs,
-        arrays.context_piece_starts,
-        arrays.context_piece_lens,
-        arrays.context_piece_chunks,
-    )
-    return LatentStep(*sizes)
+    sizes = latent.decode_threshold, latent.workspace_tokens, latent.block_size
+    return LatentStep(*plan_contexts_at(arrays.addresses, batch.num_reqs, *sizes))
 
 
 def _state_step(batch: StepBatch, arrays: StepArrays) -> StateStep:
@@ -368,27 +353,17 @@ def _state_step(batch: StepBatch, arrays: StepArrays) -> StateStep:
     states = batch.tables.shape.states
     if states.num_drafts and len(batch.num_accepted_tokens) < batch.num_reqs:
         raise ValueError("an engine with states and speculation counts accepted tokens")
-    sizes = find_states(
-        batch.num_reqs,
-        states.decode_threshold,
-        states.num_drafts,
-        arrays.query_start_loc,
-        arrays.seq_lens,
-        arrays.num_computed_tokens,
-        batch.num_draft_tokens,
-        batch.num_accepted_tokens,
-        batch.tables.slots,
-        batch.tables.block_table_flat,
-        *batch.tables.state_rows,
-        arrays.token_state_indices,
-        arrays.slot_mapping,
-        arrays.initial_state_indices,
-        arrays.state_indices,
-        arrays.has_initial_state,
-        arrays.num_accepted_tokens,
-        arrays.prefill_query_start_loc,
+    return StateStep(
+        *find_states_at(
+            batch.tables.addresses,
+            arrays.addresses,
+            batch.num_reqs,
+            states.decode_threshold,
+            states.num_drafts,
+            batch.num_draft_tokens,
+            batch.num_accepted_tokens,
+        )
     )
-    return StateStep(*sizes)
 
 
 def warm_up(shape: EngineShape = PLAIN_SHAPE) -> PreparedStep:

@@ -53,6 +53,13 @@ class BatchTables:
     slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
     # What compiled code reads of `shape.dcp`: world size, rank and interleave size
     shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
+    # Of each group of `shape.local`, in rows of one chunk: the first one of its block table, and
+    # how many of them a request has
+    first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "L")] = field(init=False)
+    chunks_per_req: Annotated[np.ndarray, ArrayType(np.int32, "L")] = field(init=False)
+    # The groups of `shape.states`, and the first entries of their block tables
+    state_groups: Annotated[np.ndarray, ArrayType(np.int32, "N")] = field(init=False)
+    first_state_entries: Annotated[np.ndarray, ArrayType(np.int64, "N")] = field(init=False)
     shape: EngineShape = PLAIN_SHAPE
     chunked_prefill: bool = True
     mrope: MropeTables = NO_MROPE
@@ -60,13 +67,23 @@ class BatchTables:
     def __post_init__(self) -> None:
         if self.slots is None:
             object.__setattr__(self, "slots", np.arange(len(self.token_ids), dtype=np.int32))
-        dcp, local = self.shape.dcp, self.shape.local
-        numbers = dcp.world_size, dcp.rank, dcp.interleave_size
-        object.__setattr__(self, "shards", np.array(numbers, np.int32))
+        dcp, local, states = self.shape.dcp, self.shape.local, self.shape.states
+        num_entries = self.max_num_blocks * np.int64(len(self.token_ids) + PADDING_ROWS)
+        firsts = np.cumsum(num_entries) - num_entries
+        local_groups, state_groups = (np.array(each.groups, np.int32) for each in (local, states))
+        derived = {
+            "shards": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
+            "first_local_rows": (firsts[local_groups] // local.blocks_per_chunk).astype(np.int32),
+            "chunks_per_req": self.max_num_blocks[local_groups] // np.int32(local.blocks_per_chunk),
+            "state_groups": state_groups,
+            "first_state_entries": firsts[state_groups],
+        }
+        for name, array in derived.items():
+            object.__setattr__(self, name, array)
         for name in TABLES:
             array = getattr(self, name)
             if array.dtype != TABLES[name].dtype or not array.flags.c_contiguous:
-                raise TypeError(f"{name} is {array.dtype}, not contiguous int32")
+                raise TypeError(f"{name} is {array.dtype}, not contiguous {TABLES[name].dtype}")
         given = len(self.block_sizes), self.mrope.num_dims
         if given != (self.shape.num_groups, self.shape.mrope_dims):
             raise ValueError(f"{given[0]} groups and {given[1]} M-RoPE dimensions: {self.shape}")
@@ -100,35 +117,6 @@ class BatchTables:
             ].reshape(num_rows, width)[self.slots]
             first += (num_rows + PADDING_ROWS) * width
         return copied
-
-    @cached_property
-    def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first rows of the local groups' tables and the lengths of rows, counted in chunks.
-
-        Returns
-        -------
-        first_table_rows, chunks_per_req
-            int32 ``[num_local_groups]`` each.
-        """
-        groups = list(self.shape.local.groups)
-        chunks = self.max_num_blocks // self.shape.local.blocks_per_chunk
-        ends = np.cumsum(chunks * (len(self.token_ids) + PADDING_ROWS), dtype=np.int32)
-        return np.append(np.int32(0), ends)[groups], chunks[groups]
-
-    @cached_property
-    def state_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The groups with recurrent states, and where their block tables are in `block_table_flat`.
-
-        Returns
-        -------
-        groups, first_entries, widths, block_sizes
-            ``[num_state_groups]`` each; `first_entries` is int64, the others are int32.
-        """
-        groups = np.array(self.shape.states.groups, np.int32)
-        rows = len(self.token_ids) + PADDING_ROWS
-        ends = np.cumsum(self.max_num_blocks * rows, dtype=np.int64)
-        first_entries = np.append(np.int64(0), ends)[groups]
-        return groups, first_entries, self.max_num_blocks[groups], self.block_sizes[groups]
 
     @cached_property
     def addresses(self) -> np.ndarray:
