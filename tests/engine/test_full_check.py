@@ -14,7 +14,7 @@ from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep.checks import NOT_CHECKED
+from vllm_npu_prep.prep.checks import Rule
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.runner.v1 import runner as v1_runner
 from vllm_npu_prep.runner.v2 import runner as v2_runner
@@ -350,7 +350,7 @@ def in_step(monkeypatch, fault):
     def planted(*args):
         step = prepare_step(*args)
         fault(step)
-        step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
+        step.rule = Rule.NOT_CHECKED  # the pass that wrote it checked it without the fault
         return step
 
     for module in (v1_runner, v2_runner):

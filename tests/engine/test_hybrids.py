@@ -72,7 +72,7 @@ def test_tokens_equal_transformers(tmp_path, family, config, asynchronous, mode,
         forced = Forced(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         counts = runner.padding.counts.by_kind
-        groups = runner.preparer.tables.states.groups
+        groups = runner.preparer.tables.shape.states.groups
         cached = runner.cache_config.mamba_cache_mode
     assert got == [expected] * 2
     assert len(groups) == 3, "the fourth group is attention's"

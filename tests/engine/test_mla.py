@@ -33,11 +33,12 @@ def count_halves(llm: Any) -> Counter[str]:
     runs: Counter[str] = Counter()
 
     def count(step: Any) -> None:
-        if (latent := step.latent) is not None:
+        latent = step.latent
+        if step.shape.latent:
             runs["prefills"] += latent.num_prefills > 0
             runs["both"] += latent.num_prefills > 0 and latent.num_decodes > 0
             runs["several chunks"] += latent.num_chunks > 1
-            short = step.query_lens <= step.layout.latent.decode_threshold
+            short = step.query_lens <= step.shape.latent.decode_threshold
             runs["short prefills"] += int(short.sum()) > latent.num_decodes
 
     on_prepared(llm, count)

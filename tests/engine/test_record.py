@@ -22,7 +22,7 @@ from vllm_npu_prep.inspect.contract import prepared_arrays
 from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep.checks import NOT_CHECKED
+from vllm_npu_prep.prep.checks import Rule
 from vllm_npu_prep.runner.v1 import runner as v1_runner
 from vllm_npu_prep.runner.v2 import runner as v2_runner
 
@@ -160,7 +160,7 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(qwen3, tmp_path, ru
         step = prepare_step(*args)
         if step.num_reqs == 3 and (step.seq_lens > 20).any():
             step.arrays.slot_mapping[0, 1] += 1
-            step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
+            step.rule = Rule.NOT_CHECKED  # the pass that wrote it checked it without the fault
         return step
 
     options = recording(tmp_path, "last 8", check="full", request_ids="plain")

@@ -70,12 +70,12 @@ class At:
         self.told = [self.runner.step_check.ledger.requests[each] for each in self.req_ids]
         self.ends = np.cumsum(self.step.query_lens).tolist()
         self.drafts = self.step.batch.num_draft_tokens[: self.step.num_reqs].tolist()
-        has_states, drafts = self.tables.states is not None, self.arrays.draft_token_ids.size > 0
+        shape, drafts = self.tables.shape, self.arrays.draft_token_ids.size > 0
         self.lacks = {
-            *(() if has_states else ("states", "states drafts")),
+            *(() if shape.states else ("states", "states drafts")),
             *(() if drafts else ("drafts", "states drafts", "async drafts")),
-            *(() if self.tables.latent is not None else ("latent",)),
-            *(() if self.tables.local is not None else ("local",)),
+            *(() if shape.latent else ("latent",)),
+            *(() if shape.local else ("local",)),
         }
 
     def last(self, is_wanted: Callable[[int], bool]) -> int | None:
@@ -279,7 +279,7 @@ for array in ("bonus_logits_indices", "cu_num_draft_tokens", "cu_num_sampled_tok
 
 @forces("states num_prefills", "states")
 def one_prefill_more(at):
-    right, group = at.step.states.num_prefills, at.tables.states.groups[0]
+    right, group = at.step.states.num_prefills, at.tables.shape.states.groups[0]
     if right == at.step.padding.num_reqs_padded:  # there is no room for one more border
         return None
     other = replace(at.step.states, num_prefills=right + 1)
@@ -308,7 +308,7 @@ def chunk_of_another_request(at):
     right = given.block_tables[: at.step.local.num_reqs].tolist()
     if len(right) == 1 or not all(right[-1]) or not all(right[0]):
         return None
-    rows = at.arrays.chunk_local_table_rows[at.tables.local.groups.index(group)]
+    rows = at.arrays.chunk_local_table_rows[at.tables.shape.local.groups.index(group)]
     change = changed(rows, len(right) - 1, int(rows[0]))
     return Fault(change, [*right[:-1], right[0]], right, group=group)
 

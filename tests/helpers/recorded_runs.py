@@ -13,9 +13,9 @@ from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step
-from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.shape import EngineShape
 
 BLOCK_SIZE = 4
 FULL, PIECEWISE, EAGER = "full graph", "piecewise graphs", "eager: more than 32 tokens"
@@ -83,6 +83,7 @@ class Traffic:
             num_blocks=np.zeros((1, max_num_reqs), np.int32),
             num_synced_blocks=np.zeros((1, max_num_reqs), np.int32),
             num_device_blocks=np.zeros((1, max_num_reqs), np.int32),
+            shape=EngineShape(max_logits_per_req=1 + most_drafts),
         )
 
     def recorder(self, folder: Path, steps: str = "last 100000", suffix: str = "", **options):
@@ -186,15 +187,13 @@ class Traffic:
             tables.num_tokens[row] = request.known
             tables.block_table(0)[row, : len(request.blocks)] = request.blocks
             tables.num_blocks[0, row] = len(request.blocks)
-        total, most = int(counts.sum()), 1 + self.most_drafts
+        total = int(counts.sum())
         padding, kind = Padding(total, len(chosen)), EAGER
         if (counts == 1).all():
             padding, kind = Padding(self.max_num_reqs, self.max_num_reqs, 1, GraphMode.FULL), FULL
         elif total <= 32:
             padding, kind = Padding(32, len(chosen), 0, GraphMode.PIECEWISE), PIECEWISE
-        layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1, most)
-        batch = StepBatch(tables, counts, drafts, total)
-        step = prepare_step(batch, padding, layout)
+        step = prepare_step(StepBatch(tables, counts, drafts, total), padding)
         blocks = {block for request, _ in chosen for block in request.blocks}
         times = 10 + 0.03125 * number, float(self.rng.integers(1, 64)) / 4096, int(number % 7 == 3)
         self.steps.append(

@@ -24,7 +24,7 @@ def record_of(
 ) -> StepRecord:
     """As a recorder makes it, of a step that `prepare_step` gave a buffer of its own."""
     tables = step.batch.tables
-    for group in range(tables.num_groups):  # `device_has_all` counts none
+    for group in range(tables.shape.num_groups):  # `device_has_all` counts none
         owned = tables.block_table(group) != 0
         width = np.arange(1, owned.shape[1] + 1)
         tables.num_blocks[group] = (owned * width).max(axis=1)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import RandomBatch, local_step, random_batches
-from vllm_npu_prep.observe.check import RULES, StepCheck, explain_fault
+from vllm_npu_prep.observe.check import StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.checks import NOT_CHECKED, Rule, find_fault
+from vllm_npu_prep.prep.checks import Rule, find_fault
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode
 
@@ -69,7 +69,7 @@ def message(step: PreparedStep) -> str:
     fault = find_fault(step, limits(step))
     assert fault is not None, "nothing was noticed"
     error = explain_fault(step, limits(step), fault, REQ_IDS)
-    assert error.rule == RULES[fault.rule][0]
+    assert error.rule == fault.rule.title
     return str(error)
 
 
@@ -78,7 +78,7 @@ def test_the_pass_that_writes_a_step_checks_it():
     requests = [OracleRequest(9, 1, 4, list(range(10)), [3, 1, 2])]
     step = owned(RandomBatch(requests, 4, 40, None, None, True).step())
     told = limits(step)
-    assert step.rule == NOT_CHECKED
+    assert step.rule == Rule.NOT_CHECKED
     check = StepCheck(VOCAB, told[1:].tolist())
 
     def written() -> PreparedStep:
@@ -250,5 +250,5 @@ def test_only_samples_on_the_device_may_be_placeholders():
 
 def test_every_rule_of_attention_has_a_fault():
     planted = {rule for rule, *_ in FAULTS} | {"local end"}
-    planted |= {RULES[rule][0] for rule in Rule if rule >= Rule.NO_SLOT}  # prep/test_states.py
-    assert planted == {name for name, _ in RULES.values()}
+    planted |= {rule.title for rule in Rule if rule >= Rule.NO_SLOT}  # prep/test_states.py
+    assert planted == {rule.title for rule in Rule if rule > Rule.HOLDS}

@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.batches import RandomBatch, at_slots, drafts_step, local_step, state_step
 from tests.helpers.forced_messages import ending
 from tests.prep.test_context_shards import shared_step
-from vllm_npu_prep.observe.check import RULES, StepCheck, explain_fault
+from vllm_npu_prep.observe.check import READS, StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
@@ -97,8 +97,8 @@ def finished(
     step = prepare_step(moved, step.padding, step.layout)
     step.padding = dataclasses.replace(step.padding, mode=GraphMode.FULL)
     tables, limits = step.batch.tables, [VOCAB]
-    holds_states = () if tables.states is None else tables.states.groups
-    for each in range(tables.num_groups):
+    holds_states = tables.shape.states.groups
+    for each in range(tables.shape.num_groups):
         needed = -(-step.seq_lens // tables.tokens_per_block(each))
         tables.num_blocks[each, step.slots] = needed + NUM_DRAFTS * (each in holds_states)
         num_slots = (1 + int(tables.block_table(each).max())) * int(tables.block_sizes[each])
@@ -158,7 +158,7 @@ class Message(NamedTuple):
     more: str = ""  # after the text of the rule
 
     def line(self, rule: Rule) -> str:
-        name, text = RULES[rule]
+        name, text = rule.title, rule.text
         request = None if self.req is None else NAMES[self.req]
         end = ending(self.given, self.allowed, request, self.token, self.group)
         return f'step check "{name}": {text}{self.more}{end}'
@@ -620,11 +620,12 @@ def test_a_message_has_the_numbers_of_a_scalar_reading(name, has_drafts, rows):
     either = expected if isinstance(expected, list) else [expected]
     assert str(error) in [message.line(rule) for message in either]
     names = [None if message.req is None else NAMES[message.req] for message in either]
-    assert error.rule == RULES[rule][0] and error.request in names
+    assert error.rule == rule.title and error.request in names
 
 
 def test_the_message_of_every_rule_is_read():
-    assert {rule for rule, _, _ in CASES.values()} == RULES.keys() == {*Rule} - {Rule.HOLDS}
+    rules = {rule for rule in Rule if rule > Rule.HOLDS}
+    assert {rule for rule, _, _ in CASES.values()} == READS.keys() == rules
 
 
 def verify(step: PreparedStep, limits: np.ndarray, **batch: Any) -> None:

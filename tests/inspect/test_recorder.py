@@ -23,7 +23,7 @@ from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import Padding
 
@@ -51,7 +51,7 @@ class Decodes:
         )
         self.table = self.tables.block_table(0)
         self.next_block = 1
-        self.layout = step_layout(NUM_REQS, NUM_REQS, 1)
+        self.layout = StepLayout(NUM_REQS, NUM_REQS)
         buffer = np.zeros(-(-self.layout.nbytes(0, NUM_REQS * width) // 64) * 64, np.uint8)
         self.arrays = self.layout.views(buffer)
         self.steps: list[dict[str, list]] = []

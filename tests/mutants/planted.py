@@ -402,9 +402,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
     ],
     "observe/check.py": [
-        ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "row, size = tables.block_table(group)[step.slots[req]]", "row, size = tables.block_table(group)[req]", MESSAGES),
-        ("a message about states names the block behind the right one", "row[state_column(start, token, size, num_drafts)]", "row[state_column(start, token, size, num_drafts) + 1]", MESSAGES),
-        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == HOLDS and step.local is None and step.states is None", "step.rule == HOLDS and step.local is None", MESSAGES),
+        ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "at.tables.block_table(at.group)[at.row]", "at.tables.block_table(at.group)[at.req]", MESSAGES),
+        ("a message about states names the block behind the right one", "row[state_column(start, token, at.block_size, states.num_drafts)]", "row[state_column(start, token, at.block_size, states.num_drafts) + 1]", MESSAGES),
+        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not step.shape.local and not step.shape.states", "step.rule == Rule.HOLDS and not step.shape.local", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
     "observe/full_check.py": [
@@ -544,10 +544,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "prep/checks.py": [
         ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", SHARDS),
-        ("states are checked at a request's place in the batch, not in its row", "row = first_entries[index] + slots[req] * widths[index]", "row = first_entries[index] + req * widths[index]", STATES),
+        ("states are checked at a request's place in the batch, not in its row", "row = first_entry + t.slots[req] * t.max_num_blocks[group]", "row = first_entry + req * t.max_num_blocks[group]", STATES),
         ("a decode's wrong position goes unnoticed", "is_wrong = out.positions[start] != first or token_id < 0", "is_wrong = token_id < 0", CHECKS),
         ("rows of logits out of order go unnoticed", "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]", "is_wrong |= False", CHECKS),
-        ("a shared state goes unnoticed", "                return STATE_SHARED, writers[order[place]], -1, group", "                return HOLDS, writers[order[place]], -1, group", STATES),
+        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", STATES),
     ],
     "prep/embeds.py": [
         ("embeddings of a prompt's start in every chunk", "return token_indices, reqs[token_indices], positions[token_indices]", "return token_indices, reqs[token_indices], step.query_pos[token_indices]", EMBEDS),
@@ -581,17 +581,17 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts count as tokens of a prompt", "if start - num_drafts != num_reqs:", "if start != num_reqs:", ("tests/prep/test_against_oracle.py",)),
     ],
     "prep/latent.py": [
-        ("starts of prefills are the step's", "query_start_loc[req] - num_decode_tokens", "query_start_loc[req]", ("tests/prep/test_latent.py",)),
+        ("starts of prefills are the step's", "step.query_start_loc[req] - num_decode_tokens", "step.query_start_loc[req]", ("tests/prep/test_latent.py",)),
         ("a context is cut inside of a block", "length = room // block_size * block_size", "length = room", ("tests/prep/test_latent.py",)),
         ("a prefill without context leaves a chunk open", "        if context_len == 0:\n            is_open = False\n", "", ("tests/prep/test_latent.py",)),
     ],
     "prep/local_attention.py": [
         ("a token of the next chunk in a virtual request", "min(seq_len, chunk_start + attention_chunk_size)", "min(seq_len, chunk_start + attention_chunk_size + 1)", CHUNKS),
-        ("blocks of a virtual request begin a chunk late", "req * chunks_per_req[group] + chunk", "req * chunks_per_req[group] + chunk + 1", CHUNKS),
-        ("blocks of a virtual request are the first group's", "row = first_table_rows[group] + req", "row = first_table_rows[0] + req", CHUNKS),
-        ("padding virtual requests have a request's blocks", "null_req * chunks_per_req[group]", "0 * chunks_per_req[group]", CHUNKS),
-        ("padding virtual requests leave tokens out", "chunk_local_query_start_loc[padding + 1] = end", "chunk_local_query_start_loc[padding + 1] = start", CHUNKS),
-        ("one virtual request too few has a place", "return 2 * num_reqs_padded + spare // attention_chunk_size", "return 2 * num_reqs_padded + spare // attention_chunk_size - 1", CHUNKS),
+        ("blocks of a virtual request begin a chunk late", "req * t.chunks_per_req[group] + chunk", "req * t.chunks_per_req[group] + chunk + 1", CHUNKS),
+        ("blocks of a virtual request are the first group's", "row = t.first_local_rows[group] + req", "row = t.first_local_rows[0] + req", CHUNKS),
+        ("padding virtual requests have a request's blocks", "t.num_tokens.shape[0] * t.chunks_per_req[group]", "0 * t.chunks_per_req[group]", CHUNKS),
+        ("padding virtual requests leave tokens out", "out.chunk_local_query_start_loc[padding + 1] = end", "out.chunk_local_query_start_loc[padding + 1] = start", CHUNKS),
+        ("one virtual request too few has a place", "return 2 * num_reqs_padded + spare // self.attention_chunk_size", "return 2 * num_reqs_padded + spare // self.attention_chunk_size - 1", CHUNKS),
     ],
     "prep/mask.py": [
         ("a token can't see itself", "columns > rows", "columns >= rows", CORE),
@@ -611,12 +611,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "prep/states.py": [
-        ("states of the next block", "first = num_computed_tokens[req] if speculates else seq_lens[req] - 1", "first = num_computed_tokens[req] if speculates else seq_lens[req]", STATES),
-        ("states are looked up at a request's place in the batch, not in its row", "row = first_entries[index] + slots[req] * widths[index]", "row = first_entries[index] + req * widths[index]", STATES),
-        ("a state index is shifted by one", "            state_indices[index, req] = block_table_flat[row + column]\n            if num_drafts", "            state_indices[index, req] = block_table_flat[row + column] + 1\n            if num_drafts", STATES),
-        ("every request has an initial state", "has_initial_state[req] = num_computed_tokens[req] > 0", "has_initial_state[req] = True", STATES),
-        ("a state is read from the block of the step's last token", "column = state_column(num_computed_tokens[req] - kept, kept - 1, size, num_drafts)", "column = state_column(seq_lens[req] - kept, kept - 1, size, num_drafts)", STATES),
-        ("accepted tokens are ignored: the first state is read", "kept = num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
+        ("states of the next block", "first = out.num_computed_tokens[req] if speculates else out.seq_lens[req] - 1", "first = out.num_computed_tokens[req] if speculates else out.seq_lens[req]", STATES),
+        ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.slots[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
+        ("a state index is shifted by one", "            out.state_indices[index, req] = t.block_table_flat[row + column]\n            if num_drafts", "            out.state_indices[index, req] = t.block_table_flat[row + column] + 1\n            if num_drafts", STATES),
+        ("every request has an initial state", "out.has_initial_state[req] = out.num_computed_tokens[req] > 0", "out.has_initial_state[req] = True", STATES),
+        ("a state is read from the block of the step's last token", "before = out.num_computed_tokens[req] - kept", "before = out.seq_lens[req] - kept", STATES),
+        ("accepted tokens are ignored: the first state is read", "kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
         ("the state at the end of a block stays among those of drafts", "    if ends <= num_drafts:", "    if ends < 0:", STATES),
     ],
     "quantization/checkpoint.py": [
@@ -665,7 +665,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a session's next part counts drafts of its last answer", "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n", "        begin: set[str] = set()\n", ("tests/runner/test_accepted.py",)),
     ],
     "runner/v1/bookkeeping.py": [
-        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
     "runner/common.py": [
@@ -701,6 +700,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
         ("drafters keep vLLM's routers", 'self._replace_layers(getattr(self, "drafter", None))', "self._replace_layers(None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
+        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
         ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
         ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
@@ -739,6 +739,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
+        ("each rank keeps whole contexts", "        dcp=find_context_shards(vllm_config.parallel_config),\n", "", V2_SHARES),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [
@@ -978,7 +979,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
-        ("V2: each rank keeps whole contexts", "            dcp=find_context_shards(self.parallel_config),", "            dcp=None,", V2_SHARES),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
         ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
         ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),

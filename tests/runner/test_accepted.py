@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.states import StateGroups
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 
@@ -20,7 +21,9 @@ class Batch:
         states = states or StateGroups((0,), 1 + DRAFTS, DRAFTS)
         self.slots = np.arange(8)
         self.tables = SimpleNamespace(
-            states=states, num_computed_tokens=np.zeros(8, np.int32), slots=self.slots
+            shape=EngineShape(states=states),
+            num_computed_tokens=np.zeros(8, np.int32),
+            slots=self.slots,
         )
 
     def step(

@@ -9,6 +9,7 @@ import torch
 from tests.helpers.traffic import Traffic
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 from vllm_npu_prep.runner.v2.speculator import shifted
 from vllm_npu_prep.runner.v2.verification import SlotRejectionSampler, VerifiedBatch, count_accepted
@@ -26,6 +27,7 @@ def prepared(num_drafts, num_scheduled, known, computed, token_ids):
         num_tokens=known,
         token_ids=token_ids,
         block_sizes=np.full(1, 16, np.int32),
+        shape=EngineShape(max_logits_per_req=1 + int(num_drafts.max())),
         **device_has_all([table]),
     )
     batch = StepBatch(tables, num_scheduled, num_drafts, int(num_scheduled.sum()))

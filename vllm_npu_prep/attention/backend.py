@@ -37,7 +37,7 @@ from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
@@ -116,7 +116,6 @@ def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequest
     The padding rows after them are included in full graphs only.
     """
     arrays, host, local = staged.device, staged.np, step.local
-    assert local is not None
     in_full_graph = step.padding.mode is GraphMode.FULL
     num_rows = len(host.chunk_local_seq_lens) if in_full_graph else local.num_reqs
     return VirtualRequests(
@@ -140,7 +139,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     Attributes
     ----------
     latent
-        How steps are split for latent attention; None without it.
+        How steps are split for latent attention.
     holds_states
         False: recurrent states have another builder (`attention.states`).
     num_drafts
@@ -150,7 +149,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         The number of tokens of a block as kernels see it (`attention.kernel_blocks`).
     """
 
-    latent: LatentSplit | None = None
+    latent: LatentSplit = NO_LATENT_SPLIT
     holds_states = False
     num_drafts = 0
 
@@ -287,7 +286,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             self.causal,
             padding.mode is GraphMode.FULL,
         )
-        if self.shards is not None:
+        if self.shards:
             metadata.shared = self._share(metadata, staged)
         return metadata
 

@@ -17,7 +17,7 @@ import torch
 
 from vllm_npu_prep.attention.kernels import AttentionKernels, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.state import AttentionState
 
 if TYPE_CHECKING:
@@ -51,11 +51,10 @@ class SharedStep:
     has_rows: torch.Tensor | None = None
 
 
-def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards | None:
-    """Return the part of each context that this rank keeps; None without decode context
-    parallelism."""
+def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards:
+    """Return the part of each context that this rank keeps."""
     if parallel_config.decode_context_parallel_size == 1:
-        return None
+        return WHOLE_CONTEXTS
     from vllm.distributed import get_dcp_group  # merging needs no vLLM: `verify-device` does it
 
     group = get_dcp_group()

@@ -27,7 +27,7 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.states import NO_STATE_GROUPS, StateGroups
 
 
 @dataclass
@@ -151,8 +151,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         """
         del block_table, masks
         states, arrays = step.states, staged.device
-        groups = step.batch.tables.states
-        assert states is not None and groups is not None
+        groups = step.shape.states
         index = groups.groups.index(group)
         in_full_graph = step.padding.mode is GraphMode.FULL
         num_reqs = step.padding.num_reqs_padded if in_full_graph else step.num_reqs
@@ -235,14 +234,14 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         )
 
 
-def find_state_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> StateGroups | None:
-    """Return the KV-cache groups that hold recurrent states; None for models without any.
+def find_state_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> StateGroups:
+    """Return the KV-cache groups that hold recurrent states.
 
     `builders` has the KV-cache group, the builder and the layers of each attention group.
     """
     found = {group: builder for group, builder, _ in builders if builder.holds_states}
     if not found:
-        return None
+        return NO_STATE_GROUPS
     threshold = max(builder.reorder_batch_threshold for builder in found.values())
     drafts = max(builder.num_drafts for builder in found.values())
     return StateGroups(tuple(found), threshold, drafts)

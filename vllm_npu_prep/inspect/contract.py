@@ -116,12 +116,12 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGrou
     """Return the mask of a group's layers in a step; layers with recurrent states have none."""
     if group.state_threshold is not None:
         return MaskPlan(MaskKind.NONE, None)
-    local = step.local if group.attention_chunk_size is not None else None
+    max_seq_len = step.local.max_seq_len if group.attention_chunk_size else step.max_seq_len
     return plan_mask(
         step.attn_state,
         MaskForm(settings.mask),
         step.num_input_tokens,
-        step.max_seq_len if local is None else local.max_seq_len,
+        max_seq_len,
         sliding_window=group.sliding_window,
         attention_chunk_size=group.attention_chunk_size,
         causal=group.causal,
@@ -130,7 +130,7 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGrou
 
 def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
     """Return the decodes, prefills and context chunks of latent attention; empty without it."""
-    if step.latent is None:
+    if not step.shape.latent:
         return {}
     out = {name: np.array(getattr(step.latent, name), np.int64) for name in LATENT_SCALARS}
     return out | {line.name: getattr(step, line.name) for line in LATENT_LINES}
@@ -141,7 +141,7 @@ def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
 
     The result is empty without decode context parallelism.
     """
-    if step.batch.tables.dcp is None:
+    if not step.shape.dcp:
         return {}
     return {line.name: getattr(step, line.name) for line in DCP_LINES} | {
         "dcp_ranks": step.owners()
@@ -150,8 +150,8 @@ def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
 
 def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
     """Return where a group's recurrent states are, and the step's split; empty for other groups."""
-    states = step.batch.tables.states
-    if step.states is None or states is None or group not in states.groups:
+    states = step.shape.states
+    if group not in states.groups:
         return {}
     index = states.groups.index(group)
     out = {name: np.array(getattr(step.states, name), np.int64) for name in STATE_SCALARS}
@@ -212,11 +212,11 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
             out |= {n: a for n, a in arrays.items() if not n.startswith("local_requests.")}
     scalars: dict[str, Any] = {name: getattr(step, name) for name in SCALARS}
     scalars["num_reqs_padded"] = step.padding.num_reqs_padded
-    if step.local is not None:
+    if step.shape.local:
         scalars |= {f"local_requests.{n}": getattr(step.local, n) for n in LOCAL_SCALARS}
-    if step.states is not None:
+    if step.shape.states:
         scalars |= {f"states.{n}": getattr(step.states, n) for n in STATE_SCALARS}
-    if step.latent is not None:
+    if step.shape.latent:
         scalars |= {f"latent.{n}": getattr(step.latent, n) for n in LATENT_SCALARS}
     out |= {name: np.array(value, np.int64) for name, value in scalars.items()}
     out |= {f"dcp.{name}": value for name, value in dcp_variables(step).items()}

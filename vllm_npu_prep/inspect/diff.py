@@ -162,7 +162,7 @@ def _padding(view: StepView) -> dict[str, Any]:
 
 
 def _virtual(view: StepView, group: int) -> dict[str, Any]:
-    if view.groups[group].attention_chunk_size is None or view.step.local is None:
+    if view.groups[group].attention_chunk_size is None:
         return {}
     local = view.step.local_requests(view.tables[group])
     return {f"{name} of virtual requests": values.tolist() for name, values in local.items()}

@@ -92,7 +92,7 @@ def explain_json(view: StepView) -> dict[str, Any]:
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
-    if step.latent is not None:
+    if step.shape.latent:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
     if dcp_variables(step):
         out["dcp"] = {name: value.tolist() for name, value in dcp_variables(step).items()}
@@ -214,11 +214,11 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
         where = f"group {index}: " if len(view.groups) > 1 else ""
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
-    if step.latent is not None:
+    if step.shape.latent:
         lines.append(("latent", latent_halves(step.latent)))
-    if step.batch.tables.dcp is not None:
+    if step.shape.dcp:
         lines.append(("ranks", shared_context(view)))
-    if step.states is not None:
+    if step.shape.states:
         lines.append(("states", state_halves(view)))
     tokens = step.num_input_tokens - step.total_num_scheduled_tokens
     requests = padding.num_reqs_padded - step.num_reqs
@@ -313,8 +313,7 @@ def local_table(view: StepView, index: int) -> StepTable:
 
 def shared_context(view: StepView) -> str:
     """Say in words how decode context parallelism places the step's tokens on ranks."""
-    shards = view.step.batch.tables.dcp
-    assert shards is not None
+    shards = view.step.shape.dcp
     kept = int(np.count_nonzero(view.step.owners() == shards.rank))
     runs = counted(shards.interleave_size, "neighbouring token")
     return (
@@ -326,8 +325,7 @@ def shared_context(view: StepView) -> str:
 def shard_table(view: StepView, selection: Selection) -> StepTable:
     """Return which positions of each request are in each of its blocks, rank by rank."""
     step, tables = view.step, view.step.batch.tables
-    shards = tables.dcp
-    assert shards is not None
+    shards = step.shape.dcp
     per_block = tables.tokens_per_block(view.tables[0])
     rows: list[list[object]] = []
     for row in selection.requests:
@@ -351,7 +349,6 @@ def shard_table(view: StepView, selection: Selection) -> StepTable:
 def state_halves(view: StepView) -> str:
     """Say in words how a step is split for layers with recurrent states, and which begin empty."""
     states, begun = view.step.states, view.step.has_initial_state
-    assert states is not None
     empty = int(np.count_nonzero(~begun))
     return (
         f"{counted(states.num_decodes, 'decode')} of {counted(states.num_decode_tokens, 'token')} "
@@ -409,7 +406,6 @@ def latent_halves(latent: LatentStep) -> str:
 
 def latent_table(view: StepView, selection: Selection) -> StepTable:
     step, latent = view.step, view.step.latent
-    assert latent is not None
     pieces: dict[int, list[str]] = {}
     columns = (step.context_piece_reqs, step.context_piece_chunks)
     for req, chunk, first, length in zip(
@@ -453,9 +449,9 @@ def explain_text(
     for name, text in summary(view):
         print_line(console, f"{name:<8}", text)
     print_folded(console, request_table(view, selection))
-    if view.step.latent is not None:
+    if view.step.shape.latent:
         print_folded(console, latent_table(view, selection))
-    if view.step.batch.tables.dcp is not None:
+    if view.step.shape.dcp:
         print_folded(console, shard_table(view, selection))
     for table in view.state_groups:
         print_folded(console, state_table(view, selection, table))

@@ -113,7 +113,7 @@ def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPictur
         num_rows = plan.shape[0] if selection.whole else len(positions)
     else:
         longest = step.max_seq_len
-        if chunk_size is not None and step.local is not None:
+        if chunk_size is not None:
             longest = step.local.max_seq_len
         positions = step.positions[selection.first : selection.end]
         num_rows, num_columns = len(positions), longest
@@ -280,8 +280,8 @@ def _block_row(
         lows = np.minimum.reduceat(offsets[order], firsts).tolist()
         highs = np.maximum.reduceat(offsets[order], firsts).tolist()
         written = {b: (low, high + 1) for b, low, high in zip(blocks_of.tolist(), lows, highs)}
-    shards = step.batch.tables.dcp
-    computed_here = step.num_computed_tokens if shards is None else step.dcp_local_context_lens
+    dcp = step.shape.dcp
+    computed_here = step.dcp_local_context_lens if dcp else step.num_computed_tokens
     computed = int(computed_here[row])
     numbers = owned.tolist()
     blocks, folded, names, last = [], {}, {}, -1
@@ -293,7 +293,7 @@ def _block_row(
         items = [
             (max(item.offset - low, 0), min(item.end - low, size))
             for item in view.requests[row].items
-            if number and shards is None and item.offset < low + size and item.end > low
+            if number and not dcp and item.offset < low + size and item.end > low
         ]
         blocks.append(
             Block(

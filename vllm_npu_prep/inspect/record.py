@@ -205,18 +205,13 @@ class StepRecord:
             # The device has every entry, and none has to be cleared
             num_synced_blocks=num_blocks.copy(),
             num_device_blocks=np.zeros_like(num_blocks),
+            shape=settings.shape,
             chunked_prefill=settings.chunked_prefill,
             mrope=self._mrope_tables(),
-            local=settings.local,
-            latent=settings.latent_split,
-            states=settings.states,
-            dcp=settings.shards,
         )
 
-    def _mrope_tables(self) -> MropeTables | None:
+    def _mrope_tables(self) -> MropeTables:
         settings, batch = self.settings, self.batch
-        if not settings.mrope_dims:
-            return None
         rows: list[tuple[np.ndarray | None, int]] = []
         start = 0
         for req, length in enumerate(batch.mrope_lengths.tolist()):
@@ -263,22 +258,21 @@ class StepRecord:
         targets = arrays.variable_int64[: batch.num_targets]
         if len(targets):
             targets[:] = self._array("sampled_token_targets", targets)
-        local = None
-        if settings.local is not None:
-            most = layout.local_sizes[0], layout.num_input_tokens, settings.max_model_len
+        shape, local, latent, states = layout.shape, LocalRequests(), LatentStep(), StateStep()
+        if shape.local:
+            num_local = len(arrays.chunk_local_seq_lens)
+            most = num_local, layout.num_input_tokens, settings.max_model_len
             sizes = zip(LOCAL_SCALARS, most)
             local = LocalRequests(*(self._scalar(f"local_requests.{n}", m) for n, m in sizes))
-            num_chunks = len(batch.tables.block_table_flat) // settings.local.blocks_per_chunk
+            num_chunks = len(batch.tables.block_table_flat) // shape.local.blocks_per_chunk
             rows = arrays.chunk_local_table_rows
             rows.clip(0, num_chunks - 1, out=rows)
-        latent = None
-        if settings.latent is not None:
-            num_reqs, room = settings.num_reqs, layout.dims["C"]
+        if shape.latent:
+            num_reqs, room = settings.num_reqs, len(arrays.context_piece_reqs)
             limits = num_reqs, layout.num_input_tokens, num_reqs, room, room
             named = zip(LATENT_SCALARS, limits)
             latent = LatentStep(*(self._scalar(f"latent.{n}", m) for n, m in named))
-        states = None
-        if settings.states is not None:
+        if shape.states:
             most_of_each = settings.num_reqs, layout.num_input_tokens, settings.num_reqs
             halves = zip(STATE_SCALARS, most_of_each)
             states = StateStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
@@ -293,7 +287,7 @@ class StepRecord:
             AttentionState[state],
             self._scalar("max_query_len", settings.max_model_len),
             self._scalar("max_seq_len", settings.max_model_len),
-            min(self._array("logits_indices").size, settings.max_logits),
+            min(self._array("logits_indices").size, layout.max_logits),
             0,
             local,
             latent,

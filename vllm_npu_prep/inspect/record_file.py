@@ -325,8 +325,7 @@ def _check_settings(settings: RecordSettings) -> None:
 
 def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> RecordBatch:
     reqs, tokens = settings.num_reqs, settings.total_num_scheduled_tokens
-    dims, states = settings.mrope_dims, settings.states
-    has_drafts = states is not None and states.num_drafts > 0
+    dims, has_drafts = settings.mrope_dims, settings.shape.states.num_drafts > 0
     if not has_drafts:  # older records don't have it
         arrays.setdefault("batch.num_accepted_tokens", np.empty(0, np.int32))
     shapes: dict[str, tuple[int | None, ...]] = {
@@ -396,8 +395,7 @@ def _check_counts(settings: RecordSettings, batch: RecordBatch | RecordOutline) 
     _require(num_blocks.sum() == len(batch.block_ids), "block_ids")
     last_blocks = np.repeat((1 << 31) // block_sizes[:, 0] - 1, num_blocks)
     _require(_between(batch.block_ids, 0, last_blocks), "block_ids past 32 bits of slots")
-    ranks = 1 if settings.dcp is None else settings.dcp.world_size
-    longest = widths * block_sizes * ranks
+    longest = widths * block_sizes * settings.shape.dcp.world_size
     _require(_between(seq_lens, 0, longest), "sequences past their block tables")
 
 
@@ -414,5 +412,5 @@ def _check_batch(settings: RecordSettings, batch: RecordBatch) -> None:
     _require(between(batch.placeholders[:, 0], 0, len(drafts) - 1), "placeholders")
     _require(between(batch.placeholders[:, 1:], 0, 1 << 40), "placeholders")
     _require(between(batch.rows_with_embeds, 0, len(drafts) - 1), "rows_with_embeds")
-    most = 1 + (0 if settings.states is None else settings.states.num_drafts)
+    most = 1 + settings.shape.states.num_drafts
     _require(between(batch.num_accepted_tokens, 1, most), "num_accepted_tokens")

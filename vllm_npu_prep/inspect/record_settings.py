@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
-from vllm_npu_prep.prep.context_shards import ContextShards
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
-from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.states import StateGroups
 
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -111,8 +112,10 @@ class RecordSettings(_Strict):
         See `vllm_npu_prep.prep.padding.Padding`.
     kind
         How the step ran, and why if eager (`vllm_npu_prep.graph.counts.StepCounts.kind`).
-    max_logits, max_drafts, mrope_dims
+    max_logits, max_drafts
         See `vllm_npu_prep.prep.layout.StepLayout`.
+    mrope_dims
+        See `vllm_npu_prep.prep.shape.EngineShape`.
     num_sampled_rows, num_sampled_drafts
         See `vllm_npu_prep.prep.batch.StepBatch`.
     takes_embeds
@@ -163,39 +166,38 @@ class RecordSettings(_Strict):
         return self
 
     @property
-    def shards(self) -> ContextShards | None:
-        return None if self.dcp is None else self.dcp.shards
-
-    @property
-    def latent_split(self) -> LatentSplit | None:
-        return None if self.latent is None else self.latent.split(self.max_model_len)
-
-    @property
     def num_reqs(self) -> int:
         return len(self.req_ids)
 
     @property
-    def local(self) -> LocalGroups | None:
-        """The groups with chunked local attention; None without one."""
+    def shape(self) -> EngineShape:
+        """The shape of the engine that prepared the step."""
         chunked = {g.group: g.attention_chunk_size for g in self.groups if g.attention_chunk_size}
-        if not chunked:
-            return None
-        group, chunk_size = next(iter(chunked.items()))
-        return LocalGroups(chunk_size, chunk_size // self.block_sizes[group], tuple(chunked))
+        local = NO_LOCAL_GROUPS
+        if chunked:
+            group, chunk_size = next(iter(chunked.items()))
+            per_chunk = chunk_size // self.block_sizes[group]
+            local = LocalGroups(chunk_size, per_chunk, tuple(chunked))
+        return EngineShape(
+            num_groups=len(self.block_sizes),
+            max_logits_per_req=1 - (-self.max_drafts // self.num_reqs_padded),
+            mrope_dims=self.mrope_dims,
+            local=local,
+            latent=self.latent.split(self.max_model_len) if self.latent else NO_LATENT_SPLIT,
+            states=self._states,
+            dcp=self.dcp.shards if self.dcp else WHOLE_CONTEXTS,
+        )
 
     @property
-    def states(self) -> StateGroups | None:
-        """The groups that hold recurrent states; None without one."""
+    def _states(self) -> StateGroups:
         found = {g.group: g for g in self.groups if g.state_threshold}
-        if not found:
-            return None
-        threshold = max(g.state_threshold or 1 for g in found.values())
-        drafts = max(g.state_drafts for g in found.values())
+        threshold = max((g.state_threshold or 1 for g in found.values()), default=1)
+        drafts = max((g.state_drafts for g in found.values()), default=0)
         return StateGroups(tuple(found), threshold, drafts)
 
     @model_validator(mode="after")
     def _one_split(self) -> "RecordSettings":
-        assert self.states is None or self.states.groups  # thresholds and drafts fit each other
+        _ = self._states  # thresholds and drafts fit each other
         return self
 
     @property
@@ -212,18 +214,7 @@ class RecordSettings(_Strict):
 
     @property
     def layout(self) -> StepLayout:
-        return StepLayout(
-            self.num_input_tokens,
-            self.num_reqs_padded,
-            len(self.block_sizes),
-            self.max_logits,
-            self.max_drafts,
-            self.mrope_dims,
-            self.local,
-            self.latent_split,
-            self.states,
-            dcp=self.shards,
-        )
+        return StepLayout(self.num_input_tokens, self.num_reqs_padded, self.shape)
 
     @property
     def padding(self) -> Padding:

@@ -77,17 +77,17 @@ class KnownTokens(Sequence[int]):
 
 def oracle_requests(record: "StepRecord", group: int) -> "list[OracleRequest]":
     """Return the requests of a record in plain Python values, with their blocks of one group."""
-    from vllm_npu_prep.prep.context_shards import tokens_per_block
     from vllm_npu_prep.prep.oracle import OracleRequest
 
     settings, batch = record.settings, record.batch
     num_columns = 1
     blocks = [[0]] * settings.num_reqs
     if group < len(settings.block_sizes):
-        size = tokens_per_block(settings.shards, settings.block_sizes[group])
+        shape = settings.shape
+        size = shape.dcp.tokens_per_block(settings.block_sizes[group])
         num_columns = -(-settings.max_model_len // size)
-        if settings.states is not None and group in settings.states.groups:
-            num_columns += settings.states.num_drafts  # each draft has a state of its own
+        if group in shape.states.groups:
+            num_columns += shape.states.num_drafts  # each draft has a state of its own
         first = int(batch.num_blocks[:group].sum())
         ends = first + np.cumsum(batch.num_blocks[group])
         starts = ends - batch.num_blocks[group]
@@ -224,8 +224,8 @@ def _oracle_states(
     from vllm_npu_prep.prep.oracle import oracle_state_step
 
     settings = record.settings
-    states, threshold = settings.states, group.state_threshold
-    assert states is not None and threshold is not None
+    states, threshold = settings.shape.states, group.state_threshold
+    assert threshold is not None
     said = oracle_state_step(
         oracle_requests(record, group.group),
         decode_threshold=threshold,

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
-from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.latent import LatentSplit
-from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import (
     Padding,
@@ -25,6 +25,7 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.states import StateGroups
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
@@ -149,33 +150,35 @@ class Scenario(_Strict):
         return [first, *self.more_kv_cache_groups]
 
     @property
-    def shards(self) -> ContextShards | None:
+    def shards(self) -> ContextShards:
         dcp = self.dcp
-        return None if dcp is None else ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size)
+        return (
+            ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else WHOLE_CONTEXTS
+        )
 
     @property
-    def local(self) -> LocalGroups | None:
-        """The groups with chunked local attention; None without one."""
-        chunked = {i: group for i, group in enumerate(self.groups) if group.attention_chunk_size}
-        if not chunked:
-            return None
-        group = next(iter(chunked.values()))
-        assert group.attention_chunk_size is not None
-        blocks = group.attention_chunk_size // group.block_size
-        return LocalGroups(group.attention_chunk_size, blocks, tuple(chunked))
-
-
-def _state_groups(scenario: Scenario) -> StateGroups | None:
-    groups = tuple(i for i, group in enumerate(scenario.groups) if group.holds_states)
-    return StateGroups(groups) if groups else None
-
-
-def _latent_split(scenario: Scenario) -> LatentSplit | None:
-    latent, size = scenario.latent, tokens_per_block(scenario.shards, scenario.block_size)
-    if latent is None:
-        return None
-    sizes = latent.decode_threshold, latent.workspace_blocks * size, size
-    return LatentSplit(*sizes, scenario.max_model_len)
+    def shape(self) -> EngineShape:
+        """The shape of an engine that prepares such steps."""
+        groups, size = self.groups, self.shards.tokens_per_block(self.block_size)
+        chunked = {
+            i: g.attention_chunk_size for i, g in enumerate(groups) if g.attention_chunk_size
+        }
+        local, latent = NO_LOCAL_GROUPS, NO_LATENT_SPLIT
+        if chunked:
+            index, chunk_size = next(iter(chunked.items()))
+            local = LocalGroups(chunk_size, chunk_size // groups[index].block_size, tuple(chunked))
+        if self.latent:
+            sizes = self.latent.decode_threshold, self.latent.workspace_blocks * size, size
+            latent = LatentSplit(*sizes, self.max_model_len)
+        return EngineShape(
+            num_groups=len(groups),
+            max_logits_per_req=1 + max(request.num_draft_tokens for request in self.requests),
+            mrope_dims=self.mrope_dims,
+            local=local,
+            latent=latent,
+            states=StateGroups(tuple(i for i, g in enumerate(groups) if g.holds_states)),
+            dcp=self.shards,
+        )
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -322,7 +325,7 @@ def _check(scenario: Scenario) -> None:
         ]
         for row, request in enumerate(requests):
             _check_blocks(scenario, group, request, group.block_ids[row], where[row])
-        per_block = tokens_per_block(scenario.shards, group.block_size)
+        per_block = scenario.shards.tokens_per_block(group.block_size)
         _check_owners(group, per_block, requests, where)
 
 
@@ -433,7 +436,7 @@ def _check_blocks(
     block_ids: list[int],
     where: str,
 ) -> None:
-    per_block = tokens_per_block(scenario.shards, group.block_size)
+    per_block = scenario.shards.tokens_per_block(group.block_size)
     needed = -(-request.seq_len // per_block)
     columns = -(-scenario.max_model_len // per_block)
     if not needed <= len(block_ids) <= columns:
@@ -482,27 +485,25 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
     for row, request in enumerate(requests):
         tokens = request.token_ids + request.draft_token_ids
         token_ids[row, : len(tokens)] = tokens
-    block_tables, local = [], scenario.local
+    block_tables, shape = [], scenario.shape
     for group in scenario.groups:
-        columns = -(-scenario.max_model_len // tokens_per_block(scenario.shards, group.block_size))
-        if local is not None:  # rows are whole chunks
-            columns = -(-columns // local.blocks_per_chunk) * local.blocks_per_chunk
+        columns = -(-scenario.max_model_len // shape.dcp.tokens_per_block(group.block_size))
+        per_chunk = shape.local.blocks_per_chunk  # rows are whole chunks
+        columns = -(-columns // per_chunk) * per_chunk
         block_table = np.zeros((num_reqs, columns), np.int32)
         for row, block_ids in enumerate(group.block_ids):
             block_table[row, : len(block_ids)] = block_ids
         block_tables.append(block_table)
-    mrope = None
-    if scenario.mrope_dims:
-        mrope = MropeTables(scenario.mrope_dims, num_reqs)
-        mrope.set_rows(
-            [
-                (
-                    None if r.mrope_positions is None else np.array(r.mrope_positions, np.int64),
-                    r.mrope_position_delta,
-                )
-                for r in requests
-            ]
-        )
+    mrope = MropeTables(scenario.mrope_dims, num_reqs)
+    mrope.set_rows(
+        [
+            (
+                None if r.mrope_positions is None else np.array(r.mrope_positions, np.int64),
+                r.mrope_position_delta,
+            )
+            for r in requests
+        ]
+    )
 
     def column(name: str) -> np.ndarray:
         return np.array([getattr(request, name) for request in requests], np.int32)
@@ -513,12 +514,9 @@ def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
         num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
         token_ids=token_ids,
         block_sizes=np.array([group.block_size for group in scenario.groups], np.int32),
+        shape=shape,
         chunked_prefill=scenario.chunked_prefill,
         mrope=mrope,
-        local=local,
-        latent=_latent_split(scenario),
-        states=_state_groups(scenario),
-        dcp=scenario.shards,
         **device_has_all(block_tables),
     )
     num_scheduled_tokens = column("num_scheduled_tokens")

@@ -132,12 +132,12 @@ class StepView:
         for table, group in enumerate(scenario.groups):
             if group.holds_states:
                 continue
-            local = step.local if group.attention_chunk_size is not None else None
+            chunks = group.attention_chunk_size is not None
             plan = plan_mask(
                 step.attn_state,
                 MaskForm(scenario.mask),
                 step.num_input_tokens,
-                step.max_seq_len if local is None else local.max_seq_len,
+                step.local.max_seq_len if chunks else step.max_seq_len,
                 sliding_window=group.sliding_window,
                 attention_chunk_size=group.attention_chunk_size,
             )
@@ -209,7 +209,7 @@ class StepView:
         graph = settings.kind
         if step.padding.mode is not GraphMode.NONE:
             graph += f" of {counted(step.num_input_tokens, 'token')}"
-        states = list(settings.states.groups) if settings.states is not None else []
+        states = list(step.shape.states.groups)
         return cls(name, step, requests, groups, graph, padded=True, state_groups=states)
 
     # ----------------------------------------------------------------- why
@@ -276,7 +276,7 @@ class StepView:
         starts = self.step.query_start_loc
         tokens, table = slice(starts[row], starts[row + 1]), self.tables[group]
         blocks = self.step.block_numbers(table)[tokens]
-        if self.step.batch.tables.dcp is not None:  # other ranks write the others
+        if self.step.shape.dcp:  # other ranks write the others
             blocks = blocks[self.step.slot_mapping[table][tokens] >= 0]
         return blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
 

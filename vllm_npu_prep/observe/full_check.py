@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from vllm_npu_prep.device.staging import StagedArrays
     from vllm_npu_prep.prep.batch import PreparedStep
-    from vllm_npu_prep.prep.latent import LatentSplit
 
 MAX_MASK_ENTRIES = 1 << 24
 """The most entries of a dense mask that are compared; of larger masks only the shape is."""
@@ -135,12 +134,13 @@ class FullCheck(StepCheck):
     def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
         tables, arrays = step.batch.tables, step.arrays
         awaited = step.batch.num_sampled_rows > 0
-        with_states = () if tables.states is None else tables.states.groups
+        with_states = step.shape.states.groups
         for group in with_states:
             self._check_states(runner, step, group, input_ids, awaited)
-        attends = [group for group in range(max(1, tables.num_groups)) if group not in with_states]
+        num_groups = step.shape.num_groups
+        attends = [group for group in range(max(1, num_groups)) if group not in with_states]
         for group in attends:
-            block_size = int(tables.block_sizes[group]) if tables.num_groups else 1
+            block_size = int(tables.block_sizes[group]) if num_groups else 1
             requests = [
                 self._oracle_request(runner, step, row, group, input_ids, awaited)
                 for row in range(step.num_reqs)
@@ -152,10 +152,10 @@ class FullCheck(StepCheck):
                 mask="compressed",
                 chunked_prefill=tables.chunked_prefill,
                 speculation=runner.speculative_config is not None,
-                mrope_dims=step.layout.mrope_dims,
-                dcp=None if tables.dcp is None else tuple(tables.shards.tolist()),
+                mrope_dims=step.shape.mrope_dims,
+                dcp=tuple(tables.shards.tolist()) if step.shape.dcp else None,
             )
-            if tables.num_groups:
+            if num_groups:
                 own = group_variables(step, group)
                 for name in ("slot_mapping", "block_numbers", "block_offsets"):
                     self._compare(step, name, own[name], expected[name], group)
@@ -167,9 +167,9 @@ class FullCheck(StepCheck):
                     self._compare(step, name, getattr(step, name), expected[name])
             for name, given in dcp_variables(step).items():
                 self._compare(step, name, given, expected[name])
-            if tables.latent is not None:
-                self._check_latent(step, requests, tables.latent)
-            if step.layout.mrope_dims:
+            if step.shape.latent:
+                self._check_latent(step, requests)
+            if step.shape.mrope_dims:
                 for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
                     self._compare(step, "mrope_positions", given, row)
             if not step.batch.takes_embeds:
@@ -206,17 +206,17 @@ class FullCheck(StepCheck):
         if awaited and step.batch.previous_rows[row] >= 0:
             token_ids[seq_len - end + start : seq_len] = input_ids[start:end].tolist()
         blocks = [0] * seq_len
-        if tables.num_groups:
+        if step.shape.num_groups:
             blocks = told.blocks[group]
         mrope = {}
-        state = runner.requests[req_id] if step.layout.mrope_dims else None
+        state = runner.requests[req_id] if step.shape.mrope_dims else None
         if state is not None and state.mrope_positions is not None:
             mrope = {
                 "mrope_positions": state.mrope_positions.tolist(),
                 "mrope_position_delta": state.mrope_position_delta or 0,
             }
         accepted = 1
-        if tables.states is not None and tables.states.num_drafts:
+        if step.shape.states.num_drafts:
             accepted = int(step.batch.num_accepted_tokens[row])
         return OracleRequest(
             num_computed_tokens=seq_len - end + start,
@@ -233,17 +233,16 @@ class FullCheck(StepCheck):
     def _check_states(
         self, runner: Any, step: "PreparedStep", group: int, input_ids: np.ndarray, awaited: bool
     ) -> None:
-        tables = step.batch.tables
-        assert tables.states is not None
+        tables, states = step.batch.tables, step.shape.states
         requests = [
             self._oracle_request(runner, step, row, group, input_ids, awaited)
             for row in range(step.num_reqs)
         ]
         expected = oracle_state_step(
             requests,
-            decode_threshold=tables.states.decode_threshold,
+            decode_threshold=states.decode_threshold,
             block_size=int(tables.block_sizes[group]),
-            num_drafts=tables.states.num_drafts,
+            num_drafts=states.num_drafts,
         )
         for name, given in state_variables(step, group).items():
             if given.tolist() != expected[name]:
@@ -255,9 +254,8 @@ class FullCheck(StepCheck):
                     group=group,
                 )
 
-    def _check_latent(
-        self, step: "PreparedStep", requests: list[OracleRequest], latent: "LatentSplit"
-    ) -> None:
+    def _check_latent(self, step: "PreparedStep", requests: list[OracleRequest]) -> None:
+        latent = step.shape.latent
         expected = oracle_latent_step(
             requests,
             decode_threshold=latent.decode_threshold,
@@ -281,8 +279,8 @@ class FullCheck(StepCheck):
         Beyond the blocks of its request, a row of Model Runner V2's block table may still have
         those of the request that had the row before. Nothing reads them, so they are not compared.
         """
-        local = step.batch.tables.local
-        if local is None or group not in local.groups:
+        local = step.shape.local
+        if group not in local.groups:
             return
         expected = oracle_local_requests(
             requests, attention_chunk_size=local.attention_chunk_size, block_size=block_size
@@ -391,7 +389,7 @@ class FullCheck(StepCheck):
         given = metadata.has_initial_state.tolist()
         begun = own["has_initial_state"].tolist() + [bool(each) for each in padding]
         expect("has_initial_state of layers", given, begun, group=group)
-        if step.layout.dims["A"]:
+        if step.shape.states.num_drafts:
             given = metadata.num_accepted_tokens.tolist()
             ones = [1] * len(padding)
             expect(
@@ -410,7 +408,7 @@ class FullCheck(StepCheck):
 
     def _check_mask(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
         max_seq_len = step.max_seq_len
-        if builder.attention_chunk_size is not None and step.local is not None:
+        if builder.attention_chunk_size is not None:
             max_seq_len = step.local.max_seq_len
         plan = plan_mask(
             step.attn_state,

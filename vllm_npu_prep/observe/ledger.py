@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LedgerGroup:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     holds_states: bool = False  # its blocks have a state each, and no slots
-    shards: ContextShards | None = None  # the part of each context that this rank keeps
+    shards: ContextShards = WHOLE_CONTEXTS  # the part of each context that this rank keeps
 
     def first_needed(self, position: int) -> int:
         """Return the first position that a position's token sees; earlier blocks may be freed."""
@@ -59,15 +59,13 @@ class LedgerGroup:
 
     def slot(self, block: int, position: int) -> int:
         """Return the slot of a position in its block; -1 if another rank keeps it."""
-        if self.shards is None:
-            return block * self.block_size + position % self.block_size
         if self.shards.owner(position) != self.shards.rank:
             return PAD_SLOT_ID
         size = self.block_size // self.shards.world_size
         return block * size + self.shards.local_position(position) % size
 
     def block_of(self, slot: int) -> int:
-        return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
+        return slot // (self.block_size // self.shards.world_size)
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
         """Return the block tables' ids of the scheduler's blocks, which may be pages of several."""
@@ -483,9 +481,7 @@ class SlotLedger:
 
     def _state_of(self, step: "PreparedStep", row: int, index: int, name: str) -> int:
         """Return the block of a request's recurrent state in the step's array of that name."""
-        states = step.batch.tables.states
-        assert states is not None
-        return int(getattr(step, name)[states.groups.index(index), row])
+        return int(getattr(step, name)[step.shape.states.groups.index(index), row])
 
     def _read_state(self, step: "PreparedStep", row: int, req_id: str, index: int) -> None:
         """Check that a request reads the state of its own last computed token, or none."""
@@ -544,8 +540,7 @@ class SlotLedger:
 
     def _place_of_state(self, step: "PreparedStep", row: int, index: int) -> int:
         """Return the place among a request's blocks of the first state that it writes in a step."""
-        states, size = step.batch.tables.states, self.groups[index].block_size
-        assert states is not None and step.states is not None
+        states, size = step.shape.states, self.groups[index].block_size
         first = int(step.seq_lens[row]) - 1
         if states.num_drafts and row < step.states.num_decodes:
             first = int(step.num_computed_tokens[row])
@@ -560,8 +555,7 @@ class SlotLedger:
 
         With speculation, a decode writes the state after each of its tokens.
         """
-        states = step.batch.tables.states
-        assert states is not None and step.states is not None
+        states = step.shape.states
         if not states.num_drafts or row >= step.states.num_decodes:
             return [(block, end)]
         start, stop = step.query_start_loc[row : row + 2].tolist()

@@ -160,7 +160,7 @@ class StepSnapshot:
         batch, tables = step.batch, step.batch.tables
         num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
         has_samples, has_drafts = batch.num_sampled_rows > 0, step.layout.max_drafts > 0
-        columns = 3 + step.layout.num_groups + has_samples + has_drafts
+        columns = 3 + step.shape.num_groups + has_samples + has_drafts
         size = staged_size + columns * num_reqs + batch.total_num_scheduled_tokens
         copied = np.empty(size, np.int32)
         copy_step(
@@ -173,7 +173,7 @@ class StepSnapshot:
             copied,
         )
         mrope = None
-        if tables.mrope is not None:
+        if tables.mrope:
             mrope = tables.mrope.prompts, tables.mrope.position_deltas[:num_reqs].copy()
         nbytes = copied.nbytes + 64 * len(req_ids)
         return cls(
@@ -184,7 +184,7 @@ class StepSnapshot:
     def parts(self) -> dict[str, np.ndarray]:
         """Return the copies: ``staged``, the buffer that was sent, and arrays of `RecordBatch`."""
         batch, num_reqs = self.step.batch, self.step.num_reqs
-        num_groups = self.step.layout.num_groups
+        num_groups = self.step.shape.num_groups
         sizes = {
             "staged": self.step.nbytes // 4,
             "num_computed_tokens": num_reqs,
@@ -219,7 +219,7 @@ class StepSnapshot:
         blocks
             int32, block tables as the device had them (`PastBlockTables.block_table_flat`).
         """
-        then, layout = self.step, self.step.layout
+        then, layout, shape = self.step, self.step.layout, self.step.shape
         tables, padding = then.batch.tables, then.padding
         settings = RecordSettings(
             step=self.number,
@@ -240,13 +240,13 @@ class StepSnapshot:
             decode_query_len=padding.decode_query_len,
             max_logits=layout.max_logits,
             max_drafts=layout.max_drafts,
-            mrope_dims=layout.mrope_dims,
+            mrope_dims=shape.mrope_dims,
             num_sampled_rows=then.batch.num_sampled_rows,
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=None if layout.latent is None else _latent_of(layout.latent),
-            dcp=None if tables.dcp is None else RecordShards(**asdict(tables.dcp)),
+            latent=_latent_of(shape.latent) if shape.latent else None,
+            dcp=RecordShards(**asdict(shape.dcp)) if shape.dcp else None,
             times=None if self.times is None else RecordTimes(**self.times._asdict()),
         )
         placed, parts = self.placeholders, self.parts()
@@ -293,7 +293,7 @@ class StepSnapshot:
         return np.concatenate(found)
 
     def _mrope_arrays(self, num_computed_tokens: np.ndarray) -> dict[str, np.ndarray]:
-        batch, dims = self.step.batch, self.step.layout.mrope_dims
+        batch, dims = self.step.batch, self.step.shape.mrope_dims
         total = batch.total_num_scheduled_tokens
         positions = np.zeros((dims, total if dims else 0), np.int64)
         if self.mrope is None:

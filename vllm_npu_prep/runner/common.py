@@ -215,8 +215,8 @@ class CommonRunner:
         """
         config, tables = self.vllm_config, self.preparer.tables
         num_blocks, block_sizes = kv_cache_config.num_blocks, tables.block_sizes.tolist()
-        if tables.latent is not None and not is_profiling:
-            logger.info(describe(tables.latent, config, dtype.itemsize))
+        if tables.shape.latent and not is_profiling:
+            logger.info(describe(tables.shape.latent, config, dtype.itemsize))
         self.padding.forget()  # capture sizes may have changed since
         self.padding.cache_limits, self.graphs.most_rows = cache_limits(
             config,
@@ -235,9 +235,7 @@ class CommonRunner:
 
     def warm_up(self) -> None:
         """Load or compile code for which the first request would otherwise wait."""
-        tables = self.preparer.tables
-        kinds = tables.local, tables.latent, tables.states, tables.dcp
-        step = warm_up(self.preparer.mrope_dims, *kinds)
+        step = warm_up(self.preparer.tables.shape)
         if self.recorder is not None:
             self.recorder.warm_up(step)
 

@@ -9,7 +9,7 @@ import torch_npu
 from vllm_npu_prep.attention.kv_cache import zero_blocks
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.device.staging import StagingRing
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
 from vllm_npu_prep.verify.row import Row, RowContext, compare
 from vllm_npu_prep.wording import counted
@@ -19,7 +19,7 @@ STEPS = 12
 
 def ring(context: RowContext) -> Outcome:
     """Send steps through the ring without waiting: each must find its own arrays on the device."""
-    layout = step_layout(4096, 8, 1)
+    layout = StepLayout(4096, 8)
     made = StagingRing(context.device, layout.nbytes(), pin_memory=True)
     found = []
     for step in range(STEPS):

@@ -130,7 +130,7 @@ def latent_forms(
 
     found: dict[latent.LatentForm, ProbedForm] = {}
     for impl, builder, group in _impls(attn_groups, layers):
-        if isinstance(impl, AscendMLAImpl) and builder.latent is not None:
+        if isinstance(impl, AscendMLAImpl) and builder.latent:
             sizes = group.kv_cache_spec.block_size, builder.latent.decode_threshold
             for what, form in latent.forms_of(impl.shape, dtype, *sizes).items():
                 probed = ProbedForm(what, "fia", str(form), partial(run, form, builder.masks))

@@ -6,7 +6,7 @@ handled together, drafts included; all others go to upstream's own method.
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,8 @@ from vllm import envs
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from vllm_npu_prep.prep.batch import BatchTables
 from vllm_npu_prep.prep.bookkeeping import append_sampled_tokens, append_verified_tokens
 from vllm_npu_prep.runner.v1.request_updates import PLACEHOLDER
-
-if TYPE_CHECKING:
-    from vllm_npu_prep.attention.block_tables import DeviceBlockTables
-    from vllm_npu_prep.prep.context_shards import ContextShards
-    from vllm_npu_prep.prep.latent import LatentSplit
-    from vllm_npu_prep.prep.local_attention import LocalGroups
-    from vllm_npu_prep.prep.mrope import MropeTables
-    from vllm_npu_prep.prep.states import StateGroups
 
 
 class Bookkeeping:
@@ -177,38 +168,3 @@ class Bookkeeping:
         outputs: list[Any] = batch.req_output_token_ids  # the lists that `CachedRequestState` holds
         for output_token_ids, new_token_ids in zip(outputs, tokens):
             output_token_ids.extend(new_token_ids)
-
-
-def tables_of(
-    batch: InputBatch,
-    blocks: "DeviceBlockTables",
-    *,
-    chunked_prefill: bool,
-    mrope: "MropeTables | None" = None,
-    local: "LocalGroups | None" = None,
-    latent: "LatentSplit | None" = None,
-    states: "StateGroups | None" = None,
-    dcp: "ContextShards | None" = None,
-) -> BatchTables:
-    """Return upstream's input batch by the names of the pure core: views, nothing is copied.
-
-    `BatchTables` explains the other arguments.
-    """
-    return BatchTables(
-        num_computed_tokens=batch.num_computed_tokens_cpu,
-        num_prompt_tokens=batch.num_prompt_tokens,
-        num_tokens=batch.num_tokens_no_spec,
-        token_ids=batch.token_ids_cpu,
-        block_table_flat=blocks.block_table_flat_np,
-        max_num_blocks=blocks.max_num_blocks,
-        block_sizes=np.array([table.block_size for table in blocks.block_tables], np.int32),
-        num_blocks=blocks.num_blocks,
-        num_synced_blocks=blocks.num_synced_blocks,
-        num_device_blocks=blocks.num_device_blocks,
-        chunked_prefill=chunked_prefill,
-        mrope=mrope,
-        local=local,
-        latent=latent,
-        states=states,
-        dcp=dcp,
-    )

@@ -88,7 +88,7 @@ class ModelInputs:
     Attributes
     ----------
     mrope_tables
-        The positions of the batch's prompts; None without M-RoPE.
+        The positions of the batch's prompts, for a model with M-RoPE.
     follows_rows
         Whether requests of this model can have inputs that `follow_rows` has to order.
     """
@@ -102,8 +102,8 @@ class ModelInputs:
         dtype: torch.dtype = torch.float32,
         encoder_cache: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.mrope_dims, self.dtype = mrope_dims, dtype
-        self.mrope_tables = MropeTables(mrope_dims, max_num_reqs) if mrope_dims else None
+        self.dtype = dtype
+        self.mrope_tables = MropeTables(mrope_dims, max_num_reqs)
         self.counts = EncoderCounts()
         self.follows_rows = takes_items or mrope_dims > 0
         self._encoder_cache = {} if encoder_cache is None else encoder_cache
@@ -144,7 +144,7 @@ class ModelInputs:
         self._placeholder_runs = Placeholders.of_rows(
             [[(run.start, run.end) for run in row.runs] for row in rows]
         )
-        if self.mrope_tables is not None:
+        if self.mrope_tables:
             self.mrope_tables.set_rows(
                 [(row.mrope_positions, row.mrope_position_delta) for row in rows]
             )

@@ -25,17 +25,14 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
-from vllm_npu_prep.attention.context_parallel import find_context_shards
 from vllm_npu_prep.attention.kv_cache import (
     encoder_only_groups,
     planes_by_layer,
     split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.latent import find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.metrics import StepMetrics
@@ -47,10 +44,10 @@ from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
 from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
-from vllm_npu_prep.runner.preparer import Preparer, builders_of
+from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
-from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping, tables_of
+from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
 from vllm_npu_prep.runner.v1.drafters import ExactLengths, make_drafter, share_builders
 from vllm_npu_prep.runner.v1.inputs import ModelInputs
 from vllm_npu_prep.runner.v1.request_updates import (
@@ -248,8 +245,8 @@ class NPUModelRunner(CommonRunner, GPUModelRunner):
         """Put requests that begin with drafts among the decodes, if there are recurrent states."""
         forget_thoughts(self.input_batch)
         super()._may_reorder_batch(scheduler_output)
-        states = self.preparer.tables.states
-        if states is not None and scheduler_output.scheduled_spec_decode_tokens:
+        states = self.preparer.tables.shape.states
+        if states and scheduler_output.scheduled_spec_decode_tokens:
             put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)
 
     def _update_others(self, scheduler_output: SchedulerOutput) -> None:
@@ -721,7 +718,7 @@ class NPUModelRunner(CommonRunner, GPUModelRunner):
             self.input_batch.block_table,
             self.max_num_reqs,
             self.device,
-            local.blocks_per_chunk if local else 1,
+            local.blocks_per_chunk,
         )
 
     def initialize_kv_cache(
@@ -734,23 +731,23 @@ class NPUModelRunner(CommonRunner, GPUModelRunner):
         if isinstance(drafter, ExactLengths):
             self._drafting_group = drafter.kv_cache_gid
             share_builders(drafter, self.attn_groups)
+        batch = self.input_batch
         self.preparer = Preparer(
             self.prep_device,
-            tables_of(
-                self.input_batch,
+            make_tables(
                 self.block_tables,
-                chunked_prefill=self.scheduler_config.enable_chunked_prefill,
+                self.attn_groups,
+                builders,
+                self.vllm_config,
                 mrope=self.inputs.mrope_tables,
-                local=find_local_groups(self.attn_groups),
-                latent=find_latent_split(builders),
-                states=find_state_groups(builders),
-                dcp=find_context_shards(self.parallel_config),
+                num_computed_tokens=batch.num_computed_tokens_cpu,
+                num_prompt_tokens=batch.num_prompt_tokens,
+                num_tokens=batch.num_tokens_no_spec,
+                token_ids=batch.token_ids_cpu,
             ),
             self.block_tables,
             builders,
             max_num_tokens=self.max_num_tokens,
-            max_num_reqs=self.max_num_reqs,
-            max_logits_per_req=self.uniform_decode_query_len,
             pin_memory=is_pin_memory_available(),
         )
         is_profiling = bool(kwargs.get("is_profiling"))

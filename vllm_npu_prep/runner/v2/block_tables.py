@@ -7,13 +7,6 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
-from vllm_npu_prep.prep.batch import BatchTables
-from vllm_npu_prep.prep.context_shards import ContextShards
-from vllm_npu_prep.prep.latent import LatentSplit
-from vllm_npu_prep.prep.local_attention import LocalGroups
-from vllm_npu_prep.prep.mrope import MropeTables
-from vllm_npu_prep.prep.states import StateGroups
-from vllm_npu_prep.runner.v2.states import SlotStates
 
 
 class SlotBlockTables:
@@ -131,40 +124,3 @@ class SlotBlockTables:
             rows = tuple(table[:num_reqs] for table in self._on_device)
             self._device_rows[num_reqs] = rows
         return rows
-
-
-def tables_of(
-    states: SlotStates,
-    blocks: SlotBlockTables,
-    *,
-    chunked_prefill: bool,
-    local: LocalGroups | None,
-    latent: LatentSplit | None = None,
-    state_groups: StateGroups | None = None,
-    mrope: MropeTables | None = None,
-    dcp: ContextShards | None = None,
-) -> BatchTables:
-    """Return the tables that the fused pass reads: views, which show every later change.
-
-    Optional parts are None if the engine has no layer or setting that needs them: attention chunks
-    (`local`), latent attention (`latent`), recurrent states (`state_groups`), M-RoPE (`mrope`), and
-    decode context parallelism (`dcp`).
-    """
-    return BatchTables(
-        num_computed_tokens=states.num_computed_tokens_np,
-        num_prompt_tokens=states.prompt_len.np,
-        num_tokens=states.num_tokens,
-        token_ids=states.token_ids,
-        block_table_flat=blocks.block_table_flat_np,
-        max_num_blocks=blocks.max_num_blocks,
-        block_sizes=blocks.block_sizes,
-        num_blocks=blocks.num_blocks,
-        num_synced_blocks=blocks.num_synced_blocks,
-        num_device_blocks=blocks.num_device_blocks,
-        chunked_prefill=chunked_prefill,
-        local=local,
-        latent=latent,
-        states=state_groups,
-        mrope=mrope,
-        dcp=dcp,
-    )

@@ -22,15 +22,12 @@ from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup, copy_kv_cache_blocks_inplace
 
-from vllm_npu_prep.attention.context_parallel import find_context_shards
 from vllm_npu_prep.attention.kv_cache import (
     planes_by_layer,
     split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.latent import find_latent_split
 from vllm_npu_prep.attention.local_attention import find_local_groups
-from vllm_npu_prep.attention.states import find_state_groups
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device
@@ -40,15 +37,16 @@ from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
+from vllm_npu_prep.prep.mrope import NO_MROPE
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
-from vllm_npu_prep.runner.preparer import Preparer, builders_of
+from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.adapters import SlotAdapters
-from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables, tables_of
+from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables
 from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
 from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.drawing import Requests
@@ -664,8 +662,7 @@ class NPUModelRunnerV2(CommonRunner, GPUModelRunner):
         self._replace_layers(self.speculator)
 
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
-        local = find_local_groups(self.attn_groups)
-        kwargs["blocks_per_chunk"] = local.blocks_per_chunk if local else 1
+        kwargs["blocks_per_chunk"] = find_local_groups(self.attn_groups).blocks_per_chunk
         return SlotBlockTables(*args, **kwargs)
 
     def initialize_kv_cache(
@@ -689,32 +686,31 @@ class NPUModelRunnerV2(CommonRunner, GPUModelRunner):
         self.kv_caches = self._planes
         builders = builders_of(self.attn_groups)
         states, blocks = self.req_states, self.block_tables
-        latent, rope = find_latent_split(builders), self.model_state.rope_state
-        state_groups = find_state_groups(builders)
+        rope = self.model_state.rope_state
         if rope is not None:
             self.requests = rope.of_requests(states.req_id_to_index)
-        tables = tables_of(
-            states,
+        tables = make_tables(
             blocks,
-            chunked_prefill=self.scheduler_config.enable_chunked_prefill,
-            local=find_local_groups(self.attn_groups),
-            latent=latent,
-            state_groups=state_groups,
-            mrope=None if rope is None else rope.tables,
-            dcp=find_context_shards(self.parallel_config),
+            self.attn_groups,
+            builders,
+            self.vllm_config,
+            has_request_rows=True,
+            mrope=NO_MROPE if rope is None else rope.tables,
+            num_computed_tokens=states.num_computed_tokens_np,
+            num_prompt_tokens=states.prompt_len.np,
+            num_tokens=states.num_tokens,
+            token_ids=states.token_ids,
         )
-        halves = latent or state_groups  # with either, decodes come first
-        self.order = BatchOrder(0 if halves is None else halves.decode_threshold)
+        latent = tables.shape.latent
+        halves = latent or tables.shape.states  # with either, decodes come first
+        self.order = BatchOrder(halves.decode_threshold if halves else 0)
         self.preparer = Preparer(
             self.prep_device,
             tables,
             blocks,
             builders,
             max_num_tokens=self.max_num_tokens,
-            max_num_reqs=self.max_num_reqs,
-            max_logits_per_req=1 + self.num_speculative_steps,
             pin_memory=is_pin_memory_available(),
-            has_slots=True,
         )
         if isinstance(self.speculator, SlotSpeculator):
             self.speculator.follow(builders, blocks)
