@@ -26,8 +26,8 @@ import numpy as np
 from tests.helpers.golden import explain_output
 from vllm_npu_prep.inspect.explain import explain_json
 from vllm_npu_prep.inspect.png import explain_png
-from vllm_npu_prep.inspect.scenario import read_scenario
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.scenario import read_scenario
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 86

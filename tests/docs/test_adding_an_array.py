@@ -18,9 +18,9 @@ import vllm_npu_prep
 from tests.helpers.records import record_of
 from vllm_npu_prep.device.staging import TypedBuffer
 from vllm_npu_prep.inspect.explain import explain_json
-from vllm_npu_prep.inspect.record_file import read_record
+from vllm_npu_prep.records.record_file import read_record
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.records.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.batch import prepare_step
 

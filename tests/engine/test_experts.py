@@ -10,8 +10,8 @@ from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.record_file import record_files
 from vllm_npu_prep.ops import experts
+from vllm_npu_prep.records.record_file import record_files
 
 GRAPHS = graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16)
 SETTINGS = {

@@ -18,11 +18,11 @@ from tests.helpers.vision import chat, make_image, serve
 from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.checks import NOT_CHECKED
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record_file import read_record, record_files
 from vllm_npu_prep.runner import model_runner
 from vllm_npu_prep.v2 import runner as v2_runner
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from vllm_npu_prep.config import RecordConfig
-from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
@@ -16,6 +15,7 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepa
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.records.settings import RecordGroup
 
 BLOCK_SIZE = 4
 FULL, PIECEWISE, EAGER = "full graph", "piecewise graphs", "eager: more than 32 tokens"

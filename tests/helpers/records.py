@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.observe.step_snapshot import Recorded, StepSnapshot
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.settings import RecordGroup
 
 EAGER = "eager: no graphs"
 

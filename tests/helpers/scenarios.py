@@ -3,8 +3,8 @@
 import copy
 
 from tests.helpers import worked_examples
-from vllm_npu_prep.inspect.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.scenario import parse_scenario
 
 IMAGE = {"modality": "image", "offset": 2, "length": 4}
 PATCHES = [

@@ -13,13 +13,13 @@ from tests.helpers.scenarios import small, view_of, with_an_image
 from tests.inspect.test_record import NAMES, scenario_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.explain import explain_json, summary
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import read_record
+from vllm_npu_prep.records.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.records.settings import RecordGroup
 
 
 def recorded(scenario: dict, number: int = 0, **more) -> StepRecord:

@@ -16,14 +16,14 @@ from tests.helpers.batches import latent_step, random_batches
 from tests.helpers.records import record_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_file import MAX_RECORD_BYTES, read_record
-from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import MAX_RECORD_BYTES, read_record
+from vllm_npu_prep.records.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.records.settings import RecordGroup
 
 SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
 

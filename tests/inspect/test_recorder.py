@@ -14,9 +14,6 @@ import pytest
 from tests.helpers.records import EAGER
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
@@ -26,6 +23,9 @@ from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.records.expert_counts import read_expert_counts
+from vllm_npu_prep.records.record_file import read_record, record_files
+from vllm_npu_prep.records.settings import RecordGroup
 
 NUM_REQS, MODEL_LEN, BLOCK_SIZE = 6, 96, 4
 

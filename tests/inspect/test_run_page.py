@@ -13,11 +13,11 @@ from tests.helpers.recorded_runs import Request, record
 from tests.inspect.test_page import Page
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect import run_steps
-from vllm_npu_prep.inspect.record_file import read_outline, read_record, record_files
 from vllm_npu_prep.inspect.run import RankRun, Run, Step, read_run
 from vllm_npu_prep.inspect.run_data import run_json
 from vllm_npu_prep.inspect.run_page import RANK_COLUMNS, run_html
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.records.record_file import read_outline, read_record, record_files
 
 
 def data_of(html: str) -> dict:

@@ -10,8 +10,8 @@ from tests.inspect.test_page import Page
 from vllm_npu_prep.inspect.drawing import state_map
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.page import explain_html
-from vllm_npu_prep.inspect.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.scenario import parse_scenario
 
 SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "states.json"
 

@@ -379,7 +379,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "inspect/page.py": [
         ("a page traces tokens to the first group's slots only", "[step.slot_mapping[table] for table in view.tables.values()]", "[step.slot_mapping[0] for table in view.tables.values()]", PAGES),
     ],
-    "inspect/record_file.py": [
+    "records/record_file.py": [
         ("an archive is read however much it holds", "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:", "if False:", RECORDS),
     ],
     "inspect/run.js": [
@@ -398,7 +398,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the page of a run links to one step too few", "if first <= run.numbers[index] < end]", "if first <= run.numbers[index] < end - 1]", RUN_KEYS),
         ("the page of a step leads back to another", "pages[at - 1], pages[at + 1])", "pages[at + 1], pages[at - 1])", RUN_KEYS),
     ],
-    "inspect/scenario.py": [
+    "records/scenario.py": [
         ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
     ],
     "inspect/view.py": [

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 
 from tests.helpers.batches import RandomBatch, random_batches
-from vllm_npu_prep.inspect.contract import REQUEST_LEVEL, SCALARS, TOKEN_LEVEL, group_variables
 from vllm_npu_prep.prep.mask import MaskForm, build_mask, compressed_mask, plan_mask
 from vllm_npu_prep.prep.oracle import oracle_step
+from vllm_npu_prep.records.contract import REQUEST_LEVEL, SCALARS, TOKEN_LEVEL, group_variables
 
 SPECULATIVE = (
     "target_logits_indices",

@@ -13,12 +13,6 @@ from vllm.v1.worker import block_table
 
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
 from tests.helpers.triton_source import run_source
-from vllm_npu_prep.inspect.contract import (
-    REQUEST_LEVEL,
-    TOKEN_LEVEL,
-    dcp_variables,
-    group_variables,
-)
 from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
@@ -26,6 +20,12 @@ from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
 from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.records.contract import (
+    REQUEST_LEVEL,
+    TOKEN_LEVEL,
+    dcp_variables,
+    group_variables,
+)
 
 LIMITS = np.array([1 << 31, 1 << 20], np.int64)
 

@@ -11,10 +11,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from tests.helpers.batches import RandomBatch, latent_step, random_batches
-from vllm_npu_prep.inspect.contract import latent_variables
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import oracle_latent_step
+from vllm_npu_prep.records.contract import latent_variables
 
 PIECES = ("context_piece_reqs", "context_piece_starts", "context_piece_lens")
 thresholds = st.integers(1, 4)

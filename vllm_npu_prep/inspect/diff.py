@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from vllm_npu_prep.inspect.contract import SCALARS
 from vllm_npu_prep.inspect.explain import StepTable, group_level, print_folded, print_line
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.contract import SCALARS
 from vllm_npu_prep.wording import counted
 
 REQUEST_VARIABLES = ("num_computed_tokens", "query_lens", "seq_lens")

@@ -17,7 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import (
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
+from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
+from vllm_npu_prep.records.contract import (
     REQUEST_LEVEL,
     SCALARS,
     SEVERAL_PER_TOKEN,
@@ -30,10 +34,6 @@ from vllm_npu_prep.inspect.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.inspect.view import StepView
-from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
-from vllm_npu_prep.prep.latent import LatentStep
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.wording import counted
 
 FOLDED_TOKENS = 400

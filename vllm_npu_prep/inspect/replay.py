@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.record_difference import Difference, first_difference
+from vllm_npu_prep.records.difference import Difference, first_difference
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record import StepRecord
-    from vllm_npu_prep.inspect.record_settings import RecordGroup
     from vllm_npu_prep.prep.oracle import OracleRequest
+    from vllm_npu_prep.records.record import StepRecord
+    from vllm_npu_prep.records.settings import RecordGroup
 
 ORACLE_CELLS = 1 << 20
 """Masks and chunks with at most this many cells are checked cell by cell."""
@@ -29,9 +29,9 @@ ORACLE_CELLS = 1 << 20
 
 
 def replay_core(record: "StepRecord") -> Difference | None:
-    from vllm_npu_prep.inspect.contract import prepared_arrays
     from vllm_npu_prep.prep.batch import prepare_step
     from vllm_npu_prep.prep.layout import ALIGNMENT
+    from vllm_npu_prep.records.contract import prepared_arrays
 
     batch, padding = record.step_batch()
     layout = record.settings.layout
@@ -141,9 +141,9 @@ def _oracle_arrays(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
     """Return the oracle's values by a record's names; values that it can't know are as recorded."""
-    from vllm_npu_prep.inspect.contract import DCP_LINES, GROUP_LEVEL
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS
     from vllm_npu_prep.prep.oracle import OracleGraphs, oracle_local_requests, oracle_step
+    from vllm_npu_prep.records.contract import DCP_LINES, GROUP_LEVEL
 
     settings = record.settings
     if group.state_threshold is not None:
@@ -220,8 +220,8 @@ def _oracle_arrays(
 def _oracle_states(
     record: "StepRecord", group: "RecordGroup", prefix: str
 ) -> dict[str, np.ndarray]:
-    from vllm_npu_prep.inspect.contract import STATE_BLOCKS, TOKEN_STATES
     from vllm_npu_prep.prep.oracle import oracle_state_step
+    from vllm_npu_prep.records.contract import STATE_BLOCKS, TOKEN_STATES
 
     settings = record.settings
     states, threshold = settings.states, group.state_threshold
@@ -333,7 +333,7 @@ def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, list[Dif
     PrepError
         For a file that is not a record, or if there is no such step.
     """
-    from vllm_npu_prep.inspect.record_file import read_record, record_files
+    from vllm_npu_prep.records.record_file import read_record, record_files
 
     files = record_files(path, step)
     for file in files:

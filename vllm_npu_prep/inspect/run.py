@@ -1,6 +1,6 @@
 """A recorded run: its steps, requests and ranks, as the page of a run shows them.
 
-Everything is derived from the records (`vllm_npu_prep.inspect.record_file.read_outline`) and, where
+Everything is derived from the records (`vllm_npu_prep.records.record_file.read_outline`) and, where
 there is one, the run's ``manifest.json``:
 
 - A **step** has its state, how it ran, its tokens and padding, the KV blocks that its requests own,
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX, RecordOutline, read_outline
+from vllm_npu_prep.records.record_file import RECORD_SUFFIX, RecordOutline, read_outline
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import ExpertTokens, read_expert_counts
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.records.expert_counts import ExpertTokens, read_expert_counts
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import read_record
+from vllm_npu_prep.records.scenario import Scenario, scenario_batch
 from vllm_npu_prep.wording import counted
 
 STATE_RULES = {

@@ -10,17 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_npu_prep.inspect.contract import (
-    LEVELS,
-    REQUEST_LEVEL,
-    STATE_BLOCKS,
-    TOKEN_LEVEL,
-    TOKEN_STATES,
-    dcp_variables,
-    group_variables,
-    latent_variables,
-    state_variables,
-)
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
 from vllm_npu_prep.observe.violation import expect, given_allowed
@@ -35,6 +24,17 @@ from vllm_npu_prep.prep.oracle import (
     oracle_step,
 )
 from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.records.contract import (
+    LEVELS,
+    REQUEST_LEVEL,
+    STATE_BLOCKS,
+    TOKEN_LEVEL,
+    TOKEN_STATES,
+    dcp_variables,
+    group_variables,
+    latent_variables,
+    state_variables,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

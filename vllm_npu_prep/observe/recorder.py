@@ -23,10 +23,7 @@ import numpy as np
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import ExpertTokens, write_expert_counts
-from vllm_npu_prep.inspect.files import write_whole
-from vllm_npu_prep.inspect.record import FORMAT
-from vllm_npu_prep.inspect.record_settings import RecordGroup
+from vllm_npu_prep.files import write_whole
 from vllm_npu_prep.observe.record_client import server_of
 from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
 from vllm_npu_prep.observe.step_snapshot import (
@@ -39,6 +36,9 @@ from vllm_npu_prep.observe.step_snapshot import (
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
+from vllm_npu_prep.records.expert_counts import ExpertTokens, write_expert_counts
+from vllm_npu_prep.records.record import FORMAT
+from vllm_npu_prep.records.settings import RecordGroup
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

@@ -9,15 +9,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import (
-    RecordGroup,
-    RecordLatent,
-    RecordSettings,
-    RecordShards,
-    RecordTimes,
-)
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled
@@ -25,6 +16,15 @@ from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record import RecordBatch, StepRecord
+from vllm_npu_prep.records.settings import (
+    RecordGroup,
+    RecordLatent,
+    RecordSettings,
+    RecordShards,
+    RecordTimes,
+)
 
 
 @dataclass(frozen=True)

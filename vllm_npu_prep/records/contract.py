@@ -17,7 +17,7 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, pl
 from vllm_npu_prep.prep.states import StateStep
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
+    from vllm_npu_prep.records.settings import RecordGroup, RecordSettings
 
 
 FULL_MASK_CELLS = 4096

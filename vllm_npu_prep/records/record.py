@@ -23,14 +23,6 @@ from functools import cached_property
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import (
-    LATENT_SCALARS,
-    LOCAL_SCALARS,
-    STATE_SCALARS,
-    mask_plan,
-    staged_arrays,
-)
-from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
@@ -43,6 +35,14 @@ from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.prep.states import StateStep
 from vllm_npu_prep.prep.tables import BatchTables
+from vllm_npu_prep.records.contract import (
+    LATENT_SCALARS,
+    LOCAL_SCALARS,
+    STATE_SCALARS,
+    mask_plan,
+    staged_arrays,
+)
+from vllm_npu_prep.records.settings import RecordSettings
 from vllm_npu_prep.wording import counted
 
 FORMAT = 2

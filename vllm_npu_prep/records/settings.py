@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
 from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.records.scenario import BlockSize, Count, Positive, Size, Text
 
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
@@ -127,7 +127,7 @@ class RecordSettings(_Strict):
         When it was prepared; None in records that older versions wrote.
     """
 
-    format: Literal[2] = 2  # `vllm_npu_prep.inspect.record.FORMAT`
+    format: Literal[2] = 2  # `vllm_npu_prep.records.record.FORMAT`
     step: Annotated[int, Field(ge=0, lt=1 << 62)]
     req_ids: Annotated[list[Text], Field(min_length=1, max_length=1 << 16)]
     max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]

@@ -17,13 +17,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import prepared_names
-from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import RecordSettings
-from vllm_npu_prep.inspect.scenario import why_not_json
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.records.contract import prepared_names
+from vllm_npu_prep.records.record import FORMAT, WIDE, RecordBatch, StepRecord
+from vllm_npu_prep.records.scenario import why_not_json
+from vllm_npu_prep.records.settings import RecordSettings
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 

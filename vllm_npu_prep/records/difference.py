@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record import StepRecord
+    from vllm_npu_prep.records.record import StepRecord
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def _owner(
     record: "StepRecord", name: str, index: tuple[int, ...]
 ) -> tuple[str | None, int | None]:
     """Return the request and the token that an element belongs to, by the recorded batch."""
-    from vllm_npu_prep.inspect.contract import LEVELS
     from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
+    from vllm_npu_prep.records.contract import LEVELS
 
     batch, req_ids = record.batch, record.settings.req_ids
     ends = np.cumsum(batch.num_scheduled_tokens)
