@@ -128,7 +128,7 @@ def variables(file: str) -> dict[str, Any]:
         "num_draft_tokens": view.step.batch.num_draft_tokens.tolist(),
         "token_ids": view.step.batch.tables.token_ids.tolist(),
         "nbytes": view.step.nbytes,
-        "mask_bytes": view.groups[0].mask_bytes,
+        "mask_bytes": view.mask_bytes(0),
     }
     arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in names.items()}
     places = {name: spec.offset for name, spec in view.step.layout.arrays.items()}

@@ -9,14 +9,14 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.records.record import StepRecord
-from vllm_npu_prep.records.settings import RecordGroup
+from vllm_npu_prep.records.settings import LayerGroup
 
 EAGER = "eager: no graphs"
 
 
 def record_of(
     step: PreparedStep,
-    groups: tuple[RecordGroup, ...] = (RecordGroup(group=0),),
+    groups: tuple[LayerGroup, ...] = (LayerGroup(group=0),),
     mask: str = "dense",
     number: int = 0,
     placeholders: Placeholders = NO_PLACEHOLDERS,

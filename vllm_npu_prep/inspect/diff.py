@@ -107,14 +107,14 @@ def _step_level(view: StepView) -> dict[str, Any]:
 def _groups(view: StepView) -> list[dict[str, Any]]:
     return [
         {
-            "block_size": group.block_size,
+            "block_size": view.block_size(index),
             "sliding_window": group.sliding_window,
             "attention_chunk_size": group.attention_chunk_size,
-            "attn_mask": group.plan.kind.value,
-            "attn_mask shape": None if group.plan.shape is None else list(group.plan.shape),
+            "attn_mask": plan.kind.value,
+            "attn_mask shape": None if plan.shape is None else list(plan.shape),
             "mask_reason": view.mask_reason(index),
         }
-        for index, group in enumerate(view.groups)
+        for index, (group, plan) in enumerate(zip(view.groups, view.plans))
     ]
 
 

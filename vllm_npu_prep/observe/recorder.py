@@ -30,7 +30,6 @@ from vllm_npu_prep.observe.step_snapshot import (
     PastBlockTables,
     Recorded,
     StepSnapshot,
-    StepTimes,
     warm_up,
 )
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
@@ -38,7 +37,7 @@ from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.expert_counts import ExpertTokens, write_expert_counts
 from vllm_npu_prep.records.record import FORMAT
-from vllm_npu_prep.records.settings import RecordGroup
+from vllm_npu_prep.records.settings import LayerGroup, StepTimes
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -405,7 +404,7 @@ def make_recorder(
         return None
     decisions, parallel = decisions_of(vllm_config), vllm_config.parallel_config
     groups = dict.fromkeys(
-        RecordGroup(
+        LayerGroup(
             group=group,
             sliding_window=builder.sliding_window,
             attention_chunk_size=builder.attention_chunk_size,

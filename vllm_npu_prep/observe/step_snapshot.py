@@ -4,8 +4,8 @@ A step only copies numbers (`copy_step`); the work of making a record waits unti
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,35 +13,20 @@ from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
-from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
 from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
-from vllm_npu_prep.records.settings import (
-    RecordGroup,
-    RecordLatent,
-    RecordSettings,
-    RecordShards,
-    RecordTimes,
-)
+from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
 
 
 @dataclass(frozen=True)
 class Recorded:
     """Settings that all records of an engine share."""
 
-    groups: tuple[RecordGroup, ...]
+    groups: tuple[LayerGroup, ...]
     mask: MaskForm
     mask_itemsize: int  # bytes of a cell of dense masks
-
-
-class StepTimes(NamedTuple):
-    """When a step was prepared; the fields are those of `RecordTimes`."""
-
-    started: float
-    prepared: float
-    waits: int
 
 
 @compiled
@@ -245,9 +230,9 @@ class StepSnapshot:
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=None if layout.latent is None else _latent_of(layout.latent),
-            dcp=None if tables.dcp is None else RecordShards(**asdict(tables.dcp)),
-            times=None if self.times is None else RecordTimes(**self.times._asdict()),
+            latent=tables.latent,
+            dcp=tables.dcp,
+            times=self.times,
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]
@@ -261,7 +246,7 @@ class StepSnapshot:
             **self._mrope_arrays(parts["num_computed_tokens"]),
             **parts,
         )
-        record = StepRecord(settings, batch, {})
+        record = StepRecord(settings, batch)
         arrays = layout.views(self.staged)
         batch.token_ids[self._embedded(record, arrays.input_ids)] = 0
         step = replace(then, arrays=arrays, batch=record.step_batch()[0])
@@ -339,11 +324,3 @@ class PastBlockTables:
             _, indices, ids = parts
             # The copies begin with the buffer that was sent
             enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)
-
-
-def _latent_of(split: LatentSplit) -> RecordLatent:
-    return RecordLatent(
-        decode_threshold=split.decode_threshold,
-        workspace_tokens=split.workspace_tokens,
-        block_size=split.block_size,
-    )

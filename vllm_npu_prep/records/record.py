@@ -24,12 +24,11 @@ import numpy as np
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
-from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch
+from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
 from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT
 from vllm_npu_prep.prep.local_attention import LocalRequests
-from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
@@ -39,7 +38,6 @@ from vllm_npu_prep.records.contract import (
     LATENT_SCALARS,
     LOCAL_SCALARS,
     STATE_SCALARS,
-    mask_plan,
     staged_arrays,
 )
 from vllm_npu_prep.records.settings import RecordSettings
@@ -109,12 +107,13 @@ class StepRecord:
     settings, batch
         What it was prepared from.
     prepared
-        What was prepared: the arrays of the file by their names.
+        What was prepared: the arrays of the file by their names. It is empty for a scenario, which
+        is prepared when it is looked at.
     """
 
     settings: RecordSettings
     batch: RecordBatch
-    prepared: dict[str, np.ndarray]
+    prepared: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -158,6 +157,22 @@ class StepRecord:
             ),
             settings.padding,
         )
+
+    def prepare(self) -> PreparedStep:
+        """Prepare the step, whatever was recorded of it.
+
+        Raises
+        ------
+        PrepError
+            If what it is prepared from contradicts itself: the file was edited.
+        """
+        batch, padding = self.step_batch()
+        layout = self.settings.layout
+        nbytes = -(-layout.nbytes(batch.num_targets) // ALIGNMENT) * ALIGNMENT
+        try:
+            return prepare_step(batch, padding, layout, layout.views(np.zeros(nbytes, np.uint8)))
+        except ValueError as error:
+            raise PrepError(f"step {self.number} can't be prepared: {error}") from None
 
     def _tables(self) -> BatchTables:
         settings, batch = self.settings, self.batch
@@ -208,9 +223,9 @@ class StepRecord:
             chunked_prefill=settings.chunked_prefill,
             mrope=self._mrope_tables(),
             local=settings.local,
-            latent=settings.latent_split,
+            latent=settings.latent,
             states=settings.states,
-            dcp=settings.shards,
+            dcp=settings.dcp,
         )
 
     def _mrope_tables(self) -> MropeTables | None:
@@ -242,17 +257,16 @@ class StepRecord:
 
     # ----------------------------------------------------------------- looking at it
 
-    def plans(self, step: PreparedStep) -> list[MaskPlan]:
-        return [mask_plan(step, self.settings, group) for group in self.settings.groups]
-
     def step(self) -> PreparedStep:
-        """Return the step as it was prepared, right or wrong.
+        """Return the step as it was prepared, right or wrong; a scenario's is prepared now.
 
         Raises
         ------
         PrepError
             If its arrays are not those of its settings.
         """
+        if not self.prepared:
+            return self.prepare()
         settings, layout = self.settings, self.settings.layout
         batch, padding = self.step_batch()
         batch.takes_embeds = settings.takes_embeds

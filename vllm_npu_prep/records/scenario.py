@@ -1,31 +1,39 @@
 """Scenario files: a batch as JSON, checked at the boundary.
 
-A file holds a scenario, or an object with a ``scenario`` (as worked examples do).
+A file holds a scenario, or an object with a ``scenario`` (as worked examples do). The classes here
+say which keys its JSON has; `Scenario.record` makes the record of a step that wasn't prepared yet.
 """
 
 import difflib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
 from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
-from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
+from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.prep.latent import LatentSplit
-from vllm_npu_prep.prep.local_attention import LocalGroups
-from vllm_npu_prep.prep.mrope import MropeTables
+from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.padding import (
-    Padding,
     full_graph_padding,
     no_padding,
     uniform_query_len,
 )
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.records.record import RecordBatch, StepRecord
+from vllm_npu_prep.records.settings import (
+    BlockSize,
+    Count,
+    LayerGroup,
+    Positive,
+    RecordSettings,
+    Size,
+    Strict,
+    Text,
+)
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
@@ -34,26 +42,10 @@ ARCHIVE = b"PK\x03\x04"
 MAX_TABLE_CELLS = 1 << 26
 """The most cells of a token table or block table, so that a small file can't use up the memory."""
 
-
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("must hold printable characters only")
-    return text
-
-
-Count = Annotated[int, Field(ge=0, le=1 << 24)]
-Positive = Annotated[int, Field(ge=1, le=1 << 24)]
-BlockSize = Annotated[int, Field(ge=1, le=1 << 16)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]
-Text = Annotated[str, AfterValidator(_printable)]
 Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ScenarioItem(_Strict):
+class ScenarioItem(Strict):
     """An image or a video in a prompt: which tokens are its placeholders."""
 
     modality: Text
@@ -65,7 +57,7 @@ class ScenarioItem(_Strict):
         return self.offset + self.length
 
 
-class ScenarioGroup(_Strict):
+class ScenarioGroup(Strict):
     """A KV-cache group: its blocks, and what its layers see."""
 
     block_size: BlockSize
@@ -74,16 +66,8 @@ class ScenarioGroup(_Strict):
     attention_chunk_size: Positive | None = None
     holds_states: bool = False  # a recurrent state for every block_size tokens
 
-    def first_seen(self, position: int) -> int:
-        """Return the first position that a token there sees."""
-        if self.sliding_window is not None:
-            return max(0, position + 1 - self.sliding_window)
-        if self.attention_chunk_size is not None:
-            return position // self.attention_chunk_size * self.attention_chunk_size
-        return 0
 
-
-class ScenarioRequest(_Strict):
+class ScenarioRequest(Strict):
     req_id: Text
     num_computed_tokens: Count
     num_scheduled_tokens: Positive
@@ -91,8 +75,8 @@ class ScenarioRequest(_Strict):
     block_ids: list[Int32]
     token_ids: list[Int32]
     num_draft_tokens: Count = 0
-    draft_token_ids: list[Int32] = []
-    multimodal: list[ScenarioItem] = []
+    draft_token_ids: list[Int32] = Field(default_factory=list)
+    multimodal: list[ScenarioItem] = Field(default_factory=list)
     mrope_positions: list[list[Int32]] | None = None  # [mrope_dims, num_prompt_tokens]
     mrope_position_delta: Annotated[int, Field(ge=-(1 << 24), le=1 << 24)] = 0
 
@@ -102,14 +86,14 @@ class ScenarioRequest(_Strict):
         return self.num_computed_tokens + self.num_scheduled_tokens
 
 
-class ScenarioLatent(_Strict):
+class ScenarioLatent(Strict):
     """How a step is split for latent attention (`vllm_npu_prep.prep.latent`)."""
 
     decode_threshold: Positive = 1
     workspace_blocks: Positive = 1
 
 
-class ScenarioShards(_Strict):
+class ScenarioShards(Strict):
     """The rank that prepares the step under decode context parallelism (`prep.context_shards`)."""
 
     world_size: Annotated[int, Field(ge=2, le=64)]
@@ -117,7 +101,7 @@ class ScenarioShards(_Strict):
     interleave_size: BlockSize = 1
 
 
-class Scenario(_Strict):
+class Scenario(Strict):
     """A batch, and the settings under which it is prepared."""
 
     block_size: BlockSize
@@ -135,7 +119,7 @@ class Scenario(_Strict):
     mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
     latent: ScenarioLatent | None = None
     dcp: ScenarioShards | None = None
-    more_kv_cache_groups: Annotated[list[ScenarioGroup], Field(max_length=15)] = []
+    more_kv_cache_groups: list[ScenarioGroup] = Field(default_factory=list, max_length=15)
 
     @property
     def groups(self) -> list[ScenarioGroup]:
@@ -153,29 +137,122 @@ class Scenario(_Strict):
         dcp = self.dcp
         return None if dcp is None else ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size)
 
+    def tokens_per_block(self, group: ScenarioGroup) -> int:
+        return tokens_per_block(self.shards, group.block_size)
+
     @property
-    def local(self) -> LocalGroups | None:
-        """The groups with chunked local attention; None without one."""
-        chunked = {i: group for i, group in enumerate(self.groups) if group.attention_chunk_size}
-        if not chunked:
+    def latent_split(self) -> LatentSplit | None:
+        if self.latent is None:
             return None
-        group = next(iter(chunked.values()))
-        assert group.attention_chunk_size is not None
-        blocks = group.attention_chunk_size // group.block_size
-        return LocalGroups(group.attention_chunk_size, blocks, tuple(chunked))
+        size = self.tokens_per_block(self.groups[0])
+        rows = self.latent.workspace_blocks * size
+        return LatentSplit(self.latent.decode_threshold, rows, size, self.max_model_len)
+
+    def layers(self) -> list[LayerGroup]:
+        """Return what the layers of each group see."""
+        return [
+            LayerGroup(
+                group=index,
+                sliding_window=group.sliding_window,
+                attention_chunk_size=group.attention_chunk_size,
+                state_threshold=1 if group.holds_states else None,
+            )
+            for index, group in enumerate(self.groups)
+        ]
+
+    def record(self) -> StepRecord:
+        """Return the record of the step, which isn't prepared yet."""
+        batch = _batch_of(self)
+        num_reqs, total = len(self.requests), int(batch.num_scheduled_tokens.sum())
+        padding, kind = no_padding(total, num_reqs), "eager: no capture sizes given"
+        if self.capture_sizes:
+            query_len = uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens)
+            sizes, max_model_len = self.capture_sizes, self.max_model_len
+            padding = full_graph_padding(total, num_reqs, query_len, sizes, max_model_len)
+            kind = "full graph"
+            if total > max(sizes):
+                kind = f"eager: more than {counted(max(sizes), 'token')}, the largest capture size"
+        layout = step_layout(
+            padding.num_input_tokens,
+            padding.num_reqs_padded,
+            len(self.groups),
+            1 + int(batch.num_draft_tokens.max()),
+        )
+        widths = [-(-self.max_model_len // self.tokens_per_block(group)) for group in self.groups]
+        for group in self.groups:
+            if group.attention_chunk_size is not None:  # rows are whole chunks, all of one size
+                per_chunk = group.attention_chunk_size // group.block_size
+                widths = [-(-width // per_chunk) * per_chunk for width in widths]
+        placed = Placeholders(*batch.placeholders.T)
+        touched, *_ = placed.touched(batch.num_computed_tokens, batch.num_scheduled_tokens)
+        settings = RecordSettings(
+            step=0,
+            req_ids=[request.req_id for request in self.requests],
+            max_num_reqs=num_reqs,  # rows to spare would hold nothing
+            max_model_len=self.max_model_len,
+            chunked_prefill=self.chunked_prefill,
+            mask=self.mask,
+            mask_itemsize=1,
+            block_sizes=[group.block_size for group in self.groups],
+            max_num_blocks=widths,
+            groups=self.layers(),
+            total_num_scheduled_tokens=total,
+            mode=cast(Any, padding.mode.value),
+            kind=kind,
+            num_input_tokens=padding.num_input_tokens,
+            num_reqs_padded=padding.num_reqs_padded,
+            decode_query_len=padding.decode_query_len,
+            max_logits=layout.max_logits,
+            max_drafts=layout.max_drafts,
+            mrope_dims=self.mrope_dims,
+            num_sampled_rows=0,
+            num_sampled_drafts=0,
+            takes_embeds=len(touched) > 0,
+            modalities=[item.modality for r in self.requests for item in r.multimodal],
+            latent=self.latent_split,
+            dcp=self.shards,
+        )
+        return StepRecord(settings, batch)
 
 
-def _state_groups(scenario: Scenario) -> StateGroups | None:
-    groups = tuple(i for i, group in enumerate(scenario.groups) if group.holds_states)
-    return StateGroups(groups) if groups else None
+def _batch_of(scenario: Scenario) -> RecordBatch:
+    requests = scenario.requests
 
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(request, name) for request in requests], np.int32)
 
-def _latent_split(scenario: Scenario) -> LatentSplit | None:
-    latent, size = scenario.latent, tokens_per_block(scenario.shards, scenario.block_size)
-    if latent is None:
-        return None
-    sizes = latent.decode_threshold, latent.workspace_blocks * size, size
-    return LatentSplit(*sizes, scenario.max_model_len)
+    token_ids, next_token_ids, positions = [], [], []
+    for request in requests:
+        known = request.token_ids + request.draft_token_ids
+        token_ids += known[request.num_computed_tokens : request.seq_len]
+        next_token_ids.append(known[min(request.seq_len, len(request.token_ids) - 1)])
+        rows = np.zeros((scenario.mrope_dims, request.num_scheduled_tokens), np.int64)
+        if request.mrope_positions is not None:
+            prompt = np.array(request.mrope_positions, np.int64)
+            seen = prompt[:, request.num_computed_tokens : request.seq_len]
+            rows[:, : seen.shape[1]] = seen
+        positions.append(rows)
+    with_mrope = requests if scenario.mrope_dims else []
+    has_drafts = any(request.num_draft_tokens for request in requests)
+    blocks = [ids for group in scenario.groups for ids in group.block_ids]
+    placed = Placeholders.of_rows([[(i.offset, i.end) for i in r.multimodal] for r in requests])
+    return RecordBatch(
+        num_computed_tokens=column("num_computed_tokens"),
+        num_prompt_tokens=column("num_prompt_tokens"),
+        num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
+        num_scheduled_tokens=column("num_scheduled_tokens"),
+        num_draft_tokens=column("num_draft_tokens"),
+        previous_rows=np.empty(0, np.int64),
+        token_ids=np.array(token_ids, np.int32),
+        next_token_ids=np.array(next_token_ids if has_drafts else [], np.int32),
+        num_blocks=np.array([len(ids) for ids in blocks], np.int32).reshape(-1, len(requests)),
+        block_ids=np.array([block for ids in blocks for block in ids], np.int32),
+        mrope_positions=np.concatenate(positions, axis=1),
+        mrope_lengths=np.array([len((r.mrope_positions or [[]])[0]) for r in with_mrope], np.int64),
+        mrope_position_deltas=np.array([r.mrope_position_delta for r in with_mrope], np.int64),
+        placeholders=np.stack([placed.rows, placed.starts, placed.ends], axis=1),
+        rows_with_embeds=np.empty(0, np.int64),
+    )
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -262,24 +339,26 @@ def parse_scenario(data: Any) -> Scenario:
     return scenario
 
 
+OBJECTS: dict[int | str, type[BaseModel]] = {
+    "requests": ScenarioRequest,
+    "multimodal": ScenarioItem,
+    "more_kv_cache_groups": ScenarioGroup,
+    "latent": ScenarioLatent,
+    "dcp": ScenarioShards,
+}
+"""By key: which keys the object there, or each of a list, may have."""
+
+
 def _first_error(error: ValidationError) -> str:
     detail = error.errors()[0]
     where = ".".join(str(part) for part in detail["loc"]) or "scenario"
     if detail["type"] == "extra_forbidden":
-        model = _model_at(detail["loc"])
-        allowed = list(model.model_fields)
+        objects = [OBJECTS[part] for part in detail["loc"][:-1] if part in OBJECTS]
+        allowed = list((objects or [Scenario])[-1].model_fields)
         near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         return f"{where}: {described(detail)}{hint}; allowed: {', '.join(allowed)}"
     return f"{where}: {described(detail)}"
-
-
-def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
-    if "multimodal" in loc[:-1]:
-        return ScenarioItem
-    if len(loc) > 1 and loc[0] == "requests":
-        return ScenarioRequest
-    return ScenarioGroup if len(loc) > 1 else Scenario
 
 
 def _check(scenario: Scenario) -> None:
@@ -308,7 +387,7 @@ def _check(scenario: Scenario) -> None:
         _check_inputs(scenario, request, f"requests.{index}")
     _check_chunks(scenario.groups)
     _check_states(scenario.groups, scenario.latent)
-    for place, group in enumerate(scenario.groups):
+    for place, (group, layers) in enumerate(zip(scenario.groups, scenario.layers())):
         if len(group.block_ids) != len(requests):
             raise PrepError(
                 f"more_kv_cache_groups.{place - 1}.block_ids: "
@@ -321,8 +400,9 @@ def _check(scenario: Scenario) -> None:
             for i in range(len(requests))
         ]
         for row, request in enumerate(requests):
-            _check_blocks(scenario, group, request, group.block_ids[row], where[row])
-        per_block = tokens_per_block(scenario.shards, group.block_size)
+            first_needed = layers.first_needed(request.num_computed_tokens)
+            _check_blocks(scenario, group, request, group.block_ids[row], first_needed, where[row])
+        per_block = scenario.tokens_per_block(group)
         _check_owners(group, per_block, requests, where)
 
 
@@ -431,9 +511,10 @@ def _check_blocks(
     group: ScenarioGroup,
     request: ScenarioRequest,
     block_ids: list[int],
+    first_needed: int,
     where: str,
 ) -> None:
-    per_block = tokens_per_block(scenario.shards, group.block_size)
+    per_block = scenario.tokens_per_block(group)
     needed = -(-request.seq_len // per_block)
     columns = -(-scenario.max_model_len // per_block)
     if not needed <= len(block_ids) <= columns:
@@ -442,10 +523,8 @@ def _check_blocks(
             f"num_computed_tokens + num_scheduled_tokens = {request.seq_len} needs {needed}, and a "
             f"row holds {columns}"
         )
-    # Blocks wholly before the window or the chunk may have been freed.
-    first_seen = group.first_seen(request.num_computed_tokens)
     for place, block in enumerate(block_ids):
-        freed = (place + 1) * group.block_size <= first_seen
+        freed = (place + 1) * group.block_size <= first_needed
         if block == 0 and not freed:
             raise PrepError(f"{where}.{place}: block 0 is the null block, which no request can own")
         if (block + 1) * group.block_size >= 1 << 31:
@@ -473,72 +552,3 @@ def _check_owners(
                     )
             elif block:
                 owner[block] = (index, is_prefix)
-
-
-def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
-    requests = scenario.requests
-    num_reqs = len(requests)
-    token_ids = np.zeros((num_reqs, scenario.max_model_len), np.int32)
-    for row, request in enumerate(requests):
-        tokens = request.token_ids + request.draft_token_ids
-        token_ids[row, : len(tokens)] = tokens
-    block_tables, local = [], scenario.local
-    for group in scenario.groups:
-        columns = -(-scenario.max_model_len // tokens_per_block(scenario.shards, group.block_size))
-        if local is not None:  # rows are whole chunks
-            columns = -(-columns // local.blocks_per_chunk) * local.blocks_per_chunk
-        block_table = np.zeros((num_reqs, columns), np.int32)
-        for row, block_ids in enumerate(group.block_ids):
-            block_table[row, : len(block_ids)] = block_ids
-        block_tables.append(block_table)
-    mrope = None
-    if scenario.mrope_dims:
-        mrope = MropeTables(scenario.mrope_dims, num_reqs)
-        mrope.set_rows(
-            [
-                (
-                    None if r.mrope_positions is None else np.array(r.mrope_positions, np.int64),
-                    r.mrope_position_delta,
-                )
-                for r in requests
-            ]
-        )
-
-    def column(name: str) -> np.ndarray:
-        return np.array([getattr(request, name) for request in requests], np.int32)
-
-    tables = BatchTables(
-        num_computed_tokens=column("num_computed_tokens"),
-        num_prompt_tokens=column("num_prompt_tokens"),
-        num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
-        token_ids=token_ids,
-        block_sizes=np.array([group.block_size for group in scenario.groups], np.int32),
-        chunked_prefill=scenario.chunked_prefill,
-        mrope=mrope,
-        local=local,
-        latent=_latent_split(scenario),
-        states=_state_groups(scenario),
-        dcp=scenario.shards,
-        **device_has_all(block_tables),
-    )
-    num_scheduled_tokens = column("num_scheduled_tokens")
-    placeholders = Placeholders.of_rows(
-        [[(item.offset, item.end) for item in request.multimodal] for request in requests]
-    )
-    batch = StepBatch(
-        tables,
-        num_scheduled_tokens=num_scheduled_tokens,
-        num_draft_tokens=column("num_draft_tokens"),
-        total_num_scheduled_tokens=int(num_scheduled_tokens.sum()),
-        takes_embeds=takes_embeds(tables, num_scheduled_tokens, [], placeholders),
-    )
-    padding = no_padding(batch.total_num_scheduled_tokens, num_reqs)
-    if scenario.capture_sizes:
-        padding = full_graph_padding(
-            batch.total_num_scheduled_tokens,
-            num_reqs,
-            uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens),
-            scenario.capture_sizes,
-            tables.max_model_len,
-        )
-    return batch, padding

@@ -1,11 +1,22 @@
 """The settings of a record: everything that isn't an array of the step.
 
-They are a strict pydantic model, because records are files that others may have changed.
+They are a strict pydantic model, because records are files that others may have changed. Parts for
+which the pure core has a class are of that class: `FORMS` says what their JSON may be.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.latent import LatentSplit
@@ -13,69 +24,55 @@ from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.states import StateGroups
-from vllm_npu_prep.records.scenario import BlockSize, Count, Positive, Size, Text
 
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must hold printable characters only")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 24)]
+Positive = Annotated[int, Field(ge=1, le=1 << 24)]
+BlockSize = Annotated[int, Field(ge=1, le=1 << 16)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Text = Annotated[str, AfterValidator(_printable)]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """An object in a file: no other keys, and no values of other types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class RecordGroup(_Strict):
+class LayerGroup(Strict):
     """Layers with the same view of the step: a KV-cache group, or its part with one window."""
 
     group: Annotated[int, Field(ge=0, le=255)]  # the group whose block table they use
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
-    # Most tokens of a decode, in a group that holds states (`vllm_npu_prep.prep.states`)
+    # Most tokens of a decode, in a group with recurrent states (`vllm_npu_prep.prep.states`)
     state_threshold: Positive | None = None
     state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `StateGroups.num_drafts`
 
-
-class RecordLatent(_Strict):
-    """How steps are split for latent attention (`vllm_npu_prep.prep.latent.LatentSplit`)."""
-
-    decode_threshold: Positive
-    workspace_tokens: Positive
-    block_size: BlockSize
-
-    def split(self, max_model_len: int) -> LatentSplit:
-        """Return the split as the pure core has it.
-
-        Raises
-        ------
-        ValueError
-            If chunks are not whole blocks.
-        """
-        sizes = self.decode_threshold, self.workspace_tokens, self.block_size
-        return LatentSplit(*sizes, max_model_len)
-
-    @model_validator(mode="after")
-    def _whole_blocks(self) -> "RecordLatent":
-        self.split(1)
-        return self
-
-
-class RecordShards(_Strict):
-    """The part of each context that the rank kept (`vllm_npu_prep.prep.context_shards`)."""
-
-    world_size: Annotated[int, Field(ge=1, le=1 << 10)]
-    rank: Annotated[int, Field(ge=0, lt=1 << 10)]
-    interleave_size: BlockSize
-
     @property
-    def shards(self) -> ContextShards:
-        return ContextShards(self.world_size, self.rank, self.interleave_size)
+    def holds_states(self) -> bool:
+        return self.state_threshold is not None
 
-    @model_validator(mode="after")
-    def _of_a_rank(self) -> "RecordShards":
-        _ = self.shards
-        return self
+    def first_needed(self, position: int) -> int:
+        """Return the first position that a position's token reads; earlier blocks may be freed."""
+        if self.holds_states:
+            return max(0, position - 1)  # the state after the token before it
+        if self.sliding_window is not None:
+            return max(0, position - self.sliding_window + 1)
+        if self.attention_chunk_size is not None:
+            return position // self.attention_chunk_size * self.attention_chunk_size
+        return 0
 
 
-class RecordTimes(_Strict):
+class StepTimes(NamedTuple):
     """When a step was prepared, and how long that took.
 
     Attributes
@@ -89,12 +86,36 @@ class RecordTimes(_Strict):
         How often it waited for an earlier copy to the device (`vllm_npu_prep.device.staging`).
     """
 
-    started: Seconds
-    prepared: Seconds
-    waits: Count
+    started: float
+    prepared: float
+    waits: int
 
 
-class RecordSettings(_Strict):
+def _form(**fields: Any) -> type[Strict]:
+    return create_model(
+        "Form", __base__=Strict, **{name: (kind, ...) for name, kind in fields.items()}
+    )
+
+
+FORMS: dict[str, tuple[type, type[Strict]]] = {
+    "latent": (
+        LatentSplit,
+        _form(decode_threshold=Positive, workspace_tokens=Positive, block_size=BlockSize),
+    ),
+    "dcp": (
+        ContextShards,
+        _form(
+            world_size=Annotated[int, Field(ge=1, le=1 << 10)],
+            rank=Annotated[int, Field(ge=0, lt=1 << 10)],
+            interleave_size=BlockSize,
+        ),
+    ),
+    "times": (StepTimes, _form(started=Seconds, prepared=Seconds, waits=Count)),
+}
+"""By key of the settings: the class of the object, and the keys and limits of its JSON."""
+
+
+class RecordSettings(Strict):
     """All but the arrays: sizes of the engine's tables and of the step, and the padding.
 
     Attributes
@@ -137,7 +158,7 @@ class RecordSettings(_Strict):
     mask_itemsize: Literal[1, 2, 4]
     block_sizes: Annotated[list[BlockSize], Field(max_length=256)]
     max_num_blocks: Annotated[list[Positive], Field(max_length=256)]
-    groups: Annotated[list[RecordGroup], Field(max_length=1024)]
+    groups: Annotated[list[LayerGroup], Field(max_length=1024)]
     total_num_scheduled_tokens: Size
     mode: Literal["NONE", "PIECEWISE", "FULL"]
     kind: Text
@@ -151,9 +172,27 @@ class RecordSettings(_Strict):
     num_sampled_drafts: Annotated[int, Field(ge=0, le=1 << 10)]
     takes_embeds: bool
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]
-    latent: RecordLatent | None = None
-    dcp: RecordShards | None = None
-    times: RecordTimes | None = None
+    latent: LatentSplit | None = None
+    dcp: ContextShards | None = None
+    times: StepTimes | None = None
+
+    @field_validator(*FORMS, mode="plain")
+    @classmethod
+    def _of_the_core(cls, given: Any, info: ValidationInfo) -> Any:
+        """Make the object of its JSON; its class refuses fields that contradict each other."""
+        assert info.field_name is not None
+        kind, form = FORMS[info.field_name]
+        if given is None or isinstance(given, kind):
+            return given
+        found = dict(form.model_validate(given))
+        if kind is LatentSplit:  # 0: that one is refused already
+            found["max_model_len"] = info.data.get("max_model_len", 0)
+        return kind(**found)
+
+    @field_serializer(*FORMS)
+    def _as_json(self, value: Any, info: Any) -> Any:
+        names = FORMS[info.field_name][1].model_fields
+        return None if value is None else {name: getattr(value, name) for name in names}
 
     @model_validator(mode="after")
     def _whole_runs(self) -> "RecordSettings":
@@ -161,14 +200,6 @@ class RecordSettings(_Strict):
         if any(block_size % size for block_size in self.block_sizes):
             raise ValueError(f"dcp: blocks of {self.block_sizes} are no whole runs of {size}")
         return self
-
-    @property
-    def shards(self) -> ContextShards | None:
-        return None if self.dcp is None else self.dcp.shards
-
-    @property
-    def latent_split(self) -> LatentSplit | None:
-        return None if self.latent is None else self.latent.split(self.max_model_len)
 
     @property
     def num_reqs(self) -> int:
@@ -186,7 +217,7 @@ class RecordSettings(_Strict):
     @property
     def states(self) -> StateGroups | None:
         """The groups that hold recurrent states; None without one."""
-        found = {g.group: g for g in self.groups if g.state_threshold}
+        found = {g.group: g for g in self.groups if g.holds_states}
         if not found:
             return None
         threshold = max(g.state_threshold or 1 for g in found.values())
@@ -201,7 +232,7 @@ class RecordSettings(_Strict):
     @property
     def main_group(self) -> int:
         """The index of the first group that attends; recurrent states have no values of tokens."""
-        return next((i for i, g in enumerate(self.groups) if g.state_threshold is None), 0)
+        return next((i for i, g in enumerate(self.groups) if not g.holds_states), 0)
 
     @property
     def group_prefixes(self) -> list[str]:
@@ -220,9 +251,9 @@ class RecordSettings(_Strict):
             self.max_drafts,
             self.mrope_dims,
             self.local,
-            self.latent_split,
+            self.latent,
             self.states,
-            dcp=self.shards,
+            dcp=self.dcp,
         )
 
     @property
