@@ -336,7 +336,6 @@ LONG = {
     "prep/oracle.py": "every array of a step in plain loops, a function for each kind of layer",
     "inspect/explain.py": "every table of a step that explain prints, a function each",
     "records/scenario.py": "every field of a scenario file, and the rules for them",
-    "observe/full_check.py": "every array of a step beside the oracle's, a method for each kind",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
     "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
     "worker.py": "the same of upstream's worker",

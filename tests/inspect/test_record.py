@@ -222,6 +222,14 @@ def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
     assert core_difference(record_of(step)).index == (start,)  # a prompt of ids
 
 
+def test_parts_of_the_settings_are_objects_of_the_same_keys():
+    """Whatever the classes of the core have beside them."""
+    of_latent = json.loads(parse_scenario(latent()).record().settings.model_dump_json())
+    of_a_rank = json.loads(parse_scenario(shared_context()).record().settings.model_dump_json())
+    assert of_latent["latent"] == LATENT
+    assert of_a_rank["dcp"] == {"world_size": 2, "rank": 1, "interleave_size": 2}
+
+
 # ---------------------------------------------------------------------- hostile files
 
 

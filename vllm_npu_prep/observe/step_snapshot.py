@@ -5,7 +5,7 @@ A step only copies numbers (`copy_step`); the work of making a record waits unti
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
 from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
 
+if TYPE_CHECKING:
+    from vllm_npu_prep.runner.preparer import Builders
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -27,6 +30,22 @@ class Recorded:
     groups: tuple[LayerGroup, ...]
     mask: MaskForm
     mask_itemsize: int  # bytes of a cell of dense masks
+
+
+def recorded_groups(builders: "Builders") -> tuple[LayerGroup, ...]:
+    """Return what the layers of each builder see of a step; layers that see the same, once."""
+    groups = (
+        LayerGroup(
+            group=group,
+            sliding_window=builder.sliding_window,
+            attention_chunk_size=builder.attention_chunk_size,
+            causal=builder.causal,
+            state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
+            state_drafts=builder.num_drafts,
+        )
+        for group, builder, _ in builders
+    )
+    return tuple(dict.fromkeys(groups))
 
 
 @compiled

@@ -35,6 +35,9 @@ from vllm_npu_prep.records.settings import LayerGroup
 ORACLE_CELLS = 1 << 20
 """Masks and chunks with at most this many cells are compared cell by cell."""
 
+NOTHING = "nothing"
+"""Where a record has no such array."""
+
 Requests = Callable[[int], Sequence[OracleRequest]]
 """Returns the requests of a step with their blocks of a KV-cache group."""
 
@@ -82,7 +85,7 @@ def first_difference(
     """Compare a record with arrays by its names, in the record's order."""
     for name in expected:
         if name not in record.prepared:
-            return Difference(record.number, by, name, (), None, None, "nothing", "an array")
+            return Difference(record.number, by, name, (), None, None, NOTHING, "an array")
     for name, recorded in record.prepared.items():
         array = expected.get(name)
         if array is None:

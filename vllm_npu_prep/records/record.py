@@ -119,6 +119,11 @@ class StepRecord:
     def number(self) -> int:
         return self.settings.step
 
+    @property
+    def attn_state(self) -> str:
+        """The recorded name of an `AttentionState`, which may be none in a file that was edited."""
+        return self._array("attn_state").tobytes().decode("ascii", "replace")
+
     def to_bytes(self) -> bytes:
         settings = np.frombuffer(self.settings.model_dump_json().encode(), np.uint8)
         arrays = {"settings": settings, **self.prepared}
@@ -296,7 +301,7 @@ class StepRecord:
             most_of_each = settings.num_reqs, layout.num_input_tokens, settings.num_reqs
             halves = zip(STATE_SCALARS, most_of_each)
             states = StateStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
-        state = self._array("attn_state").tobytes().decode("ascii", "replace")
+        state = self.attn_state
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")
         return PreparedStep(

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
 from vllm_npu_prep.prep.embeds import Placeholders
+from vllm_npu_prep.prep.freed_blocks import first_needed
 from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.padding import (
@@ -148,18 +149,6 @@ class Scenario(Strict):
         rows = self.latent.workspace_blocks * size
         return LatentSplit(self.latent.decode_threshold, rows, size, self.max_model_len)
 
-    def layers(self) -> list[LayerGroup]:
-        """Return what the layers of each group see."""
-        return [
-            LayerGroup(
-                group=index,
-                sliding_window=group.sliding_window,
-                attention_chunk_size=group.attention_chunk_size,
-                state_threshold=1 if group.holds_states else None,
-            )
-            for index, group in enumerate(self.groups)
-        ]
-
     def record(self) -> StepRecord:
         """Return the record of the step, which isn't prepared yet."""
         batch = _batch_of(self)
@@ -195,7 +184,15 @@ class Scenario(Strict):
             mask_itemsize=1,
             block_sizes=[group.block_size for group in self.groups],
             max_num_blocks=widths,
-            groups=self.layers(),
+            groups=[
+                LayerGroup(
+                    group=index,
+                    sliding_window=group.sliding_window,
+                    attention_chunk_size=group.attention_chunk_size,
+                    state_threshold=1 if group.holds_states else None,
+                )
+                for index, group in enumerate(self.groups)
+            ],
             total_num_scheduled_tokens=total,
             mode=cast(Any, padding.mode.value),
             kind=kind,
@@ -387,7 +384,7 @@ def _check(scenario: Scenario) -> None:
         _check_inputs(scenario, request, f"requests.{index}")
     _check_chunks(scenario.groups)
     _check_states(scenario.groups, scenario.latent)
-    for place, (group, layers) in enumerate(zip(scenario.groups, scenario.layers())):
+    for place, group in enumerate(scenario.groups):
         if len(group.block_ids) != len(requests):
             raise PrepError(
                 f"more_kv_cache_groups.{place - 1}.block_ids: "
@@ -400,8 +397,7 @@ def _check(scenario: Scenario) -> None:
             for i in range(len(requests))
         ]
         for row, request in enumerate(requests):
-            first_needed = layers.first_needed(request.num_computed_tokens)
-            _check_blocks(scenario, group, request, group.block_ids[row], first_needed, where[row])
+            _check_blocks(scenario, group, request, group.block_ids[row], where[row])
         per_block = scenario.tokens_per_block(group)
         _check_owners(group, per_block, requests, where)
 
@@ -511,7 +507,6 @@ def _check_blocks(
     group: ScenarioGroup,
     request: ScenarioRequest,
     block_ids: list[int],
-    first_needed: int,
     where: str,
 ) -> None:
     per_block = scenario.tokens_per_block(group)
@@ -523,8 +518,14 @@ def _check_blocks(
             f"num_computed_tokens + num_scheduled_tokens = {request.seq_len} needs {needed}, and a "
             f"row holds {columns}"
         )
+    kept_from = first_needed(
+        request.num_computed_tokens,
+        group.sliding_window,
+        group.attention_chunk_size,
+        group.holds_states,
+    )
     for place, block in enumerate(block_ids):
-        freed = (place + 1) * group.block_size <= first_needed
+        freed = (place + 1) * group.block_size <= kept_from
         if block == 0 and not freed:
             raise PrepError(f"{where}.{place}: block 0 is the null block, which no request can own")
         if (block + 1) * group.block_size >= 1 << 31:

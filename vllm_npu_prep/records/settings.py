@@ -61,16 +61,6 @@ class LayerGroup(Strict):
     def holds_states(self) -> bool:
         return self.state_threshold is not None
 
-    def first_needed(self, position: int) -> int:
-        """Return the first position that a position's token reads; earlier blocks may be freed."""
-        if self.holds_states:
-            return max(0, position - 1)  # the state after the token before it
-        if self.sliding_window is not None:
-            return max(0, position - self.sliding_window + 1)
-        if self.attention_chunk_size is not None:
-            return position // self.attention_chunk_size * self.attention_chunk_size
-        return 0
-
 
 class StepTimes(NamedTuple):
     """When a step was prepared, and how long that took.
@@ -92,9 +82,8 @@ class StepTimes(NamedTuple):
 
 
 def _form(**fields: Any) -> type[Strict]:
-    return create_model(
-        "Form", __base__=Strict, **{name: (kind, ...) for name, kind in fields.items()}
-    )
+    definitions: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    return create_model("Form", __base__=Strict, **definitions)
 
 
 FORMS: dict[str, tuple[type, type[Strict]]] = {
