@@ -373,6 +373,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
         ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
     ],
+    "inspect/diff.py": [
+        ("explain --diff takes states in other blocks for the same", "    for group in view.state_groups:\n        where, own", "    for group in ():\n        where, own", ("tests/inspect/test_diff.py",)),
+    ],
     "inspect/doctor/collectives.py": [
         ("HCCL takes a mode that it does not know", "    if given in choices:\n", "    if given:\n", ("tests/inspect/test_doctor.py",)),
     ],
@@ -659,6 +662,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "records/scenario.py": [
         ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
+        ("a null block before the state that is read is refused", "        group.holds_states,\n    )\n    for place", "    )\n    for place", ("tests/inspect/test_states.py",)),
+        ("unknown keys of latent name the scenario's", "if part in OBJECTS]", "if part in (\"requests\", \"multimodal\")]", ("tests/test_explain_command.py",)),
     ],
     "runner/accepted.py": [
         ("a decode continues after all of its last drafts", "counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)", "counts = np.where(computed == 0, np.int32(1), states.decode_threshold).astype(np.int32)", ("tests/runner/test_accepted.py",)),

@@ -3,9 +3,9 @@
 A step only copies numbers (`copy_step`); the work of making a record waits until it is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
 from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
 
-if TYPE_CHECKING:
-    from vllm_npu_prep.runner.preparer import Builders
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -32,8 +29,14 @@ class Recorded:
     mask_itemsize: int  # bytes of a cell of dense masks
 
 
-def recorded_groups(builders: "Builders") -> tuple[LayerGroup, ...]:
-    """Return what the layers of each builder see of a step; layers that see the same, once."""
+def recorded_groups(builders: Iterable[tuple[int, Any, Any]]) -> tuple[LayerGroup, ...]:
+    """Return what the layers of each builder see of a step; layers that see the same, once.
+
+    Parameters
+    ----------
+    builders
+        Groups, builders and names of layers (`vllm_npu_prep.runner.preparer.Builders`).
+    """
     groups = (
         LayerGroup(
             group=group,
