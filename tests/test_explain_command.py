@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,15 @@ from tests.helpers import worked_examples
 from tests.helpers.command import command
 from tests.helpers.golden import explain_output, golden_path
 from tests.helpers.plain_words import PYDANTICS_WORDS
-from tests.helpers.scenarios import IMAGE, PATCHES, in_chunks, small, view_of, with_an_image
+from tests.helpers.scenarios import (
+    IMAGE,
+    PATCHES,
+    example,
+    in_chunks,
+    small,
+    view_of,
+    with_an_image,
+)
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.diff import diff_text, differences
@@ -329,6 +338,14 @@ def of_huge_requests() -> dict:
 
 
 FAULTS = [(small, *fault) for fault in BAD] + [(with_an_image, *fault) for fault in IMAGE_BAD]
+SHARDS = "world_size, rank, interleave_size"
+FAULTS += [
+    (partial(example, name), path, 1, f"{path}: unknown key{allowed}\n")
+    for name, path, allowed in (
+        ("latent", "latent.rows", "; allowed: decode_threshold, workspace_blocks"),
+        ("shared-context", "dcp.ranks", f" (did you mean rank?); allowed: {SHARDS}"),
+    )
+]
 FAULTS += [(of_huge_requests, "max_model_len", 1 << 24, "max_model_len:")]
 
 

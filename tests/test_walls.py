@@ -199,7 +199,7 @@ def test_what_is_in_flight_is_one_record_of_one_place(file):
     assert {name: names for name, names in assigned.items() if names} == IN_STEPS[file]
 
 
-ANYONE = "compat.releases errors progress ranks wording"
+ANYONE = "compat.releases errors files progress ranks wording"
 """Modules that every folder but `prep/` may import."""
 
 WALLS = {
@@ -223,11 +223,10 @@ WALLS = {
     ),
     # What Ray's workers are given names the folder of counts
     "startup.ray_cluster": "device observe.metrics",
-    # Steps are kept as records are read
-    "observe": (
-        "attention.families config graph.counts inspect.contract inspect.expert_counts "
-        "inspect.files inspect.record inspect.record_settings observe prep"
-    ),
+    # What is told of a step, to whoever shows, keeps or checks it
+    "records": "prep records validation",
+    # It keeps steps; what shows them to people is no part of an engine
+    "observe": "attention.families config graph.counts observe prep records",
     "server": "config observe.metrics observe.record_client observe.record_signal server",
     "sleep": "device",
     # It belongs to no runner and no device
@@ -239,10 +238,9 @@ WALLS = {
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": (
-        "aclnn attention device graph inspect.doctor inspect.files ops.fused ops.fused_experts "
-        "prep verify"
+        "aclnn attention device graph inspect.doctor ops.fused ops.fused_experts prep verify"
     ),
-    "inspect": "inspect prep validation",
+    "inspect": "inspect prep records",
     # It asks an installation
     "inspect.doctor": (
         "aclnn attention.families attention.fused_releases config device driver inspect.doctor"
@@ -328,8 +326,7 @@ def test_imports_go_in_one_direction():
 LONG = {
     "prep/oracle.py": "every array of a step in plain loops, a function for each kind of layer",
     "inspect/explain.py": "every table of a step that explain prints, a function each",
-    "inspect/scenario.py": "every field of a scenario file, and the rules for them",
-    "observe/full_check.py": "every array of a step beside the oracle's, a method for each kind",
+    "records/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
     "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
     "worker.py": "the same of upstream's worker",

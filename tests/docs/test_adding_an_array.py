@@ -18,9 +18,9 @@ import vllm_npu_prep
 from tests.helpers.records import record_of
 from vllm_npu_prep.device.staging import TypedBuffer
 from vllm_npu_prep.inspect.explain import explain_json
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.records.record_file import read_record
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.batch import prepare_step
 
@@ -28,7 +28,7 @@ name, folder = sys.argv[1], Path(sys.argv[2])
 assert Path(vllm_npu_prep.__file__).is_relative_to(folder)
 example = json.loads((folder / "tests/worked_examples/chunked-prefill.json").read_text())
 scenario = parse_scenario(example["scenario"] | {"capture_sizes": [8]})
-step = prepare_step(*scenario_batch(scenario))
+step = scenario.record().prepare()
 last_of_each = [3, 2, 7]
 assert getattr(step, name).tolist() == last_of_each
 assert getattr(step.arrays, name).tolist() == [*last_of_each, 0], "padding"
@@ -43,9 +43,9 @@ path = folder / "step-000000.npz"
 path.write_bytes(record.to_bytes())
 record = read_record(path)
 assert record.prepared[f"{name}_padded"].tolist() == [*last_of_each, 0]
-assert replay_core(record) is None and replay_oracle(record) is None
+assert core_difference(record) is None and oracle_difference(record) is None
 record.prepared[name][1] += 1
-for found in (replay_core(record), replay_oracle(record)):
+for found in (core_difference(record), oracle_difference(record)):
     assert (found.variable, found.index, found.req_id) == (name, (1,), "r1"), found
 """
 

@@ -24,7 +24,7 @@ from tests.helpers.releases import serve_parser
 from tests.server.process import Server
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.inspect.scenario import parse_scenario
+from vllm_npu_prep.records.scenario import parse_scenario
 
 BLOCKS = [block for page in PAGES.values() for block in page.blocks]
 RUNNABLE = [block for block in BLOCKS if block.language != "text" and block.not_run is None]

@@ -18,8 +18,8 @@ from tests.docs.pages import PAGES, ROOT, code_of
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import FUSED_OPERATORS, FusedConfig, PrepConfig, RecordConfig
-from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, ScenarioRequest
 from vllm_npu_prep.observe.metrics import COUNTERS, PREFIX, PREPARE_TIME
+from vllm_npu_prep.records.scenario import Scenario, ScenarioGroup, ScenarioRequest
 from vllm_npu_prep.startup.document import render
 
 PACKAGE = ROOT / "vllm_npu_prep"

@@ -9,8 +9,8 @@ from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.record_file import record_files
 from vllm_npu_prep.ops import experts
+from vllm_npu_prep.records.record_file import record_files
 
 
 @pytest.mark.parametrize("runner_name", ALSO_V2)

@@ -18,7 +18,7 @@ from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states, count_verified
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
 
 MAX_TOKENS = 16
 
@@ -85,7 +85,7 @@ def test_tokens_equal_transformers(tmp_path, family, config, asynchronous, mode,
 
     recorded = records_in(records)
     check(recorded)
-    assert all(len(record.settings.states.groups) == 3 for record in recorded)
+    assert all(len(record.settings.shape.states.groups) == 3 for record in recorded)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -157,4 +157,4 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, runner):
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
     assert not forced.wrong("all", "states", "drafts", "states drafts")
     for record in records_in(records):
-        assert replay_core(record) is None and replay_oracle(record) is None
+        assert core_difference(record) is None and oracle_difference(record) is None

@@ -18,11 +18,11 @@ from tests.helpers.vision import chat, make_image, serve
 from tests.helpers.watch import count_preemptions
 from tests.helpers.windows import THREE_GROUPS, WINDOW
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.checks import Rule
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record_file import read_record, record_files
 from vllm_npu_prep.runner.v1 import runner as v1_runner
 from vllm_npu_prep.runner.v2 import runner as v2_runner
 
@@ -55,7 +55,7 @@ def check(records: list, *names: str) -> None:
     """
     filled: set[str] = set()
     for record in records:
-        assert replay_core(record) is None and replay_oracle(record) is None
+        assert core_difference(record) is None and oracle_difference(record) is None
         again = prepared_arrays(record.step(), record.settings)
         assert all(np.array_equal(again[name], each) for name, each in record.prepared.items())
         filled |= {name for name, array in record.prepared.items() if array.size}
@@ -175,7 +175,7 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(qwen3, tmp_path, ru
     *before, record = records_in(tmp_path)
     assert record.number == last and len(before) == 7
     check(before)
-    for prepare_again in (replay_core, replay_oracle):
+    for prepare_again in (core_difference, oracle_difference):
         found = prepare_again(record)
         assert (found.variable, found.index) == ("slot_mapping", (1,))
         assert (found.req_id, found.token) == (raised.value.request, raised.value.token)

@@ -18,8 +18,8 @@ from unittest import mock
 from tests.helpers.v2 import asked_for
 from tests.matrix.collect import add, note
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-from vllm_npu_prep.inspect.record_file import record_files
+from vllm_npu_prep.records.expert_counts import read_expert_counts
+from vllm_npu_prep.records.record_file import record_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")

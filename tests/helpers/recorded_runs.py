@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from vllm_npu_prep.config import RecordConfig
-from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
@@ -16,6 +15,7 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepa
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.records.settings import LayerGroup
 
 BLOCK_SIZE = 4
 FULL, PIECEWISE, EAGER = "full graph", "piecewise graphs", "eager: more than 32 tokens"
@@ -89,7 +89,7 @@ class Traffic:
     def recorder(self, folder: Path, steps: str = "last 100000", suffix: str = "", **options):
         """A recorder of its steps."""
         config = RecordConfig(dir=str(folder), steps=steps, **options)
-        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE, 1)
+        recorded = Recorded((LayerGroup(group=0),), MaskForm.DENSE, 1)
         manifest = {"config": {"model": "a <model>", "num_blocks": self.num_blocks}}
         return StepRecorder(config, self.tables, recorded, manifest, suffix)
 

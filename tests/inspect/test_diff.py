@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers import worked_examples
-from tests.helpers.scenarios import PATCHES, in_chunks, small, view_of, with_an_image
+from tests.helpers.scenarios import PATCHES, example, in_chunks, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.diff import diff_json, diff_text, differences
@@ -32,7 +32,9 @@ def changed(scenario: dict, row: int, **fields) -> dict:
 
 
 def test_a_step_does_not_differ_from_itself(capsys):
-    for scenario in (small(), with_an_image(), in_chunks(), small() | {"capture_sizes": [8]}):
+    kinds = [example(name) for name in ("latent", "states", "shared-context")]
+    padded = small() | {"capture_sizes": [8]}
+    for scenario in (small(), with_an_image(), in_chunks(), padded, *kinds):
         assert found(scenario, scenario) == []
     path = str(worked_examples.path_of("all-prefill"))
     assert main(["explain", path, "--diff", path]) == 0
@@ -133,6 +135,50 @@ def test_virtual_requests_that_differ_alone_are_found():
     b.step.arrays.chunk_local_seq_lens[0] += 1
     (entry,) = differences(a, b)
     assert (entry.name, entry.group) == ("seq_lens of virtual requests", 0)
+
+
+OTHER_KINDS = [  # a setting that another engine has, and what differs of the step
+    ("latent", "latent", {"decode_threshold": 1, "workspace_blocks": 3}, "latent.workspace_tokens"),
+    ("latent", "latent", {"decode_threshold": 2, "workspace_blocks": 2}, "latent.num_decodes"),
+    ("latent", "latent", None, "latent.num_chunks"),
+    ("shared-context", "dcp", {"world_size": 2, "rank": 0}, "dcp.rank"),
+    ("shared-context", "dcp", {"world_size": 2, "rank": 0}, "dcp_local_seq_lens"),
+    ("shared-context", "dcp", {"world_size": 2, "rank": 1}, "dcp_ranks"),
+    ("states", "more_kv_cache_groups", [], "groups with states"),
+    ("states", "more_kv_cache_groups", [], "states.num_prefills"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "expected"), OTHER_KINDS)
+def test_other_kinds_of_attention_differ(name, key, value, expected):
+    assert expected in {e["name"] for e in found(example(name), example(name, **{key: value}))}
+
+
+def test_states_in_other_blocks_differ():
+    other = example("states")
+    other["more_kv_cache_groups"][0]["block_ids"][1] = [12, 15]
+    assert found(example("states"), other) == [
+        {"name": "block_table of states of group 1", "a": [12, 13], "b": [12, 15], "req_id": "b"},
+        {"name": "state_indices of states of group 1", "a": 13, "b": 15, "req_id": "b"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("latent", "context_piece_chunks"),
+        ("latent", "prefill_query_start_loc"),
+        ("states", "has_initial_state"),
+        ("states", "initial_state_indices"),
+        ("shared-context", "dcp_local_context_lens"),
+    ],
+)
+def test_an_array_of_another_kind_that_differs_alone_is_found(name, array):
+    a, b = view_of(example(name)), view_of(example(name))
+    values = getattr(b.step, array)
+    values[..., 1] = values[..., 1] == 0
+    (entry,) = differences(a, b)
+    assert entry.name.partition(" of ")[0] == array
 
 
 SCENARIOS = st.builds(

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,17 +14,16 @@ from tests.helpers.scenarios import small, view_of, with_an_image
 from tests.inspect.test_record import NAMES, scenario_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.explain import explain_json, summary
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.inspect.view import StepView
-from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import read_record
+from vllm_npu_prep.records.scenario import parse_scenario
+from vllm_npu_prep.records.settings import LayerGroup
 
 
 def recorded(scenario: dict, number: int = 0, **more) -> StepRecord:
-    return record_of(prepare_step(*scenario_batch(parse_scenario(scenario))), number=number, **more)
+    return record_of(parse_scenario(scenario).record().prepare(), number=number, **more)
 
 
 def in_a_folder(folder, *scenarios: dict) -> None:
@@ -72,15 +72,15 @@ def test_dense_masks_have_the_bytes_of_their_kernels():
     record = recorded(small())
     settings = record.settings.model_copy(update={"mask_itemsize": 2})
     view = StepView.of_record(StepRecord(settings, record.batch, record.prepared), "a step")
-    assert view.groups[0].mask_bytes == 2 * 5 * 8
+    assert view.mask_bytes(0) == 2 * 5 * 8
     assert dict(summary(view))["mask"].startswith("rows [5, 8], 80 bytes: ")
 
 
 def test_layers_without_a_cache_have_no_blocks(tmp_path, capsys, monkeypatch):
     """Encoder-only layers beside a group that has blocks, and alone."""
     monkeypatch.setenv("COLUMNS", "200")
-    both_ways = RecordGroup(group=1, causal=False)
-    record = recorded(small(), groups=(RecordGroup(group=0), both_ways))
+    both_ways = LayerGroup(group=1, causal=False)
+    record = recorded(small(), groups=(LayerGroup(group=0), both_ways))
     path = tmp_path / "step-000000.npz"
     path.write_bytes(record.to_bytes())
     for flags in ([], ["--json"], ["--html", str(tmp_path / "a.html")]):
@@ -91,15 +91,8 @@ def test_layers_without_a_cache_have_no_blocks(tmp_path, capsys, monkeypatch):
     groups = json.loads(text.splitlines()[-1])["kv_cache_groups"]
     assert ["slot_mapping" in group for group in groups] == [True, False]
 
-    step = prepare_step(*scenario_batch(parse_scenario(small())))
-    alone = StepView(
-        "a step",
-        step,
-        view_of(small()).requests,
-        [StepView.of_record(record, "").groups[1]],
-        "eager: no graphs",
-        False,
-    )
+    settings = record.settings.model_copy(update={"groups": [both_ways]})
+    alone = replace(StepView.of_record(record, ""), settings=settings, padded=False)
     assert "slot_mapping" not in explain_json(alone)
 
 

@@ -349,7 +349,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("vllm_npu_prep.inspect.files.os.replace", full)
+    monkeypatch.setattr("vllm_npu_prep.files.os.replace", full)
     path = str(worked_examples.path_of("chunked-prefill"))
     assert main(["explain", path, "--html", str(tmp_path / "a.html")]) == 2
     assert "can't be written: No space left on device" in capsys.readouterr().err

@@ -16,14 +16,14 @@ from tests.helpers.batches import latent_step, random_batches
 from tests.helpers.records import record_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_file import MAX_RECORD_BYTES, read_record
-from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import MAX_RECORD_BYTES, read_record
+from vllm_npu_prep.records.scenario import parse_scenario
+from vllm_npu_prep.records.settings import LayerGroup
 
 SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
 
@@ -48,9 +48,9 @@ def same(one: StepRecord, other: StepRecord) -> bool:
 
 
 GROUPS = (
-    RecordGroup(group=0),
-    RecordGroup(group=1, sliding_window=3),
-    RecordGroup(group=2, attention_chunk_size=4),
+    LayerGroup(group=0),
+    LayerGroup(group=1, sliding_window=3),
+    LayerGroup(group=2, attention_chunk_size=4),
 )
 
 
@@ -84,7 +84,7 @@ LATENT = {"decode_threshold": 1, "workspace_tokens": 8, "block_size": 4}
 NAMES = (*worked_examples.NAMES, "several groups", "latent", "shared context")
 
 
-def scenario_of(name: str) -> tuple[dict, tuple[RecordGroup, ...]]:
+def scenario_of(name: str) -> tuple[dict, tuple[LayerGroup, ...]]:
     """A scenario of `NAMES`, and its groups."""
     made = {"several groups": several_groups, "latent": latent, "shared context": shared_context}
     scenario = made[name]() if name in made else worked_examples.load(name)[0]
@@ -95,7 +95,7 @@ def check_replay(record: StepRecord, folder: Path) -> StepRecord:
     """What a file holds of a record is prepared alike, and shown as it was."""
     again = through_a_file(record, folder)
     assert same(again, record)
-    assert replay_core(again) is None and replay_oracle(again) is None
+    assert core_difference(again) is None and oracle_difference(again) is None
     restored = prepared_arrays(again.step(), again.settings)
     assert all(np.array_equal(restored[name], array) for name, array in record.prepared.items())
     return again
@@ -104,7 +104,7 @@ def check_replay(record: StepRecord, folder: Path) -> StepRecord:
 @given(random_batches(), st.sampled_from(["dense", "compressed"]))
 @settings(max_examples=100)
 def test_any_step_comes_back_and_is_prepared_again_alike(tmp_path_factory, batch, mask):
-    groups = (RecordGroup(group=0, sliding_window=batch.sliding_window),)
+    groups = (LayerGroup(group=0, sliding_window=batch.sliding_window),)
     record = record_of(batch.step(), groups, mask, number=12)
     again = check_replay(record, tmp_path_factory.mktemp("record"))
     assert again.batch.token_ids.tolist() == [
@@ -150,10 +150,10 @@ def test_what_older_steps_left_in_a_buffer_is_not_recorded(batch):
 )
 def test_a_difference_names_the_request_and_the_token(tmp_path, name, index, req_id, token):
     scenario = worked_examples.load("chunked-prefill")[0] | {"capture_sizes": [8]}
-    step = prepare_step(*scenario_batch(parse_scenario(scenario)))
+    step = parse_scenario(scenario).record().prepare()
     record = through_a_file(record_of(step), tmp_path)  # no two arrays share memory
     record.prepared[name][index] ^= 1
-    found = replay_core(record)
+    found = core_difference(record)
     assert (found.variable, found.index) == (name, (index,))
     assert (found.req_id, found.token) == (req_id, token)
 
@@ -176,10 +176,10 @@ def test_a_difference_names_the_request_and_the_token(tmp_path, name, index, req
     ],
 )
 def test_a_difference_is_found_by_core_and_oracle(tmp_path, scenario, name, index):
-    step = prepare_step(*scenario_batch(parse_scenario(scenario())))
+    step = parse_scenario(scenario()).record().prepare()
     record = through_a_file(record_of(step), tmp_path)
     record.prepared[name][index] += 1
-    for replayed in (replay_core, replay_oracle):
+    for replayed in (core_difference, oracle_difference):
         found = replayed(record)
         assert (found.variable, found.index) == (name, index)
         assert found.recorded == found.expected + 1
@@ -187,7 +187,7 @@ def test_a_difference_is_found_by_core_and_oracle(tmp_path, scenario, name, inde
 
 def test_groups_chunks_mrope_and_images_come_back(tmp_path):
     scenario = parse_scenario(several_groups())
-    batch, padding = scenario_batch(scenario)
+    batch, padding = scenario.record().step_batch()
     batch.takes_embeds = True
     placeholders = Placeholders.of_rows([[(0, 2)], [], [(1, 3), (6, 7)]])
     step = prepare_step(batch, padding)
@@ -195,7 +195,7 @@ def test_groups_chunks_mrope_and_images_come_back(tmp_path):
     assert record.settings.modalities == ["image"] * 3
     assert record.prepared["model_input"].tobytes() == b"inputs_embeds"
     assert record.prepared["mrope_positions"][:, -1].tolist() == [97, 98, 99]
-    assert replay_core(record) is None and replay_oracle(record) is None
+    assert core_difference(record) is None and oracle_difference(record) is None
     restored = record.step()
     assert np.array_equal(restored.mrope_positions, step.mrope_positions)
     for name, array in step.local_requests(2).items():
@@ -204,7 +204,8 @@ def test_groups_chunks_mrope_and_images_come_back(tmp_path):
 
 def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
     """The table has one that is none, the device token 0; other ids of the request are compared."""
-    batch, padding = scenario_batch(parse_scenario(worked_examples.load("chunked-prefill")[0]))
+    scenario = parse_scenario(worked_examples.load("chunked-prefill")[0])
+    batch, padding = scenario.record().step_batch()
     batch.takes_embeds = True
     row, first = 2, int(batch.tables.num_computed_tokens[2])
     batch.tables.token_ids[row, first : first + 2] = 512
@@ -213,12 +214,20 @@ def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
     step.input_ids[start : start + 2] = 0  # `vllm_npu_prep.runner.prompt_embeds`
     record = through_a_file(record_of(step, rows_with_embeds=[row]), tmp_path)
     assert record.prepared["input_ids"][start : start + 2].tolist() == [0, 0]
-    assert replay_core(record) is None and replay_oracle(record) is None
+    assert core_difference(record) is None and oracle_difference(record) is None
     step.input_ids[start + 2] += 1
     record = record_of(step, rows_with_embeds=[row])
-    assert replay_core(record).index == replay_oracle(record).index == (start + 2,)
+    assert core_difference(record).index == oracle_difference(record).index == (start + 2,)
     step.input_ids[start + 2] -= 1
-    assert replay_core(record_of(step)).index == (start,)  # a prompt of ids
+    assert core_difference(record_of(step)).index == (start,)  # a prompt of ids
+
+
+def test_parts_of_the_settings_are_objects_of_the_same_keys():
+    """Whatever the classes of the core have beside them."""
+    of_latent = json.loads(parse_scenario(latent()).record().settings.model_dump_json())
+    of_a_rank = json.loads(parse_scenario(shared_context()).record().settings.model_dump_json())
+    assert of_latent["latent"] == LATENT
+    assert of_a_rank["dcp"] == {"world_size": 2, "rank": 1, "interleave_size": 2}
 
 
 # ---------------------------------------------------------------------- hostile files
@@ -230,7 +239,7 @@ def goods(tmp_path_factory):
     found = []
     for name in ("several groups", "latent"):
         scenario, groups = scenario_of(name)
-        record = record_of(prepare_step(*scenario_batch(parse_scenario(scenario))), groups)
+        record = record_of(parse_scenario(scenario).record().prepare(), groups)
         folder = tmp_path_factory.mktemp("hostile")
         found.append((record.to_bytes(), folder / "step-000000.npz"))
     return found
@@ -265,7 +274,7 @@ def refusal(path, content: bytes) -> str | None:
     path.write_bytes(content)
     try:
         record = read_record(path)
-        replay_core(record), replay_oracle(record)
+        core_difference(record), oracle_difference(record)
         record.step()
     except PrepError as error:
         line = str(error)
@@ -289,7 +298,7 @@ def test_an_array_that_no_record_holds_is_refused_by_its_name(good, name, subcom
 
 def test_a_known_array_that_should_not_be_there_differs(tmp_path, capsys):
     """A recorder that went wrong wrote it: that is what a replay is for."""
-    step = prepare_step(*scenario_batch(parse_scenario(worked_examples.load("decode-only")[0])))
+    step = parse_scenario(worked_examples.load("decode-only")[0]).record().prepare()
     path = tmp_path / "step-000000.npz"
     members = members_of(record_of(step).to_bytes())
     assert "attn_mask.masked.npy" not in members
@@ -306,13 +315,13 @@ def test_contexts_that_the_settings_do_not_tell_of_differ(goods, tmp_path):
     record = read_record(path)
     settings = record.settings.model_copy(update={"latent": None})
     again = through_a_file(StepRecord(settings, record.batch, record.prepared), tmp_path)
-    found = replay_core(again)
+    found = core_difference(again)
     assert (found.recorded, found.expected) == ("an array", "none")
     assert "latent." in found.variable
 
 
 def step_of(folder, number: int):
-    step = prepare_step(*scenario_batch(parse_scenario(worked_examples.load("decode-only")[0])))
+    step = parse_scenario(worked_examples.load("decode-only")[0]).record().prepare()
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{number:06d}.npz"
     path.write_bytes(record_of(step, number=number).to_bytes())

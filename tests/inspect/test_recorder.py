@@ -14,10 +14,6 @@ import pytest
 from tests.helpers.records import EAGER
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
@@ -26,6 +22,10 @@ from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.expert_counts import read_expert_counts
+from vllm_npu_prep.records.record_file import read_record, record_files
+from vllm_npu_prep.records.settings import LayerGroup
 
 NUM_REQS, MODEL_LEN, BLOCK_SIZE = 6, 96, 4
 
@@ -106,7 +106,7 @@ def make(tmp_path, seed):
     def recorder(steps: str, **options) -> tuple[StepRecorder, Decodes]:
         decodes = Decodes(seed)
         config = RecordConfig(dir=str(tmp_path / "records"), steps=steps, **options)
-        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE, 1)
+        recorded = Recorded((LayerGroup(group=0),), MaskForm.DENSE, 1)
         made.append(StepRecorder(config, decodes.tables, recorded, {"versions": {"vllm": "0"}}))
         return made[-1], decodes
 
@@ -123,7 +123,7 @@ def check(folder: Path, decodes: Decodes, numbers: Sequence[int]) -> None:
         record = read_record(file)
         for name, expected in decodes.steps[number].items():
             assert record.prepared[name].tolist() == expected, (name, number)
-        assert replay_core(record) is None and replay_oracle(record) is None
+        assert core_difference(record) is None and oracle_difference(record) is None
     assert not list(folder.glob(".*"))
 
 

@@ -13,11 +13,11 @@ from tests.helpers.recorded_runs import Request, record
 from tests.inspect.test_page import Page
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect import run_steps
-from vllm_npu_prep.inspect.record_file import read_outline, read_record, record_files
 from vllm_npu_prep.inspect.run import RankRun, Run, Step, read_run
 from vllm_npu_prep.inspect.run_data import run_json
 from vllm_npu_prep.inspect.run_page import RANK_COLUMNS, run_html
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.records.record_file import read_outline, read_record, record_files
 
 
 def data_of(html: str) -> dict:
@@ -243,8 +243,9 @@ def test_an_outline_is_a_part_of_the_record(recorded):
         outline, record = read_outline(file), read_record(file)
         assert outline.settings == record.settings
         assert outline.attn_state == record.step().attn_state.name
+        assert outline.batch.token_ids.size == 0 < record.batch.token_ids.size
         for name in ("num_computed_tokens", "num_draft_tokens", "num_blocks", "block_ids"):
-            assert np.array_equal(getattr(outline, name), getattr(record.batch, name)), name
+            assert np.array_equal(getattr(outline.batch, name), getattr(record.batch, name)), name
 
 
 @pytest.fixture(scope="module")

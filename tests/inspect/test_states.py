@@ -1,19 +1,17 @@
 """What `explain` shows of the states that a step reads and writes: as text, JSON and a page."""
 
 import io
-import json
-from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from tests.helpers.scenarios import example, view_of
 from tests.inspect.test_page import Page
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.drawing import state_map
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.page import explain_html
-from vllm_npu_prep.inspect.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
-
-SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "states.json"
 
 # Blocks of four tokens. a had 9 tokens, whose state is in its block 8 // 4 = 2, and where the tenth
 # belongs, too; b had 4, in block 3 // 4 = 0, and has 7 then, in block 6 // 4 = 1.
@@ -26,7 +24,18 @@ NAMES = ["req_id", "half", "tokens before", "reads state", "tokens after", "writ
 
 
 def view() -> StepView:
-    return StepView.of_scenario(parse_scenario(json.loads(SCENARIO.read_text())))
+    return view_of(example("states"))
+
+
+def test_blocks_before_the_state_that_is_read_may_be_null():
+    """a goes on from the state after its ninth token, in its third block."""
+    scenario = example("states")
+    scenario["more_kv_cache_groups"][0]["block_ids"][0] = [0, 0, 11]
+    (states,) = explain_json(view_of(scenario))["states"]
+    assert states["initial_state_indices"] == [11, 12, 0]
+    scenario["more_kv_cache_groups"][0]["block_ids"][0] = [9, 10, 0]
+    with pytest.raises(PrepError, match=r"block_ids\.0\.2: block 0 is the null block"):
+        view_of(scenario)
 
 
 def test_text_says_which_states_are_read_and_written():

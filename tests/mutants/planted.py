@@ -370,14 +370,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
         ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
     ],
+    "inspect/diff.py": [
+        ("explain --diff takes states in other blocks for the same", "    for group in view.state_groups:\n        where, own", "    for group in ():\n        where, own", ("tests/inspect/test_diff.py",)),
+    ],
     "inspect/doctor/collectives.py": [
         ("HCCL takes a mode that it does not know", "    if given in choices:\n", "    if given:\n", ("tests/inspect/test_doctor.py",)),
     ],
     "inspect/page.py": [
         ("a page traces tokens to the first group's slots only", "[step.slot_mapping[table] for table in view.tables.values()]", "[step.slot_mapping[0] for table in view.tables.values()]", PAGES),
-    ],
-    "inspect/record_file.py": [
-        ("an archive is read however much it holds", "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:", "if False:", RECORDS),
     ],
     "inspect/run.js": [
         ("Shift and an arrow key go one step on the page of a run", "ArrowRight: event.shiftKey ? 10 : 1,", "ArrowRight: 1,", RUN_KEYS),
@@ -395,9 +395,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the page of a run links to one step too few", "if first <= run.numbers[index] < end]", "if first <= run.numbers[index] < end - 1]", RUN_KEYS),
         ("the page of a step leads back to another", "pages[at - 1], pages[at + 1])", "pages[at + 1], pages[at - 1])", RUN_KEYS),
     ],
-    "inspect/scenario.py": [
-        ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
-    ],
     "inspect/view.py": [
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
     ],
@@ -406,9 +403,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a message about states names the block behind the right one", "row[state_column(start, token, at.block_size, states.num_drafts)]", "row[state_column(start, token, at.block_size, states.num_drafts) + 1]", MESSAGES),
         ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not step.shape.local and not step.shape.states", "step.rule == Rule.HOLDS and not step.shape.local", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
-    ],
-    "observe/full_check.py": [
-        ("a message about drafts names the request whose row is the draft's number", "        if level in counts:  # the request that has the element\n", "        if level is Level.TOKEN:\n", ("tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",)),
     ],
     "observe/ledger.py": [
         ("the ledger takes the scheduler's count for one before drafts are verified", "told = min(told, request.certain - 1 + num_kept)", "pass", SPECULATION),
@@ -656,6 +650,17 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/modules.py": [
         ("int8: a model that drafts forgets which of its modules are fused", 'getattr(self, "_fused", FUSED_MODULES)', "FUSED_MODULES", INT8_MTP),
         ("int8: a module that the model lacks is not looked for", "if start and start in layers and module not in made and not is_experts:", "if start in () and module not in made and not is_experts:", INT8_FILES),
+    ],
+    "records/comparison.py": [
+        ("a message about drafts names the request whose row is the draft's number", "        req = int(np.searchsorted(np.cumsum(rows), index[0], side=\"right\"))\n", "        req = index[0]\n", ("tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",)),
+    ],
+    "records/record_file.py": [
+        ("an archive is read however much it holds", "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:", "if False:", RECORDS),
+    ],
+    "records/scenario.py": [
+        ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
+        ("a null block before the state that is read is refused", "        group.holds_states,\n    )\n    for place", "    )\n    for place", ("tests/inspect/test_states.py",)),
+        ("unknown keys of latent name the scenario's", "if part in OBJECTS]", "if part in (\"requests\", \"multimodal\")]", ("tests/test_explain_command.py",)),
     ],
     "runner/accepted.py": [
         ("a decode continues after all of its last drafts", "counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)", "counts = np.where(computed == 0, np.int32(1), states.decode_threshold).astype(np.int32)", ("tests/runner/test_accepted.py",)),

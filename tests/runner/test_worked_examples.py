@@ -6,7 +6,7 @@ import pytest
 from tests.helpers import worked_examples
 from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
-from vllm_npu_prep.inspect.contract import group_variables
+from vllm_npu_prep.records.contract import group_variables
 
 
 @pytest.fixture(scope="module")

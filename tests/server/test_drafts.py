@@ -20,7 +20,7 @@ from tests.server.process import (
     hang_up,
 )
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
-from vllm_npu_prep.inspect.record_file import read_record, record_files
+from vllm_npu_prep.records.record_file import read_record, record_files
 
 REFUSED = {"V1": fields.REFUSED | fields.REFUSED_BY_V1, "V2": fields.REFUSED}
 

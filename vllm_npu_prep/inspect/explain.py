@@ -17,7 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import (
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
+from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
+from vllm_npu_prep.records.contract import (
     REQUEST_LEVEL,
     SCALARS,
     SEVERAL_PER_TOKEN,
@@ -30,10 +34,6 @@ from vllm_npu_prep.inspect.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.inspect.view import StepView
-from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
-from vllm_npu_prep.prep.latent import LatentStep
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.wording import counted
 
 FOLDED_TOKENS = 400
@@ -62,10 +62,9 @@ def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
 
     The result is empty for layers without a KV cache.
     """
-    table = view.groups[index].table
-    if table is None:
+    if index not in view.tables:
         return {}
-    return group_variables(view.step, table)
+    return group_variables(view.step, view.tables[index])
 
 
 def explain_json(view: StepView) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out["attn_state"] = step.attn_state.name
     if view.tokens_per_expert:
         out["tokens_per_expert"] = view.tokens_per_expert
-    out["attn_mask"] = _mask_json(view.groups[0].plan, step.positions)
+    out["attn_mask"] = _mask_json(view.plans[0], step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
         for name, line in STEP_ARRAYS.items():
@@ -114,14 +113,14 @@ def explain_json(view: StepView) -> dict[str, Any]:
 def _group_json(view: StepView, index: int) -> dict[str, Any]:
     step, group = view.step, view.groups[index]
     out: dict[str, Any] = {
-        "block_size": group.block_size,
+        "block_size": view.block_size(index),
         "sliding_window": group.sliding_window,
         "attention_chunk_size": group.attention_chunk_size,
     }
     out |= {name: value.tolist() for name, value in group_level(view, index).items()}
-    out["attn_mask"] = _mask_json(group.plan, step.positions)
-    if group.attention_chunk_size is not None and group.table is not None:
-        local = step.local_requests(group.table).items()
+    out["attn_mask"] = _mask_json(view.plans[index], step.positions)
+    if group.attention_chunk_size is not None and index in view.tables:
+        local = step.local_requests(group.group).items()
         out["local_requests"] = {name: value.tolist() for name, value in local}
     return out
 
@@ -208,10 +207,9 @@ def summary(view: StepView) -> list[tuple[str, str]]:
     """Return state, masks, graph and padding with their reasons, each as a name and a text."""
     step, padding = view.step, view.step.padding
     lines = [("state", f"{step.attn_state.name}: {view.state_reason}")]
-    for index, group in enumerate(view.groups):
-        plan = group.plan
+    for index, plan in enumerate(view.plans):
         mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
-        size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
+        size = f", {view.mask_bytes(index):,} bytes" if plan.shape else ""
         where = f"group {index}: " if len(view.groups) > 1 else ""
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
     if step.shape.latent:
@@ -281,8 +279,7 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
 
 
 def group_title(view: StepView, index: int) -> str:
-    group = view.groups[index]
-    return f", group {index} (block size {group.block_size})" if len(view.groups) > 1 else ""
+    return f", group {index} (block size {view.block_size(index)})" if len(view.groups) > 1 else ""
 
 
 def block_table(view: StepView, selection: Selection, index: int) -> StepTable:

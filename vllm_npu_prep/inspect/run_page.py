@@ -142,11 +142,11 @@ def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
         f"{sum(hits):,} tokens of {counted(len(hits), 'request')}" if hits else "-",
         f"{drafts.accepted:,} of {drafts.drafts:,}" if drafts.drafts else "-",
         f"{preempted:,}",
-        "-" if rank is first else first_difference(rank, first, numbers),
+        "-" if rank is first else compare_ranks(rank, first, numbers),
     ]
 
 
-def first_difference(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
+def compare_ranks(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
     """Say whether two ranks prepared the same steps.
 
     Ranks of one engine do, under tensor and pipeline parallelism; replicas don't.

@@ -16,6 +16,7 @@ import numpy as np
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.freed_blocks import first_needed
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -49,13 +50,8 @@ class LedgerGroup:
 
     def first_needed(self, position: int) -> int:
         """Return the first position that a position's token sees; earlier blocks may be freed."""
-        if self.holds_states:
-            return max(0, position - 1)
-        if self.sliding_window is not None:
-            return max(0, position - self.sliding_window + 1)
-        if self.attention_chunk_size is not None:
-            return position // self.attention_chunk_size * self.attention_chunk_size
-        return 0
+        chunk_size, has_states = self.attention_chunk_size, self.holds_states
+        return first_needed(position, self.sliding_window, chunk_size, has_states)
 
     def slot(self, block: int, position: int) -> int:
         """Return the slot of a position in its block; -1 if another rank keeps it."""

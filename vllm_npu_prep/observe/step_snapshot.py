@@ -3,45 +3,52 @@
 A step only copies numbers (`copy_step`); the work of making a record waits until it is written.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import (
-    RecordGroup,
-    RecordLatent,
-    RecordSettings,
-    RecordShards,
-    RecordTimes,
-)
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
-from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record import RecordBatch, StepRecord
+from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
 
 
 @dataclass(frozen=True)
 class Recorded:
     """Settings that all records of an engine share."""
 
-    groups: tuple[RecordGroup, ...]
+    groups: tuple[LayerGroup, ...]
     mask: MaskForm
     mask_itemsize: int  # bytes of a cell of dense masks
 
 
-class StepTimes(NamedTuple):
-    """When a step was prepared; the fields are those of `RecordTimes`."""
+def recorded_groups(builders: Iterable[tuple[int, Any, Any]]) -> tuple[LayerGroup, ...]:
+    """Return what the layers of each builder see of a step; layers that see the same, once.
 
-    started: float
-    prepared: float
-    waits: int
+    Parameters
+    ----------
+    builders
+        Groups, builders and names of layers (`vllm_npu_prep.runner.preparer.Builders`).
+    """
+    groups = (
+        LayerGroup(
+            group=group,
+            sliding_window=builder.sliding_window,
+            attention_chunk_size=builder.attention_chunk_size,
+            causal=builder.causal,
+            state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
+            state_drafts=builder.num_drafts,
+        )
+        for group, builder, _ in builders
+    )
+    return tuple(dict.fromkeys(groups))
 
 
 @compiled
@@ -245,9 +252,9 @@ class StepSnapshot:
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=_latent_of(shape.latent) if shape.latent else None,
-            dcp=RecordShards(**asdict(shape.dcp)) if shape.dcp else None,
-            times=None if self.times is None else RecordTimes(**self.times._asdict()),
+            latent=shape.latent or None,
+            dcp=shape.dcp or None,
+            times=self.times,
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]
@@ -261,7 +268,7 @@ class StepSnapshot:
             **self._mrope_arrays(parts["num_computed_tokens"]),
             **parts,
         )
-        record = StepRecord(settings, batch, {})
+        record = StepRecord(settings, batch)
         arrays = layout.views(self.staged)
         batch.token_ids[self._embedded(record, arrays.input_ids)] = 0
         step = replace(then, arrays=arrays, batch=record.step_batch()[0])
@@ -339,11 +346,3 @@ class PastBlockTables:
             _, indices, ids = parts
             # The copies begin with the buffer that was sent
             enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)
-
-
-def _latent_of(split: LatentSplit) -> RecordLatent:
-    return RecordLatent(
-        decode_threshold=split.decode_threshold,
-        workspace_tokens=split.workspace_tokens,
-        block_size=split.block_size,
-    )

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 
 def verify_device(args: argparse.Namespace) -> int:
-    from vllm_npu_prep.inspect.files import write_whole
+    from vllm_npu_prep.files import write_whole
     from vllm_npu_prep.verify.children import Runner
     from vllm_npu_prep.verify.outcome import Result
     from vllm_npu_prep.verify.report import (

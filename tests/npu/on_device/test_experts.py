@@ -26,8 +26,6 @@ from tests.helpers.engine import (
 from tests.helpers.fused import settings
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
-from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-from vllm_npu_prep.inspect.record_file import read_record, record_files
 from vllm_npu_prep.ops import experts, fused_experts
 from vllm_npu_prep.ops.experts import activation_of, apply_experts
 from vllm_npu_prep.ops.fused_experts import (
@@ -39,6 +37,8 @@ from vllm_npu_prep.ops.fused_experts import (
 )
 from vllm_npu_prep.ops.fused_routing import GatingRouter, SoftmaxRouter, fused_router
 from vllm_npu_prep.ops.routing import register_operators
+from vllm_npu_prep.records.expert_counts import read_expert_counts
+from vllm_npu_prep.records.record_file import read_record, record_files
 
 TOKENS, HIDDEN, INNER, EXPERTS = 23, 32, 16, 8
 SWITCHES = ("experts", "gating", "gating_softmax")

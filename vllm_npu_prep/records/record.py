@@ -23,26 +23,24 @@ from functools import cached_property
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import (
-    LATENT_SCALARS,
-    LOCAL_SCALARS,
-    STATE_SCALARS,
-    mask_plan,
-    staged_arrays,
-)
-from vllm_npu_prep.inspect.record_settings import RecordSettings
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
-from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch
+from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
 from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT
 from vllm_npu_prep.prep.local_attention import LocalRequests
-from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.prep.states import StateStep
 from vllm_npu_prep.prep.tables import BatchTables
+from vllm_npu_prep.records.contract import (
+    LATENT_SCALARS,
+    LOCAL_SCALARS,
+    STATE_SCALARS,
+    staged_arrays,
+)
+from vllm_npu_prep.records.settings import RecordSettings
 from vllm_npu_prep.wording import counted
 
 FORMAT = 2
@@ -109,16 +107,22 @@ class StepRecord:
     settings, batch
         What it was prepared from.
     prepared
-        What was prepared: the arrays of the file by their names.
+        What was prepared: the arrays of the file by their names. It is empty for a scenario, which
+        is prepared when it is looked at.
     """
 
     settings: RecordSettings
     batch: RecordBatch
-    prepared: dict[str, np.ndarray]
+    prepared: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
         return self.settings.step
+
+    @property
+    def attn_state(self) -> str:
+        """The recorded name of an `AttentionState`, which may be none in a file that was edited."""
+        return self._array("attn_state").tobytes().decode("ascii", "replace")
 
     def to_bytes(self) -> bytes:
         settings = np.frombuffer(self.settings.model_dump_json().encode(), np.uint8)
@@ -158,6 +162,22 @@ class StepRecord:
             ),
             settings.padding,
         )
+
+    def prepare(self) -> PreparedStep:
+        """Prepare the step, whatever was recorded of it.
+
+        Raises
+        ------
+        PrepError
+            If what it is prepared from contradicts itself: the file was edited.
+        """
+        batch, padding = self.step_batch()
+        layout = self.settings.layout
+        nbytes = -(-layout.nbytes(batch.num_targets) // ALIGNMENT) * ALIGNMENT
+        try:
+            return prepare_step(batch, padding, layout, layout.views(np.zeros(nbytes, np.uint8)))
+        except ValueError as error:
+            raise PrepError(f"step {self.number} can't be prepared: {error}") from None
 
     def _tables(self) -> BatchTables:
         settings, batch = self.settings, self.batch
@@ -237,17 +257,16 @@ class StepRecord:
 
     # ----------------------------------------------------------------- looking at it
 
-    def plans(self, step: PreparedStep) -> list[MaskPlan]:
-        return [mask_plan(step, self.settings, group) for group in self.settings.groups]
-
     def step(self) -> PreparedStep:
-        """Return the step as it was prepared, right or wrong.
+        """Return the step as it was prepared, right or wrong; a scenario's is prepared now.
 
         Raises
         ------
         PrepError
             If its arrays are not those of its settings.
         """
+        if not self.prepared:
+            return self.prepare()
         settings, layout = self.settings, self.settings.layout
         batch, padding = self.step_batch()
         batch.takes_embeds = settings.takes_embeds
@@ -276,7 +295,7 @@ class StepRecord:
             most_of_each = settings.num_reqs, layout.num_input_tokens, settings.num_reqs
             halves = zip(STATE_SCALARS, most_of_each)
             states = StateStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
-        state = self._array("attn_state").tobytes().decode("ascii", "replace")
+        state = self.attn_state
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")
         return PreparedStep(

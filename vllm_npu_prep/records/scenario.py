@@ -1,32 +1,41 @@
 """Scenario files: a batch as JSON, checked at the boundary.
 
-A file holds a scenario, or an object with a ``scenario`` (as worked examples do).
+A file holds a scenario, or an object with a ``scenario`` (as worked examples do). The classes here
+say which keys its JSON has; `Scenario.record` makes the record of a step that wasn't prepared yet.
 """
 
 import difflib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.batch import BatchTables, StepBatch, device_has_all
 from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
-from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
-from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
-from vllm_npu_prep.prep.mrope import MropeTables
+from vllm_npu_prep.prep.embeds import Placeholders
+from vllm_npu_prep.prep.freed_blocks import first_needed
+from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.padding import (
-    Padding,
     full_graph_padding,
     no_padding,
     uniform_query_len,
 )
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.records.record import RecordBatch, StepRecord
+from vllm_npu_prep.records.settings import (
+    BlockSize,
+    Count,
+    LayerGroup,
+    Positive,
+    RecordSettings,
+    Size,
+    Strict,
+    Text,
+)
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
@@ -35,26 +44,10 @@ ARCHIVE = b"PK\x03\x04"
 MAX_TABLE_CELLS = 1 << 26
 """The most cells of a token table or block table, so that a small file can't use up the memory."""
 
-
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("must hold printable characters only")
-    return text
-
-
-Count = Annotated[int, Field(ge=0, le=1 << 24)]
-Positive = Annotated[int, Field(ge=1, le=1 << 24)]
-BlockSize = Annotated[int, Field(ge=1, le=1 << 16)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]
-Text = Annotated[str, AfterValidator(_printable)]
 Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ScenarioItem(_Strict):
+class ScenarioItem(Strict):
     """An image or a video in a prompt: which tokens are its placeholders."""
 
     modality: Text
@@ -66,7 +59,7 @@ class ScenarioItem(_Strict):
         return self.offset + self.length
 
 
-class ScenarioGroup(_Strict):
+class ScenarioGroup(Strict):
     """A KV-cache group: its blocks, and what its layers see."""
 
     block_size: BlockSize
@@ -75,16 +68,8 @@ class ScenarioGroup(_Strict):
     attention_chunk_size: Positive | None = None
     holds_states: bool = False  # a recurrent state for every block_size tokens
 
-    def first_seen(self, position: int) -> int:
-        """Return the first position that a token there sees."""
-        if self.sliding_window is not None:
-            return max(0, position + 1 - self.sliding_window)
-        if self.attention_chunk_size is not None:
-            return position // self.attention_chunk_size * self.attention_chunk_size
-        return 0
 
-
-class ScenarioRequest(_Strict):
+class ScenarioRequest(Strict):
     req_id: Text
     num_computed_tokens: Count
     num_scheduled_tokens: Positive
@@ -92,8 +77,8 @@ class ScenarioRequest(_Strict):
     block_ids: list[Int32]
     token_ids: list[Int32]
     num_draft_tokens: Count = 0
-    draft_token_ids: list[Int32] = []
-    multimodal: list[ScenarioItem] = []
+    draft_token_ids: list[Int32] = Field(default_factory=list)
+    multimodal: list[ScenarioItem] = Field(default_factory=list)
     mrope_positions: list[list[Int32]] | None = None  # [mrope_dims, num_prompt_tokens]
     mrope_position_delta: Annotated[int, Field(ge=-(1 << 24), le=1 << 24)] = 0
 
@@ -103,14 +88,14 @@ class ScenarioRequest(_Strict):
         return self.num_computed_tokens + self.num_scheduled_tokens
 
 
-class ScenarioLatent(_Strict):
+class ScenarioLatent(Strict):
     """How a step is split for latent attention (`vllm_npu_prep.prep.latent`)."""
 
     decode_threshold: Positive = 1
     workspace_blocks: Positive = 1
 
 
-class ScenarioShards(_Strict):
+class ScenarioShards(Strict):
     """The rank that prepares the step under decode context parallelism (`prep.context_shards`)."""
 
     world_size: Annotated[int, Field(ge=2, le=64)]
@@ -118,7 +103,7 @@ class ScenarioShards(_Strict):
     interleave_size: BlockSize = 1
 
 
-class Scenario(_Strict):
+class Scenario(Strict):
     """A batch, and the settings under which it is prepared."""
 
     block_size: BlockSize
@@ -136,7 +121,7 @@ class Scenario(_Strict):
     mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
     latent: ScenarioLatent | None = None
     dcp: ScenarioShards | None = None
-    more_kv_cache_groups: Annotated[list[ScenarioGroup], Field(max_length=15)] = []
+    more_kv_cache_groups: list[ScenarioGroup] = Field(default_factory=list, max_length=15)
 
     @property
     def groups(self) -> list[ScenarioGroup]:
@@ -156,29 +141,114 @@ class Scenario(_Strict):
             ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else WHOLE_CONTEXTS
         )
 
+    def tokens_per_block(self, group: ScenarioGroup) -> int:
+        return self.shards.tokens_per_block(group.block_size)
+
     @property
-    def shape(self) -> EngineShape:
-        """The shape of an engine that prepares such steps."""
-        groups, size = self.groups, self.shards.tokens_per_block(self.block_size)
-        chunked = {
-            i: g.attention_chunk_size for i, g in enumerate(groups) if g.attention_chunk_size
-        }
-        local, latent = NO_LOCAL_GROUPS, NO_LATENT_SPLIT
-        if chunked:
-            index, chunk_size = next(iter(chunked.items()))
-            local = LocalGroups(chunk_size, chunk_size // groups[index].block_size, tuple(chunked))
-        if self.latent:
-            sizes = self.latent.decode_threshold, self.latent.workspace_blocks * size, size
-            latent = LatentSplit(*sizes, self.max_model_len)
-        return EngineShape(
-            num_groups=len(groups),
-            max_logits_per_req=1 + max(request.num_draft_tokens for request in self.requests),
+    def latent_split(self) -> LatentSplit | None:
+        if self.latent is None:
+            return None
+        size = self.tokens_per_block(self.groups[0])
+        rows = self.latent.workspace_blocks * size
+        return LatentSplit(self.latent.decode_threshold, rows, size, self.max_model_len)
+
+    def record(self) -> StepRecord:
+        """Return the record of the step, which isn't prepared yet."""
+        batch = _batch_of(self)
+        num_reqs, total = len(self.requests), int(batch.num_scheduled_tokens.sum())
+        padding, kind = no_padding(total, num_reqs), "eager: no capture sizes given"
+        if self.capture_sizes:
+            query_len = uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens)
+            sizes, max_model_len = self.capture_sizes, self.max_model_len
+            padding = full_graph_padding(total, num_reqs, query_len, sizes, max_model_len)
+            kind = "full graph"
+            if total > max(sizes):
+                kind = f"eager: more than {counted(max(sizes), 'token')}, the largest capture size"
+        shape = EngineShape(max_logits_per_req=1 + int(batch.num_draft_tokens.max()))
+        layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
+        widths = [-(-self.max_model_len // self.tokens_per_block(group)) for group in self.groups]
+        for group in self.groups:
+            if group.attention_chunk_size is not None:  # rows are whole chunks, all of one size
+                per_chunk = group.attention_chunk_size // group.block_size
+                widths = [-(-width // per_chunk) * per_chunk for width in widths]
+        placed = Placeholders(*batch.placeholders.T)
+        touched, *_ = placed.touched(batch.num_computed_tokens, batch.num_scheduled_tokens)
+        settings = RecordSettings(
+            step=0,
+            req_ids=[request.req_id for request in self.requests],
+            max_num_reqs=num_reqs,  # rows to spare would hold nothing
+            max_model_len=self.max_model_len,
+            chunked_prefill=self.chunked_prefill,
+            mask=self.mask,
+            mask_itemsize=1,
+            block_sizes=[group.block_size for group in self.groups],
+            max_num_blocks=widths,
+            groups=[
+                LayerGroup(
+                    group=index,
+                    sliding_window=group.sliding_window,
+                    attention_chunk_size=group.attention_chunk_size,
+                    state_threshold=1 if group.holds_states else None,
+                )
+                for index, group in enumerate(self.groups)
+            ],
+            total_num_scheduled_tokens=total,
+            mode=cast(Any, padding.mode.value),
+            kind=kind,
+            num_input_tokens=padding.num_input_tokens,
+            num_reqs_padded=padding.num_reqs_padded,
+            decode_query_len=padding.decode_query_len,
+            max_logits=layout.max_logits,
+            max_drafts=layout.max_drafts,
             mrope_dims=self.mrope_dims,
-            local=local,
-            latent=latent,
-            states=StateGroups(tuple(i for i, g in enumerate(groups) if g.holds_states)),
+            num_sampled_rows=0,
+            num_sampled_drafts=0,
+            takes_embeds=len(touched) > 0,
+            modalities=[item.modality for r in self.requests for item in r.multimodal],
+            latent=self.latent_split,
             dcp=self.shards,
         )
+        return StepRecord(settings, batch)
+
+
+def _batch_of(scenario: Scenario) -> RecordBatch:
+    requests = scenario.requests
+
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(request, name) for request in requests], np.int32)
+
+    token_ids, next_token_ids, positions = [], [], []
+    for request in requests:
+        known = request.token_ids + request.draft_token_ids
+        token_ids += known[request.num_computed_tokens : request.seq_len]
+        next_token_ids.append(known[min(request.seq_len, len(request.token_ids) - 1)])
+        rows = np.zeros((scenario.mrope_dims, request.num_scheduled_tokens), np.int64)
+        if request.mrope_positions is not None:
+            prompt = np.array(request.mrope_positions, np.int64)
+            seen = prompt[:, request.num_computed_tokens : request.seq_len]
+            rows[:, : seen.shape[1]] = seen
+        positions.append(rows)
+    with_mrope = requests if scenario.mrope_dims else []
+    has_drafts = any(request.num_draft_tokens for request in requests)
+    blocks = [ids for group in scenario.groups for ids in group.block_ids]
+    placed = Placeholders.of_rows([[(i.offset, i.end) for i in r.multimodal] for r in requests])
+    return RecordBatch(
+        num_computed_tokens=column("num_computed_tokens"),
+        num_prompt_tokens=column("num_prompt_tokens"),
+        num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
+        num_scheduled_tokens=column("num_scheduled_tokens"),
+        num_draft_tokens=column("num_draft_tokens"),
+        previous_rows=np.empty(0, np.int64),
+        token_ids=np.array(token_ids, np.int32),
+        next_token_ids=np.array(next_token_ids if has_drafts else [], np.int32),
+        num_blocks=np.array([len(ids) for ids in blocks], np.int32).reshape(-1, len(requests)),
+        block_ids=np.array([block for ids in blocks for block in ids], np.int32),
+        mrope_positions=np.concatenate(positions, axis=1),
+        mrope_lengths=np.array([len((r.mrope_positions or [[]])[0]) for r in with_mrope], np.int64),
+        mrope_position_deltas=np.array([r.mrope_position_delta for r in with_mrope], np.int64),
+        placeholders=np.stack([placed.rows, placed.starts, placed.ends], axis=1),
+        rows_with_embeds=np.empty(0, np.int64),
+    )
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -265,24 +335,26 @@ def parse_scenario(data: Any) -> Scenario:
     return scenario
 
 
+OBJECTS: dict[int | str, type[BaseModel]] = {
+    "requests": ScenarioRequest,
+    "multimodal": ScenarioItem,
+    "more_kv_cache_groups": ScenarioGroup,
+    "latent": ScenarioLatent,
+    "dcp": ScenarioShards,
+}
+"""By key: which keys the object there, or each of a list, may have."""
+
+
 def _first_error(error: ValidationError) -> str:
     detail = error.errors()[0]
     where = ".".join(str(part) for part in detail["loc"]) or "scenario"
     if detail["type"] == "extra_forbidden":
-        model = _model_at(detail["loc"])
-        allowed = list(model.model_fields)
+        objects = [OBJECTS[part] for part in detail["loc"][:-1] if part in OBJECTS]
+        allowed = list((objects or [Scenario])[-1].model_fields)
         near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         return f"{where}: {described(detail)}{hint}; allowed: {', '.join(allowed)}"
     return f"{where}: {described(detail)}"
-
-
-def _model_at(loc: tuple[int | str, ...]) -> type[BaseModel]:
-    if "multimodal" in loc[:-1]:
-        return ScenarioItem
-    if len(loc) > 1 and loc[0] == "requests":
-        return ScenarioRequest
-    return ScenarioGroup if len(loc) > 1 else Scenario
 
 
 def _check(scenario: Scenario) -> None:
@@ -325,7 +397,7 @@ def _check(scenario: Scenario) -> None:
         ]
         for row, request in enumerate(requests):
             _check_blocks(scenario, group, request, group.block_ids[row], where[row])
-        per_block = scenario.shards.tokens_per_block(group.block_size)
+        per_block = scenario.tokens_per_block(group)
         _check_owners(group, per_block, requests, where)
 
 
@@ -436,7 +508,7 @@ def _check_blocks(
     block_ids: list[int],
     where: str,
 ) -> None:
-    per_block = scenario.shards.tokens_per_block(group.block_size)
+    per_block = scenario.tokens_per_block(group)
     needed = -(-request.seq_len // per_block)
     columns = -(-scenario.max_model_len // per_block)
     if not needed <= len(block_ids) <= columns:
@@ -445,10 +517,14 @@ def _check_blocks(
             f"num_computed_tokens + num_scheduled_tokens = {request.seq_len} needs {needed}, and a "
             f"row holds {columns}"
         )
-    # Blocks wholly before the window or the chunk may have been freed.
-    first_seen = group.first_seen(request.num_computed_tokens)
+    kept_from = first_needed(
+        request.num_computed_tokens,
+        group.sliding_window,
+        group.attention_chunk_size,
+        group.holds_states,
+    )
     for place, block in enumerate(block_ids):
-        freed = (place + 1) * group.block_size <= first_seen
+        freed = (place + 1) * group.block_size <= kept_from
         if block == 0 and not freed:
             raise PrepError(f"{where}.{place}: block 0 is the null block, which no request can own")
         if (block + 1) * group.block_size >= 1 << 31:
@@ -476,67 +552,3 @@ def _check_owners(
                     )
             elif block:
                 owner[block] = (index, is_prefix)
-
-
-def scenario_batch(scenario: Scenario) -> tuple[StepBatch, Padding]:
-    requests = scenario.requests
-    num_reqs = len(requests)
-    token_ids = np.zeros((num_reqs, scenario.max_model_len), np.int32)
-    for row, request in enumerate(requests):
-        tokens = request.token_ids + request.draft_token_ids
-        token_ids[row, : len(tokens)] = tokens
-    block_tables, shape = [], scenario.shape
-    for group in scenario.groups:
-        columns = -(-scenario.max_model_len // shape.dcp.tokens_per_block(group.block_size))
-        per_chunk = shape.local.blocks_per_chunk  # rows are whole chunks
-        columns = -(-columns // per_chunk) * per_chunk
-        block_table = np.zeros((num_reqs, columns), np.int32)
-        for row, block_ids in enumerate(group.block_ids):
-            block_table[row, : len(block_ids)] = block_ids
-        block_tables.append(block_table)
-    mrope = MropeTables(scenario.mrope_dims, num_reqs)
-    mrope.set_rows(
-        [
-            (
-                None if r.mrope_positions is None else np.array(r.mrope_positions, np.int64),
-                r.mrope_position_delta,
-            )
-            for r in requests
-        ]
-    )
-
-    def column(name: str) -> np.ndarray:
-        return np.array([getattr(request, name) for request in requests], np.int32)
-
-    tables = BatchTables(
-        num_computed_tokens=column("num_computed_tokens"),
-        num_prompt_tokens=column("num_prompt_tokens"),
-        num_tokens=np.array([len(request.token_ids) for request in requests], np.int32),
-        token_ids=token_ids,
-        block_sizes=np.array([group.block_size for group in scenario.groups], np.int32),
-        shape=shape,
-        chunked_prefill=scenario.chunked_prefill,
-        mrope=mrope,
-        **device_has_all(block_tables),
-    )
-    num_scheduled_tokens = column("num_scheduled_tokens")
-    placeholders = Placeholders.of_rows(
-        [[(item.offset, item.end) for item in request.multimodal] for request in requests]
-    )
-    batch = StepBatch(
-        tables,
-        num_scheduled_tokens=num_scheduled_tokens,
-        num_draft_tokens=column("num_draft_tokens"),
-        total_num_scheduled_tokens=int(num_scheduled_tokens.sum()),
-        takes_embeds=takes_embeds(tables, num_scheduled_tokens, [], placeholders),
-    )
-    padding = no_padding(batch.total_num_scheduled_tokens, num_reqs)
-    if scenario.capture_sizes:
-        padding = full_graph_padding(
-            batch.total_num_scheduled_tokens,
-            num_reqs,
-            uniform_query_len(batch.num_scheduled_tokens, batch.num_draft_tokens),
-            scenario.capture_sizes,
-            tables.max_model_len,
-        )
-    return batch, padding

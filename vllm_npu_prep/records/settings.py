@@ -1,13 +1,23 @@
 """The settings of a record: everything that isn't an array of the step.
 
-They are a strict pydantic model, because records are files that others may have changed.
+They are a strict pydantic model, because records are files that others may have changed. Parts for
+which the pure core has a class are of that class: `FORMS` says what their JSON may be.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
-from vllm_npu_prep.inspect.scenario import BlockSize, Count, Positive, Size, Text
 from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
@@ -16,67 +26,44 @@ from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.states import StateGroups
 
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must hold printable characters only")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 24)]
+Positive = Annotated[int, Field(ge=1, le=1 << 24)]
+BlockSize = Annotated[int, Field(ge=1, le=1 << 16)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Text = Annotated[str, AfterValidator(_printable)]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """An object in a file: no other keys, and no values of other types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class RecordGroup(_Strict):
+class LayerGroup(Strict):
     """Layers with the same view of the step: a KV-cache group, or its part with one window."""
 
     group: Annotated[int, Field(ge=0, le=255)]  # the group whose block table they use
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
-    # Most tokens of a decode, in a group that holds states (`vllm_npu_prep.prep.states`)
+    # Most tokens of a decode, in a group with recurrent states (`vllm_npu_prep.prep.states`)
     state_threshold: Positive | None = None
     state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `StateGroups.num_drafts`
 
-
-class RecordLatent(_Strict):
-    """How steps are split for latent attention (`vllm_npu_prep.prep.latent.LatentSplit`)."""
-
-    decode_threshold: Positive
-    workspace_tokens: Positive
-    block_size: BlockSize
-
-    def split(self, max_model_len: int) -> LatentSplit:
-        """Return the split as the pure core has it.
-
-        Raises
-        ------
-        ValueError
-            If chunks are not whole blocks.
-        """
-        sizes = self.decode_threshold, self.workspace_tokens, self.block_size
-        return LatentSplit(*sizes, max_model_len)
-
-    @model_validator(mode="after")
-    def _whole_blocks(self) -> "RecordLatent":
-        self.split(1)
-        return self
-
-
-class RecordShards(_Strict):
-    """The part of each context that the rank kept (`vllm_npu_prep.prep.context_shards`)."""
-
-    world_size: Annotated[int, Field(ge=1, le=1 << 10)]
-    rank: Annotated[int, Field(ge=0, lt=1 << 10)]
-    interleave_size: BlockSize
-
     @property
-    def shards(self) -> ContextShards:
-        return ContextShards(self.world_size, self.rank, self.interleave_size)
-
-    @model_validator(mode="after")
-    def _of_a_rank(self) -> "RecordShards":
-        _ = self.shards
-        return self
+    def holds_states(self) -> bool:
+        return self.state_threshold is not None
 
 
-class RecordTimes(_Strict):
+class StepTimes(NamedTuple):
     """When a step was prepared, and how long that took.
 
     Attributes
@@ -90,12 +77,35 @@ class RecordTimes(_Strict):
         How often it waited for an earlier copy to the device (`vllm_npu_prep.device.staging`).
     """
 
-    started: Seconds
-    prepared: Seconds
-    waits: Count
+    started: float
+    prepared: float
+    waits: int
 
 
-class RecordSettings(_Strict):
+def _form(**fields: Any) -> type[Strict]:
+    definitions: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    return create_model("Form", __base__=Strict, **definitions)
+
+
+FORMS: dict[str, tuple[type, type[Strict]]] = {
+    "latent": (
+        LatentSplit,
+        _form(decode_threshold=Positive, workspace_tokens=Positive, block_size=BlockSize),
+    ),
+    "dcp": (
+        ContextShards,
+        _form(
+            world_size=Annotated[int, Field(ge=1, le=1 << 10)],
+            rank=Annotated[int, Field(ge=0, lt=1 << 10)],
+            interleave_size=BlockSize,
+        ),
+    ),
+    "times": (StepTimes, _form(started=Seconds, prepared=Seconds, waits=Count)),
+}
+"""By key of the settings: the class of the object, and the keys and limits of its JSON."""
+
+
+class RecordSettings(Strict):
     """All but the arrays: sizes of the engine's tables and of the step, and the padding.
 
     Attributes
@@ -130,7 +140,7 @@ class RecordSettings(_Strict):
         When it was prepared; None in records that older versions wrote.
     """
 
-    format: Literal[2] = 2  # `vllm_npu_prep.inspect.record.FORMAT`
+    format: Literal[2] = 2  # `vllm_npu_prep.records.record.FORMAT`
     step: Annotated[int, Field(ge=0, lt=1 << 62)]
     req_ids: Annotated[list[Text], Field(min_length=1, max_length=1 << 16)]
     max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
@@ -140,7 +150,7 @@ class RecordSettings(_Strict):
     mask_itemsize: Literal[1, 2, 4]
     block_sizes: Annotated[list[BlockSize], Field(max_length=256)]
     max_num_blocks: Annotated[list[Positive], Field(max_length=256)]
-    groups: Annotated[list[RecordGroup], Field(max_length=1024)]
+    groups: Annotated[list[LayerGroup], Field(max_length=1024)]
     total_num_scheduled_tokens: Size
     mode: Literal["NONE", "PIECEWISE", "FULL"]
     kind: Text
@@ -154,9 +164,27 @@ class RecordSettings(_Strict):
     num_sampled_drafts: Annotated[int, Field(ge=0, le=1 << 10)]
     takes_embeds: bool
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]
-    latent: RecordLatent | None = None
-    dcp: RecordShards | None = None
-    times: RecordTimes | None = None
+    latent: LatentSplit | None = None
+    dcp: ContextShards | None = None
+    times: StepTimes | None = None
+
+    @field_validator(*FORMS, mode="plain")
+    @classmethod
+    def _of_the_core(cls, given: Any, info: ValidationInfo) -> Any:
+        """Make the object of its JSON; its class refuses fields that contradict each other."""
+        assert info.field_name is not None
+        kind, form = FORMS[info.field_name]
+        if given is None or isinstance(given, kind):
+            return given
+        found = dict(form.model_validate(given))
+        if kind is LatentSplit:  # 0: that one is refused already
+            found["max_model_len"] = info.data.get("max_model_len", 0)
+        return kind(**found)
+
+    @field_serializer(*FORMS)
+    def _as_json(self, value: Any, info: Any) -> Any:
+        names = FORMS[info.field_name][1].model_fields
+        return None if value is None else {name: getattr(value, name) for name in names}
 
     @model_validator(mode="after")
     def _whole_runs(self) -> "RecordSettings":
@@ -183,14 +211,14 @@ class RecordSettings(_Strict):
             max_logits_per_req=1 - (-self.max_drafts // self.num_reqs_padded),
             mrope_dims=self.mrope_dims,
             local=local,
-            latent=self.latent.split(self.max_model_len) if self.latent else NO_LATENT_SPLIT,
+            latent=self.latent or NO_LATENT_SPLIT,
             states=self._states,
-            dcp=self.dcp.shards if self.dcp else WHOLE_CONTEXTS,
+            dcp=self.dcp or WHOLE_CONTEXTS,
         )
 
     @property
     def _states(self) -> StateGroups:
-        found = {g.group: g for g in self.groups if g.state_threshold}
+        found = {g.group: g for g in self.groups if g.holds_states}
         threshold = max((g.state_threshold or 1 for g in found.values()), default=1)
         drafts = max((g.state_drafts for g in found.values()), default=0)
         return StateGroups(tuple(found), threshold, drafts)
@@ -203,7 +231,7 @@ class RecordSettings(_Strict):
     @property
     def main_group(self) -> int:
         """The index of the first group that attends; recurrent states have no values of tokens."""
-        return next((i for i, g in enumerate(self.groups) if g.state_threshold is None), 0)
+        return next((i for i, g in enumerate(self.groups) if not g.holds_states), 0)
 
     @property
     def group_prefixes(self) -> list[str]:

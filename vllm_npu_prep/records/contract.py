@@ -17,7 +17,7 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, pl
 from vllm_npu_prep.prep.states import StateStep
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.inspect.record_settings import RecordGroup, RecordSettings
+    from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
 
 
 FULL_MASK_CELLS = 4096
@@ -112,9 +112,9 @@ MASK_ARRAYS = (
 )
 
 
-def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "RecordGroup") -> MaskPlan:
+def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "LayerGroup") -> MaskPlan:
     """Return the mask of a group's layers in a step; layers with recurrent states have none."""
-    if group.state_threshold is not None:
+    if group.holds_states:
         return MaskPlan(MaskKind.NONE, None)
     max_seq_len = step.local.max_seq_len if group.attention_chunk_size else step.max_seq_len
     return plan_mask(
@@ -265,7 +265,7 @@ def _without_leftovers(step: PreparedStep, line: Array) -> np.ndarray:
 
 
 def _group_arrays(
-    step: PreparedStep, settings: "RecordSettings", group: "RecordGroup"
+    step: PreparedStep, settings: "RecordSettings", group: "LayerGroup"
 ) -> dict[str, np.ndarray]:
     out = {}
     if group.group < len(settings.block_sizes):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.files import write_whole
+from vllm_npu_prep.files import write_whole
 
 SUFFIX = ".experts.json"
 """The suffix of the file, in place of the record's."""

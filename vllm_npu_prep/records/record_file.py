@@ -9,7 +9,7 @@ import math
 import re
 import zipfile
 from collections.abc import Set
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import prepared_names
-from vllm_npu_prep.inspect.record import FORMAT, WIDE, RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import RecordSettings
-from vllm_npu_prep.inspect.scenario import why_not_json
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.records.contract import prepared_names
+from vllm_npu_prep.records.record import FORMAT, WIDE, RecordBatch, StepRecord
+from vllm_npu_prep.records.scenario import why_not_json
+from vllm_npu_prep.records.settings import RecordSettings
 from vllm_npu_prep.validation import described
 from vllm_npu_prep.wording import counted
 
@@ -142,29 +142,23 @@ def read_record(path: Path) -> StepRecord:
     return StepRecord(settings, batch, arrays)
 
 
-@dataclass(frozen=True)
-class RecordOutline:
-    """What a record says of a step's requests and blocks, without its tokens.
+OUTLINED = (
+    "num_computed_tokens",
+    "num_prompt_tokens",
+    "num_scheduled_tokens",
+    "num_draft_tokens",
+    "num_blocks",
+    "block_ids",
+)
+"""The arrays of a `RecordBatch` that an outline has."""
 
-    ``R`` requests, ``G`` groups with a block table.
-    """
-
-    settings: RecordSettings
-    attn_state: str  # name of an `AttentionState`
-    num_computed_tokens: np.ndarray  # [R] int32
-    num_prompt_tokens: np.ndarray  # [R] int32
-    num_scheduled_tokens: np.ndarray  # [R] int32
-    num_draft_tokens: np.ndarray  # [R] int32
-    num_blocks: np.ndarray  # [G, R] int32
-    block_ids: np.ndarray  # [sum of num_blocks] int32, group by group
-
-
-OUTLINED = [item.name for item in fields(RecordOutline)][2:]
 OUTLINE_MEMBERS = {"settings", "attn_state", *(f"batch.{name}" for name in OUTLINED)}
 
 
-def read_outline(path: Path) -> RecordOutline:
-    """Read and check a few arrays of a record, for pages about many steps.
+def read_outline(path: Path) -> StepRecord:
+    """Read and check what pages about many steps show: a record without its tokens.
+
+    Of its batch only the arrays in `OUTLINED` are there, and of what was prepared the state.
 
     Raises
     ------
@@ -174,15 +168,13 @@ def read_outline(path: Path) -> RecordOutline:
     try:
         arrays = _read_arrays(path, OUTLINE_MEMBERS)
         settings = _read_settings(arrays)
-        num_reqs, num_groups = settings.num_reqs, len(settings.block_sizes)
-        shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(OUTLINED, (num_reqs,))
-        shapes |= {"num_blocks": (num_groups, num_reqs), "block_ids": (None,)}
-        found = {name: _batch_array(arrays, name, shapes[name]) for name in OUTLINED}
+        shapes = _shapes_of(settings)
+        found = {item.name: np.empty(0, _dtype_of(item.name)) for item in fields(RecordBatch)}
+        found |= {name: _batch_array(arrays, name, shapes[name]) for name in OUTLINED}
         _require("attn_state" in arrays, "attn_state is missing")
-        state = arrays["attn_state"].tobytes().decode("ascii", "replace")
-        _require(state in AttentionState.__members__, "attn_state")
-        outline = RecordOutline(settings, state, **found)
-        _check_counts(settings, outline)
+        outline = StepRecord(settings, RecordBatch(**found), arrays)
+        _require(outline.attn_state in AttentionState.__members__, "attn_state")
+        _check_counts(settings, outline.batch)
     except PrepError as error:
         raise PrepError(f"{path}: {error}") from None
     return outline
@@ -324,14 +316,21 @@ def _check_settings(settings: RecordSettings) -> None:
 
 
 def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> RecordBatch:
+    shapes = _shapes_of(settings)
+    if shapes["num_accepted_tokens"] == (0,):  # older records don't have it
+        arrays.setdefault("batch.num_accepted_tokens", np.empty(0, np.int32))
+    names = [item.name for item in fields(RecordBatch)]
+    batch = RecordBatch(**{name: _batch_array(arrays, name, shapes[name]) for name in names})
+    _check_batch(settings, batch)
+    return batch
+
+
+def _shapes_of(settings: RecordSettings) -> dict[str, tuple[int | None, ...]]:
+    """Return the shapes of a `RecordBatch`; None: any number."""
     reqs, tokens = settings.num_reqs, settings.total_num_scheduled_tokens
     dims, has_drafts = settings.mrope_dims, settings.shape.states.num_drafts > 0
-    if not has_drafts:  # older records don't have it
-        arrays.setdefault("batch.num_accepted_tokens", np.empty(0, np.int32))
-    shapes: dict[str, tuple[int | None, ...]] = {
-        f.name: (reqs,) for f in fields(RecordBatch) if f.name.startswith("num_")
-    }
-    shapes |= {
+    return {
+        **{f.name: (reqs,) for f in fields(RecordBatch) if f.name.startswith("num_")},
         "previous_rows": (reqs if settings.num_sampled_rows else 0,),
         "token_ids": (tokens,),
         "next_token_ids": (reqs if settings.max_drafts else 0,),
@@ -344,10 +343,10 @@ def _read_batch(settings: RecordSettings, arrays: dict[str, np.ndarray]) -> Reco
         "rows_with_embeds": (None,),
         "num_accepted_tokens": (reqs if has_drafts else 0,),
     }
-    names = [item.name for item in fields(RecordBatch)]
-    batch = RecordBatch(**{name: _batch_array(arrays, name, shapes[name]) for name in names})
-    _check_batch(settings, batch)
-    return batch
+
+
+def _dtype_of(name: str) -> type[np.integer]:
+    return np.int64 if name in WIDE else np.int32
 
 
 def _batch_array(
@@ -358,7 +357,7 @@ def _batch_array(
     array = arrays.pop(full_name, None)
     _require(array is not None, f"{full_name} is missing")
     assert array is not None
-    dtype = np.int64 if name in WIDE else np.int32
+    dtype = _dtype_of(name)
     fits = len(array.shape) == len(shape) and all(
         want is None or want == size for want, size in zip(shape, array.shape)
     )
@@ -374,7 +373,7 @@ def _between(array: np.ndarray, least: Any, most: Any) -> bool:
     return bool(((array >= least) & (array <= most)).all())
 
 
-def _check_counts(settings: RecordSettings, batch: RecordBatch | RecordOutline) -> None:
+def _check_counts(settings: RecordSettings, batch: RecordBatch) -> None:
     max_model_len = settings.max_model_len
     for name in ("num_computed_tokens", "num_scheduled_tokens", "num_prompt_tokens"):
         _require(_between(getattr(batch, name), 0, max_model_len), name)
