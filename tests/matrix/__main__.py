@@ -33,13 +33,13 @@ FOLDERS = {"cpu": ("tests/engine", "tests/npu", ROWS), "npu": (ROWS,)}
 def merge() -> Matrix:
     """Take in what was collected, ask start-up about every cell, and write the results."""
     matrix, collected = Matrix.read(), lines_of(FILE)
-    matrix.merge(collected, commit()[1], tests_that_exist(matrix.engines + collected))
+    matrix.merge(collected, commit()[1], existing_tests(matrix.engines + collected))
     ask(matrix)
     matrix.write()
     return matrix
 
 
-def tests_that_exist(lines: list[dict]) -> set[str]:
+def existing_tests(lines: list[dict]) -> set[str]:
     """Ids of tests that pytest collects, and of engines of the models that there are.
 
     Which of the latter are collected depends on the device, and on the results themselves.

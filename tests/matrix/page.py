@@ -60,9 +60,7 @@ def render(matrix: Matrix) -> str:
         ran, failed, empty = map(own.count, marks)
         parts.append(f"## {table[1]}, {table[2]}, vLLM {table[0]}\n")
         others = len(own) - ran - failed - empty
-        parts.append(
-            f"{ran} cells ran, {failed} failed, {empty} are empty, {others} have no use.\n"
-        )
+        parts.append(f"{ran} cells ran, {failed} failed, {empty} are empty, {others} don't run.\n")
         parts += [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
         for model in models:
             cells = (told[table, model, feature.name] for feature in FEATURES)

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.engine import engine_config, graphs
 from tests.helpers.models import drafts_by, folder_of
 from tests.matrix import collect, page, results
-from tests.matrix.__main__ import ROWS, tests_that_exist
+from tests.matrix.__main__ import ROWS, existing_tests
 from tests.matrix.asked import answer, engine_for
 from tests.matrix.cells import EMULATED, FALLBACK, FEATURES, W8A8, cell_of
 from tests.matrix.plan import OWN, no_use
@@ -47,7 +47,7 @@ def test_tests_that_pytest_does_not_collect_are_gone(monkeypatch):
     )
     names = ("tests/test_a.py::test_a[1]", "tests/test_a.py::test_a[2]")
     names += (f"{OWN}[{QWEN3}, d, V1, LoRA]", f"{OWN}[NoModel, d, V1, LoRA]")
-    existing = tests_that_exist([engine_line(name) for name in names])
+    existing = existing_tests([engine_line(name) for name in names])
     assert [name for name in names if name in existing] == [names[0], names[2]]
 
 
