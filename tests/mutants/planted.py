@@ -738,7 +738,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/padding.py": [
         ("a full graph with more blocks than the cache", "return blocks <= self.num_blocks", "return True", ("tests/runner/test_padding.py",)),
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
-        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ENGINE),
+        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
         ("graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", GRAPHS),
         ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_GRAPHS),
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
