@@ -78,7 +78,10 @@ V2_DRAFT_MODEL = (
     "tests/engine/test_speculation.py::test_a_draft_model_drafts_the_same_for_either_runner",
 )
 RANKS = "tests/engine/test_ranks.py::test_"
-V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[MTP, latent attention-V2]",)
+V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[experts-V2]",)
+V2_DRAFTING_ENGINES = (
+    f"{RANKS}engines_that_share_experts_step_together[MTP, latent attention-V2]",
+)
 V2_EPISODES = (
     "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
 )
@@ -738,7 +741,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/padding.py": [
         ("a full graph with more blocks than the cache", "return blocks <= self.num_blocks", "return True", ("tests/runner/test_padding.py",)),
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
-        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ENGINE),
+        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
         ("graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", GRAPHS),
         ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_GRAPHS),
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
@@ -930,7 +933,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/draft_passes.py": [
         ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
-        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_ENGINES),
+        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
     ],
     "runner/v2/drafters.py": [
         ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),

@@ -75,6 +75,7 @@ def test_the_dispatcher_is_asked_once_for_the_same_counts():
         (batch(1, 2), 0, 0),  # tokens, and the longest query
         (batch(2, 2), 0, 0),
         (batch(1, 3), 0, 0),  # as many tokens and requests, another longest query
+        (batch(2, 1, 1), 0, 0),  # as many tokens, no longer query, another request
         (batch(1, 1, 1), 1, 0),  # an image
         (batch(1, 1, 1), 0, 1),  # an adapter
         (batch(1, 1, 1, takes_embeds=True), 0, 0),
