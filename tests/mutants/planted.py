@@ -706,7 +706,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v1/runner.py": [
         ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
-        ("drafters keep vLLM's routers", 'self._replace_layers(getattr(self, "drafter", None))', "self._replace_layers(None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
         ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),

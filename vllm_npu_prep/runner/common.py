@@ -69,8 +69,6 @@ class CommonRunner:
     max_num_tokens: int
     max_model_len: int
     input_batch: Any  # has `req_ids`
-    get_model: Callable[[], nn.Module]
-    get_draft_model: Callable[[], nn.Module | None]
 
     in_flight: StepInFlight | None = None
     preparer: Preparer
@@ -147,12 +145,12 @@ class CommonRunner:
 
     # ----------------------------------------------------------------- weights
 
-    def _replace_layers(self, drafter: Any) -> None:
+    def _replace_layers(self, model: nn.Module, drafter: Any) -> None:
         """Replace what Ascend computes differently in a model and its drafter that were loaded.
 
         All layers get one backend, before vLLM asks each layer for its preferred block size.
         """
-        config, model = self.vllm_config, self.get_model()
+        config = self.vllm_config
         for each in models_of(model, drafter):
             replace_modules(each, config)
             fuse_rounding(each, config)
@@ -161,15 +159,18 @@ class CommonRunner:
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
     @contextlib.contextmanager
-    def _new_weights(self, *, from_folder: bool) -> Iterator[None]:
-        """Return a context for a reload, which MTP layers follow if the weights are a folder's.
+    def _new_weights(self, model: nn.Module, drafter: nn.Module | None) -> Iterator[None]:
+        """Return a context for a reload, after which weights are where graphs read them.
 
-        Afterwards all weights are at the addresses that graphs read. The caller resets the prefix
-        cache.
+        The caller resets the prefix cache.
+
+        Parameters
+        ----------
+        drafter
+            The drafter, whose MTP layers follow, if the weights come from a folder; else None.
         """
         self.refuse_new_weights()
-        drafter = self.get_draft_model() if from_folder else None
-        kept = kept_addresses(self.get_model(), self.vllm_config.model_config)
+        kept = kept_addresses(model, self.vllm_config.model_config)
         with followed_by_drafter(self.vllm_config, drafter), kept:
             yield
 

@@ -64,7 +64,7 @@ from vllm_npu_prep.runner.v1.speculation import LastSamples, Speculation
 from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
 
 
-class NPUModelRunner(CommonRunner, GPUModelRunner):
+class NPUModelRunner(GPUModelRunner, CommonRunner):
     """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
     The class has only overrides of upstream's methods. They call its parts, which know no runner:
@@ -688,12 +688,13 @@ class NPUModelRunner(CommonRunner, GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with this plugin's full graphs instead of CUDA's."""
         super().load_model(*args, **kwargs)
-        self._replace_layers(getattr(self, "drafter", None))
+        self._replace_layers(self.get_model(), getattr(self, "drafter", None))
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
 
     def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        with self._new_weights(from_folder=weights_iterator is None):
+        drafter = self.get_draft_model() if weights_iterator is None else None
+        with self._new_weights(self.get_model(), drafter):
             super().reload_weights(weights_iterator, *args, **kwargs)
 
     def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:

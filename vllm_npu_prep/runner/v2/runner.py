@@ -75,7 +75,7 @@ from vllm_npu_prep.runner.v2.verification import Accepted, SlotRejectionSampler,
 from vllm_npu_prep.runner.v2.watched import WatchedBatch
 
 
-class NPUModelRunnerV2(CommonRunner, GPUModelRunner):
+class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
     A request gets a row of the tables when it arrives, and keeps it until it is finished or
@@ -659,7 +659,7 @@ class NPUModelRunnerV2(CommonRunner, GPUModelRunner):
             super().load_model(*args, **kwargs)
         if self.has_own_processors:  # they may read any request's tokens
             self.req_states.keeps_all_tokens = True
-        self._replace_layers(self.speculator)
+        self._replace_layers(self.get_model(), self.speculator)
 
     def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
         kwargs["blocks_per_chunk"] = find_local_groups(self.attn_groups).blocks_per_chunk
@@ -749,7 +749,8 @@ class NPUModelRunnerV2(CommonRunner, GPUModelRunner):
     # ----------------------------------------------------------------- the device
 
     def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        with self._new_weights(from_folder=weights_iterator is None):
+        drafter = self.get_draft_model() if weights_iterator is None else None
+        with self._new_weights(self.get_model(), drafter):
             super().reload_weights(weights_iterator, *args, **kwargs)
 
     def shutdown(self) -> None:
