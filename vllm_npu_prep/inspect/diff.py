@@ -112,17 +112,17 @@ def _step_level(view: StepView) -> dict[str, Any]:
         "max_model_len": step.batch.tables.max_model_len,
         "mrope_dims": len(step.mrope_positions),
         "kv_cache_groups": len(view.groups),
-        **{f"latent.{name}": value for name, value in _fields(view.settings.latent).items()},
+        **{f"latent.{name}": value for name, value in _fields(step.shape.latent).items()},
         **{f"latent.{name}": value for name, value in _fields(step.latent).items()},
         "groups with states": view.state_groups,
         **{f"states.{name}": value for name, value in _fields(step.states).items()},
-        **{f"dcp.{name}": value for name, value in _fields(view.settings.dcp).items()},
+        **{f"dcp.{name}": value for name, value in _fields(step.shape.dcp).items()},
     }
 
 
 def _fields(of: Any) -> dict[str, int]:
     """Return the fields of a size of the step or of a setting; none of one that it doesn't have."""
-    found = {} if of is None else asdict(of)
+    found = asdict(of) if of else {}
     found.pop("max_model_len", None)  # it has a line of its own
     return found
 
@@ -163,7 +163,7 @@ def _request(view: StepView, row: int) -> dict[str, Any]:
             out[f"{name} of {where}"] = int(own[name][row])
         if step.layout.dims["A"]:
             out["num_accepted_tokens"] = int(own["num_accepted_tokens"][row])
-    for line in DCP_LINES if view.settings.dcp is not None else ():
+    for line in DCP_LINES if step.shape.dcp else ():
         out[line.name] = int(getattr(step, line.name)[row])
     return out
 
@@ -244,7 +244,7 @@ def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]
     values = {"input_ids": step.input_ids[own]}
     for dim, positions in enumerate(step.mrope_positions):
         values[f"mrope_positions {dim}"] = positions[own]
-    if view.settings.dcp is not None:
+    if step.shape.dcp:
         values["dcp_ranks"] = step.owners()[own]
     for group in view.state_groups:
         blocks = state_variables(step, group)[TOKEN_STATES]

@@ -206,7 +206,7 @@ class Scenario(Strict):
             takes_embeds=len(touched) > 0,
             modalities=[item.modality for r in self.requests for item in r.multimodal],
             latent=self.latent_split,
-            dcp=self.shards,
+            dcp=self.shards or None,
         )
         return StepRecord(settings, batch)
 
