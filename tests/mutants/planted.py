@@ -532,7 +532,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "prep/arrays.py": [
         ("padding writes slot 0", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0", CORE),
-        ("padding not marked", 'is_padding: A = array(bool_, "T", TOKEN, True,', 'is_padding: A = array(bool_, "T", TOKEN, False,', CORE),
+        ("padding not marked", 'is_padding: A = array(bool_, "tokens", TOKEN, True,', 'is_padding: A = array(bool_, "tokens", TOKEN, False,', CORE),
     ],
     "prep/batch.py": [
         ("a full graph takes the batch's own state", "in_full_graph = padding.mode is GraphMode.FULL", "in_full_graph = False", ("tests/prep/test_graph_padding.py",)),
