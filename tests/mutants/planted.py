@@ -403,7 +403,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "observe/check.py": [
         ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "at.tables.block_table(at.group)[at.row]", "at.tables.block_table(at.group)[at.req]", MESSAGES),
-        ("a message about states names the block behind the right one", "row[state_column(start, token, at.block_size, states.num_drafts)]", "row[state_column(start, token, at.block_size, states.num_drafts) + 1]", MESSAGES),
+        ("a message about states names the block behind the right one", "row[state_column(first, token, *sizes)]", "row[state_column(first, token, *sizes) + 1]", MESSAGES),
         ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not step.shape.local and not step.shape.states", "step.rule == Rule.HOLDS and not step.shape.local", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
@@ -526,7 +526,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "prep/arrays.py": [
         ("padding writes slot 0", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0", CORE),
-        ("padding not marked", 'is_padding: A = array(bool_, "T", TOKEN, True,', 'is_padding: A = array(bool_, "T", TOKEN, False,', CORE),
+        ("padding not marked", 'is_padding: A = array(bool_, "tokens", TOKEN, True,', 'is_padding: A = array(bool_, "tokens", TOKEN, False,', CORE),
     ],
     "prep/batch.py": [
         ("a full graph takes the batch's own state", "in_full_graph = padding.mode is GraphMode.FULL", "in_full_graph = False", ("tests/prep/test_graph_padding.py",)),
@@ -608,11 +608,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "prep/states.py": [
-        ("states of the next block", "first = out.num_computed_tokens[req] if speculates else out.seq_lens[req] - 1", "first = out.num_computed_tokens[req] if speculates else out.seq_lens[req]", STATES),
+        ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),
         ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.slots[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
         ("a state index is shifted by one", "            out.state_indices[index, req] = t.block_table_flat[row + column]\n            if num_drafts", "            out.state_indices[index, req] = t.block_table_flat[row + column] + 1\n            if num_drafts", STATES),
         ("every request has an initial state", "out.has_initial_state[req] = out.num_computed_tokens[req] > 0", "out.has_initial_state[req] = True", STATES),
-        ("a state is read from the block of the step's last token", "before = out.num_computed_tokens[req] - kept", "before = out.seq_lens[req] - kept", STATES),
+        ("a state is read from the block of the step's last token", "column = read_column(out.num_computed_tokens[req], kept, size, num_drafts)", "column = read_column(out.seq_lens[req], kept, size, num_drafts)", STATES),
         ("accepted tokens are ignored: the first state is read", "kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
         ("the state at the end of a block stays among those of drafts", "    if ends <= num_drafts:", "    if ends < 0:", STATES),
     ],

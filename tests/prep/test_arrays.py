@@ -116,7 +116,7 @@ def test_code_that_was_compiled_for_another_table_is_not_loaded(tmp_path, monkey
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
     assert compiled._digest() == compiled.DIGEST
     text = (tmp_path / "arrays.py").read_text()
-    (tmp_path / "arrays.py").write_text(text.replace('"R", REQUEST, 0', '"R", REQUEST, 1'))
+    (tmp_path / "arrays.py").write_text(text.replace('"reqs", REQUEST, 0', '"reqs", REQUEST, 1'))
     assert compiled._digest() != compiled.DIGEST
 
 
@@ -124,5 +124,5 @@ def test_tables_that_disagree_on_a_size_are_refused():
     request = OracleRequest(5, 1, 3, list(range(6)), [1, 2])
     batch = step_batch([request], block_size=4, max_model_len=16)
     tables = dataclasses.replace(batch.tables, num_tokens=np.full(2, 6, np.int32))
-    with pytest.raises(ValueError, match=r"num_tokens is \[2\], but M is 3"):
+    with pytest.raises(ValueError, match=r"num_tokens is \[2\], but rows is 3"):
         prepare_step(dataclasses.replace(batch, tables=tables), no_padding(1, 1))

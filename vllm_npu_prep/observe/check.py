@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
-from vllm_npu_prep.prep.states import state_column
+from vllm_npu_prep.prep.states import first_kept, read_column, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -213,22 +213,19 @@ def _state_blocks(at: FaultPlace) -> GivenAllowed:
     step, arrays, states = at.step, at.arrays, at.step.shape.states
     index, row = states.groups.index(at.group), at.tables.block_table(at.group)[at.row]
 
-    def named(start: int, token: int) -> str:
-        """Name the block of the state after a token, by the request's row of the table."""
-        return f"block {row[state_column(start, token, at.block_size, states.num_drafts)]}"
-
+    sizes = at.block_size, states.num_drafts
+    first = first_kept(at.computed, at.seq_len, step.keeps_each_state(at.req))
+    token = max(at.token - int(at.starts[at.req]), 0)  # the first one if there is none
+    after = f"block {row[state_column(first, token, *sizes)]}"
     if at.token >= 0:
-        after = named(at.computed, at.token - int(at.starts[at.req]))
         given = f"writes block {arrays.token_state_indices[index, at.token]}"
         return given, f"writes {after}, which is not the null block"
-    is_decode = states.num_drafts > 0 and at.req < step.states.num_decodes
-    after = named(at.computed if is_decode else at.seq_len - 1, 0)
     if not at.computed:
         given = f"writes block {arrays.state_indices[index, at.req]}"
         return given, f"writes {after}, which is not the null block"
     kept = int(arrays.num_accepted_tokens[at.req]) if states.num_drafts else 1
-    before = named(at.computed - kept, kept - 1)
-    allowed = f"reads {before}, writes {after}, and neither is the null block"
+    before = row[read_column(at.computed, kept, *sizes)]
+    allowed = f"reads block {before}, writes {after}, and neither is the null block"
     return _reads_and_writes(at, index), allowed
 
 

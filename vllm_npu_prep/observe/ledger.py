@@ -17,6 +17,7 @@ from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.freed_blocks import first_needed
+from vllm_npu_prep.prep.states import first_kept, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -536,13 +537,9 @@ class SlotLedger:
 
     def _place_of_state(self, step: "PreparedStep", row: int, index: int) -> int:
         """Return the place among a request's blocks of the first state that it writes in a step."""
-        states, size = step.shape.states, self.groups[index].block_size
-        first = int(step.seq_lens[row]) - 1
-        if states.num_drafts and row < step.states.num_decodes:
-            first = int(step.num_computed_tokens[row])
-        place, rest = divmod(first, size)
-        until_end = size - 1 - rest  # so many drafts later, the block ends
-        return place + (until_end if until_end <= states.num_drafts else 0)
+        lengths = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
+        first = first_kept(*lengths, step.keeps_each_state(row))
+        return state_column(first, 0, self.groups[index].block_size, step.shape.states.num_drafts)
 
     def _written_states(
         self, step: "PreparedStep", row: int, index: int, block: int, end: int
@@ -551,11 +548,10 @@ class SlotLedger:
 
         With speculation, a decode writes the state after each of its tokens.
         """
-        states = step.shape.states
-        if not states.num_drafts or row >= step.states.num_decodes:
+        if not step.keeps_each_state(row):
             return [(block, end)]
         start, stop = step.query_start_loc[row : row + 2].tolist()
-        of_tokens = step.token_state_indices[states.groups.index(index), start:stop]
+        of_tokens = step.token_state_indices[step.shape.states.groups.index(index), start:stop]
         return list(zip(of_tokens.tolist(), range(end - (stop - start) + 1, end + 1)))
 
     def _misplaced(

@@ -142,6 +142,10 @@ class PreparedStep(Arrays[np.ndarray]):
         """
         return (self.latent if self.shape.latent else self.states).num_prefills
 
+    def keeps_each_state(self, req: int) -> bool:
+        """Return whether the recurrent state after each of a request's tokens is kept."""
+        return self.shape.states.num_drafts > 0 and req < self.states.num_decodes
+
     @property
     def query_lens(self) -> np.ndarray:
         """The number of scheduled tokens of each request, ``[num_reqs]``."""

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
-from vllm_npu_prep.prep.states import state_column
+from vllm_npu_prep.prep.states import first_kept, read_column, state_column
 from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
@@ -397,9 +397,7 @@ def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_toke
         read, count = out.initial_state_indices[index], 0
         for req in range(num_reqs):
             row = first_entry + t.slots[req] * t.max_num_blocks[group]
-            first = out.seq_lens[req] - 1
-            if speculates and req < first_prefill:
-                first = out.num_computed_tokens[req]
+            first = first_kept(out.num_computed_tokens[req], out.seq_lens[req], req < first_prefill)
             after = t.block_table_flat[row + state_column(first, 0, size, num_drafts)]
             if out.state_indices[index, req] == 0 or out.state_indices[index, req] != after:
                 return Rule.STATE_BLOCKS, req, -1, group
@@ -418,8 +416,7 @@ def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_toke
             if out.num_computed_tokens[req] == 0:
                 continue
             kept = out.num_accepted_tokens[req] if speculates else 1
-            start = out.num_computed_tokens[req] - kept
-            last = row + state_column(start, kept - 1, size, num_drafts)
+            last = row + read_column(out.num_computed_tokens[req], kept, size, num_drafts)
             if read[req] == 0 or read[req] != t.block_table_flat[last]:
                 return Rule.STATE_BLOCKS, req, -1, group
         order = np.argsort(written)

@@ -92,12 +92,10 @@ NO_STATE_STEP = StateStep()
 def state_column(start, token, block_size, num_drafts):
     """Return the column of a row in whose block the state after a token of a decode is.
 
-    A prefill keeps the state of its last token only, like a decode that begins with this token.
-
     Parameters
     ----------
     start
-        The position of the decode's first token.
+        The position of the decode's first token (`first_kept`).
     token
         The index of the token in the decode, from 0.
     block_size
@@ -113,6 +111,38 @@ def state_column(start, token, block_size, num_drafts):
         if token == 0:
             return column + ends
     return column + token
+
+
+@compiled
+def first_kept(num_computed, seq_len, keeps_each):
+    """Return the position of a request's first token after which it keeps its state.
+
+    A prefill keeps the state of its last token only, like a decode that begins with this token.
+
+    Parameters
+    ----------
+    num_computed, seq_len
+        The number of the request's tokens before and after the step.
+    keeps_each
+        Whether the state after each token is kept: with speculation, that of a decode.
+    """
+    return num_computed if keeps_each else seq_len - 1
+
+
+@compiled
+def read_column(num_computed, kept, block_size, num_drafts):
+    """Return the column of the state that a request reads: that after its last token that counts.
+
+    Parameters
+    ----------
+    num_computed
+        The number of the request's computed tokens, at least 1.
+    kept
+        How many tokens of its last step count, at least 1; 1 without speculation.
+    block_size, num_drafts
+        See `state_column`.
+    """
+    return state_column(num_computed - kept, kept - 1, block_size, num_drafts)
 
 
 @inlined
@@ -167,7 +197,7 @@ def find_states(t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens
             start, end = out.query_start_loc[req], out.query_start_loc[req + 1]
             speculates = num_drafts > 0 and req < num_decodes
             states = end - start if speculates else 1
-            first = out.num_computed_tokens[req] if speculates else out.seq_lens[req] - 1
+            first = first_kept(out.num_computed_tokens[req], out.seq_lens[req], speculates)
             if first // size + states > width:
                 raise ValueError("a sequence is longer than its row of the block table")
             column = state_column(first, 0, size, num_drafts)
@@ -184,8 +214,7 @@ def find_states(t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens
             out.initial_state_indices[index, req] = NULL_BLOCK_ID
             if out.num_computed_tokens[req] > 0:
                 kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1
-                before = out.num_computed_tokens[req] - kept
-                column = state_column(before, kept - 1, size, num_drafts)
+                column = read_column(out.num_computed_tokens[req], kept, size, num_drafts)
                 if column >= width:
                     raise ValueError("a state is past its row of the block table")
                 out.initial_state_indices[index, req] = t.block_table_flat[row + column]

@@ -26,40 +26,42 @@ class BatchTables:
     the device's block tables, which are in the order of the batch for both runners. Rows without a
     request are undefined.
 
-    In the shapes ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` is the number of
-    KV-cache groups, and ``E`` is the sum over the groups of ``(M + PADDING_ROWS) *
-    max_num_blocks``.
+    In the shapes ``rows`` is ``max_num_reqs``, and ``entries`` is the sum over the groups of
+    ``(rows + PADDING_ROWS) * max_num_blocks``.
     """
 
-    num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
-    num_prompt_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
+    num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "rows")]
+    num_prompt_tokens: Annotated[np.ndarray, ArrayType(np.int32, "rows")]
     num_tokens: Annotated[
-        np.ndarray, ArrayType(np.int32, "M")
+        np.ndarray, ArrayType(np.int32, "rows")
     ]  # tokens known of each request, drafts excluded
-    token_ids: Annotated[np.ndarray, ArrayType(np.int32, "M, C")]
+    token_ids: Annotated[np.ndarray, ArrayType(np.int32, "rows, max_model_len")]
     block_table_flat: Annotated[
-        np.ndarray, ArrayType(np.int32, "E")
+        np.ndarray, ArrayType(np.int32, "entries")
     ]  # the groups' tables one after the other
-    max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # width of each group's table
-    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # slots of a block
-    num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]  # entries that a request owns
+    # The width of each group's table, the slots of a block, and the entries that a request owns
+    max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups")]
+    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "groups")]
+    num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
     # What the device has of each row: the number of leading entries that are the same there, and
     # of leading entries that may differ from the null block there. `prepare_step` and code that
     # replaces a row keep both up to date.
-    num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
-    num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
+    num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
+    num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
     # Request row of each request of the batch, in all tables but the last two. Entries past the
     # batch are left from earlier batches. By default rows count up.
-    slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
+    slots: Annotated[np.ndarray, ArrayType(np.int32, "rows")] = None  # type: ignore[assignment]
     # What compiled code reads of `shape.dcp`: world size, rank and interleave size
     shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
     # Of each group of `shape.local`, in rows of one chunk: the first one of its block table, and
     # how many of them a request has
-    first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "L")] = field(init=False)
-    chunks_per_req: Annotated[np.ndarray, ArrayType(np.int32, "L")] = field(init=False)
+    first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
+    chunks_per_req: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
     # The groups of `shape.states`, and the first entries of their block tables
-    state_groups: Annotated[np.ndarray, ArrayType(np.int32, "N")] = field(init=False)
-    first_state_entries: Annotated[np.ndarray, ArrayType(np.int64, "N")] = field(init=False)
+    state_groups: Annotated[np.ndarray, ArrayType(np.int32, "state_groups")] = field(init=False)
+    first_state_entries: Annotated[np.ndarray, ArrayType(np.int64, "state_groups")] = field(
+        init=False
+    )
     shape: EngineShape = PLAIN_SHAPE
     chunked_prefill: bool = True
     mrope: MropeTables = NO_MROPE
@@ -101,7 +103,7 @@ class BatchTables:
         return self.shape.dcp.tokens_per_block(int(self.block_sizes[group]))
 
     def block_table(self, group: int) -> np.ndarray:
-        """Return a view of a group's block table, int32 ``[M, max_num_blocks]``."""
+        """Return a view of a group's block table, int32 ``[rows, max_num_blocks]``."""
         sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
         table = np.split(self.block_table_flat, np.cumsum(sizes)[:-1])[group]
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
@@ -156,7 +158,7 @@ def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
     Parameters
     ----------
     block_tables
-        One int32 ``[M, max_num_blocks]`` for each group.
+        One int32 ``[rows, max_num_blocks]`` for each group.
     """
     max_num_reqs = len(block_tables[0])
     nothing = np.zeros((len(block_tables), max_num_reqs), np.int32)

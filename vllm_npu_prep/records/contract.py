@@ -42,7 +42,7 @@ REQUEST_LEVEL = (
 )
 """Variables of requests, and of their rows of logits."""
 
-_TOKEN_ARRAYS = [line.name for line in SHOWN if line.dims == ("T",)]
+_TOKEN_ARRAYS = [line.name for line in SHOWN if line.dims == ("tokens",)]
 TOKEN_LEVEL = ("req_indices", "query_pos", _TOKEN_ARRAYS[0], "token_indices", *_TOKEN_ARRAYS[1:])
 """Variables of tokens, in the order in which they follow from each other."""
 
@@ -87,16 +87,17 @@ LATENT_LINES = tuple(
 )
 """Arrays of latent attention; records of other engines don't have them."""
 STATE_SCALARS = tuple(item.name for item in fields(StateStep))
-OF_STATES = [line for line in STEP_ARRAYS.values() if {"Z", "H", "A"} & set(line.dims)]
-STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "N")
+_SIZES_OF_STATES = {"state_reqs", "token_state_groups", "counted_reqs"}
+OF_STATES = [line for line in STEP_ARRAYS.values() if _SIZES_OF_STATES & set(line.dims)]
+STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "state_groups")
 """Variables that each KV-cache group with recurrent states has its own copy of."""
-TOKEN_STATES = next(line.name for line in OF_STATES if line.dims[0] == "H")
+TOKEN_STATES = next(line.name for line in OF_STATES if line.dims[0] == "token_state_groups")
 """The variable with the block of each token's recurrent state, which each such group has, too.
 Engines without speculation have no row of it.
 """
 STATE_LINES = (*OF_STATES, *(line for line in LATENT_LINES if line.level is Level.PREFILL))
 """Arrays of recurrent states; records of other engines don't have them."""
-DCP_LINES = tuple(line for line in STEP_ARRAYS.values() if line.dims == ("X",))
+DCP_LINES = tuple(line for line in STEP_ARRAYS.values() if line.dims == ("sharded_reqs",))
 """Arrays of decode context parallelism; records of other engines don't have them."""
 OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES, *DCP_LINES}
 NOT_RECORDED = ("idx_mapping",)
