@@ -241,12 +241,12 @@ def oracle_requests(
             # -1 stands for a sample that is still on the device: the core makes it token 0
             behind = min(computed + scheduled, num_tokens - 1)
             known[behind] = max(0, int(batch.next_token_ids[req]))
-        mrope: list[list[int]] = []
+        mrope: list[Sequence[int]] = []
         length = int(batch.mrope_lengths[req]) if settings.mrope_dims else 0
         if length:
             seen = max(0, min(length - computed, scheduled))
             rows = batch.mrope_positions[:, start : start + seen].tolist()
-            mrope = [KnownTokens(length, dict(enumerate(row, computed))) for row in rows]  # type: ignore[misc]
+            mrope = [KnownTokens(length, dict(enumerate(row, computed))) for row in rows]
         requests.append(
             OracleRequest(
                 num_computed_tokens=computed,
