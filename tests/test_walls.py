@@ -138,14 +138,8 @@ RECORDS = {"AsyncModelRunnerOutput", "BatchReqState", "ModelRunnerOutput"}
 
 def knows_a_runner(tree: ast.AST) -> set[str]:
     """How a part of the runner knows one: by import, or because it is handed one."""
-    modules = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        if not {alias.name for alias in node.names} <= RECORDS
-        for name in imported_modules(node)
-        if RUNNERS.search(name)
-    }
+    found = [(module, name) for module, name, _ in imports(tree) if name not in RECORDS]
+    modules = {module for module, _ in found if RUNNERS.search(module)}
     return modules | {name for name in names_of(tree) - RECORDS if "runner" in name.lower()}
 
 

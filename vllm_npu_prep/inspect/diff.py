@@ -161,7 +161,7 @@ def _request(view: StepView, row: int) -> dict[str, Any]:
         out[f"block_table of {where}"] = np.trim_zeros(step.block_table(group)[row], "b").tolist()
         for name in STATE_BLOCKS:
             out[f"{name} of {where}"] = int(own[name][row])
-        if step.layout.dims["A"]:
+        if step.shape.states.num_drafts:
             out["num_accepted_tokens"] = int(own["num_accepted_tokens"][row])
     for line in DCP_LINES if step.shape.dcp else ():
         out[line.name] = int(getattr(step, line.name)[row])
