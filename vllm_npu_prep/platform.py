@@ -40,7 +40,7 @@ from vllm_npu_prep.quantization.formats import describe, find_description
 from vllm_npu_prep.scheduling.choice import choose_scheduler
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.startup import ray_cluster
-from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
+from vllm_npu_prep.startup.asked import RequestedEngine, multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
-    from vllm_npu_prep.attention.state_pages import StatePage
+    from vllm_npu_prep.attention.state_pages import RecurrentStatePage
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -361,7 +361,7 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
 
 def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
     """Return a line where Model Runner V2 could run this engine, too, which runs on V1."""
-    if not could_run(Asked(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
+    if not could_run(RequestedEngine(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
         return []
     return [
         "Model Runner V1, the plugin's default; V2, which is vLLM's default, has all that this "
@@ -484,7 +484,7 @@ def _log_start_up(
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
 
 
-def _state_page(vllm_config: "VllmConfig") -> "StatePage | None":
+def _state_page(vllm_config: "VllmConfig") -> "RecurrentStatePage | None":
     """Return how blocks are sized for a model with recurrent states, else None.
 
     The code for them is imported only if the model has some.

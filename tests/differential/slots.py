@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.differential.pair import Pair, PairOutput, Watched, check, flat, is_there
 from tests.differential.upstream import UpstreamRunner
-from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 
 BY_TOKEN = ("positions", "input_ids", "inputs_embeds", "token_lora_indices")
 """Arrays with a value for each token of a batch."""
@@ -133,7 +133,7 @@ class FollowingRunner(UpstreamRunner):
 
     def drafter_of(self, ours: Any) -> tuple[Any, set[str]]:
         speculator = ours.speculator
-        if not isinstance(speculator, SlotSpeculator):
+        if not isinstance(speculator, NPUSpeculator):
             return None, set()
         return speculator.model, speculator.draft_attn_layer_names
 

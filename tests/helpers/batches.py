@@ -19,7 +19,7 @@ from vllm_npu_prep.prep.padding import (
     uniform_query_len,
 )
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.states import RecurrentGroups
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 LOCAL_GROUPS = (0, 2)
@@ -198,7 +198,7 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
     step.tables = dataclasses.replace(
         step.tables,
         block_sizes=np.array([size, batch.block_size, size], np.int32),
-        shape=EngineShape(3, states=StateGroups(STATE_GROUPS, decode_threshold)),
+        shape=EngineShape(3, states=RecurrentGroups(STATE_GROUPS, decode_threshold)),
         **device_has_all([of_states, table, of_states + np.int32(1000) * (of_states > 0)]),
     )
     return padded_step(step, batch)
@@ -211,7 +211,7 @@ def drafts_step(
 
     `state_size`: tokens of a state, as with the prefix cache; 0: a request has one.
     """
-    states = StateGroups(STATE_GROUPS, 1 + num_drafts, num_drafts)
+    states = RecurrentGroups(STATE_GROUPS, 1 + num_drafts, num_drafts)
     shape = EngineShape(3, max_logits_per_req=1 + num_drafts, states=states)
     few = [dataclasses.replace(r, block_ids=r.block_ids[: 1 + num_drafts]) for r in requests]
     step = step_batch(few, 16, max_model_len, True)

@@ -222,7 +222,7 @@ class RankProbe:
 
     def _watch_v2(self, runner: Any) -> None:
         """The same of the V2 runner, which decides and prepares in one method."""
-        prepare, shared = runner._prepare_inputs, runner.shared_decisions
+        prepare, shared = runner._prepare_inputs, runner.dp_decisions
 
         def decided(mode: Any, num_tokens: int) -> dict[str, Any]:
             across = None if shared is None else shared.across

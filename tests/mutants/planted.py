@@ -725,7 +725,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
-        ("states: requests that begin with drafts stay behind prompts", "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
+        ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
@@ -747,7 +747,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
-        ("each rank keeps whole contexts", "        dcp=find_context_shards(vllm_config.parallel_config),\n", "", V2_SHARES),
+        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", V2_SHARES),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [
@@ -867,7 +867,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("admission does not know of decodes", "if throttle_prefills or (anyone_waits and asks):", "if throttle_prefills:", SCHEDULING),
         ("throttled prefills run beside decodes", "if throttle_prefills or (anyone_waits and asks):", "if anyone_waits and asks:", SCHEDULING),
         ("decodes run while all are paused", "            or self._pause_state == PauseState.PAUSED_ALL\n", "", SCHEDULING),
-        ("a preempted request keeps its notes on blocks", '        forget_blocks(cast("NotedRequest", request))\n', "        pass\n", SCHEDULING),
+        ("a preempted request keeps its notes on blocks", '        forget_blocks(cast("BatchedRequest", request))\n', "        pass\n", SCHEDULING),
         ("streamed input keeps its old length", "        note(session, self.max_model_len)\n", "        pass\n", SCHEDULING),
         ("drafts of a prompt's chunk are verified", "                or request.is_prefill_chunk\n", "", SCHEDULING),
         ("drafts that a grammar refuses are verified", "                or request.traits & GRAMMAR\n", "", SCHEDULING),

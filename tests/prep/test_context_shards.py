@@ -168,6 +168,6 @@ def test_a_block_is_whole_runs():
 
 
 def test_the_rank_is_asked_for_only_if_contexts_are_shared():
-    from vllm_npu_prep.attention.context_parallel import find_context_shards
+    from vllm_npu_prep.attention.context_parallel import find_dcp
 
-    assert find_context_shards(SimpleNamespace(decode_context_parallel_size=1)) == WHOLE_CONTEXTS
+    assert find_dcp(SimpleNamespace(decode_context_parallel_size=1)) == WHOLE_CONTEXTS

@@ -28,7 +28,7 @@ from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.states import RecurrentGroups
 
 LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
 thresholds = st.integers(1, 4)
@@ -325,7 +325,7 @@ def test_every_array_with_drafts_equals_upstream_s(given_batch):
 def test_an_engine_without_states_has_none_of_their_arrays():
     layout = StepLayout(64, 8, EngineShape(2))
     assert all(layout.arrays[name].nbytes == 0 for name in LINES)
-    sizes = StepLayout(64, 8, EngineShape(3, states=StateGroups((0, 2)))).arrays
+    sizes = StepLayout(64, 8, EngineShape(3, states=RecurrentGroups((0, 2)))).arrays
     assert sizes["state_indices"].shape == sizes["initial_state_indices"].shape == (2, 8)
     assert (sizes["has_initial_state"].shape, sizes["prefill_query_start_loc"].shape) == (
         (8,),
@@ -339,7 +339,7 @@ def test_an_engine_without_states_has_none_of_their_arrays():
 )
 def test_sizes_that_make_no_sense_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        StateGroups((0,), *sizes)
+        RecurrentGroups((0,), *sizes)
 
 
 # ------------------------------------------------------------------- the check

@@ -65,7 +65,7 @@ def test_whatever_else_the_scheduler_says_is_upstreams(change):
 
 def test_states_are_followed_where_something_reads_them():
     output = scheduler_output({"a": 1}, cached={"a": ([], 4, 2)})
-    for options, wanted in (({}, ""), ({"states_are_read": True}, ""), ({}, "a")):
+    for options, wanted in (({}, ""), ({"request_states_are_read": True}, ""), ({}, "a")):
         requests = requests_of("a")
         requests["a"].num_computed_tokens = 3
         update(output, batch_of("a", [4]), requests, wanted, **options)

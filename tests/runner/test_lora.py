@@ -13,7 +13,7 @@ from vllm_npu_prep.compat.adapters import AdapterLoads
 from vllm_npu_prep.runner import lora
 from vllm_npu_prep.runner.lora import activate_adapters
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
-from vllm_npu_prep.runner.v2.adapters import SlotAdapters
+from vllm_npu_prep.runner.v2.adapters import NPULoraState
 from vllm_npu_prep.runner.v2.prompt_scores import PromptScores, score_with_adapters
 
 
@@ -75,7 +75,7 @@ def test_two_adapters_of_one_name_are_both_told():
     adapters = {number: LoRARequest("one", number, "/path") for number in (5, 6)}
     activate_adapters(manager, batch_of([5, 6], adapters), np.array([2, 3]))
     assert [each.lora_int_id for each in told] == [5, 6]
-    slots = SlotAdapters(4)
+    slots = NPULoraState(4)
     for slot, (number, adapter) in enumerate(adapters.items()):
         slots.add_request(f"of {number}", slot, adapter)
     assert [each.lora_int_id for each in slots.get_activate_loras(["of 6", "of 5"])] == [6, 5]

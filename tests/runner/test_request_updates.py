@@ -24,7 +24,7 @@ from tests.helpers.stepping import counted_exactly, new_request, scheduler_outpu
 from tests.helpers.traffic import Traffic
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
 from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.v1.request_updates import RequestUpdates, put_drafts_first
+from vllm_npu_prep.runner.v1.request_updates import RequestUpdates, put_drafts_among_decodes
 
 STEPS = 6 * int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB, DRAFTS = 8, 64, 4, 100, 3
@@ -254,7 +254,7 @@ def update_as_upstream(runner: Any, output: Any, waited: bool) -> None:
                 batch.num_tokens_no_spec[row] = batch.num_computed_tokens_cpu[row] + 1
 
 
-def state_of(runner: Any, states_are_read: bool) -> dict[str, Any]:
+def state_of(runner: Any, request_states_are_read: bool) -> dict[str, Any]:
     """All that an update or its step's samples left, of requests and of rows."""
     batch = runner.input_batch
     num_reqs = batch.num_reqs
@@ -278,7 +278,7 @@ def state_of(runner: Any, states_are_read: bool) -> dict[str, Any]:
         left[name] = {
             field.name: copy.deepcopy(getattr(state, field.name))
             for field in dataclasses.fields(state)
-            if states_are_read or field.name != "num_computed_tokens"
+            if request_states_are_read or field.name != "num_computed_tokens"
         }
         if (row := batch.req_id_to_index.get(name)) is not None:
             assert batch.req_output_token_ids[row] is state.output_token_ids
@@ -390,5 +390,5 @@ def test_requests_with_drafts_stand_behind_leading_decodes(order, resumed, expec
         ],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
     )
-    put_drafts_first(step, batch, decode_threshold=3)
+    put_drafts_among_decodes(step, batch, decode_threshold=3)
     assert batch.req_ids == expected.split()

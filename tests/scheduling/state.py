@@ -12,9 +12,9 @@ from vllm.v1.engine import EngineCoreEvent
 from vllm.v1.request import Request
 from vllm.v1.utils import ConstantList
 
-from vllm_npu_prep.scheduling.requests import NotedRequest
+from vllm_npu_prep.scheduling.requests import BatchedRequest
 
-NOTES = set(NotedRequest.__annotations__)
+NOTES = set(BatchedRequest.__annotations__)
 """What only our scheduler notes on a request."""
 OURS = {"needs", "rules", "decodes", "books", "reason", "num_taken", "num_left", "active_loras"}
 OURS |= {"plain_drafts", "fewest", "counts_nans"}

@@ -13,9 +13,9 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from tests.scheduling.engines import draw, hasher, make
-from vllm_npu_prep.scheduling.outputs import Handed, Rows
+from vllm_npu_prep.scheduling.outputs import Rows, UpstreamRow
 from vllm_npu_prep.scheduling.requests import SPECIAL, note
-from vllm_npu_prep.scheduling.running import Taken
+from vllm_npu_prep.scheduling.running import DecodeBatch
 
 NOT_READ: Any = None
 
@@ -25,7 +25,7 @@ def joined(theirs: EngineCoreOutput) -> list[str]:
     rows = Rows(NOT_READ, NOT_READ, NOT_READ)
     rows.outputs = {0: [EngineCoreOutput("a", [1]), EngineCoreOutput("b", [2])]}
     rows.first = {0: 0}
-    rows.handed = [Handed("c", 0, before=1)]
+    rows.handed = [UpstreamRow("c", 0, before=1)]
     outputs = rows.join({0: EngineCoreOutputs(outputs=[theirs])})
     return [each.request_id for each in outputs[0].outputs]
 
@@ -80,7 +80,7 @@ def test_a_decode_that_is_kept_apart_has_nothing_to_compute_yet():
 def test_tokens_of_resumed_and_of_taken_requests_are_joined():
     step = SchedulerOutput.make_empty()
     step.scheduled_cached_reqs.all_token_ids = {"resumed": [1]}
-    Taken(all_token_ids={"taken": [2]}).join(step)
+    DecodeBatch(all_token_ids={"taken": [2]}).join(step)
     assert list(step.scheduled_cached_reqs.all_token_ids.items()) == [
         ("taken", [2]),
         ("resumed", [1]),

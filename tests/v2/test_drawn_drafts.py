@@ -13,11 +13,11 @@ from tests.v2.test_verification import prepared, verified_batch
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.gumbel import gumbel_noise
 from vllm_npu_prep.ops.slot_sampling import scale_by_temperature
-from vllm_npu_prep.runner.v2.buffers import SlotValues
+from vllm_npu_prep.runner.v2.buffers import RowValues
 from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, draw, draw_drafts
-from vllm_npu_prep.runner.v2.sampler import SlotSampler
-from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
-from vllm_npu_prep.runner.v2.verification import SlotRejectionSampler
+from vllm_npu_prep.runner.v2.sampler import NPUSampler
+from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
+from vllm_npu_prep.runner.v2.verification import NPURejectionSampler
 
 VOCAB, MOST_DRAFTS, CPU = 6, 3, torch.device("cpu")
 KINDS = [{"seed": None}, {"seed": 0}, {"temperature": 0}]
@@ -26,7 +26,7 @@ KINDS = [{"seed": None}, {"seed": 0}, {"temperature": 0}]
 
 def states_of(number, temperature=1.3):
     """Parameters of so many requests by slot, kinds in turn."""
-    with v2.stand_ins(UvaBackedTensor=lambda *args, **more: SlotValues(CPU, *args, **more)):
+    with v2.stand_ins(UvaBackedTensor=lambda *args, **more: RowValues(CPU, *args, **more)):
         states = SamplingStates(number, VOCAB)
     for slot in range(number):
         kind = {"temperature": temperature, **KINDS[slot % 3]}
@@ -39,7 +39,7 @@ def states_of(number, temperature=1.3):
 
 def sampler_of(states):
     """The sampler of requests that have a temperature, a seed, and nothing else."""
-    sampler = SlotSampler.__new__(SlotSampler)
+    sampler = NPUSampler.__new__(NPUSampler)
     sampler.sampling_states, sampler.compute_nans = states, False
     sampler.use_fp64_gumbel = False
     sampler.logprobs_mode = "raw_logprobs"
@@ -58,7 +58,7 @@ def sampler_of(states):
 def drafted(states, slots, of_drafter):
     """Drafts of requests at slots, and what was kept of their logits, as a drafter's passes."""
     number = len(states.seeds_set)
-    speculator = SlotSpeculator.__new__(SlotSpeculator)
+    speculator = NPUSpeculator.__new__(NPUSpeculator)
     speculator.num_speculative_steps, speculator.num_extra_query_per_req = MOST_DRAFTS, 0
     speculator.draft_logits = torch.full((number, MOST_DRAFTS, VOCAB), torch.nan)
     speculator.model = SimpleNamespace(compute_logits=lambda states: states)
@@ -90,7 +90,7 @@ def verified(states, slots, num_drafts, drafts, draft_logits, of_target, invalid
         arrays.positions,
     )
     batch.input_ids, batch.seq_lens_cpu_upper_bound = arrays.input_ids, arrays.seq_lens
-    sampler = SlotRejectionSampler.__new__(SlotRejectionSampler)
+    sampler = NPURejectionSampler.__new__(NPURejectionSampler)
     sampler.sampler = sampler_of(states)
     places = torch.cat([torch.arange(1 + n) for n in num_drafts.tolist()])
     output = sampler(of_target[places], batch, draft_logits, invalid)

@@ -9,7 +9,7 @@ from tests.v2.test_verification import prepared
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.runner.v2.rope import SlotRope
+from vllm_npu_prep.runner.v2.rope import NPURopeState
 
 DIMS, SLOTS = 3, 8
 
@@ -44,7 +44,7 @@ class Model:
 
 def test_positions_of_prompts_and_of_tokens_after_them(seed):
     rng = np.random.default_rng(seed)
-    rope, model = SlotRope(DIMS, SLOTS, 64, 100, torch.device("cpu")), Model(rng)
+    rope, model = NPURopeState(DIMS, SLOTS, 64, 100, torch.device("cpu")), Model(rng)
     slot_of = {f"request {slot}": slot for slot in range(SLOTS)}
     known = rng.integers(10, 60, SLOTS).astype(np.int32)
     for slot in range(SLOTS):

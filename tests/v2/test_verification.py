@@ -12,7 +12,7 @@ from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 from vllm_npu_prep.runner.v2.speculator import shifted
-from vllm_npu_prep.runner.v2.verification import SlotRejectionSampler, VerifiedBatch, count_accepted
+from vllm_npu_prep.runner.v2.verification import NPURejectionSampler, VerifiedBatch, count_accepted
 
 VOCAB, MAX_DRAFTS = 7, 3
 
@@ -67,7 +67,7 @@ def verified_batch(step, arrays):
 
 def verify(step, arrays, drawn, invalid=None):
     """Our sampler's rows, for these tokens drawn from each row of logits."""
-    sampler = SlotRejectionSampler.__new__(SlotRejectionSampler)
+    sampler = NPURejectionSampler.__new__(NPURejectionSampler)
     sampler.sampler = lambda logits, batch, drafts: SimpleNamespace(
         sampled_token_ids=drawn[:, None]
     )

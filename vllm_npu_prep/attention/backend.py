@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, 
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_npu_prep.attention.context_parallel import (
-    SharedStep,
-    attend_shared,
-    find_context_shards,
+    DCPStep,
+    attend_dcp,
+    find_dcp,
     own_of,
     rows_of,
 )
@@ -167,7 +167,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
-        self.shards = find_context_shards(vllm_config.parallel_config)
+        self.shards = find_dcp(vllm_config.parallel_config)
         model = vllm_config.model_config
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
@@ -290,7 +290,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             metadata.shared = self._share(metadata, staged)
         return metadata
 
-    def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> SharedStep | None:
+    def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> DCPStep | None:
         """Return what decode context parallelism needs for the step; None if it reads no context.
 
         A decode's own token is in the cache of one rank. Prompts attend over their own tokens
@@ -445,7 +445,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         if attn_metadata.shared is not None:
             assert key is not None and value is not None
             given = self.kernels, query, key, value, kv_cache, attn_metadata.shared
-            attend_shared(*given, self.layer_shape, attended, get_dcp_group())
+            attend_dcp(*given, self.layer_shape, attended, get_dcp_group())
             if num_tokens < len(output):
                 output[num_tokens:].zero_()
             return output

@@ -44,7 +44,7 @@ from vllm_npu_prep.attention.latent import (
     make_latent_split,
     split_metadata,
 )
-from vllm_npu_prep.attention.latent_ranks import attend_shared_decodes, gather, share_halves
+from vllm_npu_prep.attention.latent_ranks import attend_dcp_decodes, gather, share_halves
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
@@ -353,7 +353,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             planes, own = self._planes(kv_c_and_k_pe_cache), self.num_heads
             queries = [part[: step.num_attended_tokens, :own] for part in q]
             given = self.kernels, self.shape, planes, queries, attn_metadata.step.shared
-            return attend_shared_decodes(*given, len(q[0])), None
+            return attend_dcp_decodes(*given, len(q[0])), None
         query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
         planes = self._planes(kv_c_and_k_pe_cache)

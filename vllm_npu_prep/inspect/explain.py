@@ -18,7 +18,7 @@ from rich.text import Text
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.view import StepView
-from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ShownInExplain
 from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.records.contract import (
@@ -82,7 +82,7 @@ def explain_json(view: StepView) -> dict[str, Any]:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
         for name, line in STEP_ARRAYS.items():
             array = getattr(step.arrays, name)
-            if Shown.PADDED not in line.shown:
+            if ShownInExplain.PADDED not in line.shown:
                 continue
             if not line.by_group:
                 out[f"{name}_padded"] = array.tolist()

@@ -74,7 +74,7 @@ class PaddingRule(Enum):
     UNDEFINED = "never read; a record has zeros there"
 
 
-class Shown(Flag):
+class ShownInExplain(Flag):
     """What ``explain --json`` shows of an array, and what a record adds to the bytes sent."""
 
     NOTHING = 0
@@ -125,7 +125,7 @@ class Array(ArrayType):
         dims: str,
         level: Level,
         padding: int | PaddingRule,
-        shown: Shown,
+        shown: ShownInExplain,
         spare: int,
         sampled: bool,
         recorded_as: str,
@@ -154,7 +154,7 @@ def array(
     dims: str,
     level: Level,
     padding: int | PaddingRule,
-    shown: Shown = Shown.BATCH,
+    shown: ShownInExplain = ShownInExplain.BATCH,
     *,
     spare: int = 0,
     sampled: bool = False,
@@ -167,7 +167,7 @@ def array(
 A = TypeVar("A")
 TOKEN, REQUEST, LOGIT, DRAFT, CHUNK, PREFILL, PIECE = Level
 BY_RULE, UNDEFINED = PaddingRule
-NOTHING, BOTH = Shown.NOTHING, Shown.BATCH | Shown.PADDED
+NOTHING, BOTH = ShownInExplain.NOTHING, ShownInExplain.BATCH | ShownInExplain.PADDED
 NULL = NULL_BLOCK_ID
 
 

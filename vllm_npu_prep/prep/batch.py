@@ -29,7 +29,7 @@ from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
-from vllm_npu_prep.prep.states import NO_STATE_STEP, StateStep
+from vllm_npu_prep.prep.states import NO_RECURRENT_STEP, RecurrentStep
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
@@ -88,7 +88,9 @@ class PreparedStep(Arrays[np.ndarray]):
     num_block_changes: int  # block-table entries that travel with the step
     local: LocalRequests = NO_LOCAL_REQUESTS  # virtual requests of chunked local attention
     latent: LatentStep = NO_LATENT_STEP  # decodes, prefills and context chunks of latent attention
-    states: StateStep = NO_STATE_STEP  # decodes and prefills of layers with recurrent states
+    states: RecurrentStep = (
+        NO_RECURRENT_STEP  # decodes and prefills of layers with recurrent states
+    )
     rule: int = Rule.NOT_CHECKED  # the rule that the step breaks
 
     @property
@@ -327,7 +329,7 @@ def prepare_step(
         num_block_changes,
         _local_requests(batch, padding, arrays) if shape.local else NO_LOCAL_REQUESTS,
         _latent_step(batch, arrays) if shape.latent else NO_LATENT_STEP,
-        _state_step(batch, arrays) if shape.states else NO_STATE_STEP,
+        _state_step(batch, arrays) if shape.states else NO_RECURRENT_STEP,
         rule,
     )
 
@@ -352,12 +354,12 @@ def _latent_step(batch: StepBatch, arrays: StepArrays) -> LatentStep:
     return LatentStep(*plan_contexts_at(arrays.addresses, batch.num_reqs, *sizes))
 
 
-def _state_step(batch: StepBatch, arrays: StepArrays) -> StateStep:
+def _state_step(batch: StepBatch, arrays: StepArrays) -> RecurrentStep:
     """Write where recurrent states are, from arrays that are written already."""
     states = batch.tables.shape.states
     if states.num_drafts and len(batch.num_accepted_tokens) < batch.num_reqs:
         raise ValueError("an engine with states and speculation counts accepted tokens")
-    return StateStep(
+    return RecurrentStep(
         *find_states_at(
             batch.tables.addresses,
             arrays.addresses,

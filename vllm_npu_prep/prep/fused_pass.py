@@ -24,7 +24,7 @@ from vllm_npu_prep.prep.state import (
     SOME_PAST_PROMPT,
     SOME_SEVERAL_TOKENS,
 )
-from vllm_npu_prep.prep.states import find_states
+from vllm_npu_prep.prep.states import find_recurrent_states
 from vllm_npu_prep.prep.tables import tables_of
 
 
@@ -86,7 +86,7 @@ def find_states_at(
 ):
     """Write where recurrent states are by address (`prep.states`)."""
     t, out, sizes = tables_of(tables), arrays_of(arrays), (decode_threshold, num_drafts)
-    return find_states(t, out, num_reqs, *sizes, num_draft_tokens, kept_tokens)
+    return find_recurrent_states(t, out, num_reqs, *sizes, num_draft_tokens, kept_tokens)
 
 
 @inlined

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
-from vllm_npu_prep.prep.states import NO_STATE_GROUPS, StateGroups
+from vllm_npu_prep.prep.states import NO_RECURRENT_GROUPS, RecurrentGroups
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EngineShape:
     mrope_dims: int = 0
     local: LocalGroups = NO_LOCAL_GROUPS
     latent: LatentSplit = NO_LATENT_SPLIT
-    states: StateGroups = NO_STATE_GROUPS
+    states: RecurrentGroups = NO_RECURRENT_GROUPS
     dcp: ContextShards = WHOLE_CONTEXTS
     has_request_rows: bool = False
 

@@ -33,7 +33,7 @@ from vllm_npu_prep.prep.latent import split_decodes
 
 
 @dataclass(frozen=True)
-class StateGroups:
+class RecurrentGroups:
     """The KV-cache groups of an engine that hold recurrent states.
 
     Attributes
@@ -64,12 +64,12 @@ class StateGroups:
         return len(self.groups) > 0
 
 
-NO_STATE_GROUPS = StateGroups(())
+NO_RECURRENT_GROUPS = RecurrentGroups(())
 """The groups of an engine without recurrent states, which are false."""
 
 
 @dataclass(frozen=True)
-class StateStep:
+class RecurrentStep:
     """How a step is split for layers with recurrent states, without padding.
 
     Attributes
@@ -85,7 +85,7 @@ class StateStep:
     num_prefills: int = 0
 
 
-NO_STATE_STEP = StateStep()
+NO_RECURRENT_STEP = RecurrentStep()
 
 
 @compiled
@@ -146,7 +146,9 @@ def read_column(num_computed, kept, block_size, num_drafts):
 
 
 @inlined
-def find_states(t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens):
+def find_recurrent_states(
+    t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens
+):
     """Find the recurrent state of each request, and where prefills begin.
 
     The state after a token is in the block of that token. This is the only block of a row, unless
@@ -159,7 +161,7 @@ def find_states(t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens
         The runner's tables and the step's arrays, as `prep.fused_pass.fill_step` has them; what
         `fill_step` writes is read, and the arrays of recurrent states are written.
     num_reqs, decode_threshold, num_drafts
-        The number of requests, and the sizes of `StateGroups`.
+        The number of requests, and the sizes of `RecurrentGroups`.
     num_draft_tokens, kept_tokens
         int32 ``[num_reqs or more]``; `kept_tokens` is `StepBatch.num_accepted_tokens`, which is
         read with drafts only.
@@ -167,7 +169,7 @@ def find_states(t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens
     Returns
     -------
     tuple of int
-        The sizes of `StateStep`.
+        The sizes of `RecurrentStep`.
 
     Raises
     ------

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Level, PaddingRule, Shown
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Level, PaddingRule, ShownInExplain
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
-from vllm_npu_prep.prep.states import StateStep
+from vllm_npu_prep.prep.states import RecurrentStep
 
 if TYPE_CHECKING:
     from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FULL_MASK_CELLS = 4096
 """Masks up to this many cells are kept cell by cell, as in the JSON contract."""
 
-SHOWN = [line for line in STEP_ARRAYS.values() if Shown.BATCH in line.shown]
+SHOWN = [line for line in STEP_ARRAYS.values() if ShownInExplain.BATCH in line.shown]
 """Arrays of the step that ``explain`` shows. Other variables of a level follow from arrays."""
 
 GROUP_LEVEL = (
@@ -86,7 +86,7 @@ LATENT_LINES = tuple(
     line for line in STEP_ARRAYS.values() if line.level in (Level.PREFILL, Level.PIECE)
 )
 """Arrays of latent attention; records of other engines don't have them."""
-STATE_SCALARS = tuple(item.name for item in fields(StateStep))
+STATE_SCALARS = tuple(item.name for item in fields(RecurrentStep))
 _SIZES_OF_STATES = {"state_reqs", "token_state_groups", "counted_reqs"}
 OF_STATES = [line for line in STEP_ARRAYS.values() if _SIZES_OF_STATES & set(line.dims)]
 STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "state_groups")

@@ -32,7 +32,7 @@ from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.prep.states import StateStep
+from vllm_npu_prep.prep.states import RecurrentStep
 from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.records.contract import (
     LATENT_SCALARS,
@@ -277,7 +277,7 @@ class StepRecord:
         targets = arrays.variable_int64[: batch.num_targets]
         if len(targets):
             targets[:] = self._array("sampled_token_targets", targets)
-        shape, local, latent, states = layout.shape, LocalRequests(), LatentStep(), StateStep()
+        shape, local, latent, states = layout.shape, LocalRequests(), LatentStep(), RecurrentStep()
         if shape.local:
             num_local = len(arrays.chunk_local_seq_lens)
             most = num_local, layout.num_input_tokens, settings.max_model_len
@@ -294,7 +294,7 @@ class StepRecord:
         if shape.states:
             most_of_each = settings.num_reqs, layout.num_input_tokens, settings.num_reqs
             halves = zip(STATE_SCALARS, most_of_each)
-            states = StateStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
+            states = RecurrentStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
         state = self.attn_state
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")

@@ -24,7 +24,7 @@ from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.states import RecurrentGroups
 
 
 def _printable(text: str) -> str:
@@ -56,7 +56,7 @@ class LayerGroup(Strict):
     causal: bool = True
     # Most tokens of a decode, in a group with recurrent states (`vllm_npu_prep.prep.states`)
     state_threshold: Positive | None = None
-    state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `StateGroups.num_drafts`
+    state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `RecurrentGroups.num_drafts`
 
     @property
     def holds_states(self) -> bool:
@@ -217,11 +217,11 @@ class RecordSettings(Strict):
         )
 
     @property
-    def _states(self) -> StateGroups:
+    def _states(self) -> RecurrentGroups:
         found = {g.group: g for g in self.groups if g.holds_states}
         threshold = max((g.state_threshold or 1 for g in found.values()), default=1)
         drafts = max((g.state_drafts for g in found.values()), default=0)
-        return StateGroups(tuple(found), threshold, drafts)
+        return RecurrentGroups(tuple(found), threshold, drafts)
 
     @model_validator(mode="after")
     def _one_split(self) -> "RecordSettings":

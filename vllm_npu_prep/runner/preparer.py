@@ -10,12 +10,12 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
-from vllm_npu_prep.attention.context_parallel import find_context_shards
+from vllm_npu_prep.attention.context_parallel import find_dcp
 from vllm_npu_prep.attention.latent import find_latent_split
 from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local_groups
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import AscendMLAMetadataBuilder
-from vllm_npu_prep.attention.states import find_state_groups
+from vllm_npu_prep.attention.states import find_recurrent_groups
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
@@ -193,8 +193,8 @@ def make_tables(
         mrope_dims=mrope.num_dims,
         local=find_local_groups(attn_groups),
         latent=find_latent_split(builders),
-        states=find_state_groups(builders),
-        dcp=find_context_shards(vllm_config.parallel_config),
+        states=find_recurrent_groups(builders),
+        dcp=find_dcp(vllm_config.parallel_config),
         has_request_rows=has_request_rows,
     )
     return BatchTables(

@@ -10,7 +10,7 @@ import torch
 
 from vllm_npu_prep.attention.context_parallel import (
     Share,
-    merge_shares,
+    merge_partials,
     only_rows,
     own_of,
     rows_of,
@@ -265,7 +265,7 @@ def shared_contexts(dtype: torch.dtype, context: RowContext) -> Outcome:
         arguments = query, key, value, cache, rows, form.layer, share.output
         step.kernels.attend(*arguments, lse=share.lse)
         shares.append(only_rows(share, has_rows))
-    merged = merge_shares(shares)
+    merged = merge_partials(shares)
     second = compare(merged.lse, step.expected_lse(), f"softmax_lse of {form}", tolerance=2e-2)
     return worst_of([step.check_attention(merged.output), second], f"{form}, in three parts")
 

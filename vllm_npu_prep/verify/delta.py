@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
-from vllm_npu_prep.attention.states import StateMetadata
+from vllm_npu_prep.attention.states import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of
@@ -156,12 +156,12 @@ class DeltaStep:
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)
 
-    def _metadata(self) -> StateMetadata:
+    def _metadata(self) -> RecurrentMetadata:
         form, put, first = self.form, self._put, self.form.num_decodes
         starts = torch.tensor([0, *(new for _, new in form.lengths)]).cumsum(0).int()
         own = starts[first:] - starts[first]
         tokens = int(starts[-1])
-        metadata = StateMetadata(
+        metadata = RecurrentMetadata(
             AttentionState.ChunkedPrefill,
             put(self.source),
             put(self.target),

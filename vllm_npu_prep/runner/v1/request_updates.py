@@ -32,7 +32,7 @@ PLACEHOLDER = -1
 NO_DRAFTS: Sequence[int] = ()
 
 
-def put_drafts_first(
+def put_drafts_among_decodes(
     scheduler_output: "SchedulerOutput", batch: InputBatch, decode_threshold: int
 ) -> None:
     """Move requests that come with drafts to the end of the leading decodes.
@@ -79,9 +79,9 @@ class RequestUpdates:
     asynchronous
         True if a step is scheduled before the host knows the last one's samples (asynchronous
         scheduling).
-    states_are_read
+    request_states_are_read
         True if something reads ``num_computed_tokens`` of a `CachedRequestState` in every step, so
-        that updating the batch's tables is not enough (`states_are_read`).
+        that updating the batch's tables is not enough (`request_states_are_read`).
     tokens_are_sent
         True if the scheduler sends sampled tokens, which upstream appends: then all requests are
         left to upstream.
@@ -94,12 +94,12 @@ class RequestUpdates:
         *,
         num_spec_tokens: int = 0,
         asynchronous: bool = False,
-        states_are_read: bool = False,
+        request_states_are_read: bool = False,
         tokens_are_sent: bool = False,
     ) -> None:
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
         self.assumes_drafts = asynchronous and num_spec_tokens > 0
-        self.states_are_read = states_are_read or num_spec_tokens > 0
+        self.request_states_are_read = request_states_are_read or num_spec_tokens > 0
         self.tokens_are_sent = tokens_are_sent
         self._all_rows = np.arange(max_num_reqs)
         self._placeholders = [PLACEHOLDER] * max(1, num_spec_tokens)
@@ -161,7 +161,7 @@ class RequestUpdates:
         batch.num_computed_tokens_cpu[rows] = computed
         if blocks.count(None) != len(blocks):
             _append_blocks(req_ids, rows, blocks, batch, requests)
-        if not (self.states_are_read or num_prompt_logprobs):
+        if not (self.request_states_are_read or num_prompt_logprobs):
             return rest, None
         states = [requests[req_id] for req_id in req_ids]
         assumed = None
@@ -343,7 +343,7 @@ def _is_quiet(scheduler_output: "SchedulerOutput", batch: InputBatch) -> bool:
     )
 
 
-def states_are_read(vllm_config: VllmConfig) -> bool:
+def request_states_are_read(vllm_config: VllmConfig) -> bool:
     """Return whether `CachedRequestState` is read in every step.
 
     Drafters read it, and so do models with recurrent states.

@@ -52,11 +52,11 @@ from vllm_npu_prep.runner.v1.drafters import ExactLengths, make_drafter, share_b
 from vllm_npu_prep.runner.v1.inputs import ModelInputs
 from vllm_npu_prep.runner.v1.request_updates import (
     RequestUpdates,
-    put_drafts_first,
-    states_are_read,
+    put_drafts_among_decodes,
+    request_states_are_read,
 )
 from vllm_npu_prep.runner.v1.sampling import (
-    forget_thoughts,
+    drop_thinking_budgets,
     score_chosen_tokens,
     top_k_top_p_sampler,
 )
@@ -172,7 +172,7 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
             self.max_model_len,
             num_spec_tokens=self.num_spec_tokens,
             asynchronous=bool(self.use_async_scheduling),
-            states_are_read=states_are_read(vllm_config),
+            request_states_are_read=request_states_are_read(vllm_config),
             tokens_are_sent=vllm_config.parallel_config.pipeline_parallel_size > 1,
         )
         self.bookkeeping = Bookkeeping(
@@ -243,11 +243,11 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
         """Put requests that begin with drafts among the decodes, if there are recurrent states."""
-        forget_thoughts(self.input_batch)
+        drop_thinking_budgets(self.input_batch)
         super()._may_reorder_batch(scheduler_output)
         states = self.preparer.tables.shape.states
         if states and scheduler_output.scheduled_spec_decode_tokens:
-            put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)
+            put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)
 
     def _update_others(self, scheduler_output: SchedulerOutput) -> None:
         """Let upstream update requests, also those with prompts of embeddings, which have no ids.

@@ -112,7 +112,7 @@ def score_chosen_tokens(sampler: "Sampler", batch: "InputBatch") -> Iterator[Non
         batch.sampling_metadata = metadata
 
 
-def forget_thoughts(batch: "InputBatch") -> None:
+def drop_thinking_budgets(batch: "InputBatch") -> None:
     """Forget budgets of thinking tokens in rows that other requests have moved to.
 
     vLLM's V1 keeps the budget of a request that has left if the request that moves to its row has

@@ -7,7 +7,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu.lora_utils import LoraState
 
 
-class SlotAdapters(LoraState):
+class NPULoraState(LoraState):
     """The adapter of each request, by request row; a stand-in for upstream's ``LoraState``.
 
     Upstream turns a step's mapping into tuples and compares these. Here the mapping stays an array.

@@ -9,7 +9,7 @@ import torch
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 
 
-class SlotBlockTables:
+class NPUBlockTables:
     """The block tables of all KV-cache groups; a stand-in for upstream's ``BlockTables``.
 
     Upstream keeps the device's tables by request row and gathers the rows of the batch in each

@@ -13,7 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 
-class SlotValues:
+class RowValues:
     """A value per request row, written on the host; stands in for upstream's ``UvaBackedTensor``.
 
     Parameters
@@ -59,7 +59,7 @@ class SlotValues:
         return self.gpu if n is None else self.gpu[:n]
 
 
-class SlotRows:
+class StagedRows:
     """Values per request row on the device; stands in for upstream's ``StagedWriteTensor``.
 
     Writes are collected and sent together, with one copy and one launch. Memory is allocated by the

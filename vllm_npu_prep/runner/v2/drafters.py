@@ -15,21 +15,21 @@ from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.ops.drafting import copy_and_expand_eagle_inputs
 from vllm_npu_prep.runner.mtp_layers import warn_of_unused_layers
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.runner.v2.ngram import SlotNgramSpeculator
-from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
-from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
+from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
+from vllm_npu_prep.runner.v2.states import NPURequestState
 from vllm_npu_prep.runner.v2.verification import Accepted
 
 
-class SlotEagleSpeculator(SlotSpeculator, EagleSpeculator):
+class SlotEagleSpeculator(NPUSpeculator, EagleSpeculator):
     """A drafter that is an EAGLE or EAGLE-3 head."""
 
 
-class SlotMTPSpeculator(SlotSpeculator, MTPSpeculator):
+class SlotMTPSpeculator(NPUSpeculator, MTPSpeculator):
     """A drafter that is the model's own MTP layer; of several, the first, as in the V1 runner."""
 
 
-class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type: ignore[misc]
+class SlotDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: ignore[misc]
     """A drafter that is a separate model with its own KV cache; it reads only tokens of the target.
 
     Its first pass has one row more for each request than the step has tokens: the accepted tokens
@@ -117,8 +117,8 @@ class SlotDraftModelSpeculator(SlotSpeculator, StandaloneARSpeculator):  # type:
 
 
 def make_speculator(
-    vllm_config: VllmConfig, device: torch.device, states: SlotStates
-) -> SlotSpeculator | SlotNgramSpeculator:
+    vllm_config: VllmConfig, device: torch.device, states: NPURequestState
+) -> NPUSpeculator | NPUNgramSpeculator:
     """Make the engine's drafter from upstream's arguments.
 
     Methods that are not supported here have been refused at start-up.
@@ -126,8 +126,8 @@ def make_speculator(
     config = vllm_config.speculative_config
     assert config is not None
     if config.method == "ngram":
-        return SlotNgramSpeculator(vllm_config, device, states)
-    kinds: dict[str | None, type[SlotSpeculator]] = {
+        return NPUNgramSpeculator(vllm_config, device, states)
+    kinds: dict[str | None, type[NPUSpeculator]] = {
         "mtp": SlotMTPSpeculator,
         "draft_model": SlotDraftModelSpeculator,
     }

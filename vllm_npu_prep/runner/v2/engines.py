@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.dp_utils import DPSyncState, dispatch_cg_and_sync_dp
 
 
-class SharedDecisions:
+class DPDecisions:
     """Decides with the other data-parallel ranks which graph a step replays, once per step.
 
     Upstream agrees after it has gathered a step's numbers and before it prepares the inputs. Here

@@ -5,7 +5,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.states import NPURequestState
 
 
 def reads_tokens(params: SamplingParams | None) -> bool:
@@ -22,7 +22,7 @@ def reads_tokens(params: SamplingParams | None) -> bool:
 
 def note_samples(
     sampler: Sampler,
-    states: SlotStates,
+    states: NPURequestState,
     batch: InputBatch,
     sampled: torch.Tensor,  # [num_reqs, width] int64, -1 after a request's last token
     discard: torch.Tensor,  # [num_reqs] bool

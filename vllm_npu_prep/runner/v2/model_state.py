@@ -13,8 +13,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kv_cache import encoder_only_groups
-from vllm_npu_prep.runner.v2.prompt_embeds import SlotPromptEmbeds
-from vllm_npu_prep.runner.v2.rope import SlotRope
+from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState
+from vllm_npu_prep.runner.v2.rope import NPURopeState
 
 
 class PreparedModelState(DefaultModelState):
@@ -31,8 +31,8 @@ class PreparedModelState(DefaultModelState):
         dummy runs.
     """
 
-    rope_state: SlotRope | None
-    prompt_embeds_state: SlotPromptEmbeds | None  # type: ignore[assignment]
+    rope_state: NPURopeState | None
+    prompt_embeds_state: NPUPromptEmbedsState | None  # type: ignore[assignment]
     metadata: dict[str, Any] | None = None
     positions: torch.Tensor | None = None
     encoder_attn_groups: Sequence[AttentionGroup] = ()

@@ -6,22 +6,24 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.states import NPURequestState
 from vllm_npu_prep.runner.v2.verification import Accepted
 
 
-class SlotNgramSpeculator(BaseSpeculator):
+class NPUNgramSpeculator(BaseSpeculator):
     """Drafts the tokens that followed the last tokens when these occurred before.
 
     It stands in for upstream's ``NgramGPUSpeculator``, which launches two Triton kernels. Tokens
     stay on the device, and the host waits for nothing. `states` have to keep all tokens there
-    (`SlotStates.keeps_all_tokens`).
+    (`NPURequestState.keeps_all_tokens`).
     """
 
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, states: SlotStates) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, states: NPURequestState
+    ) -> None:
         config = vllm_config.speculative_config
         assert config is not None
         assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
@@ -45,8 +47,8 @@ class SlotNgramSpeculator(BaseSpeculator):
     def draft(self, idx_mapping: torch.Tensor, accepted: Accepted, most_known: int) -> torch.Tensor:
         """Draft tokens, int32 ``[num_reqs, num_speculative_tokens]``, after a step's samples.
 
-        `SlotStates` has the samples already. `idx_mapping`, int64 ``[num_reqs]``, are request rows.
-        No request has more than `most_known` tokens, so later columns are not read.
+        `NPURequestState` has the samples already. `idx_mapping`, int64 ``[num_reqs]``, are request
+        rows. No request has more than `most_known` tokens, so later columns are not read.
         """
         tokens = self._states.all_token_ids.gpu[:, :most_known].index_select(0, idx_mapping)
         lengths = self._states.total_len.gpu.index_select(0, idx_mapping)

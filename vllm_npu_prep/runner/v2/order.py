@@ -6,7 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.states import NPURequestState
 
 
 class BatchOrder:
@@ -60,12 +60,12 @@ class BatchOrder:
 
 
 def batch_of_step(
-    order: BatchOrder, states: SlotStates, scheduler_output: SchedulerOutput
+    order: BatchOrder, states: NPURequestState, scheduler_output: SchedulerOutput
 ) -> BatchReqState:
     """Return what upstream's code reads of a step's requests, in the order of the batch."""
     num_scheduled = scheduler_output.num_scheduled_tokens
     req_ids = order.of_step(num_scheduled)
-    slots = states.slots_of(req_ids)  # a request may come back in another request row
+    slots = states.rows_of(req_ids)  # a request may come back in another request row
     counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
     prefill = states.prefill_len.np[slots]
     computed = states.num_computed_prefill_tokens[slots]

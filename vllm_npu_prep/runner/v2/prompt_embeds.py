@@ -12,7 +12,7 @@ from vllm_npu_prep.prep.embeds import reads_prompt
 from vllm_npu_prep.runner.prompt_embeds import PromptEmbeds
 
 
-class SlotPromptEmbeds:
+class NPUPromptEmbedsState:
     """The embeddings of prompts; a stand-in for upstream's ``PromptEmbedsState``.
 
     Upstream keeps them on the device, and a Triton kernel finds them by pointers in each step. Here
@@ -48,7 +48,7 @@ class SlotPromptEmbeds:
 
         The step is not copied to the device yet. `slots`, int ``[num_reqs]``, are the request rows
         in the order of the batch; `is_token_ids` is the array of
-        `vllm_npu_prep.runner.v2.states.SlotStates`.
+        `vllm_npu_prep.runner.v2.states.NPURequestState`.
         """
         self._of_step = None
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._prompts]

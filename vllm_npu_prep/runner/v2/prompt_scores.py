@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from vllm_npu_prep.runner.lora import score_prompts
-from vllm_npu_prep.runner.v2.adapters import SlotAdapters
-from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.adapters import NPULoraState
+from vllm_npu_prep.runner.v2.states import NPURequestState
 
 
 class PromptScores(NamedTuple):
@@ -31,7 +31,7 @@ def wants_scores(worker: PromptLogprobsWorker, batch: InputBatch) -> bool:
 
 def score_step(
     worker: PromptLogprobsWorker,
-    states: SlotStates,
+    states: NPURequestState,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     hidden_states: torch.Tensor,  # [num_tokens or more, hidden_size]
     batch: InputBatch,
@@ -52,7 +52,7 @@ def score_step(
 
 def score_with_adapters(
     manager: LRUCacheWorkerLoRAManager,
-    adapters: SlotAdapters,
+    adapters: NPULoraState,
     worker: PromptLogprobsWorker,
     batch: InputBatch,
     score: Callable[[], PromptScores],

@@ -17,7 +17,7 @@ class Rotation(NamedTuple):
     mrope_position_delta: int  # for later tokens: the position minus the index in the sequence
 
 
-class SlotRope(RopeState):
+class NPURopeState(RopeState):
     """M-RoPE positions by request row; a stand-in for upstream's ``RopeState``.
 
     Upstream keeps positions of whole prompts in memory that host and device share, and a Triton

@@ -45,34 +45,34 @@ from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.runner.v2.adapters import SlotAdapters
-from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables
-from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.adapters import NPULoraState
+from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
+from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
 from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.drawing import Requests
-from vllm_npu_prep.runner.v2.engines import SharedDecisions
+from vllm_npu_prep.runner.v2.engines import DPDecisions
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
 from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
-from vllm_npu_prep.runner.v2.ngram import SlotNgramSpeculator
+from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
 from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
 from vllm_npu_prep.runner.v2.output import DraftsOfStep, PooledOutput, StepOutput
-from vllm_npu_prep.runner.v2.prompt_embeds import SlotPromptEmbeds, ids_of
+from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState, ids_of
 from vllm_npu_prep.runner.v2.prompt_scores import (
     PromptScores,
     score_step,
     score_with_adapters,
     wants_scores,
 )
-from vllm_npu_prep.runner.v2.rope import Rotations, SlotRope
-from vllm_npu_prep.runner.v2.sampler import SlotSampler
-from vllm_npu_prep.runner.v2.speculator import SlotSpeculator
-from vllm_npu_prep.runner.v2.stages import ToldByScheduler
-from vllm_npu_prep.runner.v2.states import Found, SlotStates
+from vllm_npu_prep.runner.v2.rope import NPURopeState, Rotations
+from vllm_npu_prep.runner.v2.sampler import NPUSampler
+from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
+from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
+from vllm_npu_prep.runner.v2.states import Found, NPURequestState
 from vllm_npu_prep.runner.v2.step_inputs import StepInputs
-from vllm_npu_prep.runner.v2.thinking import SlotThinkingBudget
-from vllm_npu_prep.runner.v2.verification import Accepted, SlotRejectionSampler, count_accepted
-from vllm_npu_prep.runner.v2.watched import WatchedBatch
+from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
+from vllm_npu_prep.runner.v2.verification import Accepted, NPURejectionSampler, count_accepted
+from vllm_npu_prep.runner.v2.watched import CheckedBatch
 
 
 class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
@@ -103,19 +103,19 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     ==========================  ==================================================================
     attribute                   owner
     ==========================  ==================================================================
-    req_states                  `SlotStates`: tokens and counts by row, and the last samples, from
-                                which steps continue on the device
-    block_tables                `SlotBlockTables`: by row on the host, in the order of the batch on
+    req_states                  `NPURequestState`: tokens and counts by row, and the last samples,
+                                from which steps continue on the device
+    block_tables                `NPUBlockTables`: by row on the host, in the order of the batch on
                                 the device
     order                       `BatchOrder`: requests stay in their places in the batch
     model_state                 `PreparedModelState`: metadata and M-RoPE positions of the step
-    lora_state                  `SlotAdapters`: adapters by row
-    sampler                     `SlotSampler`, and `SlotRejectionSampler` where drafts are verified
-    speculator                  `SlotSpeculator` or `SlotNgramSpeculator`
+    lora_state                  `NPULoraState`: adapters by row
+    sampler                     `NPUSampler`, and `NPURejectionSampler` where drafts are verified
+    speculator                  `NPUSpeculator` or `NPUNgramSpeculator`
     draft_tokens_handler        `DraftsOfStep`: drafts for the scheduler
     cudagraph_manager           `GraphManager`: upstream's choice of graphs, our capture and replay
     inputs                      `StepInputs`: views of a step's arrays as upstream's code reads them
-    input_batch                 `WatchedBatch`: what checks and records read of the batch
+    input_batch                 `CheckedBatch`: what checks and records read of the batch
     ==========================  ==================================================================
 
     Parameters
@@ -126,15 +126,15 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         The same device by this plugin's interface.
     """
 
-    req_states: SlotStates  # type: ignore[assignment]
+    req_states: NPURequestState  # type: ignore[assignment]
     draft_tokens_handler: DraftsOfStep  # type: ignore[assignment]
-    block_tables: SlotBlockTables  # type: ignore[assignment]
+    block_tables: NPUBlockTables  # type: ignore[assignment]
     model_state: PreparedModelState
-    lora_state: SlotAdapters
+    lora_state: NPULoraState
     cudagraph_manager: GraphManager  # as the next one, set by `initialize_kv_cache`
     order: BatchOrder
     requests: Rotations  # what checks read of models with M-RoPE
-    shared_decisions: SharedDecisions | None  # with data-parallel ranks that share experts
+    dp_decisions: DPDecisions | None  # with data-parallel ranks that share experts
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
@@ -151,12 +151,12 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             num_drafts or vllm_config.scheduler_config.async_scheduling
         )
         self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
-        self.input_batch = WatchedBatch(self.req_states)
+        self.input_batch = CheckedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
         self._checks_fully = parse_config(vllm_config.additional_config).check == "full"
         self.cache_memory = prep_device
         parallel = vllm_config.parallel_config
-        self.shared_decisions = SharedDecisions(parallel) if self.dp_size > 1 else None
+        self.dp_decisions = DPDecisions(parallel) if self.dp_size > 1 else None
         self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(parallel.use_all2all))
         self.accepted = AcceptedTokens(self.max_num_reqs)
         self.padding = StepPadding(
@@ -170,24 +170,24 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     def _stand_ins(device: torch.device) -> Any:
         """Put this plugin's classes under the names by which upstream makes its parts."""
 
-        def slot_values(*args: Any, **kwargs: Any) -> SlotValues:
-            return SlotValues(device, *args, **kwargs)
+        def slot_values(*args: Any, **kwargs: Any) -> RowValues:
+            return RowValues(device, *args, **kwargs)
 
         return v2.stand_ins(
-            RequestState=SlotStates,
-            RopeState=SlotRope,
-            BlockTables=SlotBlockTables,
-            Sampler=SlotSampler,
+            RequestState=NPURequestState,
+            RopeState=NPURopeState,
+            BlockTables=NPUBlockTables,
+            Sampler=NPUSampler,
             UvaBackedTensor=slot_values,
-            StagedWriteTensor=SlotRows,
-            LoraState=SlotAdapters,
+            StagedWriteTensor=StagedRows,
+            LoraState=NPULoraState,
             init_model_state=make_model_state,
             init_speculator=make_speculator,
-            RejectionSampler=SlotRejectionSampler,
+            RejectionSampler=NPURejectionSampler,
             DraftTokensHandler=DraftsOfStep,
-            PPHandler=ToldByScheduler,
-            PromptEmbedsState=SlotPromptEmbeds,
-            ThinkingBudgetState=SlotThinkingBudget,
+            PPHandler=SchedulerPPHandler,
+            PromptEmbedsState=NPUPromptEmbedsState,
+            ThinkingBudgetState=NPUThinkingBudgetState,
         )
 
     # ----------------------------------------------------------------- requests
@@ -213,13 +213,13 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self.req_states.have_ids = embedded = ids_of(arrived)
         super().add_requests(scheduler_output)
         if embedded and self.prompt_logprobs_worker is not None:  # no ids, no log-probabilities
-            slots = self.req_states.slots_of(list(embedded))
+            slots = self.req_states.rows_of(list(embedded))
             self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
-            slots = self.req_states.slots_of(cached.req_ids)
+            slots = self.req_states.rows_of(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
@@ -243,8 +243,8 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's method; end the step in flight if it fails or leaves nothing to sample."""
         decisions: Any = contextlib.nullcontext()
-        if self.shared_decisions is not None:
-            decisions = v2.decisions_by(self.shared_decisions.take)
+        if self.dp_decisions is not None:
+            decisions = v2.decisions_by(self.dp_decisions.take)
         try:
             with decisions:
                 return super().execute_model(*args, **kwargs)
@@ -352,7 +352,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
 
     def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
         del batch  # upstream's choice depends on the counts alone
-        return self.cudagraph_manager.ask(counts, self.shared_decisions)
+        return self.cudagraph_manager.ask(counts, self.dp_decisions)
 
     def prepare_inputs(
         self,
@@ -474,10 +474,10 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
         """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
         assert self.in_flight is not None
-        if isinstance(self.speculator, SlotNgramSpeculator):
+        if isinstance(self.speculator, NPUNgramSpeculator):
             most_known = min(self.in_flight.step.max_seq_len + 1, self.max_model_len)
             return self.speculator.draft(state.input_batch.idx_mapping, accepted, most_known)
-        assert isinstance(self.speculator, SlotSpeculator) and self.sampler is not None
+        assert isinstance(self.speculator, NPUSpeculator) and self.sampler is not None
         batch, drawn = state.input_batch, None
         if self.speculator.draft_logits is not None:
             drawn = Requests(
@@ -625,7 +625,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self.prep_device.synchronize()
         self._forward(in_flight, cudagraph_runtime_mode, desc)
         is_in_pieces = cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-        if is_in_pieces and isinstance(self.speculator, SlotSpeculator):
+        if is_in_pieces and isinstance(self.speculator, NPUSpeculator):
             self.speculator.capture_pass(desc.num_tokens)
 
     @torch.inference_mode()
@@ -635,7 +635,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         with self.maybe_setup_dummy_loras(self.lora_config):
             capture_one = self.cudagraph_manager.measured(self._capture)
             taken = self._capture_graphs(capture_one, freeze_gc_for_cudagraph_capture)
-        if isinstance(self.speculator, SlotSpeculator):
+        if isinstance(self.speculator, NPUSpeculator):
             pieces = self.cudagraph_manager.cudagraph_keys.get(CUDAGraphMode.PIECEWISE, ())
             self.speculator.use_graphs({each.num_tokens for each in pieces})
         return taken
@@ -661,9 +661,9 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             self.req_states.keeps_all_tokens = True
         self._replace_layers(self.get_model(), self.speculator)
 
-    def _make_block_tables(self, *args: Any, **kwargs: Any) -> SlotBlockTables:
+    def _make_block_tables(self, *args: Any, **kwargs: Any) -> NPUBlockTables:
         kwargs["blocks_per_chunk"] = find_local_groups(self.attn_groups).blocks_per_chunk
-        return SlotBlockTables(*args, **kwargs)
+        return NPUBlockTables(*args, **kwargs)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -712,7 +712,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             max_num_tokens=self.max_num_tokens,
             pin_memory=is_pin_memory_available(),
         )
-        if isinstance(self.speculator, SlotSpeculator):
+        if isinstance(self.speculator, NPUSpeculator):
             self.speculator.follow(builders, blocks)
         assert isinstance(self.kv_cache_dtype, torch.dtype)
         is_profiling = bool(kwargs.get("is_profiling"))

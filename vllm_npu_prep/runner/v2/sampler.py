@@ -15,7 +15,7 @@ from vllm_npu_prep.ops.slot_rejection import verify_drawn_drafts
 from vllm_npu_prep.runner.v2.drawing import Requests, draw, uniform
 
 
-class DrawnDrafts(NamedTuple):
+class SampledDrafts(NamedTuple):
     """Drafts of a step that were drawn at random, and the logits that they were drawn from.
 
     Attributes
@@ -33,7 +33,7 @@ class DrawnDrafts(NamedTuple):
     logits: torch.Tensor
 
 
-class SlotSampler(Sampler):
+class NPUSampler(Sampler):
     """Upstream's sampler, over upstream's states of sampling parameters.
 
     A greedy step is one launch, an argmax. Requests without a seed draw from torch's generator.
@@ -43,7 +43,7 @@ class SlotSampler(Sampler):
     """
 
     def __call__(
-        self, logits: torch.Tensor, input_batch: InputBatch, drafts: DrawnDrafts | None = None
+        self, logits: torch.Tensor, input_batch: InputBatch, drafts: SampledDrafts | None = None
     ) -> SamplerOutput:
         """Sample a token for each row of logits.
 
@@ -135,7 +135,7 @@ class SlotSampler(Sampler):
 
     @staticmethod
     def _verified(
-        logits: torch.Tensor, input_batch: InputBatch, requests: Requests, drafts: DrawnDrafts
+        logits: torch.Tensor, input_batch: InputBatch, requests: Requests, drafts: SampledDrafts
     ) -> torch.Tensor:
         """Return the draft of each row if it is accepted, else the token in its place,
         ``[num_logits]``."""

@@ -25,13 +25,13 @@ from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
 from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.runner.v2.block_tables import SlotBlockTables
+from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, PassSize
 from vllm_npu_prep.runner.v2.drawing import Requests, draw_drafts
 from vllm_npu_prep.runner.v2.verification import Accepted
 
 
-class SlotSpeculator(TargetDependentARSpeculator):
+class NPUSpeculator(TargetDependentARSpeculator):
     """A drafter that is a model, with one pass per draft; here it reads the target's hidden states.
 
     Attributes
@@ -45,7 +45,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
 
     builders: Builders = ()
     reads_target = True
-    block_tables: SlotBlockTables  # type: ignore[assignment]
+    block_tables: NPUBlockTables  # type: ignore[assignment]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -98,7 +98,7 @@ class SlotSpeculator(TargetDependentARSpeculator):
         super().load_model(target_model)
         self.passes.model, self.passes.layers = self.model, self.draft_attn_layer_names
 
-    def follow(self, builders: Builders, block_tables: SlotBlockTables) -> None:
+    def follow(self, builders: Builders, block_tables: NPUBlockTables) -> None:
         """Use the builders and tables of steps; layers with the same window share a builder."""
         self.block_tables = block_tables
         own = self.draft_attn_layer_names

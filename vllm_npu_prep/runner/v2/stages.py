@@ -3,7 +3,7 @@
 from typing import Any
 
 
-class ToldByScheduler:
+class SchedulerPPHandler:
     """Stands in for upstream's ``PPHandler``, by which the last stage sends samples to the others.
 
     Pipeline stages are scheduled synchronously here: the next step of a request is scheduled when

@@ -9,14 +9,14 @@ import torch
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.layout import targets_per_row
-from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
+from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
 
 UNKNOWN_TOKEN = -1
 """Marks a token whose id is not known: in the host's table, a sample that only the device has; in
 the device's table, a position of a prompt that is given as an embedding."""
 
 
-class SlotStates:
+class NPURequestState:
     """What is known of each request, by request row; a stand-in for upstream's ``RequestState``.
 
     A request gets a row when it arrives and keeps it until it is finished or preempted. Upstream
@@ -73,14 +73,14 @@ class SlotStates:
         self.free_indices = list(range(max_num_reqs))
         self.token_ids = np.full((max_num_reqs, max_model_len), UNKNOWN_TOKEN, np.int32)
         self.num_tokens = np.zeros(max_num_reqs, np.int32)
-        self.prompt_len = SlotValues(device, max_num_reqs, torch.int32)
-        self.prefill_len = SlotValues(device, max_num_reqs, torch.int32)
-        self.num_computed_tokens = SlotValues(device, max_num_reqs, torch.int32)
+        self.prompt_len = RowValues(device, max_num_reqs, torch.int32)
+        self.prefill_len = RowValues(device, max_num_reqs, torch.int32)
+        self.num_computed_tokens = RowValues(device, max_num_reqs, torch.int32)
         self.num_computed_tokens_np = self.num_computed_tokens.np
         self.num_computed_prefill_tokens = np.zeros(max_num_reqs, np.int32)
         self.max_seq_len = np.zeros(max_num_reqs, np.int32)
-        self.all_token_ids = SlotRows((max_num_reqs, max_model_len), torch.int32, device)
-        self.total_len = SlotRows(max_num_reqs, torch.int32, device)
+        self.all_token_ids = StagedRows((max_num_reqs, max_model_len), torch.int32, device)
+        self.total_len = StagedRows(max_num_reqs, torch.int32, device)
         self.read_on_device: set[str] = set()
         self.keeps_all_tokens = use_dense_all_token_ids
         self.have_ids: dict[str, Sequence[bool]] = {}
@@ -98,7 +98,7 @@ class SlotStates:
     def num_reqs(self) -> int:
         return len(self.req_id_to_index)
 
-    def slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
+    def rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
         """Return the request rows of requests, int64 ``[len(req_ids)]``."""
         return np.fromiter(map(self.req_id_to_index.__getitem__, req_ids), np.intp, len(req_ids))
 

@@ -7,22 +7,22 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
 from vllm_npu_prep.ops.thinking import Markers, end_thinking, note_markers
-from vllm_npu_prep.runner.v2.buffers import SlotRows, SlotValues
-from vllm_npu_prep.runner.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
+from vllm_npu_prep.runner.v2.states import NPURequestState
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig
 
 
-class SlotThinkingBudget(ThinkingBudgetState):
+class NPUThinkingBudgetState(ThinkingBudgetState):
     """Upstream's state without Triton: it counts on the device, where samples and drafts are.
 
     So no step waits for the host, neither asynchronous steps nor steps with drafts. The host finds
     the markers in the tokens with which a request arrives, because it knows these.
     """
 
-    req_states: SlotStates  # type: ignore[assignment]
-    thinking_token_budget: SlotValues  # type: ignore[assignment]
+    req_states: NPURequestState  # type: ignore[assignment]
+    thinking_token_budget: RowValues  # type: ignore[assignment]
 
     def __init__(self, req_states: Any, reasoning_config: "ReasoningConfig | None") -> None:
         super().__init__(req_states, reasoning_config)
@@ -35,7 +35,7 @@ class SlotThinkingBudget(ThinkingBudgetState):
             reasoning_config.reasoning_end_token_ids or (),
         )
         # [max_num_reqs, 2] int32: places of each request's last start and last end
-        self._last = SlotRows((req_states.max_num_reqs, 2), torch.int32, req_states.device)
+        self._last = StagedRows((req_states.max_num_reqs, 2), torch.int32, req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         has_budget: bool = super().add_request(req_idx, sampling_params)

@@ -12,7 +12,7 @@ from vllm_npu_prep.device.staging import DeviceArrays
 from vllm_npu_prep.ops.drafting import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
 from vllm_npu_prep.ops.rejection import lengths_of, rows_until_rejected
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.runner.v2.sampler import DrawnDrafts, SlotSampler
+from vllm_npu_prep.runner.v2.sampler import NPUSampler, SampledDrafts
 
 
 class VerifiedBatch(InputBatch):
@@ -83,7 +83,7 @@ class VerifiedBatch(InputBatch):
     ) -> None: ...  # upstream's constructor assigns it; it is computed
 
 
-class SlotRejectionSampler(RejectionSampler):
+class NPURejectionSampler(RejectionSampler):
     """Verifies drafts; a stand-in for upstream's sampler, which launches five Triton kernels.
 
     A token is drawn from every row of logits, and drafts are accepted as long as they equal the
@@ -102,11 +102,11 @@ class SlotRejectionSampler(RejectionSampler):
     start-up.
     """
 
-    sampler: SlotSampler
+    sampler: NPUSampler
 
     def __init__(
         self,
-        sampler: SlotSampler,
+        sampler: NPUSampler,
         spec_config: SpeculativeConfig,
         device: torch.device,
         *,
@@ -150,7 +150,7 @@ class SlotRejectionSampler(RejectionSampler):
         if draft_logits is not None:
             if is_forbidden is not None:
                 draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)
-            drawn_drafts = DrawnDrafts(draft_token_ids, targets.long(), draft_logits)
+            drawn_drafts = SampledDrafts(draft_token_ids, targets.long(), draft_logits)
         output = self.sampler(logits, input_batch, drawn_drafts)
         drawn = output.sampled_token_ids[:, 0]
         tokens = drawn[targets]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import Found, SlotStates
+from vllm_npu_prep.runner.v2.states import Found, NPURequestState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ NOBODY = ""
 """Stands for a request whose sample was discarded."""
 
 
-class WatchedBatch:
+class CheckedBatch:
     """The batch of the step in flight.
 
     Attributes
@@ -26,7 +26,7 @@ class WatchedBatch:
 
     now: tuple[BatchReqState, Found]
 
-    def __init__(self, states: SlotStates) -> None:
+    def __init__(self, states: NPURequestState) -> None:
         self._states = states
         self._sampled: list[str] = []  # request of each row of samples, in the full check
 

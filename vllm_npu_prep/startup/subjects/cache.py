@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import CONNECTOR, HYBRID, STORED, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
@@ -35,7 +35,7 @@ def connector_module(transfer: "KVTransferConfig") -> str | None:
         return None
 
 
-def _brings_its_code(asked: Asked) -> bool:
+def _brings_its_code(asked: RequestedEngine) -> bool:
     """Tell whether the connector is the user's own."""
     assert asked.transfer is not None
     module = connector_module(asked.transfer)
@@ -45,7 +45,7 @@ def _brings_its_code(asked: Asked) -> bool:
     )
 
 
-def _is_known(asked: Asked) -> bool:
+def _is_known(asked: RequestedEngine) -> bool:
     """Tell whether the kernel family has this connector, and the code is ours."""
     transfer = asked.transfer
     return (
@@ -55,29 +55,29 @@ def _is_known(asked: Asked) -> bool:
     )
 
 
-def _is(asked: Asked, connector: str) -> bool:
+def _is(asked: RequestedEngine, connector: str) -> bool:
     transfer = asked.transfer
     return transfer is not None and transfer.kv_connector == connector and _is_known(asked)
 
 
-def _knows_several_groups(asked: Asked) -> bool:
+def _knows_several_groups(asked: RequestedEngine) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     assert asked.transfer is not None
     return bool(KVConnectorFactory.supports_hma_config(asked.transfer))
 
 
-def _has_no_folder(asked: Asked) -> bool:
+def _has_no_folder(asked: RequestedEngine) -> bool:
     transfer = asked.transfer
     return transfer is not None and "shared_storage_path" not in transfer.kv_connector_extra_config
 
 
-def _extra(asked: Asked, key: str) -> object:
+def _extra(asked: RequestedEngine, key: str) -> object:
     assert asked.transfer is not None
     return asked.transfer.kv_connector_extra_config.get(key)
 
 
-def _words(asked: Asked) -> dict[str, object]:
+def _words(asked: RequestedEngine) -> dict[str, object]:
     assert asked.transfer is not None
     return {
         "name": asked.transfer.kv_connector,

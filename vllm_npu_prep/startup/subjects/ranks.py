@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.compat.releases import ray_compiles_graphs
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.ranks import ranks_on_host
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
     EXPERTS,
     NGRAM,
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 
-def _parallel(asked: Asked) -> "ParallelConfig":
+def _parallel(asked: RequestedEngine) -> "ParallelConfig":
     return asked.config.parallel_config
 
 
-def _lack_devices(asked: Asked) -> bool:
+def _lack_devices(asked: RequestedEngine) -> bool:
     """Tell whether ranks would have to share a device, which only those on the CPU can.
 
     Ray counts the devices of its nodes itself.
@@ -35,11 +35,11 @@ def _lack_devices(asked: Asked) -> bool:
     return too_many and not _parallel(asked).use_ray
 
 
-def _ray_compiles_graphs(asked: Asked) -> bool:
+def _ray_compiles_graphs(asked: RequestedEngine) -> bool:
     return _parallel(asked).use_ray and ray_compiles_graphs()
 
 
-def _sees_parts_of_contexts(asked: Asked) -> bool:
+def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
     text, kinds = asked.text, asked.layer_types
     return bool(
         kinds - {"full_attention"}
@@ -50,7 +50,7 @@ def _sees_parts_of_contexts(asked: Asked) -> bool:
     )
 
 
-def _has_untried_beside(asked: Asked) -> bool:
+def _has_untried_beside(asked: RequestedEngine) -> bool:
     parallel = _parallel(asked)
     return bool(
         parallel.pipeline_parallel_size > 1

@@ -6,12 +6,12 @@ import torch
 
 from vllm_npu_prep.attention.families import ATB
 from vllm_npu_prep.config import SECTION
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import DRAFTS, HYBRID, NGRAM, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.attention.state_pages import StatePage
+    from vllm_npu_prep.attention.state_pages import RecurrentStatePage
 
 MOST_HEADS = 64
 """The most value heads of a rank that ``npu_chunk_gated_delta_rule`` takes."""
@@ -26,17 +26,17 @@ WITH_STATES = ("mtp", "ngram")
 """Methods whose drafts were verified over recurrent states."""
 
 
-def _on_npus(asked: Asked) -> bool:
+def _on_npus(asked: RequestedEngine) -> bool:
     return asked.family.device_type == "npu"
 
 
-def _heads_fit(asked: Asked) -> bool:
+def _heads_fit(asked: RequestedEngine) -> bool:
     text, ranks = asked.text, asked.config.parallel_config.tensor_parallel_size
     sizes = {text.linear_key_head_dim, text.linear_value_head_dim}
     return sizes == {HEAD_SIZE} and text.linear_num_value_heads <= MOST_HEADS * ranks
 
 
-def _page(asked: Asked) -> "StatePage":
+def _page(asked: RequestedEngine) -> "RecurrentStatePage":
     from vllm_npu_prep.attention.state_pages import find_state_page
 
     page = find_state_page(asked.config)
@@ -44,7 +44,7 @@ def _page(asked: Asked) -> "StatePage":
     return page
 
 
-def _page_words(asked: Asked) -> dict[str, object]:
+def _page_words(asked: RequestedEngine) -> dict[str, object]:
     page = _page(asked)
     tokens = 2 * max(page.parts) / page.token_bytes
     fitting = [size for size in range(16, 129, 16) if tokens % size == 0]
@@ -202,7 +202,7 @@ STATES = (
 )
 
 
-def _has_states(asked: Asked) -> bool:
+def _has_states(asked: RequestedEngine) -> bool:
     return asked.has_states
 
 
