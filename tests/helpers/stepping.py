@@ -116,17 +116,37 @@ def prepare(runner: Any, output: SchedulerOutput) -> dict[str, Any]:
         }
 
 
-def bookkeep(runner: Any, output: SchedulerOutput, tokens: dict[str, int]) -> list[list[int]]:
+def bookkeep(
+    runner: Any,
+    output: SchedulerOutput,
+    tokens: dict[str, int] | dict[str, list[int]],
+    drafts: torch.Tensor | None = None,
+) -> list[list[int]]:
     """Let the runner book sampled tokens as if its sampler had chosen `tokens`.
 
-    Returns those that count, for each request of the batch; none under asynchronous scheduling.
+    With `drafts`, int32 ``[num_reqs, num_drafts]``, as if a drafter on the device had made them.
+
+    Returns
+    -------
+    list
+        The tokens that count, for each request of the batch; empty under async scheduling.
     """
-    rows = [[tokens[req_id]] for req_id in runner.input_batch.req_ids]
-    sampled = torch.tensor(rows, dtype=torch.int32)
+    rows = [tokens[req_id] for req_id in runner.input_batch.req_ids]
+    rows = [row if isinstance(row, list) else [row] for row in rows]
+    width = max(map(len, rows))
+    sampled = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
     total = output.total_num_scheduled_tokens
     with torch.inference_mode():
         if runner.use_async_scheduling:
             runner.input_batch.prev_sampled_token_ids = None  # as `sample_tokens` does
+        if drafts is not None:
+            batch, discarded = runner.input_batch, runner.discard_request_mask.gpu
+            counted = runner.drafter.prepare_next_token_ids_padded(
+                sampled, runner.requests, batch, discarded
+            )
+            runner._copy_valid_sampled_token_count(*counted)
+            runner._draft_token_ids = drafts
+            runner._copy_draft_token_ids_to_cpu(output)
         *_, valid, _, _, _, _ = runner._bookkeeping_sync(
             output,
             SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None),

@@ -286,7 +286,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             self.causal,
             padding.mode is GraphMode.FULL,
         )
-        if self.shards:
+        if self.shards.world_size > 1:
             metadata.shared = self._share(metadata, staged)
         return metadata
 

@@ -174,7 +174,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
                 for each in (staged.np, staged.device)
             )
             metadata.halves = split_metadata(metadata, latent.num_decodes, host, device)
-        if self.shards:
+        if self.shards.world_size > 1:
             share_halves(metadata, self.shards, staged)
         return metadata
 

@@ -60,7 +60,8 @@ class StepCheck:
             Names the rule, the request, the token, what was given and what is allowed.
         """
         step = runner.in_flight.step
-        if step.rule == Rule.HOLDS and not step.shape.local and not step.shape.states:
+        shape = step.batch.tables.shape
+        if step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups:
             return  # virtual requests and states are written after that pass
         limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
         fault = find_fault(step, limits)

@@ -317,6 +317,8 @@ def prepare_step(
         attn_state = captured_state(padding.decode_query_len)
     else:
         attn_state = attention_state(flags, tables.chunked_prefill)
+    # Attributes, because to ask whether an object is true calls a function of Python
+    has_local, has_latent = shape.local.groups, shape.latent.max_model_len
     return PreparedStep(
         batch,
         padding,
@@ -327,9 +329,9 @@ def prepare_step(
         max_seq_len,
         num_logits,
         num_block_changes,
-        _local_requests(batch, padding, arrays) if shape.local else NO_LOCAL_REQUESTS,
-        _latent_step(batch, arrays) if shape.latent else NO_LATENT_STEP,
-        _state_step(batch, arrays) if shape.states else NO_RECURRENT_STEP,
+        _local_requests(batch, padding, arrays) if has_local else NO_LOCAL_REQUESTS,
+        _latent_step(batch, arrays) if has_latent else NO_LATENT_STEP,
+        _state_step(batch, arrays) if shape.states.groups else NO_RECURRENT_STEP,
         rule,
     )
 

@@ -79,12 +79,12 @@ class StepLayout:
     num_reqs_padded: int
     shape: EngineShape = PLAIN_SHAPE
 
-    @property
+    @cached_property
     def max_logits(self) -> int:
         """The most tokens whose logits are wanted: each of them is a token of the step."""
         return min(self.num_input_tokens, self.num_reqs_padded * self.shape.max_logits_per_req)
 
-    @property
+    @cached_property
     def max_drafts(self) -> int:
         """The most draft tokens; 0 in an engine without speculation."""
         max_drafts_per_req = self.shape.max_logits_per_req - 1

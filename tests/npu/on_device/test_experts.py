@@ -384,7 +384,7 @@ def test_graphs_without_grouped_products_are_refused(tmp_path):
     config = engine_config(model, **given)
     with (
         set_current_vllm_config(config),
-        pytest.raises(experts.PrepError, match=r'leave "experts" of .* on, or use --enforce-eager'),
+        pytest.raises(experts.PrepError, match=r'take "experts" out of .*, or use --enforce-eager'),
     ):
         experts.check_sync_is_possible()
     eager = engine_config(model, **given | {"enforce_eager": True})
