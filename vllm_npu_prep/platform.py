@@ -314,7 +314,10 @@ def _settle_states(vllm_config: "VllmConfig") -> list[str]:
     asked, cache.mamba_ssm_cache_dtype = cache.mamba_ssm_cache_dtype, "bfloat16"
     if asked == "auto":
         return []
-    return [f"states are kept in bfloat16, which the NPU's operators take, in place of {asked}"]
+    return [
+        "recurrent states are kept in bfloat16, which the NPU's operators take, in place of "
+        f"{asked}"
+    ]
 
 
 def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
@@ -392,7 +395,7 @@ def _agree_on_the_host(parallel_config: "ParallelConfig") -> list[str]:
     if parallel_config.data_parallel_size == 1:
         return []
     return [
-        "engines agree on the size of each step on the host; "
+        "data-parallel ranks agree on the size of each step on the host; "
         "--no-disable-nccl-for-dp-synchronization has no effect"
     ]
 
