@@ -176,7 +176,10 @@ def _parser() -> argparse.ArgumentParser:
         help="with --html of a folder: no page of any step",
     )
     explain.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw masks, blocks and states into a PNG file"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draw masks, blocks and recurrent states into a PNG file",
     )
     explain.add_argument(
         "--diff",

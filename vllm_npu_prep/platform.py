@@ -314,7 +314,10 @@ def _settle_states(vllm_config: "VllmConfig") -> list[str]:
     asked, cache.mamba_ssm_cache_dtype = cache.mamba_ssm_cache_dtype, "bfloat16"
     if asked == "auto":
         return []
-    return [f"states are kept in bfloat16, which the NPU's operators take, in place of {asked}"]
+    return [
+        "recurrent states are kept in bfloat16, which the NPU's operators take, in place of "
+        f"{asked}"
+    ]
 
 
 def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
@@ -345,7 +348,7 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
     nbytes, ranks = int(extra.get("cpu_bytes_to_use", 0)), vllm_config.parallel_config.world_size
     return [
         f"blocks of K and V that leave the device stay in {nbytes:,} bytes of host memory"
-        + (f", shared out among {counted(ranks, 'rank')}" if ranks > 1 else "")
+        + (f", divided among {counted(ranks, 'rank')}" if ranks > 1 else "")
     ]
 
 
@@ -392,7 +395,7 @@ def _agree_on_the_host(parallel_config: "ParallelConfig") -> list[str]:
     if parallel_config.data_parallel_size == 1:
         return []
     return [
-        "engines agree on the size of each step on the host; "
+        "data-parallel ranks agree on the size of each step on the host; "
         "--no-disable-nccl-for-dp-synchronization has no effect"
     ]
 
@@ -455,8 +458,8 @@ def _log_start_up(
     if parallel.use_ray or parallel.world_size_across_dp > 1:
         sizes = (
             (parallel.tensor_parallel_size, "tensor parallel"),
-            (parallel.pipeline_parallel_size, "stages"),
-            (parallel.data_parallel_size, "engines"),
+            (parallel.pipeline_parallel_size, "pipeline stages"),
+            (parallel.data_parallel_size, "data parallel"),
         )
         ranks = " x ".join(f"{size} {name}" for size, name in sizes if size > 1) or "1"
         by = "ray" if parallel.use_ray else parallel.distributed_executor_backend

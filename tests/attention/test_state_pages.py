@@ -67,10 +67,10 @@ def test_a_model_without_states_has_no_such_blocks(tmp_path):
 
 
 WORDS = {
-    (16, 16): "a state of 3,200 bytes in a block of 16 tokens (4,096 bytes; half a block holds the "
-    "rule's 2,048 bytes)",
-    (5, 20): "a state of 3,200 bytes in a block of 20 tokens (5,120 bytes; asked for: 5; half a "
-    "block holds the rule's 2,048 bytes)",
+    (16, 16): "a recurrent state of 3,200 bytes in a block of 16 tokens (4,096 bytes; half a block "
+    "holds the rule's 2,048 bytes)",
+    (5, 20): "a recurrent state of 3,200 bytes in a block of 20 tokens (5,120 bytes; asked for: 5; "
+    "half a block holds the rule's 2,048 bytes)",
 }
 
 

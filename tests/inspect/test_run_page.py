@@ -114,8 +114,8 @@ def test_ranks_are_lines_beside_each_other(recorded):
     ]
     accepted, drafts = sum(step[4] for step in counted), sum(step[3] for step in counted)
     assert first["drafts accepted"] == f"{accepted:,} of {drafts:,}"
-    assert second["beside the first rank"] == "same steps"
-    assert second | {"rank": "0", "beside the first rank": "-"} == first
+    assert second["compared with the first rank"] == "same steps"
+    assert second | {"rank": "0", "compared with the first rank": "-"} == first
 
 
 def test_ranks_that_differ_are_told_from_the_first_step_on(recorded):

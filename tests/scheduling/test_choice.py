@@ -79,7 +79,9 @@ def test_states_are_batched_where_no_prefix_cache_holds_them(caches):
     sizes = {"block_size": 16, "max_model_len": 96, "budget": 96}
     settings = replace(draw(2), groups=("full", "states"), caching=caches, **sizes)
     scheduler = make(settings, ours=True)
-    assert scheduler.reason == ("states in the prefix cache end at blocks" if caches else "")
+    assert scheduler.reason == (
+        "recurrent states in the prefix cache end at blocks" if caches else ""
+    )
     assert scheduler.needs.known
 
 

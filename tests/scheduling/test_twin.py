@@ -141,7 +141,7 @@ def test_blocks_that_wait_are_freed_as_upstream_frees_them():
 def test_synchronous_engines_with_stages_are_left_to_upstream(monkeypatch, asynchronous):
     """Their scheduler sends the tokens that a stage has sampled to the first one."""
     scheduler = make(replace(draw(0), asynchronous=asynchronous), ours=True)
-    sent = "stages send tokens to each other"
+    sent = "pipeline stages send tokens to each other"
     assert sent not in scheduler._reason_for_upstream()
     monkeypatch.setattr(scheduler, "use_pp", True)
     assert (sent in scheduler._reason_for_upstream()) is not asynchronous

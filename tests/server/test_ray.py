@@ -48,7 +48,7 @@ def test_two_hosts_serve_one_model_and_leave_nothing(demo_model, tmp_path, seed,
         log = tmp_path / "log"
         server = ServerOnHost(head, demo_model, log, *FLAGS, "--additional-config", config)
         try:
-            assert "ranks         2 stages, started by ray, over gloo" in server.log()
+            assert "ranks         2 pipeline stages, started by ray, over gloo" in server.log()
             workers = [*head.workers(), *other.workers()]
             assert [len(host.workers()) for host in (head, other)] == [1, 1]
             for process in (server.process, workers[1]):  # a worker of Ray's writes its own

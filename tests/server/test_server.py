@@ -92,12 +92,12 @@ def test_metrics_count_each_step_as_it_was_prepared(server):
     assert 0 < seconds < 60
 
 
-def test_the_openai_client_example_prints_the_text_in_pieces(server):
+def test_the_openai_client_example_prints_the_text_in_chunks(server):
     question, answer = QUESTIONS[3]
     printed = run_client("openai_client.py", server.port, question)
     assert printed.startswith(f"user:      {question}\nassistant: {answer}\n\n")
-    pieces, first, last = re.search(r"(\d+) pieces, .* (\S+) s, .* (\S+) s\n", printed).groups()
-    assert int(pieces) > 5
+    chunks, first, last = re.search(r"(\d+) chunks, .* (\S+) s, .* (\S+) s\n", printed).groups()
+    assert int(chunks) > 5
     assert 0 < float(first) < float(last)
     assert f"\nas a whole: {answer}\n" in printed
 

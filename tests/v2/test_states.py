@@ -116,7 +116,9 @@ def test_a_slot_with_another_request_is_another_row():
 def test_more_blocks_than_a_request_can_have_are_refused():
     tables = block_tables()
     tables.append_block_ids(1, ([1, 2, 3, 4, 5], [7]), overwrite=True)
-    with pytest.raises(ValueError, match="7 blocks of group 0 in slot 1: a request may have 6"):
+    with pytest.raises(
+        ValueError, match="7 blocks of group 0 in request row 1: a request may have 6"
+    ):
         tables.append_block_ids(1, ([6, 7], []), overwrite=False)
 
 

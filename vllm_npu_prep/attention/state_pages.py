@@ -76,8 +76,8 @@ class RecurrentStatePage:
         larger = "rule" if self.parts[1] == max(self.parts) else "convolution"
         why = f"asked for: {self.asked}; " if self.block_size != self.asked else ""
         return (
-            f"a state of {state:,} bytes in a block of {self.block_size} tokens ({page:,} bytes; "
-            f"{why}half a block holds the {larger}'s {max(self.parts):,} bytes)"
+            f"a recurrent state of {state:,} bytes in a block of {self.block_size} tokens "
+            f"({page:,} bytes; {why}half a block holds the {larger}'s {max(self.parts):,} bytes)"
         )
 
 

@@ -42,7 +42,7 @@ RANK_COLUMNS = [
     "prefix hits",
     "drafts accepted",
     "preempted",
-    "beside the first rank",
+    "compared with the first rank",
 ]
 
 
@@ -149,7 +149,7 @@ def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
 def compare_ranks(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
     """Say whether two ranks prepared the same steps.
 
-    Ranks of one engine do, under tensor and pipeline parallelism; replicas don't.
+    Ranks of one engine do, under tensor and pipeline parallelism; data-parallel ranks don't.
     """
 
     def steps(of: RankRun) -> dict[int, tuple[object, ...]]:
@@ -168,4 +168,4 @@ def _share(part: int, whole: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:,.0f} us"
+    return f"{1e6 * seconds:,.0f} µs"

@@ -492,13 +492,13 @@ class SlotLedger:
         if self.states.get(block) == expected:
             return
         if block not in self.states:
-            rule, given = "use before write", f"block {block}, whose state nobody wrote"
+            rule, given = "use before write", f"block {block}, whose recurrent state nobody wrote"
         else:
             writer = self.writers.get(block)
             rule, given = "state content", f"block {block}, last written by request {writer}"
         raise given_allowed(
             rule,
-            "a request reads the state after its last computed token",
+            "a request reads the recurrent state after its last computed token",
             given,
             f"the state after {computed} tokens",
             request=req_id,
@@ -518,13 +518,13 @@ class SlotLedger:
         place = self._place_of_state(step, row, index)
         block, expected = self._state_of(step, row, index, "state_indices"), request.blocks[index]
         if block != expected[place] or block == NULL_BLOCK:
-            text = "a state is written to"
+            text = "a recurrent state is written to"
             raise self._misplaced(text, req_id, index, block, expected[place], place, owners=owners)
         others = [other for other in owners.get(block, {}) if other != req_id]
         if others:
             raise given_allowed(
                 "shared state",
-                "no two running requests share a state",
+                "no two running requests share a recurrent state",
                 f"block {block}, also of request {others[0]}",
                 "a block of its own",
                 request=req_id,

@@ -69,18 +69,22 @@ class Rule(IntEnum):
         "local TND end",
         "chunk_local_query_start_loc of a full graph ends at its tokens",
     )
-    NO_SLOT = 21, "state slots", "layers with states write no slots"
-    STATE_BLOCKS = 22, "states", "a state is in the block that the table names"
-    STATE_SHARED = 23, "shared state", "no two running requests share a state"
-    STATE_BEGINS = 24, "initial state", "a state is read if tokens are computed already"
+    NO_SLOT = 21, "state slots", "layers with recurrent states write no slots"
+    STATE_BLOCKS = 22, "states", "a recurrent state is in the block that the table names"
+    STATE_SHARED = 23, "shared state", "no two running requests share a recurrent state"
+    STATE_BEGINS = 24, "initial state", "a recurrent state is read if tokens are computed already"
     STATE_PADDING = (
         25,
         "padding states",
-        "padding, and tokens whose state is not kept, have that of the null block",
+        "padding, and tokens whose recurrent state is not kept, have that of the null block",
     )
     SHARDED_SLOTS = 26, "shared slots", "a token has its slot on the one rank that keeps it"
     SHARDED_LENS = 27, "shared lengths", "a rank's lengths count the tokens that it keeps"
-    STATE_ACCEPTED = 28, "accepted tokens", "a state is that after the last token that counts"
+    STATE_ACCEPTED = (
+        28,
+        "accepted tokens",
+        "a recurrent state is that after the last token that counts",
+    )
 
 
 StepInputs = namedtuple(

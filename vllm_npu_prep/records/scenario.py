@@ -406,8 +406,9 @@ def _check_states(groups: list[ScenarioGroup], latent: ScenarioLatent | None) ->
         narrowed = group.sliding_window or group.attention_chunk_size
         if group.holds_states and (narrowed or latent is not None):
             raise PrepError(
-                f"more_kv_cache_groups.{place}.holds_states: a group with states has neither "
-                "sliding_window nor attention_chunk_size, and its scenario no latent attention"
+                f"more_kv_cache_groups.{place}.holds_states: a group with recurrent states has "
+                "neither sliding_window nor attention_chunk_size, and its scenario has no latent "
+                "attention"
             )
 
 
@@ -425,8 +426,8 @@ def _check_shards(scenario: Scenario) -> None:
             )
         if group.sliding_window or group.attention_chunk_size or group.holds_states:
             raise PrepError(
-                "dcp: ranks share contexts that layers see all of; leave out sliding_window, "
-                "attention_chunk_size and holds_states"
+                "dcp: decode context parallelism is for layers that see whole contexts; "
+                "leave out sliding_window, attention_chunk_size and holds_states"
             )
 
 

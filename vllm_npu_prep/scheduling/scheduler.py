@@ -103,11 +103,11 @@ class BatchedMixin(Scheduler):
             "a connector reads every step": self.connector is not None
             or self.ec_connector is not None
             or self.aux_output_connector is not None,
-            "stages send tokens to each other": self.use_pp
+            "pipeline stages send tokens to each other": self.use_pp
             and not self.scheduler_config.async_scheduling,
             "the model samples no tokens": self.num_sampled_tokens_per_step != 1,
             "the model has an encoder": self.is_encoder_decoder or self.is_mm_encoder_only,
-            "states in the prefix cache end at blocks": any(
+            "recurrent states in the prefix cache end at blocks": any(
                 type(manager).new_step_starts is not starts and manager.enable_caching
                 for manager in managers
             ),

@@ -93,7 +93,7 @@ class NPUBlockTables:
             end = start + len(block_ids)
             if end > self.max_num_blocks[group]:
                 raise ValueError(
-                    f"{end} blocks of group {group} in slot {req_index}: a request may have "
+                    f"{end} blocks of group {group} in request row {req_index}: a request may have "
                     f"{self.max_num_blocks[group]}"
                 )
             self._rows[group][req_index, start:end] = block_ids

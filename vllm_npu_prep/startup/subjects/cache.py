@@ -138,7 +138,7 @@ ANY = (
         ),
         "KV connector {name} with {model}",
         "it is told of the blocks of one KV-cache group (vLLM's SupportsHMA is told of all), and "
-        "states have groups of their own",
+        "recurrent states have groups of their own",
         "use --kv-offloading-size, or leave --kv-transfer-config out",
         _words,
         example=Example(
@@ -215,7 +215,7 @@ OFFLOADING_CONNECTOR = (
         "kv-offloading-states",
         lambda c: c.has_states and not c.config.cache_config.enable_prefix_caching,
         "KV offloading of {model} without the prefix cache",
-        "a request keeps the states at ends of blocks, which the host is to have, only with it",
+        "only with it does a request keep the recurrent states at the ends of blocks for the host",
         "use --enable-prefix-caching",
         example=Example("--kv-offloading-size 1 --no-enable-prefix-caching", model=HYBRID),
     ),
@@ -223,7 +223,7 @@ OFFLOADING_CONNECTOR = (
         "kv-offloading-stages",
         lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
         "KV offloading over pipeline stages",
-        "vLLM counts the host's blocks by the layers of one stage, and others may have more",
+        "vLLM counts the host's blocks by the layers of one stage, and other stages may have more",
         "use --tensor-parallel-size instead of --pipeline-parallel-size",
         example="--kv-offloading-size 1 --pipeline-parallel-size 2",
     ),

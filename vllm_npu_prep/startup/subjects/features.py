@@ -76,8 +76,8 @@ MODELS = (
             )
         ),
         "a state-space or linear-attention model ({model})",
-        "steps are prepared for the states of these only: {known}",
-        "use one of them, or a model without states",
+        "steps are prepared for the recurrent states of these only: {known}",
+        "use one of them, or a model without recurrent states",
         lambda c: {"known": ", ".join(STATE_MODELS)},
         example=(
             Example(says="these only: Qwen3NextForCausalLM, ", model=STATES),

@@ -57,11 +57,11 @@ GRAPHS = (
         "pieces-with-attention",
         _hold_attention,
         "splitting_ops {ops}",
-        "graph pieces must not contain attention",
-        "leave it out, or use cudagraph_mode {without_pieces}",
+        "piecewise graphs must not contain attention",
+        "leave it out, or use cudagraph_mode {without_piecewise}",
         lambda c: {
             "ops": c.config.compilation_config.splitting_ops,
-            "without_pieces": c.config.compilation_config.cudagraph_mode.without_piecewise(),
+            "without_piecewise": c.config.compilation_config.cudagraph_mode.without_piecewise(),
         },
         example=Example(
             "--compilation-config.splitting_ops []",

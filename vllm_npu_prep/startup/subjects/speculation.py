@@ -331,7 +331,7 @@ DRAFTERS = (
         "drafter-states",
         lambda c: c.drafter.is_hybrid or c.drafter.is_attention_free,
         "{drafter} as a drafter ({method})",
-        "draft passes prepare no states",
+        "draft passes prepare no recurrent states",
         "use another drafter",
         _drafter,
         example=Example(DRAFTS, "/drafter as a drafter (draft_model)", drafter=STATES),

@@ -46,7 +46,7 @@ V2 = (
         "v2-async-stages",
         lambda c: _has_stages(c) and c.config.scheduler_config.async_scheduling,
         "Model Runner V2 with asynchronous scheduling over pipeline stages",
-        "the scheduler tells its stages what was sampled, which it has to know by then",
+        "the scheduler tells the stages what was sampled, so it has to know it before their step",
         "give --no-async-scheduling",
         example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2",
     ),
