@@ -35,6 +35,7 @@ def llm(model, request):
         request.param,
         model,
         skip_tokenizer_init=False,
+        max_logprobs=VOCAB,
         max_num_seqs=256,
         max_num_batched_tokens=256,
     ) as llm:
@@ -66,6 +67,16 @@ def test_samples_follow_the_distribution(llm, logits_of, seed):
     counts = np.bincount([each.token_ids[0] for each in output.outputs], minlength=VOCAB)
     assert counts.sum() == SAMPLES
     assert follows(counts, expected)
+
+
+def test_log_probabilities_of_the_whole_vocabulary(llm, logits_of, seed):
+    (prompt,) = prompts_of(seed, [20])
+    asked = SamplingParams(max_tokens=1, temperature=0, logprobs=VOCAB, detokenize=False)
+    (found,) = run(llm, [prompt], asked)[0].outputs[0].logprobs
+    logits = logits_of(prompt)[-1]
+    expected = logits - np.log(np.exp(logits).sum())
+    given = np.array([found[token].logprob for token in range(VOCAB)])
+    np.testing.assert_allclose(given, expected, atol=1e-4)
 
 
 def decode(logits_of, prompt, length, process) -> list[int]:

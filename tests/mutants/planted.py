@@ -404,7 +404,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/check.py": [
         ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "at.tables.block_table(at.group)[at.row]", "at.tables.block_table(at.group)[at.req]", MESSAGES),
         ("a message about states names the block behind the right one", "row[state_column(first, token, *sizes)]", "row[state_column(first, token, *sizes) + 1]", MESSAGES),
-        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not step.shape.local and not step.shape.states", "step.rule == Rule.HOLDS and not step.shape.local", MESSAGES),
+        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups", "step.rule == Rule.HOLDS and not shape.local.groups", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
     "observe/ledger.py": [
