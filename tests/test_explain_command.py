@@ -8,14 +8,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers import worked_examples
-from tests.helpers.command import command
 from tests.helpers.golden import explain_output, golden_path
 from tests.helpers.plain_words import PYDANTICS_WORDS
 from tests.helpers.scenarios import (
@@ -23,6 +21,7 @@ from tests.helpers.scenarios import (
     PATCHES,
     example,
     in_chunks,
+    many,
     small,
     view_of,
     with_an_image,
@@ -65,76 +64,54 @@ def test_command_imports_no_engine_and_what_draws_only_to_draw(tmp_path):
 
 
 def test_capture_sizes_add_what_the_device_sees():
-    scenario = worked_examples.load("decode-only")[0] | {"capture_sizes": [1, 2, 4, 8]}
-    step = explained(scenario)
-    assert step["num_input_tokens"] == 4
-    assert step["num_reqs_padded"] == 4
-    assert step["query_start_loc"] == [0, 1, 2, 3]
-    assert step["query_start_loc_padded"] == [0, 1, 2, 3, 4]
-    assert step["input_ids_padded"] == [1004, 2003, 3008, 0]
-    assert step["positions_padded"] == [4, 3, 8, 0]
-    assert step["slot_mapping_padded"] == [18, 15, 20, -1]
-    assert step["seq_lens_padded"] == [5, 4, 9, 1]
-
-
-def test_compressed_mask_is_named_not_listed():
-    step = explained(small() | {"mask": "compressed"})
-    assert step["attn_mask"] == {"form": "compressed", "shape": [2048, 2048]}
-    decode = worked_examples.load("decode-only")[0] | {"mask": "compressed"}
-    assert explained(decode)["attn_mask"] is None
-
-
-def test_window_gives_decodes_a_mask():
-    decode = worked_examples.load("decode-only")[0] | {"sliding_window": 2}
-    assert explained(decode)["attn_mask"] == {
-        "shape": [3, 9],
-        "masked": [
-            [1, 1, 1, 0, 0, 1, 1, 1, 1],
-            [1, 1, 0, 0, 1, 1, 1, 1, 1],
-            [1, 1, 1, 1, 1, 1, 1, 0, 0],
-        ],
+    scenario = worked_examples.load("decode-only")[0]
+    step = explained(scenario | {"capture_sizes": [1, 2, 4, 8]})
+    added = {
+        "num_input_tokens": 4,
+        "num_reqs_padded": 4,
+        "query_start_loc_padded": [0, 1, 2, 3, 4],
+        "input_ids_padded": [1004, 2003, 3008, 0],
+        "positions_padded": [4, 3, 8, 0],
+        "slot_mapping_padded": [18, 15, 20, -1],
+        "seq_lens_padded": [5, 4, 9, 1],
     }
+    assert {name: step[name] for name in added} == added
+    assert step["query_start_loc"] == [0, 1, 2, 3]
+
+
+WINDOWS = [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "mask"),
+    [
+        ("chunked-prefill", {"mask": "compressed"}, {"form": "compressed", "shape": [2048, 2048]}),
+        ("decode-only", {"mask": "compressed"}, None),
+        ("decode-only", {"sliding_window": 2}, {"shape": [3, 9], "masked": WINDOWS}),
+    ],
+    ids=["a constant", "decodes", "a window"],
+)
+def test_masks_are_listed_where_they_are_no_constant(name, change, mask):
+    assert explained(worked_examples.load(name)[0] | change)["attn_mask"] == mask
+
+
+DRAFTS = {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
 
 
 def test_drafts_are_scheduled_after_the_known_tokens():
     scenario = small()
-    scenario["requests"] = [
-        scenario["requests"][0]
-        | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
-        | {"block_ids": [1, 2, 5]}
-    ]
+    scenario["requests"] = [scenario["requests"][0] | DRAFTS | {"block_ids": [1, 2, 5]}]
     step = explained(scenario)
     assert step["attn_state"] == "SpecDecoding"
     assert step["input_ids"] == [1003, 8, 9]
     assert step["logits_indices"] == [0, 1, 2]
 
 
-REASONS = {
-    "all-prefill": "PrefillNoCache: nothing is computed for any request",
-    "chunked-prefill": "ChunkedPrefill: none of the other rules holds: request 0 has 3 computed ",
-    "decode-only": "DecodeOnly: each request has one scheduled token",
-    "mixed-200-tokens": "ChunkedPrefill: none of the other rules holds: ",
-}
-
-
-@pytest.mark.parametrize(("name", "reason"), REASONS.items())
-def test_the_state_has_its_rule_and_the_request_that_decided(name, reason, capsys):
-    explain_text(view_of(worked_examples.load(name)[0]), Console(width=200))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith(f"state   {reason}")
-    starts = [line.split()[0] for line in lines[1:7]]
-    assert starts == ["state", "mask", "graph", "padding", "input", "sizes"]
-
-
-def test_drafts_and_cached_prompts_decide_by_their_first_request():
+def test_the_first_request_that_decides_the_state_is_named():
     scenario = small()
     first, _, third = scenario["requests"]
-    scenario["requests"] = [
-        first,
-        third | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]},
-    ]
-    scenario["requests"][1]["token_ids"] = third["token_ids"][:6]
-    scenario["requests"][1]["num_prompt_tokens"] = 5
+    known = {"token_ids": third["token_ids"][:6], "num_prompt_tokens": 5}
+    scenario["requests"] = [first, third | DRAFTS | known]
     assert view_of(scenario).state_reason.endswith(": request 2 has 2 drafts")
 
 
@@ -147,39 +124,35 @@ def test_a_full_graph_has_the_state_that_it_was_captured_for():
     assert mixed.graph == "eager: more than 4 tokens, the largest capture size"
 
 
-def test_one_request_or_some_tokens_are_shown_alone(capsys):
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [("--request 2", "3007", "1003"), ("--tokens 0:1", "1003", "3007")],
+)
+def test_one_request_or_some_tokens_are_shown_alone(words, shown, hidden, capsys):
     path = str(worked_examples.path_of("chunked-prefill"))
-    assert main(["explain", path, "--request", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "3007" in shown
-    assert "1003" not in shown
-    assert main(["explain", path, "--tokens", "0:1"]) == 0
-    shown = capsys.readouterr().out
-    assert "1003" in shown
-    assert "3007" not in shown
-    for bad, line in (
-        (["--request", "9"], "--request 9: no such request; there are 0, 1, 2"),
-        (["--tokens", "3:9"], "--tokens 3:9: the step has tokens 0:5"),
+    assert main(["explain", path, *words.split()]) == 0
+    out = capsys.readouterr().out
+    assert shown in out and hidden not in out
+
+
+def test_a_request_or_tokens_that_are_not_there_get_one_line(capsys):
+    path = str(worked_examples.path_of("chunked-prefill"))
+    for words, line in (
+        ("--request 9", "--request 9: no such request; there are 0, 1, 2"),
+        ("--tokens 3:9", "--tokens 3:9: the step has tokens 0:5"),
     ):
-        assert main(["explain", path, *bad]) == 2
+        assert main(["explain", path, *words.split()]) == 2
         assert line in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["explain", path, "--tokens", "3"])
 
 
 def test_big_batches_are_folded(capsys):
-    scenario = small()
-    request = scenario["requests"][0]
-    scenario["max_num_reqs"], scenario["max_num_batched_tokens"] = 200, 2000
-    scenario["requests"] = [
-        request | {"req_id": f"r{row}", "block_ids": [2 * row + 1, 2 * row + 2]}
-        for row in range(200)
-    ]
-    explain_text(view_of(scenario), Console(width=200))
+    explain_text(view_of(many(200, 1, 3)), Console(width=200))
     shown = capsys.readouterr().out
     assert "136 lines in the middle are folded" in shown
-    assert "r199" in shown
-    assert "r100" not in shown.partition("token level")[0]
+    assert "cmpl-199" in shown
+    assert "cmpl-100" not in shown.partition("token level")[0]
 
 
 def test_images_mrope_and_groups_are_explained():
@@ -235,22 +208,14 @@ def test_virtual_requests_of_local_attention_are_explained(capsys):
     view = view_of(in_chunks())
     step = explain_json(view)
     (group,) = step["kv_cache_groups"]
-    local = group["local_requests"]
-    computed, queries = step["num_computed_tokens"], step["query_lens"]
-    pieces = [  # each request's positions, cut where a multiple of four begins
-        [p for p in range(first, first + length) if p // 4 == chunk]
-        for first, length in zip(computed, queries)
-        for chunk in range(first // 4, (first + length - 1) // 4 + 1)
-    ]
-    assert np.diff(local["query_start_loc"]).tolist() == [len(piece) for piece in pieces]
-    assert local["seq_lens"] == [piece[-1] % 4 + 1 for piece in pieces]
-    assert local["num_computed_tokens"] == [piece[0] % 4 for piece in pieces]
+    local = view.step.local_requests(0)
+    for name in ("query_start_loc", "seq_lens", "num_computed_tokens"):
+        assert group["local_requests"][name] == local[name].tolist()
     for row, positions in zip(group["attn_mask"]["masked"], step["positions"]):
         assert row == [int(column > positions % 4) for column in range(len(row))]
     explain_text(view, Console(width=200))
     text = capsys.readouterr().out
-    assert "chunks of 4" in text
-    assert "virtual requests" in text
+    assert "chunks of 4" in text and "virtual requests" in text
 
 
 IMAGE_BAD = [
@@ -327,16 +292,6 @@ BAD = [
 ]
 
 
-def of_huge_requests() -> dict:
-    """Many requests, whose length may be refused, and must not be allocated."""
-    scenario = small() | {"max_num_reqs": 100, "max_num_batched_tokens": 100}
-    request = scenario["requests"][0]
-    scenario["requests"] = [
-        request | {"req_id": str(i), "block_ids": [2 * i + 1, 2 * i + 2]} for i in range(8)
-    ]
-    return scenario
-
-
 FAULTS = [(small, *fault) for fault in BAD] + [(with_an_image, *fault) for fault in IMAGE_BAD]
 SHARDS = "world_size, rank, interleave_size"
 FAULTS += [
@@ -346,7 +301,9 @@ FAULTS += [
         ("shared-context", "dcp.ranks", f" (did you mean rank?); allowed: {SHARDS}"),
     )
 ]
-FAULTS += [(of_huge_requests, "max_model_len", 1 << 24, "max_model_len:")]
+FAULTS += [  # the length of many requests may be refused, and must not be allocated
+    (lambda: many(8, 1) | {"max_num_reqs": 100}, "max_model_len", 1 << 24, "max_model_len:")
+]
 
 
 @pytest.mark.parametrize(("scenario_of", "path", "value", "message"), FAULTS)
@@ -362,16 +319,6 @@ def test_bad_scenarios_get_one_line_that_names_the_field(
     assert message in err
     assert not PYDANTICS_WORDS.search(err)
     assert "Traceback" not in err
-
-
-def test_shared_full_prefix_blocks_are_fine():
-    scenario = small()
-    first = scenario["requests"][2]
-    scenario["requests"] = [
-        first,
-        first | {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4},
-    ]
-    assert explained(scenario)["block_numbers"][:3] == [6, 8, 8]
 
 
 NO_SCENARIO = {
@@ -401,12 +348,10 @@ def test_what_is_no_scenario_gets_one_line(content, tmp_path, capfd):
 
 
 def test_missing_file_and_folder_get_one_line(tmp_path, capfd):
-    assert main(["explain", str(tmp_path / "none.json")]) == 2
-    assert main(["explain", str(tmp_path)]) == 2
-    err = capfd.readouterr().err
-    assert err.count("\n") == 2
-    assert "No such file" in err
-    assert "directory" in err
+    for path, said in ((tmp_path / "none.json", "No such file"), (tmp_path, "directory")):
+        assert main(["explain", str(path)]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert said in line
 
 
 json_values = st.recursive(
@@ -486,17 +431,6 @@ def test_long_names_of_requests_stay_whole(width):
     for line in lines:  # longer than the terminal only where it has a word that is
         longest = max(map(len, line.split()), default=0)
         assert len(line) <= max(width, longest + 24), line
-
-
-def test_no_name_of_a_request_is_broken_in_a_pipe(tmp_path):
-    name = "chatcmpl-af0a1b2c3d4e5f60718293a4b5c6d7e8-0-ec1d2e3f"
-    scenario = small()
-    scenario["requests"][0]["req_id"] = name
-    file = tmp_path / "scenario.json"
-    file.write_text(json.dumps(scenario))
-    done = command("explain", file)
-    assert done.returncode == 0
-    assert done.stdout.count(name) == done.stdout.count("chatcmpl") > 1
 
 
 def test_no_color_is_kept_on_a_terminal():

@@ -1,4 +1,7 @@
-"""The cheap check is silent on whatever is prepared; its words: `tests.inspect.test_check_messages`."""
+"""The cheap check: silent on whatever is prepared.
+
+What it says of faults: `tests.inspect.test_check_messages`.
+"""
 
 from dataclasses import replace
 
