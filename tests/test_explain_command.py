@@ -3,10 +3,9 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -44,23 +43,6 @@ def test_json_and_text_of_the_worked_examples(name, capsys):
     assert main(["explain", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == worked_examples.load(name)[1]
     assert explain_output(path) == golden_path(name).read_text()
-
-
-def test_command_imports_no_engine_and_what_draws_only_to_draw(tmp_path):
-    """It has to work beside a broken engine, and at once."""
-    path, page, picture = worked_examples.path_of("decode-only"), tmp_path / "p", tmp_path / "q"
-    code = (
-        "import sys; from vllm_npu_prep.cli import main\n"
-        "loaded = lambda *names: [name for name in names if name in sys.modules]\n"
-        f"main(['explain', {str(path)!r}, '--json'])\n"
-        "assert loaded('PIL', 'jinja2') == []\n"
-        f"main(['explain', {str(path)!r}, '--html', {str(page)!r}, '--png', {str(picture)!r}])\n"
-        "assert loaded('PIL', 'jinja2') == ['PIL', 'jinja2']\n"
-        "assert loaded('vllm', 'torch') == []\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert page.stat().st_size and picture.stat().st_size
 
 
 def test_capture_sizes_add_what_the_device_sees():
@@ -348,7 +330,7 @@ def test_what_is_no_scenario_gets_one_line(content, tmp_path, capfd):
 
 
 def test_missing_file_and_folder_get_one_line(tmp_path, capfd):
-    for path, said in ((tmp_path / "none.json", "No such file"), (tmp_path, "directory")):
+    for path, said in ((tmp_path / "none.json", "No such file"), (tmp_path, "no step-*.npz")):
         assert main(["explain", str(path)]) == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert said in line
@@ -438,3 +420,61 @@ def test_no_color_is_kept_on_a_terminal():
     shown = explain_output(path, FORCE_COLOR="1")
     assert "\x1b[1m" in shown  # bold is no colour
     assert not re.search(r"\x1b\[[0-9;]*(3|4|9)[0-9]", shown)
+
+
+# ------------------------------------------------------------ what a file expects
+
+
+def with_expected(folder, **changes) -> Path:
+    scenario, expected = worked_examples.load("chunked-prefill")
+    file = folder / "scenario.json"
+    file.write_text(json.dumps({"scenario": scenario, "expected": expected | changes}))
+    return file
+
+
+def test_a_step_that_is_as_its_file_expects_says_so(tmp_path, capsys):
+    _, expected = worked_examples.load("chunked-prefill")
+    assert main(["explain", str(with_expected(tmp_path))]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"expected: the step agrees in {len(expected)} variables"
+    assert main(["explain", str(with_expected(tmp_path)), "--html", str(tmp_path / "a.html")]) == 0
+    assert "agrees" in capsys.readouterr().out
+    file = tmp_path / "bare.json"
+    file.write_text(json.dumps(worked_examples.load("chunked-prefill")[0]))
+    assert main(["explain", str(file)]) == 0
+    assert "expected" not in capsys.readouterr().out
+
+
+WRONG = [
+    ({"num_reqs": 4}, "num_reqs", ["num_reqs", "4", "3"]),
+    ({"seq_lens": [4, 3, 9]}, "seq_lens", ["seq_lens[2]", "9", "8"]),
+    ({"seq_lens": [4, 3]}, "seq_lens", ["seq_lens", "2 elements", "3 elements"]),
+    ({"attn_state": "DecodeOnly"}, "attn_state", ["attn_state", "DecodeOnly", "ChunkedPrefill"]),
+    ({"attn_mask": None}, "attn_mask", ["attn_mask", "None", "2 keys"]),
+    ({"no_such": 1}, "no_such", ["no_such", "1", "nothing"]),
+    ({"max_seq_len": True}, "max_seq_len", ["max_seq_len", "True", "8"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "name", "row"), WRONG, ids=[str(w[0]) for w in WRONG])
+def test_a_step_that_is_not_as_its_file_expects_says_where(changes, name, row, tmp_path, capsys):
+    file = str(with_expected(tmp_path, **changes))
+    assert main(["explain", file]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("expected: ")]
+    assert re.fullmatch(rf"expected: the step differs in 1 of \d+ variables: {name}", line)
+    table = [re.split(r"\s{2,}", each.strip()) for each in lines[lines.index(line) :]]
+    assert any(" ".join(each) == " ".join(row) for each in table), lines
+    assert main(["explain", file, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == worked_examples.load("chunked-prefill")[1], "the step, nothing else"
+    assert f": {name}\n" in err and f"expected {row[1]}, prepared {row[2]}" in err
+
+
+@pytest.mark.parametrize("expected", [3, [], {}, None, "x"])
+def test_what_can_not_be_expected_gets_one_line(expected, tmp_path, capfd):
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps({"scenario": small(), "expected": expected}))
+    assert main(["explain", str(file)]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1 and "expected: must be an object" in err

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import RandomBatch, local_step, random_batches
-from tests.inspect.test_check_messages import ROWS, VOCAB, attending, verify
+from tests.inspect.test_check_messages import ROWS, VOCAB, attending, limits_of, verify
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
@@ -19,43 +19,25 @@ from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode
 
 
-def owned(step: PreparedStep) -> PreparedStep:
-    """The step with as many blocks for each request as it needs, as an engine has it."""
-    tables = step.batch.tables
-    for group, block_size in enumerate(tables.block_sizes.tolist()):
-        tables.num_blocks[group, : step.num_reqs] = -(-step.seq_lens // block_size)
-    return step
-
-
-def limits(step: PreparedStep) -> np.ndarray:
-    """Of a cache that just holds the blocks of the tables."""
-    tables = step.batch.tables
-    slots = [
-        (1 + tables.block_table(group).max()) * block_size
-        for group, block_size in enumerate(tables.block_sizes)
-    ]
-    return np.array([VOCAB, *slots], np.int64)
-
-
 @given(random_batches(), st.booleans())
 def test_prepared_steps_break_no_rule(batch, in_full_graph):
-    step = owned(batch.step())
+    step = batch.step()
     if in_full_graph and batch.capture_sizes is not None:
         step.padding = replace(step.padding, mode=GraphMode.FULL)
-    assert find_fault(step, limits(step)) is None
+    assert find_fault(step, limits_of(step)) is None
 
 
 @given(random_batches(), st.integers(1, 5))
 def test_virtual_requests_break_no_rule(batch, blocks_per_chunk):
-    step = owned(local_step(batch, blocks_per_chunk))
-    assert find_fault(step, limits(step)) is None
+    step = local_step(batch, blocks_per_chunk)
+    assert find_fault(step, limits_of(step)) is None
 
 
 def test_the_pass_that_writes_a_step_checks_it():
     """What it says is put into words later; without limits it says nothing."""
     requests = [OracleRequest(9, 1, 4, list(range(10)), [3, 1, 2])]
-    step = owned(RandomBatch(requests, 4, 40, None, None, True).step())
-    told = limits(step)
+    step = RandomBatch(requests, 4, 40, None, None, True).step()
+    told = limits_of(step)
     assert step.rule == Rule.NOT_CHECKED
 
     def written() -> PreparedStep:

@@ -72,11 +72,8 @@ def batch_of(has_drafts: bool, sizes: list[int] | None) -> RandomBatch:
     return RandomBatch(requests, BLOCK_SIZE, MAX_MODEL_LEN, sizes, None, True)
 
 
-def finished(step: PreparedStep, slots: list[int], mode: GraphMode = GraphMode.FULL) -> Steps:
-    """The step in its rows, with the blocks that each request needs."""
-    moved = at_slots(step.batch, slots[: step.num_reqs])
-    step = prepare_step(moved, step.padding, step.layout)
-    step.padding = dataclasses.replace(step.padding, mode=GraphMode.FULL)
+def limits_of(step: PreparedStep) -> np.ndarray:
+    """Limits of a cache that just has the tables' blocks; each request gets those that it needs."""
     tables, limits = step.batch.tables, [VOCAB]
     holds_states = tables.shape.states.groups
     for each in range(tables.shape.num_groups):
@@ -84,8 +81,16 @@ def finished(step: PreparedStep, slots: list[int], mode: GraphMode = GraphMode.F
         tables.num_blocks[each, step.slots] = needed + NUM_DRAFTS * (each in holds_states)
         num_slots = (1 + int(tables.block_table(each).max())) * int(tables.block_sizes[each])
         limits.append(NO_SLOTS if each in holds_states else num_slots)
+    return np.array(limits, np.int64)
+
+
+def finished(step: PreparedStep, slots: list[int], mode: GraphMode = GraphMode.FULL) -> Steps:
+    """The step in its rows."""
+    moved = at_slots(step.batch, slots[: step.num_reqs])
+    step = prepare_step(moved, step.padding, step.layout)
+    step.padding = dataclasses.replace(step.padding, mode=GraphMode.FULL)
     has_drafts = bool(step.batch.num_draft_tokens.any())
-    made = Steps(step, np.array(limits, np.int64), has_drafts, step.query_start_loc.tolist())
+    made = Steps(step, limits_of(step), has_drafts, step.query_start_loc.tolist())
     assert find_fault(step, made.limits) is None
     step.padding = dataclasses.replace(step.padding, mode=mode)
     return made

@@ -149,7 +149,7 @@ def test_states_in_other_blocks_differ():
     [
         (small() | {"capture_sizes": [8]}, "slot_mapping", (0, 6)),  # of padding
         (in_chunks(), "chunk_local_seq_lens", 0),
-        (example("latent"), "context_piece_chunks_padded", 1),
+        (example("latent"), "context_piece_chunks", 1),
         (example("latent"), "prefill_query_start_loc", 1),
         (example("states"), "has_initial_state", 1),
         (example("states"), "initial_state_indices", (0, 1)),

@@ -117,25 +117,18 @@ def test_two_engines_of_a_process_add_up(folder):
     assert scraped(folder)[f"staging_waits_total {OWN}"] == 2
 
 
-@pytest.mark.parametrize("where", ["/proc/nowhere", None])
-def test_without_a_folder_steps_go_on_uncounted(where, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
-    monkeypatch.delenv(FOLDER_ENV_VAR, raising=False)
-    if where:
-        monkeypatch.setenv(FOLDER_ENV_VAR, where)
-    counts = StepMetrics(CONFIG)
-    counts.add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 1, perf_counter())
-    assert scraped(tmp_path) == {}
-
-
-def test_a_full_disk_leaves_steps_uncounted(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["/proc/nowhere", None, "a full disk"])
+def test_without_a_place_for_them_steps_go_on_uncounted(where, monkeypatch, tmp_path):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
-    monkeypatch.setenv(FOLDER_ENV_VAR, str(tmp_path))
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.delenv(FOLDER_ENV_VAR, raising=False)
+    if where == "a full disk":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    if where:
+        monkeypatch.setenv(FOLDER_ENV_VAR, where if where[0] == "/" else str(tmp_path))
     StepMetrics(CONFIG).add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 1, perf_counter())
     assert scraped(tmp_path) == {}
 

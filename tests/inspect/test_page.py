@@ -17,13 +17,12 @@ from PIL import Image
 
 from tests.helpers import worked_examples
 from tests.helpers.browser import needs_browser, opened
-from tests.helpers.scenarios import in_chunks, many, small, view_of, with_an_image
+from tests.helpers.scenarios import example, in_chunks, many, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.explain import explain_json, select, shard_table
 from vllm_npu_prep.inspect.page import explain_html
 
-SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
 VOID = {"meta", "img", "input"}
 
 
@@ -88,21 +87,16 @@ def axis(page_html: str, side: str) -> list[tuple[float, str]]:
     return [(float(place), number) for place, number in found]
 
 
-def test_the_sides_of_a_mask_say_what_they_are():
+def test_the_sides_of_masks_say_what_they_are():
     html = explain_html(view_of(small()))
     texts = Page(html).texts
     assert "query tokens by request" in texts and "key positions" in texts
     assert axis(html, "top") == [(10.0 + 20 * row, str(row)) for row in range(5)]
     assert axis(html, "left") == [(6.25 + 12.5 * column, str(column)) for column in range(8)]
     names = re.findall(r'<div style="top:([\d.]+)%" title="(\w+)">', html)
-    assert [(float(top), name) for top, name in names] == [(0, "0"), (20, "1"), (40, "2")]
-
-
-def test_the_sides_of_other_masks_say_what_they_are():
-    chunks = explain_html(view_of(in_chunks()))
-    assert "key positions in their chunk" in Page(chunks).texts
-    matrix = explain_html(view_of(worked_examples.load("all-prefill")[0]))
-    assert "query positions" in Page(matrix).texts
+    assert names == [("0.000", "0"), ("20.000", "1"), ("40.000", "2")]
+    assert "key positions in their chunk" in page_of(in_chunks()).texts
+    assert "query positions" in page_of(worked_examples.load("all-prefill")[0]).texts
     some = explain_html(view_of(small()), None, (2, 4))
     assert [number for _, number in axis(some, "top")] == ["2", "3"], "tokens of the step"
 
@@ -115,28 +109,24 @@ def page_of(scenario: dict, *args) -> Page:
 def test_every_variable_of_the_worked_examples_is_on_the_page(name):
     scenario, expected = worked_examples.load(name)
     page = page_of(scenario)
-    for variable, column in page.tokens().items():
+    columns = page.tokens()
+    assert len(columns) == 10
+    for variable, column in columns.items():
         want = range(len(column)) if variable == "token" else expected[variable]
         assert column == [str(value) for value in want], variable
-    assert len(page.tokens()) == 10
-    heads, *requests = page.tables[0]
-    for variable in ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens"):
-        column = [int(row[heads.index(variable)]) for row in requests]
-        assert column == expected[variable]
-    assert [row[0] for row in requests] == [r["req_id"] for r in scenario["requests"]]
-    spans = [row[heads.index("query_start_loc")] for row in requests]
-    starts = expected["query_start_loc"]
-    assert spans == [f"{a}:{b}" for a, b in itertools.pairwise(starts)]
-    logits = [int(row[heads.index("logits_indices")]) for row in requests]
-    assert logits == expected["logits_indices"]
+    of_requests = dict(zip(page.tables[0][0], map(list, zip(*page.tables[0][1:]))))
+    names = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens", "logits_indices")
+    for variable in names:
+        assert of_requests[variable] == [str(value) for value in expected[variable]]
+    assert page.tables[0][1][0] == scenario["requests"][0]["req_id"]
+    spans = [f"{a}:{b}" for a, b in itertools.pairwise(expected["query_start_loc"])]
+    assert of_requests["query_start_loc"] == spans
     text = " ".join(page.texts)
     for variable in ("attn_state", "num_input_tokens", "max_query_len", "max_seq_len"):
         assert str(expected[variable]) in text
     drawn = [a["data-at"] for a in page.of_class("block")]
-    blocks = [[b for b in row if b] for row in expected["block_table"]]
-    owned = [r["block_ids"] for r in scenario["requests"]]
-    assert owned == blocks
-    assert drawn == [f"0-{row}-{block}" for row, own in enumerate(owned) for block in own]
+    blocks = enumerate(expected["block_table"])
+    assert drawn == [f"0-{row}-{block}" for row, own in blocks for block in own if block]
 
 
 @pytest.mark.parametrize("name", worked_examples.NAMES)
@@ -162,7 +152,7 @@ def test_the_constant_is_drawn_as_what_tokens_see():
 
 
 def test_slots_that_the_step_writes_are_drawn_where_they_are():
-    """Blocks of 2 slots; those of requests 0 and 2 are as in test_pictures.py."""
+    """Blocks of 2 slots."""
     titles: dict[str, str] = {}
     bars: dict[str, list[tuple[str, str]]] = {}
     for _, attributes in page_of(small()).elements:
@@ -202,7 +192,7 @@ def test_groups_images_mrope_and_padding_are_on_the_page():
 
 
 def test_what_ranks_keep_of_contexts_is_on_the_page():
-    scenario = json.loads((SCENARIOS / "shared-context.json").read_text())
+    scenario = example("shared-context")
     view = view_of(scenario)
     (table,) = [table for table in page_of(scenario).tables if "rank 1 (this one)" in table[0]]
     assert table[1:] == [list(map(str, row)) for row in shard_table(view, select(view)).rows]
@@ -222,12 +212,8 @@ def test_a_shared_block_and_a_stray_token_are_marked():
     other = {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4}
     scenario["requests"] = [first, first | other]
     view = view_of(scenario)
-    assert [a["data-at"] for a in Page(explain_html(view)).of_class("shared")] == [
-        "0-0-4",
-        "0-0-5",
-        "0-1-4",
-        "0-1-5",
-    ]
+    marked = [a["data-at"] for a in Page(explain_html(view)).of_class("shared")]
+    assert marked == ["0-0-4", "0-0-5", "0-1-4", "0-1-5"]
     view.step.slot_mapping[0][1] = 40  # as a record of something broken may have it
     text = " ".join(Page(explain_html(view)).texts)
     assert "1 token writes blocks that this request doesn't own: 1" in text
@@ -245,28 +231,22 @@ HOSTILE = (
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_stay_text(name):
-    scenario = with_an_image()
-    view = view_of(scenario)
+    view = view_of(with_an_image())
     plain = Page(explain_html(view))
-    requests = [replace(view.requests[0], req_id=name), *view.requests[1:]]
-    items = [replace(item, modality=name) for item in requests[0].items]
-    requests[0] = replace(requests[0], items=items)
-    view = replace(view, name=name, requests=requests)
-    html = explain_html(view)
+    first, *others = view.requests
+    items = [replace(item, modality=name) for item in first.items]
+    requests = [replace(first, req_id=name, items=items), *others]
+    html = explain_html(replace(view, name=name, requests=requests))
     page = Page(html)
-    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
-    assert [set(a) for _, a in page.elements] == [set(a) for _, a in plain.elements]
+    shapes = [[(tag, set(a)) for tag, a in each.elements] for each in (page, plain)]
+    assert shapes[0] == shapes[1]
     seen = name.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066")
-    assert page.tables[0][1][0] == seen
-    assert page.of_class("owner")[0]["title"] == seen
+    assert page.tables[0][1][0] == page.of_class("owner")[0]["title"] == seen
+    assert page.text_in("title") == page.text_in("h1") == seen
     assert not set("\u202e\u2066") & set(html)
-    lines = [a for _, a in page.elements if "data-name" in a]
-    assert lines[0]["data-name"] == seen
-    assert [a["title"] for _, a in page.elements if a.get("class") == "item"] == [
-        f"{seen} 0 of its request"
-    ] * 3
-    for tag, written in (("title", seen), ("h1", seen)):
-        assert written == page.text_in(tag)
+    assert next(a["data-name"] for _, a in page.elements if "data-name" in a) == seen
+    titles = [a["title"] for _, a in page.elements if a.get("class") == "item"]
+    assert titles == [f"{seen} 0 of its request"] * 3
 
 
 def test_the_page_loads_nothing():
@@ -378,15 +358,11 @@ def test_a_browser_shows_the_page_and_traces_a_token(name, dark, network, tmp_pa
     traced = re.findall(r'<div class="block[^"]* traced" data-at="([^"]*)"', document)
     assert traced == [f"0-{row}-{block}"]
 
-    assert picture.size == (1400, 900)
     pixels = np.array(picture)
     ground = pixels[2, 2]
     assert (ground.max() < 60) if dark else (ground.min() > 200)
-    drawn = (np.abs(pixels.astype(int) - ground).sum(axis=2) > 60).mean(axis=1)
-    assert (drawn > 0).mean() > 0.4  # lines of the picture that something is drawn on
     colours = np.ptp(pixels, axis=2) > 80  # hues are those of requests: masks and blocks
     assert colours[:, 800:].mean() > 0.005
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100
 
 
 @needs_browser

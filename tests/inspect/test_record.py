@@ -1,5 +1,6 @@
 """Records: what they hold, that they come back whole, and that no file does harm."""
 
+import copy
 import io
 import json
 import tracemalloc
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.helpers import worked_examples
 from tests.helpers.batches import latent_step, random_batches
 from tests.helpers.records import record_of
+from tests.helpers.scenarios import example, small
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import prepare_step
@@ -25,8 +27,6 @@ from vllm_npu_prep.records.record_file import MAX_RECORD_BYTES, read_record
 from vllm_npu_prep.records.scenario import parse_scenario
 from vllm_npu_prep.records.settings import LayerGroup
 
-SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
-
 
 def through_a_file(record: StepRecord, folder) -> StepRecord:
     path = folder / "step-000000.npz"
@@ -35,16 +35,11 @@ def through_a_file(record: StepRecord, folder) -> StepRecord:
 
 
 def same(one: StepRecord, other: StepRecord) -> bool:
-    return (
-        one.settings == other.settings
-        and one.batch == other.batch
-        and list(one.prepared) == list(other.prepared)
-        and all(
-            np.array_equal(array, other.prepared[name])
-            and array.dtype == other.prepared[name].dtype
-            for name, array in one.prepared.items()
-        )
-    )
+    def of(record: StepRecord) -> list[tuple]:
+        arrays = record.prepared.items()
+        return [(name, array.dtype, array.shape, array.tobytes()) for name, array in arrays]
+
+    return (one.settings, one.batch, of(one)) == (other.settings, other.batch, of(other))
 
 
 GROUPS = (
@@ -56,7 +51,7 @@ GROUPS = (
 
 def several_groups() -> dict:
     """The small example with a window, chunks and M-RoPE beside it."""
-    scenario = json.loads(json.dumps(worked_examples.load("chunked-prefill")[0]))
+    scenario = small()
     owned = [request["block_ids"] for request in scenario["requests"]]
     more = [[block + 20 * n for block in blocks] for n in (1, 2) for blocks in owned]
     scenario["more_kv_cache_groups"] = [
@@ -70,25 +65,20 @@ def several_groups() -> dict:
     return scenario
 
 
-def latent() -> dict:
-    """Decodes, and prefills whose contexts are read in three chunks."""
-    return json.loads((SCENARIOS / "latent.json").read_text()) | {"mask": "dense"}
-
-
-def shared_context() -> dict:
-    """What the second of two ranks prepares, which share contexts."""
-    return json.loads((SCENARIOS / "shared-context.json").read_text()) | {"mask": "dense"}
-
-
+LATENT_SCENARIO = example(
+    "latent", mask="dense"
+)  # prefills whose contexts are read in three chunks
+SHARED = example("shared-context", mask="dense")  # what the second of two ranks prepares
 LATENT = {"decode_threshold": 1, "workspace_tokens": 8, "block_size": 4}
 NAMES = (*worked_examples.NAMES, "several groups", "latent", "shared context")
 
 
 def scenario_of(name: str) -> tuple[dict, tuple[LayerGroup, ...]]:
     """A scenario of `NAMES`, and its groups."""
-    made = {"several groups": several_groups, "latent": latent, "shared context": shared_context}
-    scenario = made[name]() if name in made else worked_examples.load(name)[0]
-    return scenario, GROUPS if name == "several groups" else GROUPS[:1]
+    if name == "several groups":
+        return several_groups(), GROUPS
+    others = {"latent": LATENT_SCENARIO, "shared context": SHARED}
+    return copy.deepcopy(others.get(name) or worked_examples.load(name)[0]), GROUPS[:1]
 
 
 def check_replay(record: StepRecord, folder: Path) -> StepRecord:
@@ -149,7 +139,7 @@ def test_what_older_steps_left_in_a_buffer_is_not_recorded(batch):
     ],
 )
 def test_a_difference_names_the_request_and_the_token(tmp_path, name, index, req_id, token):
-    scenario = worked_examples.load("chunked-prefill")[0] | {"capture_sizes": [8]}
+    scenario = small() | {"capture_sizes": [8]}
     step = parse_scenario(scenario).record().prepare()
     record = through_a_file(record_of(step), tmp_path)  # no two arrays share memory
     record.prepared[name][index] ^= 1
@@ -161,22 +151,22 @@ def test_a_difference_names_the_request_and_the_token(tmp_path, name, index, req
 @pytest.mark.parametrize(
     ("scenario", "name", "index"),
     [
-        (latent, "latent.num_decodes", ()),
-        (latent, "latent.num_chunks", ()),
-        (latent, "prefill_query_start_loc_padded", (1,)),
-        (latent, "context_piece_reqs_padded", (1,)),
-        (latent, "context_piece_starts_padded", (2,)),
-        (latent, "context_piece_lens_padded", (0,)),
-        (latent, "context_piece_chunks_padded", (2,)),
-        (shared_context, "slot_mapping", (1,)),
-        (shared_context, "block_offsets", (2,)),
-        (shared_context, "dcp.dcp_ranks", (3,)),
-        (shared_context, "dcp_local_seq_lens_padded", (0,)),
-        (shared_context, "dcp_local_context_lens_padded", (1,)),
+        (LATENT_SCENARIO, "latent.num_decodes", ()),
+        (LATENT_SCENARIO, "latent.num_chunks", ()),
+        (LATENT_SCENARIO, "prefill_query_start_loc_padded", (1,)),
+        (LATENT_SCENARIO, "context_piece_reqs_padded", (1,)),
+        (LATENT_SCENARIO, "context_piece_starts_padded", (2,)),
+        (LATENT_SCENARIO, "context_piece_lens_padded", (0,)),
+        (LATENT_SCENARIO, "context_piece_chunks_padded", (2,)),
+        (SHARED, "slot_mapping", (1,)),
+        (SHARED, "block_offsets", (2,)),
+        (SHARED, "dcp.dcp_ranks", (3,)),
+        (SHARED, "dcp_local_seq_lens_padded", (0,)),
+        (SHARED, "dcp_local_context_lens_padded", (1,)),
     ],
 )
 def test_a_difference_is_found_by_core_and_oracle(tmp_path, scenario, name, index):
-    step = parse_scenario(scenario()).record().prepare()
+    step = parse_scenario(scenario).record().prepare()
     record = through_a_file(record_of(step), tmp_path)
     record.prepared[name][index] += 1
     for replayed in (core_difference, oracle_difference):
@@ -204,7 +194,7 @@ def test_groups_chunks_mrope_and_images_come_back(tmp_path):
 
 def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
     """The table has one that is none, the device token 0; other ids of the request are compared."""
-    scenario = parse_scenario(worked_examples.load("chunked-prefill")[0])
+    scenario = parse_scenario(small())
     batch, padding = scenario.record().step_batch()
     batch.takes_embeds = True
     row, first = 2, int(batch.tables.num_computed_tokens[2])
@@ -224,8 +214,10 @@ def test_tokens_of_a_prompt_of_embeddings_have_no_id(tmp_path):
 
 def test_parts_of_the_settings_are_objects_of_the_same_keys():
     """Whatever the classes of the core have beside them."""
-    of_latent = json.loads(parse_scenario(latent()).record().settings.model_dump_json())
-    of_a_rank = json.loads(parse_scenario(shared_context()).record().settings.model_dump_json())
+    of_latent, of_a_rank = (
+        json.loads(parse_scenario(scenario).record().settings.model_dump_json())
+        for scenario in (LATENT_SCENARIO, SHARED)
+    )
     assert of_latent["latent"] == LATENT
     assert of_a_rank["dcp"] == {"world_size": 2, "rank": 1, "interleave_size": 2}
 
@@ -236,13 +228,10 @@ def test_parts_of_the_settings_are_objects_of_the_same_keys():
 @pytest.fixture(scope="module")
 def goods(tmp_path_factory):
     """A record of several groups, and one of latent attention."""
-    found = []
-    for name in ("several groups", "latent"):
-        scenario, groups = scenario_of(name)
-        record = record_of(parse_scenario(scenario).record().prepare(), groups)
-        folder = tmp_path_factory.mktemp("hostile")
-        found.append((record.to_bytes(), folder / "step-000000.npz"))
-    return found
+    path = tmp_path_factory.mktemp("hostile") / "step-000000.npz"
+    made = [scenario_of(name) for name in ("several groups", "latent")]
+    steps = [(parse_scenario(scenario).record().prepare(), groups) for scenario, groups in made]
+    return [(record_of(step, groups).to_bytes(), path) for step, groups in steps]
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +277,7 @@ def refusal(path, content: bytes) -> str | None:
 @pytest.mark.parametrize("subcommand", ["replay", "explain"])
 def test_an_array_that_no_record_holds_is_refused_by_its_name(good, name, subcommand, capsys):
     content, path = good
-    members = members_of(content) | {f"{name}.npy": npy(np.arange(3))}
-    path.write_bytes(archive_of(members))
+    path.write_bytes(archive_of(members_of(content) | {f"{name}.npy": npy(np.arange(3))}))
     assert main([subcommand, str(path)]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
@@ -309,54 +297,36 @@ def test_a_known_array_that_should_not_be_there_differs(tmp_path, capsys):
     assert "attn_mask.masked: recorded an array, the core says none" in shown
 
 
-def test_contexts_that_the_settings_do_not_tell_of_differ(goods, tmp_path):
-    content, path = goods[1]
-    path.write_bytes(content)
-    record = read_record(path)
-    settings = record.settings.model_copy(update={"latent": None})
-    again = through_a_file(StepRecord(settings, record.batch, record.prepared), tmp_path)
-    found = core_difference(again)
-    assert (found.recorded, found.expected) == ("an array", "none")
-    assert "latent." in found.variable
-
-
-def step_of(folder, number: int):
+def steps_in(folder: Path, *numbers: int) -> Path:
     step = parse_scenario(worked_examples.load("decode-only")[0]).record().prepare()
-    folder.mkdir(exist_ok=True)
-    path = folder / f"step-{number:06d}.npz"
-    path.write_bytes(record_of(step, number=number).to_bytes())
-    return path
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in numbers:
+        file = folder / f"step-{number:06d}.npz"
+        file.write_bytes(record_of(step, number=number).to_bytes())
+    return folder
 
 
 @pytest.mark.parametrize("subcommand", ["replay", "explain"])
 def test_a_missing_step_is_answered_with_those_that_are_there(subcommand, tmp_path, capsys):
-    folder = tmp_path / "steps"
-    for number in (542, 543, 544):
-        step_of(folder, number)
-
-    def refused(*args) -> str:
-        assert main([subcommand, *map(str, args)]) == 2
+    one = steps_in(tmp_path / "one", 542, 543, 544, 600)
+    a, b = steps_in(tmp_path / "runs/a", 7), steps_in(tmp_path / "runs/b", 8)
+    empty = steps_in(tmp_path / "empty")
+    for folder, number, said in (
+        (one, 3, f"--step 3 is not there: {one} holds steps 542 to 544, 600"),
+        (a.parent, 9, f": {a} holds step 7; {b} holds step 8"),
+        (empty, 1, "no step-000001.npz here"),
+    ):
+        assert main([subcommand, str(folder), "--step", str(number)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        return line.removeprefix("vllm-npu-prep: error: ")
+        assert said in line
+    assert main([subcommand, str(one), "--step", "543"]) == 0
 
-    said = refused(folder, "--step", 3)
-    assert said == f"--step 3 is not there: {folder} holds steps 542 to 544"
-    step_of(folder, 600)
-    assert refused(folder, "--step", 545).endswith("holds steps 542 to 544, 600")
-    other = tmp_path / "runs" / "a"
-    other.parent.mkdir()
-    step_of(other, 7)
-    step_of(other.with_name("b"), 8)
-    if subcommand == "explain":  # a step of several runs, which are replayed one after another
-        step_of(other.with_name("b"), 7)
-        assert "name the folder of one run" in refused(other.parent, "--step", 7)
-        (other.with_name("b") / "step-000007.npz").unlink()
-    said = refused(other.parent, "--step", 9)
-    assert said.endswith(f": {other} holds step 7; {other.with_name('b')} holds step 8")
-    (empty := tmp_path / "empty").mkdir()
-    assert "no step-000001.npz here" in refused(empty, "--step", 1)
-    assert main([subcommand, str(folder), "--step", "543"]) == 0
-    capsys.readouterr()
+
+def test_a_step_of_several_runs_is_explained_of_one(tmp_path, capsys):
+    for run in ("a", "b"):
+        steps_in(tmp_path / run, 7)
+    assert main(["explain", str(tmp_path), "--step", "7"]) == 2
+    assert "name the folder of one run" in capsys.readouterr().err
 
 
 @given(st.data())
@@ -384,26 +354,20 @@ def test_members_with_any_content_are_refused_or_differ(goods, data):
         elif kind == "bytes":
             members[name] = data.draw(st.binary(max_size=200))
         elif kind == "text":
-            text = members.get("settings.npy", b"")
-            digits = [i for i, byte in enumerate(text) if 48 <= byte <= 57 and i > 128]
-            if digits:
-                at = data.draw(st.sampled_from(digits))
-                members["settings.npy"] = (
-                    text[:at] + b"%d" % data.draw(st.integers(0, 9)) + text[at + 1 :]
-                )
+            text = bytearray(members.get("settings.npy", b""))
+            if digits := [i for i, byte in enumerate(text) if 48 <= byte <= 57 and i > 128]:
+                text[data.draw(st.sampled_from(digits))] = 48 + data.draw(st.integers(0, 9))
+                members["settings.npy"] = bytes(text)
         else:
             array = np.load(io.BytesIO(members[name]), allow_pickle=False)
-            if kind == "values" and array.size and array.dtype.kind in "iu":
-                value = data.draw(st.integers(-(2**31), 2**31 - 1)) % 256
-                value = data.draw(st.sampled_from([value, -1, 2**31 - 1, -(2**31), 0]))
-                if array.dtype.kind == "i":
-                    array.reshape(-1)[data.draw(st.integers(0, array.size - 1))] = value
+            if kind == "values" and array.size and array.dtype.kind == "i":
+                value = data.draw(st.integers(0, 255) | st.sampled_from([-1, 2**31 - 1, -(2**31)]))
+                array.reshape(-1)[data.draw(st.integers(0, array.size - 1))] = value
             elif kind == "shape":
                 array = array.reshape(-1)[: data.draw(st.integers(0, 3))]
             elif kind == "dtype":
-                array = np.zeros(
-                    array.shape, data.draw(st.sampled_from(["f8", "i2", "U5", "M8", "i8"]))
-                )
+                types = st.sampled_from(["f8", "i2", "U5", "M8", "i8"])
+                array = np.zeros(array.shape, data.draw(types))
             members[name] = npy(array)
     refusal(path, archive_of(members))
 

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.batches import step_batch
 from tests.helpers.records import EAGER
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
-from vllm_npu_prep.prep.arrays import PADDING_ROWS
-from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
+from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.records.comparison import core_difference, oracle_difference
 from vllm_npu_prep.records.expert_counts import read_expert_counts
@@ -34,58 +35,44 @@ class Decodes:
     """Requests that grow by a token a step, in one staging buffer, and change rows now and then."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        width = MODEL_LEN // BLOCK_SIZE
-        lengths = self.rng.integers(1, 20, NUM_REQS).astype(np.int32)
-        self.tables = BatchTables(
-            num_computed_tokens=lengths,
-            num_prompt_tokens=lengths.copy(),
-            num_tokens=lengths + np.int32(1),
-            token_ids=self.rng.integers(2, 500, (NUM_REQS, MODEL_LEN)).astype(np.int32),
-            block_table_flat=np.full((NUM_REQS + PADDING_ROWS) * width, 7777, np.int32),  # stale
-            max_num_blocks=np.array([width], np.int32),
-            block_sizes=np.array([BLOCK_SIZE], np.int32),
-            num_blocks=np.zeros((1, NUM_REQS), np.int32),
-            num_synced_blocks=np.zeros((1, NUM_REQS), np.int32),
-            num_device_blocks=np.zeros((1, NUM_REQS), np.int32),
-        )
-        self.table = self.tables.block_table(0)
-        self.next_block = 1
+        rng = np.random.default_rng(seed)
+        blocks = np.arange(1, 1 + NUM_REQS * MODEL_LEN // BLOCK_SIZE).reshape(NUM_REQS, -1)
+        requests = [
+            OracleRequest(
+                num_computed_tokens=length,
+                num_scheduled_tokens=1,
+                num_prompt_tokens=length,
+                token_ids=rng.integers(2, 500, MODEL_LEN).tolist(),
+                block_ids=own,  # those past `num_blocks` are stale
+            )
+            for length, own in zip(rng.integers(1, 20, NUM_REQS).tolist(), blocks.tolist())
+        ]
+        self.batch = step_batch(requests, BLOCK_SIZE, MODEL_LEN)
+        self.tables = self.batch.tables
+        self.tables.num_tokens[:NUM_REQS] = self.tables.num_computed_tokens[:NUM_REQS] + 1
+        self.table = self.tables.block_table(0)[:NUM_REQS]
         self.layout = StepLayout(NUM_REQS, NUM_REQS)
-        buffer = np.zeros(-(-self.layout.nbytes(0, NUM_REQS * width) // 64) * 64, np.uint8)
+        buffer = np.zeros(-(-self.layout.nbytes(0, self.table.size) // 64) * 64, np.uint8)
         self.arrays = self.layout.views(buffer)
         self.steps: list[dict[str, list]] = []
 
     def step(self):
         """Prepare the next step, and note what it was."""
         tables = self.tables
-        if self.steps:
-            tables.num_computed_tokens[:] += 1
-            tables.num_tokens[:] += 1
+        lengths = [tables.num_computed_tokens, tables.num_tokens]
+        for each in lengths:
+            each[:NUM_REQS] += bool(self.steps)
         if len(self.steps) % 5 == 3:  # two requests change places: their rows are sent again
-            for array in (
-                tables.num_computed_tokens,
-                tables.num_prompt_tokens,
-                tables.num_tokens,
-                tables.token_ids,
-                self.table,
-                tables.num_blocks[0],
-            ):
+            for array in (*lengths, tables.num_prompt_tokens, tables.token_ids, self.table):
                 array[[0, 4]] = array[[4, 0]]
             tables.num_synced_blocks[0, [0, 4]] = 0
-        for row, length in enumerate(tables.num_computed_tokens + 1):
-            while tables.num_blocks[0, row] * BLOCK_SIZE < length:
-                self.table[row, tables.num_blocks[0, row]] = self.next_block
-                tables.num_blocks[0, row] += 1
-                self.next_block += 1
-        batch = StepBatch(
-            tables, np.ones(NUM_REQS, np.int32), np.zeros(NUM_REQS, np.int32), NUM_REQS
-        )
-        step = prepare_step(batch, Padding(NUM_REQS, NUM_REQS), self.layout, self.arrays)
-        owned = np.arange(self.table.shape[1]) < tables.num_blocks[0][:, None]
+        owned = tables.num_blocks[0, :NUM_REQS]
+        owned[:] = -(-tables.num_tokens[:NUM_REQS] // BLOCK_SIZE)
+        step = prepare_step(self.batch, Padding(NUM_REQS, NUM_REQS), self.layout, self.arrays)
+        is_owned = np.arange(self.table.shape[1]) < owned[:, None]
         self.steps.append(
             {
-                "block_table": np.where(owned, self.table, 0).tolist(),
+                "block_table": np.where(is_owned, self.table, 0).tolist(),
                 "input_ids": step.input_ids.tolist(),
                 "slot_mapping": step.slot_mapping[0].tolist(),
                 "seq_lens": step.seq_lens.tolist(),

@@ -140,8 +140,10 @@ def test_pages_of_steps_lead_to_each_other_and_back(run):
         (("--step-pages",), "--step-pages goes with --html and a folder of records"),
         (("--html", "o.html", "--step", "3", "--step-pages"), "--step-pages goes with --html"),
         (("--html", "there/o.html", "--step-pages"), "there/o-steps: can't be made: No such"),
+        (("--html", "o.html", "--json"), "takes no other option; choose a step by --step N"),
+        (("--html", "."), "not a file that can be replaced; name another"),
     ],
-    ids=["no such step", "no page", "one step", "no folder"],
+    ids=["no such step", "no page", "one step", "no folder", "JSON", "a folder"],
 )
 def test_what_is_asked_for_in_vain_is_one_line(run, tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)
