@@ -50,8 +50,7 @@ def words_of_commands(block: CodeBlock, notes: Path) -> list[list[str]]:
     text = block.text
     if block.language == "console":
         text = "\n".join(command for command, _ in prompts(text))
-    environment = {"NOTES": str(notes)}
-    command = ["bash", "-c", NO_COMMANDS + text]
+    command, environment = ["bash", "-c", NO_COMMANDS + text], {"NOTES": str(notes)}
     done = subprocess.run(command, cwd=notes, env=environment, capture_output=True, text=True)
     assert "syntax error" not in done.stderr and "unexpected" not in done.stderr, done.stderr
     return [file.read_text().split("\0")[:-1] for file in notes.iterdir() if file.is_file()]
@@ -64,13 +63,7 @@ def prompts(text: str) -> list[tuple[str, str]]:
 
 
 def read_flags(words: list[str]) -> None:
-    """Let its own parser read a command's flags.
-
-    Raises
-    ------
-    SystemExit, PrepError
-        For a flag or value that is not known.
-    """
+    """Let its own parser read a command's flags; it exits, or raises, where it knows one not."""
     match words:
         case ["vllm", "serve", *flags]:
             parsed = serve_parser().parse_args(flags)

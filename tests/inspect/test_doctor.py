@@ -152,11 +152,43 @@ def test_environment_variables(row, tmp_path):
     assert said in finding.do
 
 
-def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
-    environment = {"HCCL_ALGO": "x", "HCCL_RDMA_TC": "1"}
-    finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
-    assert finding.status == "ok"
-    assert "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
+WELL = hosts.loads(hosts.SEEN, hosts.FIA)
+IN_USE = hosts.smi(("910B3", "OK", 3360, 65536), ("910B3", "OK", 60000, 65536))
+LACKS = {"npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule", "npu_swiglu": "aclnnSwiGlu"}
+DEAD = replace(hosts.probe(torch={"version": "2.13.0"}), code=-11, err="x\nFatal")
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "status", "words"),
+    [
+        (hosts.run(Ran(0, IN_USE), WELL), "device memory", "warning", ["chip 1:"]),
+        (hosts.run(Ran(None, ""), WELL), "npu-smi", "failure", ["20 seconds"]),
+        (hosts.run(Ran(0, "nothing"), DEAD), "npu-smi", "failure", ["lists no NPU: nothing"]),
+        (hosts.run(Ran(0, "nothing"), DEAD), "import torch", "ok", []),
+        (
+            *(hosts.run(Ran(0, "nothing"), DEAD), "torch_npu sees", "failure"),
+            ["the process that imports them ended with exit code -11: Fatal"],
+        ),
+        (
+            hosts.run(None, hosts.loads(hosts.SEEN | {"missing": LACKS}, hosts.FIA)),
+            *("CANN's functions", "warning"),
+            [
+                "aclnnChunkGatedDeltaRule (npu_chunk_gated_delta_rule), which CANN 9.1 has",
+                "aclnnSwiGlu (npu_swiglu), which CANN 8.5 has",
+                "install CANN 9.1 or newer",
+            ],
+        ),
+        (
+            hosts.run(None, hosts.loads(hosts.SEEN | {"missing": {}}, hosts.FIA)),
+            *("CANN's functions", "ok", []),
+        ),
+    ],
+    ids=["in use", "hangs", "no NPU", "torch", "dies", "lacks functions", "has functions"],
+)
+def test_what_commands_and_probes_say_is_told(run, name, status, words, tmp_path):
+    finding = changed(tmp_path, run=run)[name]
+    assert finding.status == status
+    assert all(each in f"{finding.found} {finding.do}" for each in words)
 
 
 def test_npus_without_torch_npu(tmp_path):
@@ -168,50 +200,18 @@ def test_npus_without_torch_npu(tmp_path):
     assert by_name(asked)["torch_npu"].status == "failure"
 
 
+def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
+    environment = {"HCCL_ALGO": "x", "HCCL_RDMA_TC": "1"}
+    finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
+    assert finding.status == "ok" and "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
+
+
 def test_nothing_of_ascend_is_missed_where_the_cpu_is_asked_for(tmp_path):
     host = hosts.container_without_devices(tmp_path)
     devices = {"visible": False, "reason": "torch_npu is installed, but sees no NPU"}
     probed = hosts.loads(devices, hosts.REFERENCE)
     host = replace(host, environment={"NPU_PREP_DEVICE": "cpu"}, run=hosts.run(None, probed))
     assert {finding.status for finding in examine(host)} == {Status.OK}
-
-
-def test_a_device_that_others_use(tmp_path):
-    chips = hosts.smi(("910B3", "OK", 3360, 65536), ("910B3", "OK", 60000, 65536))
-    ran = hosts.run(Ran(0, chips), hosts.loads(hosts.SEEN, hosts.FIA))
-    finding = changed(tmp_path, run=ran)["device memory"]
-    assert finding.status == "warning"
-    assert "chip 1:" in finding.do
-
-
-def test_functions_that_cann_lacks_are_named_with_a_release(tmp_path):
-    lacks = {"npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule", "npu_swiglu": "aclnnSwiGlu"}
-    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": lacks}, hosts.FIA))
-    finding = changed(tmp_path, run=ran)["CANN's functions"]
-    assert finding.status == "warning"
-    assert "aclnnChunkGatedDeltaRule (npu_chunk_gated_delta_rule), which CANN 9.1 has" in (
-        finding.found
-    )
-    assert "aclnnSwiGlu (npu_swiglu), which CANN 8.5 has" in finding.found
-    assert "install CANN 9.1 or newer" in finding.do
-    (tmp_path / "b").mkdir()
-    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": {}}, hosts.FIA))
-    assert changed(tmp_path / "b", run=ran)["CANN's functions"].status == "ok"
-
-
-def test_a_driver_that_hangs_and_a_probe_that_dies(tmp_path):
-    hung = changed(tmp_path, run=hosts.run(Ran(None, ""), hosts.loads(hosts.SEEN, hosts.FIA)))
-    assert hung["npu-smi"].status == "failure"
-    assert "20 seconds" in hung["npu-smi"].found
-    (tmp_path / "b").mkdir()
-    began = hosts.probe(torch={"version": "2.13.0"})
-    dead = changed(
-        tmp_path / "b", run=hosts.run(Ran(0, "nothing"), replace(began, code=-11, err="x\nFatal"))
-    )
-    assert "lists no NPU: nothing" in dead["npu-smi"].found
-    assert dead["import torch"].status == "ok"
-    why = "the process that imports them ended with exit code -11: Fatal"
-    assert dead["torch_npu sees"].found == why
 
 
 @pytest.mark.parametrize(

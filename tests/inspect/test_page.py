@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,23 +154,18 @@ def test_the_constant_is_drawn_as_what_tokens_see():
 
 def test_slots_that_the_step_writes_are_drawn_where_they_are():
     """Blocks of 2 slots."""
-    titles: dict[str, str] = {}
-    bars: dict[str, list[tuple[str, str]]] = {}
+    drawn: dict[str, list[str]] = {}
     for _, attributes in page_of(small()).elements:
         if "data-at" in attributes:
-            titles[attributes["data-at"]] = attributes["title"].partition("writes ")[2]
-            own = bars.setdefault(attributes["data-at"], [])
-        elif attributes.get("class") in ("computed", "written") and bars:
-            own.append((attributes["class"], attributes["style"]))
+            own = drawn[attributes["data-at"]] = [attributes["title"].partition("writes ")[2]]
+        elif attributes.get("class") in ("computed", "written") and drawn:
+            own.append(f"{attributes['class']} {attributes['style']}")
     left, right = "left:0.000%;width:50.000%", "left:50.000%;width:50.000%"
     whole = "left:0.000%;width:100.000%"
-    for block, title, drawn in (
-        ("0-0-1", "", [("computed", whole)]),
-        ("0-0-2", "5 to 5", [("computed", left), ("written", right)]),
-        ("0-2-6", "13 to 13", [("computed", left), ("written", right)]),
-        ("0-2-8", "16 to 17", [("written", whole)]),
-    ):
-        assert (titles[block], bars[block]) == (title, drawn)
+    assert drawn["0-0-1"] == ["", f"computed {whole}"]
+    assert drawn["0-0-2"] == ["5 to 5", f"computed {left}", f"written {right}"]
+    assert drawn["0-2-6"] == ["13 to 13", f"computed {left}", f"written {right}"]
+    assert drawn["0-2-8"] == ["16 to 17", f"written {whole}"]
 
 
 def test_groups_images_mrope_and_padding_are_on_the_page():
@@ -326,9 +322,7 @@ def test_files_are_written_whole_or_refused_with_one_line(tmp_path, capsys):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr("vllm_npu_prep.files.os.replace", full)
     path = str(worked_examples.path_of("chunked-prefill"))
     assert main(["explain", path, "--html", str(tmp_path / "a.html")]) == 2

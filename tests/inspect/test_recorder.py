@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,17 +122,10 @@ def test_a_span_of_steps_is_written_as_it_comes(make, caplog):
     with caplog.at_level(logging.INFO, logger=recorder_module.logger.name):
         decodes.record(recorder, 20)
     check(recorder.folder, decodes, range(4, 9))
-    assert [record.message for record in caplog.records] == [
-        f"Recording stopped: steps 4:9 are in {recorder.folder}"
-    ]
+    assert caplog.messages == [f"Recording stopped: steps 4:9 are in {recorder.folder}"]
+    told = {"steps": "4:9", "reason": "asked for", "request_ids": "hashed"}
     manifest = json.loads((recorder.folder / "manifest.json").read_text())
-    assert manifest == {
-        "format": 2,
-        "steps": "4:9",
-        "reason": "asked for",
-        "request_ids": "hashed",
-        "versions": {"vllm": "0"},
-    }
+    assert manifest == {"format": 2, **told, "versions": {"vllm": "0"}}
 
 
 def test_the_ring_holds_tables_as_they_were_at_each_step(make):
@@ -243,8 +237,8 @@ def test_files_take_no_more_than_max_bytes(make, caplog):
     sizes = [file.stat().st_size for file in files]
     assert (1 << 16) - 2 * max(sizes) < sum(sizes) <= 1 << 16
     check(recorder.folder, decodes, range(len(files)))
-    (line,) = [record.message for record in caplog.records]
-    assert line == f"Recording stopped: step {len(files)} would exceed max_bytes 65,536"
+    line = f"Recording stopped: step {len(files)} would exceed max_bytes 65,536"
+    assert caplog.messages == [line]
 
 
 @pytest.mark.parametrize("steps", ["0:50", "last 5"])
@@ -252,41 +246,29 @@ def test_a_full_disk_stops_recording_with_one_line(make, caplog, monkeypatch, st
     recorder, decodes = make(steps)
     decodes.record(recorder, 2)
     recorder.dump("asked for")
-    fsync = os.fsync
-    calls = []
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) > 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fsync = Mock(side_effect=[None, full])
+    monkeypatch.setattr(os, "fsync", fsync)
     caplog.clear()
-    decodes.record(recorder, 3)
-    recorder.dump("asked for")
-    decodes.record(recorder, 3)
-    recorder.dump("asked for")
-    assert len(calls) == 2
-    stopped = [r.message for r in caplog.records if "stopped" in r.message]
+    for _ in range(2):
+        decodes.record(recorder, 3)
+        recorder.dump("asked for")
+    assert fsync.call_count == 2
     file = recorder.folder / "step-000003.npz"
-    assert stopped == [f"Recording stopped: {file}: can't be written: No space left on device"]
+    assert [line for line in caplog.messages if "stopped" in line] == [
+        f"Recording stopped: {file}: can't be written: No space left on device"
+    ]
     check(recorder.folder, decodes, range(3))  # and nothing half written
 
 
 @pytest.mark.parametrize("place", ["of_step", "record"])
 def test_a_bug_in_the_recorder_is_one_line_in_the_log(make, caplog, monkeypatch, place):
     recorder, decodes = make("1:50")
-
-    def broken(*_):
-        raise RuntimeError("a bug\nin two lines")
-
+    broken = Mock(side_effect=RuntimeError("a bug\nin two lines"))
     monkeypatch.setattr(recorder_module.StepSnapshot, place, broken)
     decodes.record(recorder, 5)
     recorder.dump("asked for")
-    assert [record.message for record in caplog.records] == [
-        "Recording stopped: RuntimeError: a bug in two lines"
-    ]
+    assert caplog.messages == ["Recording stopped: RuntimeError: a bug in two lines"]
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_start_up(tmp_path):

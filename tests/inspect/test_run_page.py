@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -187,11 +188,10 @@ def cut(path: Path) -> None:
 def without_groups(path: Path) -> None:
     """The record of a step that has no groups, among those of steps that have one."""
     record = read_record(path)
-    settings = {"block_sizes": [], "max_num_blocks": [], "groups": []}
-    record.settings = record.settings.model_copy(update=settings)
-    for name in ("num_blocks", "block_ids"):
-        setattr(record.batch, name, getattr(record.batch, name)[:0])
-    path.write_bytes(record.to_bytes())
+    none = {"block_sizes": [], "max_num_blocks": [], "groups": []}
+    settings, batch = record.settings.model_copy(update=none), record.batch
+    batch = replace(batch, num_blocks=batch.num_blocks[:0], block_ids=batch.block_ids[:0])
+    path.write_bytes(replace(record, settings=settings, batch=batch).to_bytes())
 
 
 WRONG = {

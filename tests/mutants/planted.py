@@ -59,12 +59,8 @@ VISION = ("tests/engine/test_multimodal.py",)
 RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
 RUN_KEYS = ("tests/inspect/test_run_keys.py",)
-CHECKS = (
-    "tests/inspect/test_cheap_check.py",
-    "tests/inspect/test_check_messages.py",
-    "tests/engine/test_full_check.py",
-)
-MESSAGES = ("tests/inspect/test_check_messages.py",)
+CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
+MESSAGES = ("tests/inspect/test_cheap_check.py",)
 CHECKS_OF_STATES = ("tests/engine/test_full_check_of_states.py",)
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
