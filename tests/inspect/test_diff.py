@@ -97,19 +97,11 @@ def test_images_mrope_and_groups_differ_where_they_do():
     scenario = with_an_image()
     patches = copy.deepcopy(PATCHES)
     patches[1][4] = 7
-    other = changed(scenario, 0, mrope_positions=patches)
-    (entry,) = found(scenario, other)
-    assert entry == {
-        "name": "mrope_positions 1",
-        "a": [3],
-        "b": [7],
-        "req_id": "a",
-        "positions": (4, 5),
-    }
+    told = {"name": "mrope_positions 1", "a": [3], "b": [7], "req_id": "a", "positions": (4, 5)}
+    assert found(scenario, changed(scenario, 0, mrope_positions=patches)) == [told]
     other = copy.deepcopy(scenario)
     other["more_kv_cache_groups"][0]["block_ids"][1] = [9, 11]
-    entries = found(scenario, other)
-    assert [(e["name"], e.get("group")) for e in entries] == [
+    assert [(e["name"], e.get("group")) for e in found(scenario, other)] == [
         ("block_table of group 1", None),
         ("block_numbers", 1),
         ("slot_mapping", 1),
@@ -201,18 +193,20 @@ def test_nothing_differs_only_if_all_variables_are_equal(a, b):
 
 
 def test_the_exit_code_says_whether_anything_differs(tmp_path, capsys):
-    path = str(worked_examples.path_of("chunked-prefill"))
-    other = tmp_path / "other.json"
+    path, other = str(worked_examples.path_of("chunked-prefill")), tmp_path / "other.json"
     other.write_text(json.dumps(changed(small(), 2, block_ids=[4, 5, 6, 9]) | {"name": "other"}))
-    assert main(["explain", path, "--diff", str(other)]) == 1
+    command = ["explain", path, "--diff", str(other)]
+    assert main(command) == 1
     shown = capsys.readouterr().out
     for part in ("A  chunked-prefill", "B  other", "4 5 6 8", "16 17", "18 19"):
         assert part in shown
-    assert main(["explain", path, "--diff", str(other), "--json"]) == 1
+    assert main([*command, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert (data["a"], data["b"]) == ("chunked-prefill", "other")
-    assert len(data["differences"]) == 3
-    for wrong in (["--html", "x.html"], ["--request", "1"]):
-        assert main(["explain", path, "--diff", str(other), *wrong]) == 2
+    assert (data["a"], data["b"], len(data["differences"])) == ("chunked-prefill", "other", 3)
+    for wrong in (
+        ["--html", "x.html"],
+        ["--request", "1"],
+        ["--diff", str(tmp_path / "none.json")],
+    ):
+        assert main([*command, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    assert main(["explain", path, "--diff", str(tmp_path / "none.json")]) == 2

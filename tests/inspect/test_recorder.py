@@ -48,7 +48,7 @@ class Decodes:
             )
             for length, own in zip(rng.integers(1, 20, NUM_REQS).tolist(), blocks.tolist())
         ]
-        self.batch = step_batch(requests, BLOCK_SIZE, MODEL_LEN)
+        self.batch = step_batch(requests, BLOCK_SIZE, MODEL_LEN, extra_columns=0)
         self.tables = self.batch.tables
         self.tables.num_tokens[:NUM_REQS] = self.tables.num_computed_tokens[:NUM_REQS] + 1
         self.table = self.tables.block_table(0)[:NUM_REQS]

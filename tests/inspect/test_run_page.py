@@ -255,36 +255,34 @@ def test_names_stay_text(tmp_path):
     assert data_of(html)["ranks"][0]["quoted_folder"].count("'\"'\"'") == 2
 
 
+def in_a_browser(html: str, folder: Path, network, address: str, **how) -> tuple[str, np.ndarray]:
+    """The page of a run after it was opened, and what is seen."""
+    page = folder / "run.html"
+    page.write_text(html)
+    dom, picture = opened(page, network, address, "--virtual-time-budget=10000", **how)
+    assert not network[1]
+    return dom, np.asarray(picture)
+
+
 @needs_browser
 def test_in_a_browser_a_step_is_chosen_by_its_address(recorded, network, tmp_path):
-    page = tmp_path / "pages" / "run.html"
-    page.parent.mkdir()
-    page.write_text(recorded[2])
-    dom, picture = opened(
-        page, network, "#step=60&rank=1", "--virtual-time-budget=10000", dark=True
-    )
-    traffic = recorded[1]
-    assert 'data-step="60"' in dom and 'data-drawn="0-149"' in dom and not network[1]
-    side = dom[dom.index('id="side"') :]
-    step = traffic.steps[60]
-    assert "<h2>step 60, rank 1</h2>" in side and f"<dd>{step.state}</dd>" in side
-    assert f"<dd>{step.blocks} of {traffic.num_blocks}</dd>" in side
-    present = [
-        request.name for request in traffic.requests if any(d[0] == 60 for d in request.done)
-    ]
-    assert present and all(f"<td>{name}</td>" in side for name in present)
-    assert np.asarray(picture).mean() < 100
-    assert len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 20
+    _, traffic, html = recorded
+    dom, picture = in_a_browser(html, tmp_path, network, "#step=60&rank=1", dark=True)
+    assert 'data-step="60"' in dom and 'data-drawn="0-149"' in dom
+    side, step = dom[dom.index('id="side"') :], traffic.steps[60]
+    present = [r.name for r in traffic.requests if any(done[0] == 60 for done in r.done)]
+    shown = [f"<dd>{step.state}</dd>", f"<dd>{step.blocks} of {traffic.num_blocks}</dd>"]
+    for text in ("<h2>step 60, rank 1</h2>", *shown, *(f"<td>{name}</td>" for name in present)):
+        assert text in side
+    assert present and picture.mean() < 100
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20
 
 
 @needs_browser
 def test_a_browser_draws_a_run_of_10_000_steps(long_run, network, tmp_path):
     """With the start of the browser it took 2 to 4 seconds on two busy cores."""
-    page = tmp_path / "pages" / "run.html"
-    page.parent.mkdir()
-    page.write_text(long_run)
-    dom, picture = opened(page, network, "#step=9000", "--virtual-time-budget=10000")
-    assert np.asarray(picture).mean() > 100
-    assert 'data-drawn="0-9999"' in dom and not network[1]
+    dom, picture = in_a_browser(long_run, tmp_path, network, "#step=9000")
+    assert picture.mean() > 100
+    assert 'data-drawn="0-9999"' in dom
     side = dom[dom.index('id="side"') :]
     assert "<h2>step 9000</h2>" in side and side.count("<td>decode</td>") > 50
