@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ascend_emulator.run import parser as emulator_parser
-from tests.docs.pages import PAGES, ROOT, code_of
+from tests.docs.pages import PAGES, ROOT, Page, code_of
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import FUSED_OPERATORS, FusedConfig, PrepConfig, RecordConfig
@@ -179,3 +179,30 @@ def test_what_is_supported_names_a_test_or_says_that_none_ran():
         for cell in row[-2:]:
             proof = any(PATH.fullmatch(code.partition("::")[0]) for code in code_of(cell))
             assert proof or re.search(r"not run|refused|^-$", cell), f"{row[0]}: {cell}"
+
+
+# ------------------------------------------------------------ tests/README.md
+
+TESTS = Page(ROOT / "tests" / "README.md")
+
+
+def test_the_paths_that_the_page_of_tests_names_exist():
+    """Of the repository, of the package, or of the row's folder of tests."""
+    spans = [span.partition("=")[0] for span in TESTS.code]
+    named = {path for span in spans for path in re.findall(r"(?<![\w./])(?:[\w-]+/)+[\w.-]*", span)}
+    bases = [ROOT, PACKAGE, *filter(Path.is_dir, TESTS.path.parent.iterdir())]
+    assert [path for path in named if not any((base / path).exists() for base in bases)] == []
+
+
+def test_the_make_targets_that_the_page_of_tests_names_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    text = " ".join([*TESTS.code, *(block.text for block in TESTS.blocks)])
+    for target in set(re.findall(r"\bmake ([a-z][a-z-]*)", text)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_page_of_tests_says_what_each_folder_is():
+    (folders,) = [table for table in TESTS.tables if table.heading == "Folders"]
+    named = {name for row in folders.rows for name in re.findall(r"`(tests/\w+)`", row[0])}
+    there = {f"tests/{path.parent.name}" for path in ROOT.glob("tests/*/*") if path.is_file()}
+    assert {name for name in there if "__pycache__" not in name} == named

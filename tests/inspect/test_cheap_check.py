@@ -216,6 +216,7 @@ ENTRIES = [
     (Rule.PADDING_TOKENS, attending, Entry("slot_mapping", PADDING, 4, 5)),
     (Rule.PADDING_TOKENS, on_a_rank, Entry("slot_mapping", PADDING, 4, 5)),
     (Rule.PADDING_REQS, attending, Entry("seq_lens", PADDING, to=1, said=PADDED)),
+    (Rule.PADDING_REQS, attending, Entry("seq_lens", PADDING, to=0, said=PADDED)),
     (Rule.PADDING_REQS, attending, Entry("num_computed_tokens", PADDING, to=3, said=PADDED)),
     (Rule.NO_SLOT, holding_states, Entry("slot_mapping", 2, 1, 9)),
     (
@@ -255,7 +256,7 @@ ENTRIES = [
 ]
 OF_DRAFTS = "token_state_indices", "num_accepted_tokens"  # arrays that only steps with drafts have
 CASES: dict[str, tuple[Rule, Callable[[bool, list[int]], Steps], Plant]] = {
-    f"{rule.name} {entry.array} {entry.req} {make.__name__}": (rule, make, entry)
+    f"{rule.name} {entry.array} {entry.req} {entry.to} {make.__name__}": (rule, make, entry)
     for rule, make, entry in ENTRIES
 }
 WITH_DRAFTS = {name for name, case in CASES.items() if case[2].array in OF_DRAFTS}
@@ -317,6 +318,13 @@ def slot_past_the_cache(step):
     token, end = step.starts[3] + 1, int(step.limits[3])
     step.slot_mapping[2, token] = end
     return Message(end, f"{BLOCK_SIZE} to {end - 1}", 3, token, 2)
+
+
+@breaks(Rule.SLOTS)
+def slot_of_the_null_block(step):
+    token = step.starts[1]
+    step.slot_mapping[0, token] = BLOCK_SIZE - 1
+    return Message(BLOCK_SIZE - 1, f"{BLOCK_SIZE} to {step.limits[1] - 1}", 1, token, 0)
 
 
 @breaks(Rule.SLOTS, on_a_rank)

@@ -398,8 +398,7 @@ const press = (key) => {
 at(line(1), 0.5, 0.5, "mouseover");
 at(line(2), 0.5, 0.5, "click");
 at(line(0), 0.5, 0.5, "mouseover");
-press("ArrowDown");
-press("ArrowUp");
+["ArrowDown", "ArrowUp"].forEach(press);
 at(document.querySelector(".mask"), 0.1, 0.9, "click");
 at(document.querySelector('[data-at="0-0-2"] .slots'), 0.9, 0.5, "click");
 at(document.querySelector('[data-at="0-2-8"] .slots'), 0.2, 0.5, "click");

@@ -96,14 +96,7 @@ def check_replay(record: StepRecord, folder: Path) -> StepRecord:
 def test_any_step_comes_back_and_is_prepared_again_alike(tmp_path_factory, batch, mask):
     groups = (LayerGroup(group=0, sliding_window=batch.sliding_window),)
     record = record_of(batch.step(), groups, mask, number=12)
-    again = check_replay(record, tmp_path_factory.mktemp("record"))
-    assert again.batch.token_ids.tolist() == [
-        token
-        for r in batch.requests
-        for token in [*r.token_ids, *r.draft_token_ids][
-            r.num_computed_tokens : r.num_computed_tokens + r.num_scheduled_tokens
-        ]
-    ]
+    check_replay(record, tmp_path_factory.mktemp("record"))
 
 
 @given(random_batches(), st.integers(1, 4), st.integers(1, 3))
