@@ -510,17 +510,11 @@ def test_a_fault_in_a_dummy_run_is_named_before_any_request_came():
     assert str(raised.value) == Message(6, -1, None, 2, 1).line(Rule.PADDING_TOKENS)
 
 
-@given(random_batches(), st.booleans())
-def test_prepared_steps_break_no_rule(batch, in_full_graph):
-    step = batch.step()
+@given(random_batches(), st.booleans(), st.integers(0, 5))
+def test_prepared_steps_break_no_rule(batch, in_full_graph, blocks_per_chunk):
+    step = local_step(batch, blocks_per_chunk) if blocks_per_chunk else batch.step()
     if in_full_graph and batch.capture_sizes is not None:
         step.padding = replace(step.padding, mode=GraphMode.FULL)
-    assert find_fault(step, limits_of(step)) is None
-
-
-@given(random_batches(), st.integers(1, 5))
-def test_virtual_requests_break_no_rule(batch, blocks_per_chunk):
-    step = local_step(batch, blocks_per_chunk)
     assert find_fault(step, limits_of(step)) is None
 
 

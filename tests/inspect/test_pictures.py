@@ -23,10 +23,6 @@ def picture_of(scenario: dict, *args) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(explain_png(view_of(scenario), *args))))
 
 
-def number_of(picture: np.ndarray, colour) -> int:
-    return int((picture == np.array(colour, np.uint8)).all(axis=-1).sum())
-
-
 @pytest.mark.parametrize(
     ("number", "most", "ticks"),
     [
@@ -48,23 +44,20 @@ def test_rows_of_a_mask_are_named_near_their_first_one(height):
     picture = mask_picture(view, 0, select(view))
     places, rows = zip(*row_names(view, picture, height, 16))
     assert rows == (0, 1, 2, 3, 4)
-    assert min(np.diff(places)) >= 16
-    assert max(places) <= height - 16
+    assert min(np.diff(places)) >= 16 and max(places) <= height - 16
     wanted = view.step.query_start_loc[:-1] * height / 200
-    assert places[0] == wanted[0]
-    if height == 480:
-        assert np.allclose(places[3:], wanted[3:])
+    near = [0, 3, 4] if height == 480 else [0]
+    assert np.allclose(np.array(places)[near], wanted[near])
     # Those with the most rows, where there is no place for all.
     assert {row for _, row in row_names(view, picture, 60, 16)} == {2, 3, 4}
 
 
-def test_images_and_padding_have_their_colours():
-    picture = picture_of(with_an_image() | {"capture_sizes": [8]})
-    assert number_of(picture, ITEM_COLOUR) > 1000
-    without = with_an_image()
+def test_images_have_their_colour():
+    with_it, without = with_an_image() | {"capture_sizes": [8]}, with_an_image()
     for request in without["requests"]:
         del request["multimodal"]
-    assert number_of(picture_of(without), ITEM_COLOUR) == 0
+    pixels = [(picture_of(each) == np.array(ITEM_COLOUR)).all(-1) for each in (with_it, without)]
+    assert pixels[0].sum() > 1000 and not pixels[1].any()
 
 
 def test_big_batches_and_long_names_stay_in_bounds():
