@@ -64,7 +64,7 @@ def test_no_option_is_documented_that_is_gone():
     assert sorted(named) == sorted(name for name, _ in options())
 
 
-def test_variables_of_the_plugin_and_fused_operators_are_documented():
+def test_variables_and_fused_operators_are_documented():
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.*")]
     text = "\n".join(path.read_text() for path in files)
     read = set(re.findall(r"\bNPU_PREP_[A-Z_]+\b", text)) - {"NPU_PREP_NO_SUCH_DEVICES"}

@@ -322,9 +322,9 @@ def slot_past_the_cache(step):
 
 @breaks(Rule.SLOTS)
 def slot_of_the_null_block(step):
-    token = step.starts[1]
+    token = step.starts[2]
     step.slot_mapping[0, token] = BLOCK_SIZE - 1
-    return Message(BLOCK_SIZE - 1, f"{BLOCK_SIZE} to {step.limits[1] - 1}", 1, token, 0)
+    return Message(BLOCK_SIZE - 1, f"{BLOCK_SIZE} to {step.limits[1] - 1}", 2, token, 0)
 
 
 @breaks(Rule.SLOTS, on_a_rank)

@@ -40,9 +40,9 @@ def test_a_record_is_explained_as_its_scenario(name, tmp_path):
     path.write_bytes(recorded(scenario, groups=groups, mask="compressed").to_bytes())
     view, expected = StepView.of_record(read_record(path), "a step"), view_of(scenario)
     explained, contract = explain_json(view), explain_json(expected)
-    own = [request["req_id"] for request in scenario["requests"]]
     assert explained == contract
-    names = {f"r{row}": req_id for row, req_id in enumerate(own)}  # hashed, in a real record
+    # Hashed, in a real record.
+    names = {f"r{row}": request["req_id"] for row, request in enumerate(scenario["requests"])}
 
     reasons = [
         [(key, [names.get(word, word) for word in text.split()]) for key, text in summary(each)]
@@ -79,11 +79,9 @@ def test_layers_without_a_cache_have_no_blocks(tmp_path, capsys, monkeypatch):
     for flags in ([], ["--json"], ["--html", str(tmp_path / "a.html")]):
         assert main(["explain", str(path), *flags]) == 0
     text = capsys.readouterr().out
-    assert "group 1: none: tokens see both ways" in text
-    assert text.count("system level") == 1
+    assert "group 1: none: tokens see both ways" in text and text.count("system level") == 1
     groups = json.loads(text.splitlines()[-1])["kv_cache_groups"]
     assert ["slot_mapping" in group for group in groups] == [True, False]
-
     settings = record.settings.model_copy(update={"groups": [both_ways]})
     alone = replace(StepView.of_record(record, ""), settings=settings, padded=False)
     assert "slot_mapping" not in explain_json(alone)

@@ -139,18 +139,19 @@ PADDED = small() | {"capture_sizes": [8]}
         (LATENT_SCENARIO, "context_piece_starts_padded", 2, None, None),
         (LATENT_SCENARIO, "context_piece_lens_padded", 0, None, None),
         (LATENT_SCENARIO, "context_piece_chunks_padded", 2, None, None),
-        (SHARED, "slot_mapping", 1, "r0", 1),
-        (SHARED, "block_offsets", 2, "r0", 2),
-        (SHARED, "dcp.dcp_ranks", 3, "r0", 3),
-        (SHARED, "dcp_local_seq_lens_padded", 0, "r0", None),
-        (SHARED, "dcp_local_context_lens_padded", 1, "r1", None),
+        (SHARED, "slot_mapping", 1, "r1", 1),
+        (SHARED, "block_offsets", 2, "r1", 2),
+        (SHARED, "dcp.dcp_ranks", 3, None, None),
+        (SHARED, "dcp_local_seq_lens_padded", 0, None, None),
+        (SHARED, "dcp_local_context_lens_padded", 1, None, None),
     ],
 )
 def test_a_difference_is_found_and_named(tmp_path, scenario, name, index, req_id, token):
     record = record_of(parse_scenario(scenario).record().prepare())
     record = through_a_file(record, tmp_path)  # no two arrays share memory
     record.prepared[name][index] ^= 1
-    for found in (core_difference(record), oracle_difference(record)):
+    say = [core_difference] + [oracle_difference] * (name != "discard_request_mask_padded")
+    for found in (difference(record) for difference in say):
         assert (found.variable, found.index) == (name, () if index == () else (index,))
         assert found.recorded == found.expected ^ 1
         assert (found.req_id, found.token) == (req_id, token)
