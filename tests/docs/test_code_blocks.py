@@ -42,6 +42,8 @@ source() { :; }
 """Before a script: its commands are noted in files instead of being run."""
 
 SECONDS = 600
+IS_SHOWN = doctest.OutputChecker().check_output  # in which ``...`` is anything
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def words_of_commands(block: CodeBlock, notes: Path) -> list[list[str]]:
@@ -112,7 +114,10 @@ class Bench:
                 self.shell(text)
             case "console":
                 for command, expected in prompts(text):
-                    check_output(command, self.shell(command), expected)
+                    output = self.shell(command)
+                    assert not expected or IS_SHOWN(expected, output, FLAGS), (
+                        f"$ {command}\n{output}"
+                    )
             case "python":
                 self.call([*shlex.split(block.run_with), sys.executable, "-c", text])
             case "json":
@@ -136,13 +141,6 @@ class Bench:
         )
         assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout[-4000:]}"
         return done.stdout
-
-
-def check_output(command: str, output: str, expected: str) -> None:
-    """Output is what the page shows, in which ``...`` is anything."""
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    matches = doctest.OutputChecker().check_output(expected, output, flags)
-    assert not expected or matches, f"$ {command}\n{output}\ninstead of\n{expected}"
 
 
 def read_json(data: dict) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -35,7 +36,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.texts: list[str] = []
-        self.of_tags: dict[str, str] = {}  # texts by the elements that are open around them
+        self.of_tags = defaultdict(str)  # texts by the elements that are open around them
         self.tables: list[list[list[str]]] = []  # cells, of headings first
         self.feed(html)
         self.close()
@@ -58,16 +59,12 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.texts.append(data)
         for tag in set(self.open):
-            self.of_tags[tag] = self.of_tags.get(tag, "") + data
+            self.of_tags[tag] += data
         if {"td", "th"} & set(self.open):
             self.tables[-1][-1][-1] += data
 
     def of_class(self, name: str) -> list[dict[str, str]]:
         return [a for _, a in self.elements if name in (a.get("class") or "").split()]
-
-    def text_in(self, tag: str) -> str:
-        """Texts of all elements of a tag."""
-        return self.of_tags.get(tag, "")
 
     def tokens(self) -> dict[str, list[str]]:
         """Columns of the token tables by their headings."""
@@ -237,7 +234,7 @@ def test_names_stay_text(name):
     assert shapes[0] == shapes[1]
     seen = name.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066")
     assert page.tables[0][1][0] == page.of_class("owner")[0]["title"] == seen
-    assert page.text_in("title") == page.text_in("h1") == seen
+    assert page.of_tags["title"] == page.of_tags["h1"] == seen
     assert not set("\u202e\u2066") & set(html)
     assert next(a["data-name"] for _, a in page.elements if "data-name" in a) == seen
     titles = [a["title"] for _, a in page.elements if a.get("class") == "item"]
