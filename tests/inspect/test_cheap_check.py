@@ -461,7 +461,7 @@ def state_of_two_drafts(step):
         if has_drafts or name not in WITH_DRAFTS
     ],
 )
-def test_a_message_has_the_numbers_of_a_scalar_reading(name, has_drafts, rows):
+def test_a_message_has_the_numbers_of_the_step_before(name, has_drafts, rows):
     rule, make, plant = CASES[name]
     made = make(has_drafts, ROWS[rows])
     expected = plant(made)
