@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.helpers.traffic import Traffic
-from tests.scheduling.engines import EOS, VOCAB, Settings, draw, hasher, make
+from tests.scheduling.engines import EOS, VOCAB, draw, hasher, make
 from tests.scheduling.state import compare, view, view_scheduler
 
 SHARES = {
@@ -53,7 +53,7 @@ class Twin(Traffic):
     States are compared in `every` so many steps; what is returned, in each.
     """
 
-    def __init__(self, settings: Settings, every: int = 1) -> None:
+    def __init__(self, settings: SimpleNamespace, every: int = 1) -> None:
         super().__init__((settings.seed, 1), vocab=(10, VOCAB), room=settings.max_model_len)
         self.settings, self.every = settings, every
         self.upstream, self.ours = (make(settings, ours=ours) for ours in (False, True))
@@ -393,7 +393,7 @@ def play(
     An error names seed and step. A difference in the states is found at the next comparison; with
     `every` 1, where it begins.
     """
-    twin = Twin(replace(draw(seed), **(engine or {})), every)
+    twin = Twin(draw(seed, **(engine or {})), every)
     for name, value in (traffic or {}).items():
         drawn = getattr(twin, name)
         setattr(twin, name, drawn | value if isinstance(value, dict) else value)
@@ -403,6 +403,6 @@ def play(
     except UpstreamFailedError:
         twin.count["upstream failed"] += 1
     except Exception as error:
-        error.add_note(f"seed {seed}, step {twin.count['steps']}, {asdict(twin.settings)}")
+        error.add_note(f"seed {seed}, step {twin.count['steps']}, {vars(twin.settings)}")
         raise
     return twin
