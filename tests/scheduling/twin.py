@@ -43,6 +43,11 @@ def features(places: list[tuple[str, int, int]]) -> list[MultiModalFeatureSpec]:
     ]
 
 
+def as_drafts(drafts: dict[str, list[int]]) -> DraftTokenIds:
+    """Drafts of requests, for one scheduler, which may change them."""
+    return DraftTokenIds(list(drafts), copy.deepcopy(list(drafts.values())))
+
+
 class UpstreamFailedError(Exception):
     """vLLM's scheduler failed, and ours by the same error: the engine would have ended."""
 
@@ -98,27 +103,22 @@ class Twin(Traffic):
         if len(self.upstream.requests) >= 3 * self.settings.max_num_seqs:
             return False
         name, prompt, asked, params, adapter, priority = self.request()
-        client, failing, compiled = (
-            self.number(1, self.clients) - 1,
-            self.chance(0.2),
-            self.chance(0.5),
-        )
+        client = self.number(1, self.clients) - 1
+        failing, compiled = self.chance(0.2), self.chance(0.5)
         places = self.places(len(prompt)) if self.settings.media and self.chance(0.4) else []
         for scheduler in self.both:
-            sampling = SamplingParams(**params)
+            sampling, pooling = SamplingParams(**params), PoolingParams(task="embed")
             sampling._eos_token_id = EOS if "stops at the end" in asked else None
+            lora = LoRARequest(f"adapter {adapter}", adapter, "no/path") if adapter else None
             request = Request(
                 name,
                 list(prompt),
-                None if "pooling" in asked else sampling,
-                PoolingParams(task="embed") if "pooling" in asked else None,
+                *((None, pooling) if "pooling" in asked else (sampling, None)),
                 client_index=client,
                 arrival_time=float(self.count["arrived"] // 3),
                 priority=priority if self.settings.priorities else 0,
                 trace_headers={"traceparent": name} if "traced" in asked else None,
-                lora_request=LoRARequest(f"adapter {adapter}", adapter, "no/path")
-                if adapter
-                else None,
+                lora_request=lora,
                 mm_features=features(places),
                 block_hasher=hasher(self.settings.block_size) if self.settings.caching else None,
                 resumable="streamed" in asked,
@@ -167,17 +167,9 @@ class Twin(Traffic):
             params["logprobs"] = 1
         places = self.places(len(part)) if self.settings.media and self.chance(0.4) else []
         for scheduler in self.both:
-            scheduler.add_request(
-                Request(
-                    session,
-                    list(part),
-                    SamplingParams(**params),
-                    None,
-                    mm_features=features(places),
-                    resumable=not ends,
-                    arrival_time=0.0,
-                )
-            )
+            how = {"mm_features": features(places), "resumable": not ends, "arrival_time": 0.0}
+            part_of = Request(session, list(part), SamplingParams(**params), None, **how)
+            scheduler.add_request(part_of)
         if ends:
             self.sessions.discard(session)
         return True
@@ -190,11 +182,8 @@ class Twin(Traffic):
 
     def compile(self) -> bool:
         """A grammar that a request waits for is there."""
-        waiting = [
-            name
-            for name, request in self.upstream.requests.items()
-            if (grammar := request.structured_output_request) and grammar.grammar is None
-        ]
+        grammars = {n: r.structured_output_request for n, r in self.upstream.requests.items()}
+        waiting = [name for name, each in grammars.items() if each and each.grammar is None]
         for scheduler in self.both if waiting else ():
             scheduler.requests[waiting[0]].structured_output_request._grammar = "grammar"
         return bool(waiting)
@@ -311,24 +300,24 @@ class Twin(Traffic):
             if self.chance(0.1):
                 tokens = [self.number(10, 11)] * len(tokens)
             sampled.append(tokens if samples[each] else [])
-        find = self.upstream.requests.get
-        known = {each: find(each) for each in rows}
-        asked = [each for each in known.values() if each is not None and each.sampling_params]
+        known = [self.upstream.requests.get(each) for each in rows]
+        asked = [each for each in known if each is not None and each.sampling_params]
         total = sum(map(len, sampled))
-        pooled = any(each is not None and each.pooling_params for each in known.values())
-        starts = np.cumsum([0, *map(len, sampled)]).tolist()
+        logprobs = LogprobsLists(
+            np.arange(2 * total).reshape(total, 2),
+            np.arange(2.0 * total).reshape(total, 2),
+            np.arange(total),
+            np.cumsum([0, *map(len, sampled)]).tolist(),
+        )
+        wanted = any(each.sampling_params.num_logprobs is not None for each in asked)
+        pools = [each is not None and each.pooling_params for each in known]
+        ends = [each is not None and not each.is_prefill_chunk for each in known]
+        pooled = [torch.arange(2) if p and end else None for p, end in zip(pools, ends)]
         return ModelRunnerOutput(
             req_ids=rows,
             req_id_to_index={each: rows.index(each) for each in step.num_scheduled_tokens},
             sampled_token_ids=sampled,
-            logprobs=LogprobsLists(
-                np.arange(2 * total).reshape(total, 2),
-                np.arange(2.0 * total).reshape(total, 2),
-                np.arange(total),
-                starts,
-            )
-            if any(each.sampling_params.num_logprobs is not None for each in asked)
-            else None,
+            logprobs=logprobs if wanted else None,
             prompt_logprobs_dict={
                 each.request_id: torch.arange(3)
                 for each in asked
@@ -337,16 +326,7 @@ class Twin(Traffic):
                 and each.prefill_stats is not None
                 and not each.num_stale_output_tokens
             },
-            pooler_output=[
-                torch.arange(2)
-                if known[each] is not None
-                and known[each].pooling_params
-                and not known[each].is_prefill_chunk
-                else None
-                for each in rows
-            ]
-            if pooled
-            else None,
+            pooler_output=pooled if any(pools) else None,
             num_nans_in_logits=dict.fromkeys(rows, 1)
             if self.nans and self.chance(0.5)
             else self.no_nans,
@@ -361,19 +341,15 @@ class Twin(Traffic):
             for each, tokens in upstream.scheduled_spec_decode_tokens.items()
         }
         for scheduler, step in zip(self.both, (upstream, ours), strict=True):
-            own = copy.deepcopy(list(drafts.values()))
             step.scheduled_spec_decode_tokens = dict(step.scheduled_spec_decode_tokens)
-            scheduler.update_draft_token_ids_in_output(DraftTokenIds(list(drafts), own), step)
+            scheduler.update_draft_token_ids_in_output(as_drafts(drafts), step)
 
     def give_drafts(self, step: Any) -> None:
         """The drafter's tokens for the next step, of some requests none."""
-        drafts = {
-            each: self.tokens(self.number(0, self.settings.num_drafts))
-            for each in step.num_scheduled_tokens
-        }
+        most = self.settings.num_drafts
+        drafts = {each: self.tokens(self.number(0, most)) for each in step.num_scheduled_tokens}
         for scheduler in self.both:
-            own = copy.deepcopy(list(drafts.values()))
-            scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), own))
+            scheduler.update_draft_token_ids(as_drafts(drafts))
 
     def compare_states(self, when: str) -> None:
         """Compare all that both keep."""

@@ -16,12 +16,10 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-from tests.helpers.engine import engine
 from tests.helpers.prompts import chat_prompt
 from tests.server.hostile import tool
-from tests.server.process import CHAT, COMPLETIONS, QUESTIONS, TOKENS, XGRAMMAR, Server
+from tests.server.process import CHAT, COMPLETIONS, QUESTIONS, TOKENS, Server
 
 FIELDS: dict[str, list[str]] = {
     TOKENS: [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")],
@@ -29,9 +27,6 @@ FIELDS: dict[str, list[str]] = {
     COMPLETIONS: list(CompletionRequest.model_fields),
 }
 """By path: fields that a client may set."""
-
-LEAST = -9999.0
-"""What vLLM's servers tell of a token that a grammar leaves no probability."""
 
 MOST, PARALLEL = 8, 16
 """Tokens of an answer; requests at once."""
@@ -167,13 +162,7 @@ class Case(NamedTuple):
 
     path: str
     names: tuple[str, ...]
-    set: dict[str, Any]  # with what those fields need
     body: dict[str, Any]
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether its tokens can be told beforehand."""
-        return "temperature" not in self.set and "use_beam_search" not in self.set
 
 
 def cases(path: str, model: Path, pairs: int | None, seed: int) -> list[Case]:
@@ -182,29 +171,25 @@ def cases(path: str, model: Path, pairs: int | None, seed: int) -> list[Case]:
     rng = random.Random(seed)
     names = [name for name in FIELDS[path] if name in VALUES]
     drawn = list(itertools.combinations(names, 2))
-    if pairs is not None:
-        drawn = rng.sample(drawn, pairs)
-    every = [(name,) for name in names] + drawn
+    every = [(name,) for name in names] + (drawn if pairs is None else rng.sample(drawn, pairs))
     rng.shuffle(every)
     made = []
     for each, (question, _) in zip(every, itertools.cycle(QUESTIONS)):
         ids = chat_prompt(tokenizer, question)
-        fields: dict[str, Any] = {}
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": MOST}
         for name in each:
-            fields |= NEEDS.get(name, {})
-        fields |= {name: VALUES[name] for name in each}
-        if path == CHAT and "logprobs" in fields:
-            fields["logprobs"] = True
-        if "prompt_logprob_start" in fields:  # the last rows of the prompt
-            fields["prompt_logprob_start"] = len(ids) - 3
-        body = {"temperature": 0, "max_tokens": MOST, **fields}
-        if path == TOKENS:
-            body = {"token_ids": ids, "sampling_params": body}
-        elif path == CHAT:
-            body = {"messages": [{"role": "user", "content": question}], **body}
-        else:
-            body = {"prompt": ids, **body}
-        made.append(Case(path, each, fields, body))
+            body |= NEEDS.get(name, {})
+        body |= {name: VALUES[name] for name in each}
+        if path == CHAT and "logprobs" in body:
+            body["logprobs"] = True
+        if "prompt_logprob_start" in body:  # the last rows of the prompt
+            body["prompt_logprob_start"] = len(ids) - 3
+        by_path = {
+            TOKENS: {"token_ids": ids, "sampling_params": body},
+            CHAT: {"messages": [{"role": "user", "content": question}], **body},
+            COMPLETIONS: {"prompt": ids, **body},
+        }
+        made.append(Case(path, each, by_path[path]))
     return made
 
 
@@ -227,35 +212,3 @@ def statuses(status: int, answer: Any) -> set[int]:
     """Of an answer: a refusal may come in a stream, too."""
     pieces = answer if isinstance(answer, list) else []
     return {status} | {piece["error"]["code"] for piece in pieces if "error" in piece}
-
-
-def without_drafts(model: Path, made: list[Case]) -> list[Any]:
-    """What V1 answers to requests of `TOKENS` without drafts."""
-    params = [GenerateRequest.model_validate(case.body).sampling_params for case in made]
-    for each in params:  # all that a stream would tell in pieces
-        each.output_kind = type(each.output_kind).FINAL_ONLY
-    with engine(
-        model,
-        skip_tokenizer_init=False,
-        max_num_seqs=PARALLEL,
-        reasoning_config=json.loads(REASONING),
-        structured_outputs_config=json.loads(XGRAMMAR),
-    ) as llm:
-        prompts = [{"prompt_token_ids": case.body["token_ids"]} for case in made]
-        return llm.generate(prompts, params, use_tqdm=False)
-
-
-def log_probabilities(case: Case, answer: Any, output: Any) -> list[tuple[dict, dict]]:
-    """Those of a request's tokens and prompt, a row each: as a server told, and as they are."""
-    rows = []
-    if "logprobs" in case.set:
-        told = answer["choices"][0]["logprobs"]["content"]
-        told = [{e["token_id"]: e["logprob"] for e in (t, *t["top_logprobs"])} for t in told]
-        rows += zip(told, output.outputs[0].logprobs, strict=True)
-    if "prompt_logprobs" in case.set:
-        told = answer["prompt_logprobs"][1:]
-        told = [{int(t): entry["logprob"] for t, entry in row.items()} for row in told]
-        rows += zip(told, output.prompt_logprobs[1:], strict=True)
-    return [
-        (row, {token: max(entries[token].logprob, LEAST) for token in row}) for row, entries in rows
-    ]

@@ -3,14 +3,11 @@
 import http.client
 import json
 import os
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +159,3 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-
-
-def hang_up(server: Server, seed: int, question: str) -> str:
-    """Clients hang up at any moment; what another is told meanwhile.
-
-    Before an answer begins, in its midst, and while they wait for their turn.
-    """
-    rng, connections = random.Random(seed), []
-    for number in range(24):  # the engine runs 16
-        connections.append(server.stream(max_tokens=400))
-        if number < 8:
-            connections[-1].getresponse().read(20)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(server.chat, question)
-        while connections:
-            connections.pop(rng.randrange(len(connections))).close()
-            time.sleep(rng.random() / 20)
-        return other.result()
