@@ -43,14 +43,14 @@ def pinned(n, value=0):
 """
 
 RANKS = """
-import ctypes, multiprocessing, os, re, signal
+import os, re, signal
 import psutil
 import torch.distributed as dist
-from tests.emulator.ranks import run_ranks
+from tests.emulator.ranks import FORKS, run_ranks
 from tests.helpers.waiting import LIMIT, wait_until
 
 hccl = ctypes.CDLL("libhccl.so")
-over = multiprocessing.get_context("fork").Event()  # for what one rank tells another one
+over = FORKS.Event()  # for what one rank tells another one
 
 def is_inside():
     # a collective or a transfer
@@ -62,6 +62,16 @@ def ones(n=8, dtype=torch.float32):
 def cause(message):
     assert "HCCL, communicator" in message, message
     return message.split("HCCL, communicator", 1)[1].splitlines()[0]
+
+def begun():
+    dist.all_reduce(ones())
+    torch.npu.synchronize()
+
+def capture_sum(x):
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        dist.all_reduce(x)
+    return graph
 """
 
 TOOL = [sys.executable, "-m", "ascend_emulator"]
@@ -113,12 +123,8 @@ class Template:
         assert self.process.stdin is not None
         out, err, own = (script.with_name(name) for name in ("out", "err", "reports"))
         default, asked = (each.environment(Path(), Path()) for each in (Options(), options))
-        job = {
-            "environment": {**dict(asked.items() - default.items()), **environment},
-            "script": str(script),
-            "out": str(out),
-            "err": str(err),
-        }
+        job = {"script": str(script), "out": str(out), "err": str(err)}
+        job["environment"] = {**dict(asked.items() - default.items()), **environment}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         code, reports = json.loads(self._next_line())
@@ -170,7 +176,11 @@ def emulate(request, tmp_path):
         path = folder / "script.py"
         path.write_text(PROLOGUE + textwrap.dedent(script))
         if words:
-            outcome = run_by_command(path, folder / "report.json", words)
+            report = folder / "report.json"
+            command = [*TOOL, "--report", report, *words, "--", sys.executable, path]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            found = json.loads(report.read_text())
+            outcome = Run(done.returncode, done.stdout, done.stderr, found)
         else:
             template = request.getfixturevalue("template")
             outcome = template.run(path, Options(**options), environment)
@@ -184,15 +194,3 @@ def emulate(request, tmp_path):
 def ranks(emulate):
     """Run a script with four devices, whose ranks may come late on a busy host."""
     return lambda script: emulate(RANKS + textwrap.dedent(script), devices=4, hang_seconds=120)
-
-
-def run_by_command(script: Path, report: Path, words: tuple[str, ...]) -> Run:
-    """Run a script with ``ascend-emulator``, in processes of its own."""
-    done = subprocess.run(
-        [*TOOL, "--report", str(report), *words, "--", sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    return Run(done.returncode, done.stdout, done.stderr, json.loads(report.read_text()))

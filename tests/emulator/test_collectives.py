@@ -107,9 +107,7 @@ def test_a_communicator_on_two_streams_needs_an_order(ranks):
         def rank_main(rank):
             x, y = torch.ones(4, device="npu"), torch.ones(4, device="npu")
             dist.all_reduce(x)
-            graph = torch.npu.NPUGraph()
-            with torch.npu.graph(graph):
-                dist.all_reduce(y)
+            graph = capture_sum(y)
             torch.npu.synchronize()
             work = dist.all_reduce(x, async_op=True)
             emulator.let_run()                 # orders nothing, but lets it be first on each rank

@@ -194,22 +194,11 @@ def test_delays_and_hazard_modes_do_what_they_say(emulate):
     assert run.report["counters"]["hazards"] == 1 and "HAZARD" in run.err
 
 
-UNREPORTED = (
-    RACE
-    + """
-    y = x + 1
-    with torch.npu.stream(side):
-        y + 1
-    emulator.let_run()
-    import os; os._exit(0)
-    """
-)
-
-
 def test_scripts_that_are_forked_fail_as_the_command_does(emulate):
     """With a hazard that no sync reports, and with an exception of their own."""
+    unreported = RACE + "    y = x + 1\n    with torch.npu.stream(side):\n        y + 1\n"
     with pytest.raises(AssertionError, match="exit code 3"):
-        emulate(UNREPORTED)
+        emulate(unreported + "    emulator.let_run()\n    import os; os._exit(0)")
     with pytest.raises(AssertionError, match=r"exit code 1\n(.|\n)*ZeroDivisionError"):
         emulate("1 / 0")
 

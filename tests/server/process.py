@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,31 +122,34 @@ class Server:
     def chat(self, question: str, **params: Any) -> str:
         return self.choice(question, **params)["message"]["content"]
 
-    def metrics(self, engine: int = 0) -> dict[str, float]:
-        """The plugin's samples of an engine at ``/metrics``: name and own labels, to value."""
+    def samples(self) -> Iterator[Any]:
+        """What ``/metrics`` has: each with a name, labels and a value."""
         status, text = self.request("GET", "/metrics")
         assert status == 200
-        samples = {}
         for family in text_string_to_metric_families(text.decode()):
-            for sample in family.samples:
-                labels = dict(sample.labels)
-                of = labels.pop("engine", None), labels.pop("model_name", None)
-                if sample.name.startswith("vllm:npu_prep_") and of == (str(engine), self.model):
-                    own = "".join(f" {key}={value}" for key, value in labels.items())
-                    samples[sample.name.removeprefix("vllm:npu_prep_") + own] = sample.value
-        return samples
+            yield from family.samples
+
+    def metrics(self, engine: int = 0) -> dict[str, float]:
+        """The plugin's samples of an engine: name and own labels, to value."""
+        found = {}
+        for sample in self.samples():
+            labels = dict(sample.labels)
+            of = labels.pop("engine", None), labels.pop("model_name", None)
+            if sample.name.startswith("vllm:npu_prep_") and of == (str(engine), self.model):
+                own = "".join(f" {key}={value}" for key, value in labels.items())
+                found[sample.name.removeprefix("vllm:npu_prep_") + own] = sample.value
+        return found
 
     def of_vllm(self) -> list[psutil.Process]:
         """Processes that vLLM has started, without helpers of Python's."""
         return [each for each in self.children if each.name().startswith("VLLM::")]
 
-    def held(self) -> dict[str, float]:
+    def held(self) -> list[float]:
         """What vLLM's metrics say of requests that run or wait, and of the blocks they have."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        lines = self.request("GET", "/metrics")[1].decode().splitlines()
-        found = [line for line in lines if line.startswith(tuple(f"vllm:{n}{{" for n in names))]
+        found = [each.value for each in self.samples() if each.name in {f"vllm:{n}" for n in names}]
         assert len(found) >= len(names)
-        return {line: float(line.rpartition(" ")[2]) for line in found}
+        return found
 
     def left(self, *more: psutil.Process) -> list[psutil.Process]:
         """Those of its processes, and of others that belong to it, that do not end."""

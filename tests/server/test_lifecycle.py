@@ -145,29 +145,29 @@ def shared_by(server: Server) -> set[Path]:
 
 
 @contextlib.contextmanager
-def asking(server: Server, prompts: list[str], seed: int) -> Iterator[list]:
+def asking(server: Server, prompts: list[str], seed: int) -> Iterator[tuple[list, list]]:
     """Several clients ask until the server ends, which the block is to see to.
 
-    Gives what came of each request, an error's words or a prompt with its tokens. The block runs
-    once all clients have had answers.
+    Gives prompts with the tokens of their answers, and what errors said. The block runs once all
+    clients have had answers.
     """
-    outcomes: list[str | tuple[str, list[int]]] = []
+    answers: list[tuple[str, list[int]]] = []
+    errors: list[str] = []
     served, over = threading.Semaphore(0), threading.Event()
 
     def client(number: int) -> None:
         rng = random.Random(seed + number)
         while not over.is_set():
-            prompt = rng.choice(prompts)
-            body = {**ENDLESS, "prompt": prompt, "max_tokens": 8, "return_token_ids": True}
+            body = {**ENDLESS, "prompt": rng.choice(prompts), "max_tokens": 8}
             try:
-                status, told = server.request("POST", COMPLETIONS, body)
+                status, told = server.request(
+                    "POST", COMPLETIONS, body | {"return_token_ids": True}
+                )
             except (OSError, http.client.HTTPException) as error:
-                outcomes.append(type(error).__name__)
-                return
+                return errors.append(type(error).__name__)
             if status != 200:
-                outcomes.append(f"{status} {json.loads(told)['error']['message']}")
-                return
-            outcomes.append((prompt, json.loads(told)["choices"][0]["token_ids"]))
+                return errors.append(f"{status} {json.loads(told)['error']['message']}")
+            answers.append((body["prompt"], json.loads(told)["choices"][0]["token_ids"]))
             served.release()
 
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -175,7 +175,7 @@ def asking(server: Server, prompts: list[str], seed: int) -> Iterator[list]:
         try:
             for _ in range(2 * CLIENTS):
                 assert served.acquire(timeout=LIMIT)
-            yield outcomes
+            yield answers, errors
             for each in clients:
                 each.result(timeout=LIMIT)
         finally:  # where the block failed, the server goes on, and so would they
@@ -191,15 +191,13 @@ def test_a_server_that_loses_a_process_under_load_ends(server, loss, seed):
     victim = server.process
     if loss.killed:
         (victim,) = (each for each in server.children if each.name().startswith(loss.killed))
-    with asking(server, prompts, seed) as outcomes:
+    with asking(server, prompts, seed) as (answers, errors):
         time.sleep(random.Random(f"{seed} {loss.killed}").random())
         victim.kill()
         code = server.process.wait(LIMIT)
     assert server.left() == []
-    errors = [each for each in outcomes if isinstance(each, str)]
     assert len(errors) == CLIENTS, "each client heard of it"
     assert not any("Traceback" in each for each in errors)
-    answers = [each for each in outcomes if not isinstance(each, str)]
     assert [tokens for _, tokens in answers] == [expected[prompt] for prompt, _ in answers]
     log = server.log()
     assert loss.why in log

@@ -227,7 +227,7 @@ def test_clients_that_hang_up_leave_the_server_well(server, seed):
             connections.pop(rng.randrange(len(connections))).close()
             time.sleep(rng.random() / 20)
         assert other.result() == answer
-    wait_until(lambda: not any(server.held().values()))
+    wait_until(lambda: not any(server.held()))
     assert server.chat(question) == answer
 
 
@@ -243,7 +243,7 @@ def test_a_client_that_reads_slowly_gets_all_and_delays_nobody(server):
     payload = json.dumps({**body, "stream": True})
     connection.request("POST", COMPLETIONS, payload, {"Content-Type": "application/json"})
     assert [server.chat(question) for question, _ in QUESTIONS[:4]] == [a for _, a in QUESTIONS[:4]]
-    wait_until(lambda: not any(server.held().values()))
+    wait_until(lambda: not any(server.held()))
     *pieces, end, _ = connection.getresponse().read().decode().split("\n\n")
     assert end == "data: [DONE]"
     choices = [json.loads(piece.removeprefix("data: "))["choices"][0] for piece in pieces]
