@@ -40,6 +40,11 @@ def refused(call, *arguments, **keywords):
 
 def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
+
+def malloc(n):
+    out = ctypes.c_void_p()
+    assert acl.aclrtMalloc(ctypes.byref(out), ctypes.c_size_t(n), 0) == 0
+    return out
 """
 
 RANKS = """

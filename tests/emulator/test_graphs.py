@@ -110,13 +110,18 @@ GROUP = """
             query=q, key=cache, value=cache, input_layout="TND", num_heads=4,
             actual_seq_lengths=[1], actual_seq_lengths_kv=[length], out=[out, lse])
 
-    def update(length, record=True):
+    def update_by(tasks):
         with torch.npu.stream(side):
             torch.npu.graph_task_update_begin(side, handle)
-            attend(length)
-            torch.npu.graph_task_update_end(side)
-            if record:
-                event.record(side)
+            try:
+                tasks()
+            finally:
+                torch.npu.graph_task_update_end(side)
+
+    def update(length, record=True):
+        update_by(lambda: attend(length))
+        if record:
+            event.record(side)
 
     graph, event = torch.npu.NPUGraph(), torch.npu.ExternalEvent()
     with torch.npu.graph(graph):
@@ -181,14 +186,6 @@ def test_updates_must_match_what_was_captured(emulate):
     run = emulate(
         GROUP
         + """
-    def update_by(tasks):
-        with torch.npu.stream(side):
-            torch.npu.graph_task_update_begin(side, handle)
-            try:
-                tasks()
-            finally:
-                torch.npu.graph_task_update_end(side)
-
     for tasks in (lambda: None), (lambda: (attend(1), attend(2))), (lambda: out.add_(1)):
         refused(update_by, tasks)
     """

@@ -210,6 +210,8 @@ def test_kernel_errors_surface_at_the_next_sync(emulate):
         torch.nn.functional.embedding(index, table)   # as on a device, the call itself succeeds
         assert "index out of range" in sync_error()
         assert sync_error() == ""
-        """
+        """,
+        trace=True,
     )
-    assert "FAULT: aten::embedding" in run.err
+    assert "FAULT: aten::embedding" in run.err and "launch aten::embedding" in run.err
+    assert run.report["kernels"]["aten::embedding"] == 1

@@ -207,34 +207,3 @@ def test_a_server_that_loses_a_process_under_load_ends(server, loss, seed):
     # A main process that is killed can't remove its folder, in which the next one doesn't look.
     left = {path for path in shared if path.exists() and (loss.killed or "/dev/shm" in str(path))}
     assert shared and left == set()
-
-
-FAILING = {
-    "memory": "out of memory in a step with 1 token of 1 request (NPU out of memory. Tried to "
-    "allocate 9.00 GiB); lower --gpu-memory-utilization, --max-num-batched-tokens or "
-    "--max-num-seqs",
-    "kernel": "the device failed, as was seen in a step with 1 token of 1 request (aclnnGatherV2 "
-    "failed, error code 507015); start again.",
-}
-
-
-@pytest.mark.parametrize("manner", FAILING)
-def test_a_step_that_fails_ends_the_server_with_its_reason(demo_model, tmp_path, manner):
-    """A client that waits gets an error, and no process is left."""
-    flags = ("--enforce-eager", "--logits-processors", "tests.server.loaded:Hinder")
-    server = Server(demo_model, tmp_path / "log", *flags, **FORKED)
-    try:
-        body = {**ENDLESS, "max_tokens": 400, "vllm_xargs": {"hinder": manner}}
-        with contextlib.suppress(OSError, http.client.HTTPException):  # cut, or told
-            status, told = server.request("POST", COMPLETIONS, body)
-            assert status == 500, told
-        assert server.process.wait(LIMIT) == 1
-        log = server.log()
-        assert log.count(f"{ERROR}the engine died") == 1
-        # Of the process that failed; vLLM's API server adds its own
-        told = [line for line in log.splitlines() if line.startswith("(EngineCore")]
-        assert any(FAILING[manner] in line for line in told)
-        assert not any("Traceback" in line for line in told)
-        assert server.left() == []
-    finally:
-        server.kill()

@@ -37,8 +37,8 @@ def server(demo_model, tmp_path_factory):
         demo_model,
         tmp_path_factory.mktemp("server") / "log",
         *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
-        *("--enable-sleep-mode", "--worker-extension-cls", "tests.server.loaded.WithoutRoom"),
-        *("--logits-processors", "tests.server.loaded:Spell", "tests.server.loaded:Hinder"),
+        "--enable-sleep-mode",
+        *("--logits-processors", "tests.server.loaded:Spell", "tests.server.loaded:Slow"),
         *("--reasoning-parser", "granite"),  # plain text is an answer to it
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--structured-outputs-config", XGRAMMAR, "--shutdown-timeout", str(DRAIN_SECONDS)),
@@ -183,26 +183,6 @@ def test_a_reset_of_the_prefix_cache_and_a_sleep(server):
     assert server.chat(question) == answer
 
 
-def test_a_wake_up_without_memory_is_one_line(server):
-    """To the client and in the log. The server sleeps on, and wakes when there is memory."""
-    question, answer = QUESTIONS[3]
-    before = len(server.log())
-    assert server.request("POST", "/sleep?level=1")[0] == 200
-    assert server.request("POST", "/collective_rpc", {"method": "take_room"})[0] == 200
-    for _ in range(2):
-        status, told = server.request("POST", "/wake_up")
-        message = json.loads(told)["error"]["message"]
-        assert status == 500 and "\n" not in message
-        assert "wake-up: no memory for" in message and "still asleep" in message
-        assert server.request("GET", "/is_sleeping") == (200, b'{"is_sleeping":true}')
-        assert server.request("GET", "/health")[0] == 200
-    logged = server.log()[before:]
-    assert "wake-up: no memory for" in logged and "Traceback" not in logged
-    assert server.request("POST", "/collective_rpc", {"method": "give_room"})[0] == 200
-    assert server.request("POST", "/wake_up")[0] == 200
-    assert server.chat(question) == answer
-
-
 @pytest.mark.parametrize("request_", hostile.HOSTILE, ids=[each[0] for each in hostile.HOSTILE])
 def test_a_hostile_request_is_answered_and_nobody_else_notices(sent, request_):
     """Refused in one line, or served; others get their tokens beside it."""
@@ -301,7 +281,7 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
 
 def test_a_server_that_is_told_to_stop_drains(server):
     """By Ctrl-C: it ends what ends in time, tells of progress, and refuses what is new."""
-    slow = {"vllm_xargs": {"hinder": "slow"}}
+    slow = {"vllm_xargs": {"seconds": 0.2}}
     short, long = (server.stream(max_tokens=n, **slow).getresponse() for n in (10, 400))
     assert short.read(20) and long.read(20)
     before, began = len(server.log()), time.monotonic()
