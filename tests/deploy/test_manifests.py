@@ -129,7 +129,7 @@ def test_compose_reads_its_files_and_servers_end_gracefully():
         across = name.startswith("several-hosts")
         assert across == any(mount["source"] == "/etc/hccn.conf" for mount in service["volumes"])
     assert {name.split(".")[0] for name in services()} == {
-        *("common", "cpu", "one-card", "several-cards", "several-hosts"),
+        *("common", "cpu", "one-card", "several-cards", "several-hosts")
     }
 
 

@@ -64,9 +64,12 @@ def is_inside():
 def ones(n=8, dtype=torch.float32):
     return torch.ones(n, dtype=dtype, device="npu")
 
-def cause(message):
-    assert "HCCL, communicator" in message, message
-    return message.split("HCCL, communicator", 1)[1].splitlines()[0]
+def messages_of(rank_main, **how):
+    # what the ranks are told, which is the same for all of them
+    messages = run_ranks(rank_main, **how)
+    causes = {re.search("HCCL, communicator(.*)", text)[1] for text in messages if text is not None}
+    assert len(causes) == 1, messages
+    return messages
 
 def begun():
     dist.all_reduce(ones())

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.helpers.engine import make_model
+from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep.compat.schedulers import begin_parts_of_sessions_with_what_was_computed
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
@@ -138,18 +138,10 @@ def draw(seed: int, **fixed: Any) -> SimpleNamespace:
 @functools.cache
 def base_config() -> Any:
     """A config of vLLM's, to be copied."""
-    from vllm.engine.arg_utils import EngineArgs
-
     folder = Path(tempfile.mkdtemp(prefix="npu-prep-scheduling-"))
     make_model(folder, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-    return EngineArgs(
-        model=str(folder),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 64}
+    return engine_config(folder, enforce_eager=True, **sizes)
 
 
 def config_of(settings: SimpleNamespace) -> Any:
@@ -206,10 +198,8 @@ def make(settings: SimpleNamespace, *, ours: bool) -> Any:
     ]
     sizes = [group.kv_cache_spec.block_size for group in groups]
     alignment = math.lcm(*sizes)  # vLLM's resolve_kv_cache_block_sizes
-    if settings.asynchronous:
-        kind = BatchedAsyncScheduler if ours else AsyncScheduler
-    else:
-        kind = BatchedScheduler if ours else Scheduler
+    kinds = (Scheduler, AsyncScheduler, BatchedScheduler, BatchedAsyncScheduler)
+    kind = kinds[2 * ours + settings.asynchronous]
     scheduler = kind(
         config,
         KVCacheConfig(settings.blocks, [], groups),

@@ -1,14 +1,11 @@
 """`vllm serve` that drafts, on either runner: fields in pairs, and its last steps recorded."""
 
 import json
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.helpers.command import command
-from tests.helpers.waiting import wait_until
 from tests.server import fields, hostile
 from tests.server.process import COMPLETIONS, FORKED, QUESTIONS, XGRAMMAR, Server
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
@@ -93,15 +90,9 @@ def test_its_last_steps_are_recorded_when_asked_and_replayed(server):
     assert done.stdout == f"40 steps are in {folder} (vllm-npu-prep record)\n"
     assert len(record_files(folder)) == 40
     (engine,) = (each for each in server.children if each.name() == "VLLM::EngineCore")
-    for pid in (server.process.pid, engine.pid):
-        before = len(record_files(folder))
-        assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
-        os.kill(pid, signal.SIGUSR1)
-        wait_until(lambda before=before: len(record_files(folder)) > before)
-    done = command("record", engine.pid, "--json")
-    (rank,) = json.loads(done.stdout)["ranks"]
+    (rank,) = json.loads(command("record", engine.pid, "--json").stdout)["ranks"]
     nothing = f"no new step to write; those of this run are in {folder}"
-    assert (done.returncode, rank["steps"], rank["answer"]) == (1, 0, nothing)
+    assert (rank["steps"], rank["answer"]) == (0, nothing)
 
     files = record_files(folder)
     said = f"{len(files)} steps: core and oracle prepare what was recorded\n"

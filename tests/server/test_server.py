@@ -59,32 +59,6 @@ def test_the_plugin_serves_what_the_model_learned(server):
     assert [server.chat(question) for question, _ in QUESTIONS[:4]] == [a for _, a in QUESTIONS[:4]]
 
 
-def test_metrics_count_each_step_as_it_was_prepared(server):
-    """Two prompts in turn; the first is padded to a graph of 16 tokens, the second exceeds 32."""
-    prompts, num_tokens = [[*range(40, 53)], [*range(60, 97)]], 6
-    before = server.metrics()
-    for prompt in prompts:
-        server.complete(prompt, max_tokens=num_tokens, ignore_eos=True)
-    after = server.metrics()
-    counted = {name: after[name] - before.get(name, 0) for name in after}
-    seconds = counted.pop("prepare_time_seconds_sum")
-    buckets = [v for name, v in counted.items() if name.startswith("prepare_time_seconds_bucket")]
-    steps, decodes = len(prompts) * num_tokens, len(prompts) * (num_tokens - 1)
-    assert {name: value for name, value in counted.items() if value and "bucket" not in name} == {
-        "steps_total attn_state=PrefillNoCache": len(prompts),
-        "steps_total attn_state=DecodeOnly": decodes,
-        "graph_steps_total graph=piecewise graphs": 1,
-        "graph_steps_total graph=full graph": decodes,
-        "eager_steps_total reason=more than 32 tokens, the largest capture size": 1,
-        "tokens_total": sum(map(len, prompts)) + decodes,
-        "padding_tokens_total": 16 - len(prompts[0]),
-        "prepare_time_seconds_count": steps,
-    }
-    assert after["staging_waits_total"] == 0
-    assert buckets == sorted(buckets) and buckets[-1] == steps
-    assert 0 < seconds < 60
-
-
 def test_the_openai_client_example_prints_the_text_in_pieces(server):
     question, answer = QUESTIONS[3]
     printed = run_client("openai_client.py", server.port, question)
@@ -163,12 +137,6 @@ def test_tools_are_called_and_answers_follow_a_schema(server, spelled):
 
 def test_a_reset_of_the_prefix_cache_and_a_sleep(server):
     question, answer = QUESTIONS[2]
-    running = server.stream(max_tokens=200).getresponse()
-    running.read(20)
-    path = "/reset_prefix_cache?reset_running_requests=true"
-    assert server.request("POST", path) == (200, b'{"success":true}')
-    assert server.chat(question) == answer
-    assert b"[DONE]" in running.read()
     assert server.request("POST", "/reset_prefix_cache") == (200, b'{"success":true}')
     for path, asleep in [
         ("/sleep?level=1", True),
@@ -281,7 +249,7 @@ def test_adapters_come_and_go_while_the_server_runs(server, demo_model, tmp_path
 
 def test_a_server_that_is_told_to_stop_drains(server):
     """By Ctrl-C: it ends what ends in time, tells of progress, and refuses what is new."""
-    slow = {"vllm_xargs": {"seconds": 0.2}}
+    slow = {"vllm_xargs": {"seconds": 0.15}}  # of two requests in a step
     short, long = (server.stream(max_tokens=n, **slow).getresponse() for n in (10, 400))
     assert short.read(20) and long.read(20)
     before, began = len(server.log()), time.monotonic()
