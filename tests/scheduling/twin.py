@@ -35,6 +35,9 @@ SHARES = {
 """Features of requests; of those from the fourth on, engines have as many, fewer or none."""
 
 
+PAUSED = (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)
+
+
 def features(places: list[tuple[str, int, int]]) -> list[MultiModalFeatureSpec]:
     """Images: name, position and tokens of each."""
     return [
@@ -66,26 +69,18 @@ class Twin(Traffic):
         self.flight: deque[tuple[Any, Any, dict[str, bool]]] = deque()
         self.sessions: set[str] = set()
         rate = settings.max_num_seqs / 40
-        self.calls = {
-            "arrived": self.arrive,
-            "streamed on": self.stream,
-            "aborted": self.abort,
-            "prefix cache reset": lambda: self.reset(whole=self.chance(0.6)),
-            "slept": self.sleep,
-            "paused": lambda: self.pause(self.pick(PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)),
-            "went on": lambda: self.pause(PauseState.UNPAUSED),
-            "grammar compiled": self.compile,
+        calls: dict[str, tuple[Callable[[], Any], float]] = {
+            "arrived": (self.arrive, self.pick(rate / 2, rate, 3 * rate)),
+            "streamed on": (self.stream, 0.1),
+            "aborted": (self.abort, self.pick(0.0, 0.02, 0.1)),
+            "prefix cache reset": (lambda: self.reset(whole=self.chance(0.6)), 0.004),
+            "slept": (self.sleep, 0.01),
+            "paused": (lambda: self.pause(self.pick(*PAUSED)), 0.004),
+            "went on": (lambda: self.pause(PauseState.UNPAUSED), 0.2),
+            "grammar compiled": (self.compile, 0.5),
         }
-        self.rates = {
-            "arrived": self.pick(rate / 2, rate, 3 * rate),
-            "streamed on": 0.1,
-            "aborted": self.pick(0.0, 0.02, 0.1),
-            "prefix cache reset": 0.004,
-            "slept": 0.01,
-            "paused": 0.004,
-            "went on": 0.2,
-            "grammar compiled": 0.5,
-        }
+        self.calls = {name: call for name, (call, _) in calls.items()}
+        self.rates = {name: often for name, (_, often) in calls.items()}
         special = self.pick(0.0, 0.3, 1.0)
         self.shares = {
             name: share if number < 3 else share * special

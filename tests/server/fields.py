@@ -126,30 +126,19 @@ NEEDS: dict[str, dict[str, Any]] = {
 """By field: others without which it is refused or has no effect."""
 
 LEFT_OUT = {
-    "messages": "every chat has them",
-    "model": "a server has one",
-    "prompt": "every completion has one",
-    "prompt_embeds": "off unless --enable-prompt-embeds",
-    **dict.fromkeys(("request_id", "session_id", "user"), "a name"),
-    **dict.fromkeys(
-        (
-            *("add_generation_prompt", "continue_final_message", "documents"),
-            *("chat_template", "chat_template_kwargs"),
-        ),
-        "another prompt, made before the engine is asked",
-    ),
-    **dict.fromkeys(
-        ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
-        "for images and the like",
-    ),
-    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params"), "for connectors"),
-    **dict.fromkeys(("return_token_offsets", "return_prompt_text"), "of the prompt's text"),
-    "parallel_tool_calls": "read when the answer is there",
-    "suffix": "refused by vLLM for every model",
-    "trace_decode_token_ids": "refused by a plain ValueError, which is status 500, and here its "
-    "option, too",
+    "every request has one": "messages model prompt",
+    "off unless --enable-prompt-embeds": "prompt_embeds",
+    "a name": "request_id session_id user",
+    "another prompt": "add_generation_prompt chat_template chat_template_kwargs "
+    "continue_final_message documents",
+    "for images": "media_io_kwargs mm_payload mm_processor_kwargs return_mm_kwargs",
+    "for connectors": "ec_transfer_params kv_transfer_params",
+    "of the prompt's text": "return_prompt_text return_token_offsets",
+    "read when the answer is there": "parallel_tool_calls",
+    "refused for every model": "suffix",
+    "refused with status 500, and here its option, too": "trace_decode_token_ids",
 }
-"""By field: why it is not asked for."""
+"""By reason: fields that are not asked for."""
 
 REFUSED = {"logit_bias", "min_p"}
 """Fields that vLLM refuses beside drafts."""

@@ -158,16 +158,15 @@ def asking(server: Server, prompts: list[str], seed: int) -> Iterator[tuple[list
     def client(number: int) -> None:
         rng = random.Random(seed + number)
         while not over.is_set():
-            body = {**ENDLESS, "prompt": rng.choice(prompts), "max_tokens": 8}
+            body = {**ENDLESS, "max_tokens": 8, "return_token_ids": True}
+            body["prompt"] = prompt = rng.choice(prompts)
             try:
-                status, told = server.request(
-                    "POST", COMPLETIONS, body | {"return_token_ids": True}
-                )
+                status, told = server.request("POST", COMPLETIONS, body)
             except (OSError, http.client.HTTPException) as error:
                 return errors.append(type(error).__name__)
             if status != 200:
                 return errors.append(f"{status} {json.loads(told)['error']['message']}")
-            answers.append((body["prompt"], json.loads(told)["choices"][0]["token_ids"]))
+            answers.append((prompt, json.loads(told)["choices"][0]["token_ids"]))
             served.release()
 
     with ThreadPoolExecutor(CLIENTS) as pool:
