@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 QUESTIONS = tiny_model.exchanges()
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true, "enable_in_reasoning": true}'
+JSON = {"Content-Type": "application/json"}
 ENDLESS = {"prompt": "one, two,", "ignore_eos": True, "temperature": 0}
 """A completion that is as long as it may be."""
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -87,18 +88,16 @@ class Server:
         connection = self.connect()
         try:
             payload = json.dumps(body) if body is not None else None
-            headers = {"Content-Type": "application/json", **headers}
-            connection.request(method, path, payload, headers)
+            connection.request(method, path, payload, JSON | headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
             connection.close()
 
-    def stream(self, **body: Any) -> http.client.HTTPConnection:
+    def stream(self, connection: Any = None, **body: Any) -> http.client.HTTPConnection:
         """A connection on which a completion was asked for in pieces; nothing of it is read."""
-        connection = self.connect()
-        payload = json.dumps(ENDLESS | {"stream": True} | body)
-        connection.request("POST", COMPLETIONS, payload, {"Content-Type": "application/json"})
+        connection = connection or self.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(ENDLESS | {"stream": True} | body), JSON)
         return connection
 
     def complete(self, prompt: Any, engine: int | None = None, **params: Any) -> dict:

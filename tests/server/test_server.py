@@ -188,8 +188,7 @@ def test_a_client_that_reads_slowly_gets_all_and_delays_nobody(server):
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sock.settimeout(LIMIT)
     connection.sock.connect(("127.0.0.1", server.port))
-    payload = json.dumps({**body, "stream": True})
-    connection.request("POST", COMPLETIONS, payload, {"Content-Type": "application/json"})
+    server.stream(connection, **body)
     assert [server.chat(question) for question, _ in QUESTIONS[:4]] == [a for _, a in QUESTIONS[:4]]
     wait_until(lambda: not any(server.held()))
     *pieces, end, _ = connection.getresponse().read().decode().split("\n\n")
