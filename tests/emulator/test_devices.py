@@ -48,5 +48,6 @@ def test_an_unimplemented_function_ends_the_process_by_name(emulate):
     atb = emulate("acl._ZN3atb13CreateContextEPPNS_7ContextE()", expect_code=134)
     assert "atb::CreateContext(atb::Context**) is not implemented" in atb.err
     run = emulate("acl.aclrtMemImportFromShareableHandle()", expect_code=134)
-    message = "aclrtMemImportFromShareableHandle is not implemented by the emulated Ascend runtime"
-    assert message in run.err and message in run.report["errors"][0]
+    message = "aclrtMemImportFromShareableHandle is not implemented"
+    assert f"{message} by the emulated Ascend runtime" in run.err
+    assert message in run.report["errors"][0]
