@@ -346,7 +346,7 @@ MAY_SLEEP = {
     "server/test_lifecycle.py": "a process is killed at a moment that is drawn",
     "server/test_ray.py": "a host is killed at a moment that is drawn",
     "server/loaded.py": "a step is slow because a client asks for that",
-    "server/process.py": "clients hang up at moments that are drawn",
+    "server/test_server.py": "clients hang up at moments that are drawn",
 }
 """Why a test may sleep: not for something that another thread or process does."""
 WAITS = re.compile(

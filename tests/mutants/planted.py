@@ -420,7 +420,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self._load_of(request.adapter)) != request.load:", "if False:", CHECKS),
     ],
     "observe/metrics.py": [
-        ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py", "tests/server/test_server.py")),
+        ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py",)),
         ("an engine that has ended keeps the files of its metrics open", "            file.close()\n        self._files = {}", "            pass", ("tests/inspect/test_metrics.py",)),
     ],
     "observe/record_client.py": [

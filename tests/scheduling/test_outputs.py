@@ -1,6 +1,5 @@
 """What traffic rarely shows: the order of outputs, decodes with nothing to compute, odd rows."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +68,7 @@ def test_the_last_decode_with_something_to_compute_is_found():
 
 
 def test_a_decode_that_is_kept_apart_has_nothing_to_compute_yet():
-    decodes = make(replace(draw(2), asynchronous=True, v2=True), ours=True).decodes
+    decodes = make(draw(2, asynchronous=True, v2=True), ours=True).decodes
     assert decodes._staggers
     now, later = decode(10, 1, last_length=40), decode(10, 1, last_length=40)
     now.next_decode_eligible_step = decodes.scheduler.current_step + 1
