@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
 
 
-def test_a_copied_block_has_the_slots_and_the_state_of_its_source():
+def test_a_copied_block_has_what_its_source_has():
     ledger = SlotLedger([LedgerGroup(4)], num_blocks=6)
     ledger.contents[2] = 7
     ledger.states = {2: 9, 3: 8, 5: 6}
