@@ -26,9 +26,9 @@ from vllm_npu_prep.attention.context_parallel import (
 from vllm_npu_prep.attention.kernels import LayerShape
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
-from vllm_npu_prep.attention.latent_ranks import share_prefills
+from vllm_npu_prep.attention.latent_dcp import share_prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.dcp import ContextShards
 from vllm_npu_prep.prep.state import AttentionState
 
 NO_KEY = float("-inf")

@@ -37,7 +37,7 @@ from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
@@ -141,7 +141,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     latent
         How steps are split for latent attention.
     holds_states
-        False: recurrent states have another builder (`attention.states`).
+        False: recurrent states have another builder (`attention.recurrent_backend`).
     num_drafts
         0: K and V of a draft are in the slot of its position, while a recurrent state of a draft
         needs a block of its own.

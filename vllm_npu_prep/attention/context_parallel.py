@@ -1,6 +1,6 @@
 """Decode context parallelism: attention over contexts that several ranks share.
 
-Each rank keeps a part of every request's K and V (`vllm_npu_prep.prep.context_shards`). The ranks
+Each rank keeps a part of every request's K and V (`vllm_npu_prep.prep.dcp`). The ranks
 exchange their queries, and each attends with all of them over the part that it keeps. Then each
 rank gets, for its own heads, the results of all ranks, weighted by their log-sum-exp (LSE). The
 tokens of the step itself are on every rank: a prompt attends over its own tokens separately, and
@@ -17,7 +17,7 @@ import torch
 
 from vllm_npu_prep.attention.kernels import AttentionKernels, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.state import AttentionState
 
 if TYPE_CHECKING:

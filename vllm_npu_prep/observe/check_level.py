@@ -10,7 +10,7 @@ from typing import Any
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
 from vllm_npu_prep.prep.checks import NO_SLOTS
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import WHOLE_CONTEXTS, ContextShards
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
@@ -40,7 +40,7 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
 def load_of(runner: Any, number: int) -> str | None:
     """Return the load of the adapter with this number that a runner holds; None if it holds none.
 
-    A load is named by `compat.adapters`.
+    A load is named by `compat.lora`.
     """
     adapters = runner.lora_manager._adapter_manager.list_adapters()
     return getattr(adapters.get(number), "load", None)

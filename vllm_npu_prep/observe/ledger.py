@@ -15,9 +15,9 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.freed_blocks import first_needed
-from vllm_npu_prep.prep.states import first_kept, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
-from vllm_npu_prep.prep.states import first_kept, read_column, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, read_column, state_column
 from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def check_local_requests_at(
 
 @compiled
 def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_tokens):
-    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.states`).
+    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.recurrent_states`).
 
     Blocks have to be the ones that the tables name for the last computed and the last scheduled
     token. No two requests write one state, and no request reads what another one writes in this

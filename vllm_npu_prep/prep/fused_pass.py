@@ -15,8 +15,9 @@ from vllm_npu_prep.prep.arrays import (
 )
 from vllm_npu_prep.prep.checks import Rule, StepInputs, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
-from vllm_npu_prep.prep.latent import plan_contexts
+from vllm_npu_prep.prep.latent_split import plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
+from vllm_npu_prep.prep.recurrent_states import find_recurrent_states
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
     SOME_DRAFTS,
@@ -24,7 +25,6 @@ from vllm_npu_prep.prep.state import (
     SOME_PAST_PROMPT,
     SOME_SEVERAL_TOKENS,
 )
-from vllm_npu_prep.prep.states import find_recurrent_states
 from vllm_npu_prep.prep.tables import tables_of
 
 
@@ -75,7 +75,7 @@ def split_at_chunks_at(tables, arrays, num_reqs, attention_chunk_size, decode_qu
 
 @compiled
 def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block_size):
-    """Write the split of latent attention by address (`prep.latent`)."""
+    """Write the split of latent attention by address (`prep.latent_split`)."""
     out = arrays_of(arrays)
     return plan_contexts(out, num_reqs, decode_threshold, workspace_tokens, block_size)
 
@@ -84,7 +84,7 @@ def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block
 def find_states_at(
     tables, arrays, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens
 ):
-    """Write where recurrent states are by address (`prep.states`)."""
+    """Write where recurrent states are by address (`prep.recurrent_states`)."""
     t, out, sizes = tables_of(tables), arrays_of(arrays), (decode_threshold, num_drafts)
     return find_recurrent_states(t, out, num_reqs, *sizes, num_draft_tokens, kept_tokens)
 
@@ -294,7 +294,7 @@ def fill_slots(t, num_reqs, out):
 
 @inlined
 def fill_sharded_slots(t, num_reqs, out):
-    """Write slots and lengths with decode context parallelism (`prep.context_shards`).
+    """Write slots and lengths with decode context parallelism (`prep.dcp`).
 
     A token that another rank keeps has no slot on this rank.
     """

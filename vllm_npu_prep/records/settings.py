@@ -18,13 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.dcp import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import RecurrentGroups
 
 
 def _printable(text: str) -> str:
@@ -54,7 +54,8 @@ class LayerGroup(Strict):
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
-    # Most tokens of a decode, in a group with recurrent states (`vllm_npu_prep.prep.states`)
+    # Most tokens of a decode, in a group with recurrent states
+    # (`vllm_npu_prep.prep.recurrent_states`)
     state_threshold: Positive | None = None
     state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `RecurrentGroups.num_drafts`
 

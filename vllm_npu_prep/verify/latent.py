@@ -21,7 +21,7 @@ from vllm_npu_prep.attention.kernels.latent import (
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import attend_prefills, split_common
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
 from vllm_npu_prep.verify import formulas

@@ -36,7 +36,7 @@ from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.metrics import StepMetrics
-from vllm_npu_prep.ops.fused_sampling import limit_drafts_by
+from vllm_npu_prep.ops.npu.sampling import limit_drafts_by
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding

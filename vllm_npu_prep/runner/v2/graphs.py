@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.runner.padding import Counts
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.runner.v2.engines import DPDecisions
+from vllm_npu_prep.runner.v2.dp_agreement import DPDecisions
 
 
 class GraphManager(ModelCudaGraphManager):

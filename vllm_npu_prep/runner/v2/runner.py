@@ -48,9 +48,9 @@ from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.adapters import NPULoraState
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
+from vllm_npu_prep.runner.v2.dp_agreement import DPDecisions
 from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.drawing import Requests
-from vllm_npu_prep.runner.v2.engines import DPDecisions
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
 from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
@@ -64,11 +64,11 @@ from vllm_npu_prep.runner.v2.prompt_scores import (
     score_with_adapters,
     wants_scores,
 )
+from vllm_npu_prep.runner.v2.request_states import Found, NPURequestState
 from vllm_npu_prep.runner.v2.rope import NPURopeState, Rotations
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
-from vllm_npu_prep.runner.v2.states import Found, NPURequestState
 from vllm_npu_prep.runner.v2.step_inputs import StepInputs
 from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
 from vllm_npu_prep.runner.v2.verification import Accepted, NPURejectionSampler, count_accepted

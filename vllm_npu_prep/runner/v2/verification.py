@@ -9,8 +9,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_npu_prep.device.staging import DeviceArrays
-from vllm_npu_prep.ops.drafting import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
-from vllm_npu_prep.ops.rejection import lengths_of, rows_until_rejected
+from vllm_npu_prep.ops.triton.drafting import (
+    eagle_prepare_inputs_padded,
+    eagle_prepare_next_token_padded,
+)
+from vllm_npu_prep.ops.triton.rejection import lengths_of, rows_until_rejected
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.runner.v2.sampler import NPUSampler, SampledDrafts
 
@@ -95,7 +98,7 @@ class NPURejectionSampler(RejectionSampler):
     speculation.
 
     For drafts that were drawn at random, the sampler applies the kernels' rule to each row
-    (`vllm_npu_prep.ops.slot_rejection`): the row's token is the draft if it is accepted, and
+    (`vllm_npu_prep.ops.triton.rejection_v2`): the row's token is the draft if it is accepted, and
     another token if not.
 
     Of `spec_config` only the number of drafts is read; other methods and watermarks are refused at

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import Found, NPURequestState
+from vllm_npu_prep.runner.v2.request_states import Found, NPURequestState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -29,7 +29,7 @@ from vllm_npu_prep.attention.kernels.latent import (
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device.staging import StagedArrays
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.dcp import ContextShards
 
 
 @dataclass(frozen=True)

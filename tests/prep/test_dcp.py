@@ -17,7 +17,7 @@ from tests.helpers.triton_source import run_source
 from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
