@@ -167,7 +167,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
-        self.shards = find_dcp(vllm_config.parallel_config)
+        self.dcp = find_dcp(vllm_config.parallel_config)
         model = vllm_config.model_config
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
@@ -286,7 +286,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             self.causal,
             padding.mode is GraphMode.FULL,
         )
-        if self.shards.world_size > 1:
+        if self.dcp.world_size > 1:
             metadata.shared = self._share(metadata, staged)
         return metadata
 

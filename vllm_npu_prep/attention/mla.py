@@ -141,7 +141,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         assert self.reorder_batch_threshold is not None
         sizes = (
             self.reorder_batch_threshold,
-            self.shards.tokens_per_block(kv_cache_spec.block_size),
+            self.dcp.tokens_per_block(kv_cache_spec.block_size),
         )
         self.latent = make_latent_split(vllm_config, *sizes)
 
@@ -174,8 +174,8 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
                 for each in (staged.np, staged.device)
             )
             metadata.halves = split_metadata(metadata, latent.num_decodes, host, device)
-        if self.shards.world_size > 1:
-            share_halves(metadata, self.shards, staged)
+        if self.dcp.world_size > 1:
+            share_halves(metadata, self.dcp, staged)
         return metadata
 
     def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> None:

@@ -162,14 +162,14 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
 
 
 @inlined
-def check_shards(t, out, num_reqs, num_slots, group, table):
+def check_dcp(t, out, num_reqs, num_slots, group, table):
     """Check slots and lengths of a group with decode context parallelism.
 
     Every rank decides in the same way which rank keeps a token, so a token has a slot on exactly
     one of them. This check finds that rank by counting runs in the token's block;
     `fill_sharded_slots` counts from the request's first token.
     """
-    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    world_size, rank, size = t.dcp[0], t.dcp[1], t.dcp[2]
     block_size, width = t.block_sizes[group], t.max_num_blocks[group]
     tokens_per_block = block_size * world_size
     for req in range(num_reqs):
@@ -278,8 +278,8 @@ def check_step_at(
                     return Rule.NO_SLOT, -1, token, group
             table += (max_num_reqs + PADDING_ROWS) * width
             continue
-        if t.shards[0] > 1:
-            rule, req, token = check_shards(t, out, num_reqs, num_slots, group, table)
+        if t.dcp[0] > 1:
+            rule, req, token = check_dcp(t, out, num_reqs, num_slots, group, table)
             if rule != Rule.HOLDS:
                 return rule, req, token, group
             for token in range(start, num_input_tokens):

@@ -180,7 +180,7 @@ def fill_step(t, step, out):
         for req in range(num_reqs):
             out.logits_indices[req] = out.query_start_loc[req + 1] - 1
     for group in range(t.block_sizes.shape[0]):
-        if t.max_num_blocks[group] * t.block_sizes[group] * t.shards[0] < max_seq_len:
+        if t.max_num_blocks[group] * t.block_sizes[group] * t.dcp[0] < max_seq_len:
             raise ValueError("a sequence is longer than its row of the block table")
     for req in range(num_reqs):
         first, start = out.num_computed_tokens[req], out.query_start_loc[req]
@@ -210,7 +210,7 @@ def fill_step(t, step, out):
     if out.idx_mapping.shape[0] > 0:
         for req in range(num_reqs):
             out.idx_mapping[req] = t.slots[req]
-    if t.shards[0] > 1:
+    if t.dcp[0] > 1:
         fill_sharded_slots(t, num_reqs, out)
     else:
         fill_slots(t, num_reqs, out)
@@ -298,7 +298,7 @@ def fill_sharded_slots(t, num_reqs, out):
 
     A token that another rank keeps has no slot on this rank.
     """
-    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    world_size, rank, size = t.dcp[0], t.dcp[1], t.dcp[2]
     for req in range(num_reqs):
         out.dcp_local_seq_lens[req] = local_length(out.seq_lens[req], world_size, rank, size)
         computed = out.num_computed_tokens[req]

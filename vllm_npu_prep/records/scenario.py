@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.dcp import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.prep.freed_blocks import first_needed
 from vllm_npu_prep.prep.latent_split import LatentSplit
@@ -135,11 +135,9 @@ class Scenario(Strict):
         return [first, *self.more_kv_cache_groups]
 
     @property
-    def shards(self) -> ContextShards:
+    def shards(self) -> DCPRank:
         dcp = self.dcp
-        return (
-            ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else WHOLE_CONTEXTS
-        )
+        return DCPRank(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else NO_DCP
 
     def tokens_per_block(self, group: ScenarioGroup) -> int:
         return self.shards.tokens_per_block(group.block_size)

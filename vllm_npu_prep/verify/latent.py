@@ -209,7 +209,7 @@ class LatentStep(PagedStep):
         lse = self.put(torch.full((len(self.query), padded), float("nan")))
         output = self._attend_decodes(metadata, len(self.query), lse)
         outputs, lses = zip(*(self._decode(row, lens[row]) for row in range(len(lens))))
-        what = f"{form}, with sums of exponentials"
+        what = f"{form}, with log-sum-exp"
         found = [
             compare(output, torch.cat(outputs), what, tolerance=self._bound),
             compare(lse[:, :heads], torch.cat(lses), f"softmax_lse of {what}", tolerance=2e-2),

@@ -18,7 +18,7 @@ from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
 from vllm_npu_prep.runner.v2.request_states import NPURequestState
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
-from vllm_npu_prep.runner.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
 class SlotEagleSpeculator(NPUSpeculator, EagleSpeculator):
@@ -45,7 +45,7 @@ class SlotDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: 
     def _first_pass(
         self,
         in_flight: StepInFlight,
-        accepted: Accepted,
+        accepted: AcceptedCounts,
         hidden_states: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],

@@ -170,7 +170,7 @@ class NPURejectionSampler(RejectionSampler):
         return output
 
 
-class Accepted(NamedTuple):
+class AcceptedCounts(NamedTuple):
     """Which of a step's tokens verification has accepted; all arrays are on the device.
 
     Attributes
@@ -194,7 +194,7 @@ class Accepted(NamedTuple):
 
 def count_accepted(
     sampled_token_ids: torch.Tensor, step: PreparedStep, arrays: DeviceArrays, vocab_size: int
-) -> Accepted:
+) -> AcceptedCounts:
     """Count a step's accepted tokens, with the kernels of V1's drafters.
 
     Upstream's V2 runner does this in ``_get_num_sampled_and_rejected_kernel``,
@@ -224,4 +224,4 @@ def count_accepted(
         num_rejected,
         num_reqs,
     )
-    return Accepted(next_token_ids, num_valid, num_rejected, last_tokens)
+    return AcceptedCounts(next_token_ids, num_valid, num_rejected, last_tokens)
