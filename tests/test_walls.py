@@ -201,10 +201,10 @@ WALLS = {
     "config": "attention.families prep validation",
     "compat": "compat server",
     "compat.activation": "compat device server torchvision_import",
-    "device": "compat.torch_names device prep",
+    "device": "compat.torch device prep",
     "ops": "aclnn compat.kernels config ops",
     "quantization": (
-        "config ops.experts ops.fused ops.fused_experts ops.fused_latent quantization"
+        "config ops.moe_method ops.npu.experts ops.npu.latent ops.npu.switches quantization"
     ),
     "attention": "attention config device prep",
     # Decodes absorb weights, which can't be int8 then
@@ -227,12 +227,12 @@ WALLS = {
     "scheduling": "scheduling",
     # Loaders that upstream's reload can't read, how it measures graphs, and names of its V2
     "runner": (
-        "attention compat.graphs compat.models compat.v2 config device graph observe ops prep "
+        "attention compat.models compat.v2 compat.worker config device graph observe ops prep "
         "quantization.fused quantization.int8 runner startup.asked"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": (
-        "aclnn attention device graph inspect.doctor ops.fused ops.fused_experts prep verify"
+        "aclnn attention device graph inspect.doctor ops.npu.experts ops.npu.switches prep verify"
     ),
     "inspect": "inspect prep records",
     # It asks an installation
@@ -416,7 +416,7 @@ def test_a_wait_by_time_is_seen(code):
         ("attention.backend", "runner.step"),
         ("inspect.view", "observe.check"),
         ("observe.check", "inspect.recorder"),
-        ("compat.hosts", "device"),
+        ("compat.executor", "device"),
         ("wording", "prep.layout"),
         ("new_folder.file", "prep.layout"),
     ],

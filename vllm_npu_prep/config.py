@@ -124,7 +124,7 @@ FUSED_OPERATORS = (
     "int8_swiglu",
 )
 """Names by which fused operators of torch_npu are switched off; what each replaces is in
-`vllm_npu_prep.ops.fused` and in ``docs/reference/options.md``."""
+`vllm_npu_prep.ops.npu.switches` and in ``docs/reference/options.md``."""
 
 OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
 """Fused operators that models without quantised layers don't use."""

@@ -97,7 +97,7 @@ class NPUPlatform(Platform):
     def import_ir_kernels(cls) -> None:
         super().import_ir_kernels()
         if KIND == NPU_KIND:
-            from vllm_npu_prep.ops.fused_norms import register_implementations
+            from vllm_npu_prep.ops.npu.norms import register_implementations
 
             register_implementations()
 
@@ -106,7 +106,7 @@ class NPUPlatform(Platform):
         """Put our implementations of IR operators before vLLM's, where options leave them on."""
         priorities = super().get_default_ir_op_priority(vllm_config)
         if KIND == NPU_KIND:
-            from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER
+            from vllm_npu_prep.ops.npu.norms import IR_OPERATORS, PROVIDER
 
             names = parse_config(vllm_config.additional_config).fused.names
             for name in names & IR_OPERATORS.keys():
@@ -213,7 +213,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "vllm_npu_prep.ops.lora.PunicaWrapperNPU"
+        return "vllm_npu_prep.ops.triton.lora.PunicaWrapperNPU"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -501,7 +501,7 @@ def _state_page(vllm_config: "VllmConfig") -> "RecurrentStatePage | None":
 
 def _used_operators(vllm_config: "VllmConfig") -> str:
     """Name the fused operators that are on and that torch_npu has, in the order of the options."""
-    from vllm_npu_prep.ops.fused import OPERATORS, missing_operators
+    from vllm_npu_prep.ops.npu.switches import OPERATORS, missing_operators
 
     names = fused_operators(vllm_config)
     missing = missing_operators(names)

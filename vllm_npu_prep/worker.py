@@ -26,10 +26,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.layers import refuse_other_layers
 from vllm_npu_prep.attention.step_memory import attention_bytes
-from vllm_npu_prep.compat import connectors, kernels, v2
+from vllm_npu_prep.compat import kv_connector, v2
 from vllm_npu_prep.compat.models import look_at_models_before_weights
 from vllm_npu_prep.compat.multimodal import items_of
-from vllm_npu_prep.compat.states import leave_states_in_their_blocks
+from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
 from vllm_npu_prep.config import decisions_of, parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.failures import device_failure
@@ -39,7 +39,7 @@ from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
-from vllm_npu_prep.ops.fused_routing import refuse_routers
+from vllm_npu_prep.ops.npu.routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
@@ -92,7 +92,7 @@ class NPUWorker(Worker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
-            kernels.let_profiler_run(vllm_config.device_config.device_type)
+            let_profiler_run(vllm_config.device_config.device_type)
         if vllm_config.use_v2_model_runner:
             v2.let_workers_run_without_triton()
         super().__init__(vllm_config, *args, **kwargs)
@@ -402,7 +402,7 @@ class NPUWorker(Worker):
             self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
 
     def load_adapters(self, adapters: list[LoRARequest]) -> dict[int, str]:
-        """Hold these adapters, for `compat.adapters`, which asks all ranks.
+        """Hold these adapters, for `compat.lora`, which asks all ranks.
 
         Parameters
         ----------
@@ -537,12 +537,12 @@ class NPUWorker(Worker):
                 return
         memory = self.sleep_mode_backend
         before = self.prep_device.memory_info()[0]
-        connectors.forget_caches()
+        kv_connector.forget_caches()
         slept: list[Region] = []
         with all_or_none(self.parallel_config, lambda: slept.extend(memory.unmap(level))) as done:
             if not done:
                 memory.restore(slept)
-                connectors.restore_caches()
+                kv_connector.restore_caches()
                 return
         logger.info(
             "Sleep level %d released %s GiB.",
@@ -607,7 +607,7 @@ class NPUWorker(Worker):
                 sleeping.release(mapped)
                 return
         if tags is None or "kv_cache" in tags:
-            connectors.restore_caches()
+            kv_connector.restore_caches()
         if self._sleep_saved_parameters and (tags is None or "weights" in tags):
             self._restore_sleep_parameters(self.model_runner.get_model())
         self.prep_device.synchronize()

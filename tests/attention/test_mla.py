@@ -8,7 +8,7 @@ import torch
 from vllm_npu_prep.attention import mla
 from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.verify.latent import LatentForm, LatentStep, shape_of
 

@@ -20,7 +20,7 @@ from vllm_npu_prep.prep.fused_pass import fill_step_at
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.runner.v1 import runner as v1_runner
 from vllm_npu_prep.runner.v2 import runner as runner_v2
-from vllm_npu_prep.runner.v2.states import Samples
+from vllm_npu_prep.runner.v2.request_states import Samples
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 EPISODES = {

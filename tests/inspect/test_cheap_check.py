@@ -24,12 +24,12 @@ from tests.helpers.batches import (
     state_step,
 )
 from tests.helpers.forced_messages import ending
-from tests.prep.test_context_shards import shared_step
+from tests.prep.test_dcp import shared_step
 from vllm_npu_prep.observe.check import READS, StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.dcp import DCPRank
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 
@@ -124,9 +124,7 @@ def on_a_rank(has_drafts: bool, slots: list[int]) -> Steps:
     """A step of the second of two ranks, which keep runs of two tokens in turn; padded."""
     batch = batch_of(has_drafts, None)
     scheduled = sum(request.num_scheduled_tokens for request in batch.requests)
-    return finished(
-        shared_step(batch, ContextShards(2, 1, 2), 1, NUM_INPUT_TOKENS - scheduled), slots
-    )
+    return finished(shared_step(batch, DCPRank(2, 1, 2), 1, NUM_INPUT_TOKENS - scheduled), slots)
 
 
 class Message(NamedTuple):

@@ -13,7 +13,7 @@ FIA = FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
 ATB = (f"{ON_NPU}[atb]",)
 EXPERTS = ("tests/npu/on_device/test_experts.py",)
 DRAFTING = ("tests/ops/test_drafting.py",)
-STATES = ("tests/prep/test_states.py",)
+STATES = ("tests/prep/test_recurrent_states.py",)
 STATES_ON_NPU = (
     "tests/npu/on_device/test_hybrids.py::test_states_follow_requests_into_their_next_block[V1]",
 )
@@ -23,7 +23,7 @@ MORE_STATES_ON_NPU = (
 )
 STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
-SHARDS = ("tests/prep/test_context_shards.py",)
+SHARDS = ("tests/prep/test_dcp.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
@@ -94,8 +94,8 @@ V2_SHARES = (
 THINKING = ("tests/ops/test_thinking.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
-KERNELS = ("tests/ops/test_slot_sampling.py",)
-DRAWN_DRAFTS = ("tests/ops/test_slot_rejection.py",)
+KERNELS = ("tests/ops/test_sampling_v2.py",)
+DRAWN_DRAFTS = ("tests/ops/test_rejection_v2.py",)
 FAULTS = ("tests/engine/test_faults.py",)
 
 
@@ -259,31 +259,32 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("blocks within a chunk of the host count from its beginning", "skipped = first % size", "skipped = 0", OFFLOADING),
         ("of a group only the first plane goes to the host", "groups.append(list(of_group.values()))", "groups.append(list(of_group.values())[:1])", OFFLOADING),
     ],
-    "attention/states.py": [
+    "attention/recurrent_backend.py": [
         ("states stay behind when decodes enter another block", "            if has_state[row]:", "            if has_state[row] and old == new:", STATES_ON_NPU),
         ("no state is moved before the operator that writes where it reads", "if self._moves and states.num_decodes:", "if False and states.num_decodes:", STATES_ON_NPU),
     ],
     "compat/activation.py": [
-        ("groups can't be cleaned up before general plugins are loaded", "            torch_names.silence_accelerator_calls()\n", "            pass\n", ("tests/startup/test_start_up.py",)),
+        ("groups can't be cleaned up before general plugins are loaded", "            silence_accelerator_calls()\n", "            pass\n", ("tests/startup/test_start_up.py",)),
     ],
-    "compat/adapters.py": [
+    "compat/entrypoints.py": [
+        ("a server reads an adapter's folder for each request once it was loaded in place", "self.lora_requests[request.lora_name] = once(adapter)", "pass", ("tests/server/test_server.py",)),
+    ],
+    "compat/executor.py": [
+        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", TWO_RANKS),
+        ("who waits for another host is not woken", "                if self.shutting_down:\n", "                if False:\n", ("tests/startup/test_ray_cluster.py",)),
+        ("other hosts get this one's devices", 'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))', 'update(("HCCL_IF_IP",))', ("tests/startup/test_ray_cluster.py",)),
+    ],
+    "compat/kv_connector.py": [
+        ("the host gives blocks of an adapter's old weights", "        group.offload_keys.clear()\n", "        pass\n", ("tests/soak/test_engines.py",)),
+        ("sessions are served beside offloading, which ends the engine", 'if offloads and settings.get("resumable"):', "if False:", ("tests/engine/test_offloading.py",)),
+    ],
+    "compat/lora.py": [
         ("an adapter that a request exchanges is read in every step", "                request.lora_request = once(adapter)\n", "                request.lora_request = adapter\n", V2_LORA),
         ("blocks of an adapter's old weights are found after it was exchanged", '(*key, load_of(request) or "")', "key", V2_LORA),
         ("a request goes on with keys and values of an adapter's old weights", "            and load_of(request) != self._held.get(request.lora_request.lora_int_id)\n", "            and False\n", V2_LORA),
         ("an adapter that is read has one go that is in use", "self._load([*self._in_use.values(), adapter])", "self._load([adapter])", ("tests/runner/test_lora.py",)),
         ("an adapter that can't be read ends the engine", "            self.refuse(request, error)\n", "            raise\n", V2_LORA),
         ("what is held of an adapter changes with its file", "            if not value.is_pinned():", "            if False:", V2_LORA),
-    ],
-    "compat/answers.py": [
-        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", TWO_RANKS),
-    ],
-    "compat/connectors.py": [
-        ("the host gives blocks of an adapter's old weights", "        group.offload_keys.clear()\n", "        pass\n", ("tests/soak/test_engines.py",)),
-        ("sessions are served beside offloading, which ends the engine", 'if offloads and settings.get("resumable"):', "if False:", ("tests/engine/test_offloading.py",)),
-    ],
-    "compat/hosts.py": [
-        ("who waits for another host is not woken", "                if self.shutting_down:\n", "                if False:\n", ("tests/startup/test_ray_cluster.py",)),
-        ("other hosts get this one's devices", 'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))', 'update(("HCCL_IF_IP",))', ("tests/startup/test_ray_cluster.py",)),
     ],
     "compat/models.py": [
         ("layers are looked at after their weights were loaded", "        check(model, vllm_config.compilation_config.static_forward_context)\n", "", ("tests/attention/test_layers.py",)),
@@ -303,7 +304,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a release of vLLM has the rules of the one before", ">= _numbers(release)", "> _numbers(release)", ("tests/test_releases.py",)),
         ("nobody is told with which torch a release was tested", "    pinned = OTHER_TORCH.get(version)\n", "    pinned = None\n", ("tests/test_releases.py", "tests/inspect/test_doctor.py")),
     ],
-    "compat/schedulers.py": [
+    "compat/scheduler.py": [
         ("drafts beyond the end of a session's answer count as computed", "session.num_computed_tokens = min(session.num_computed_tokens, kept)", "pass", ("tests/engine/test_sessions.py",)),
         ("a session's next part cuts a prompt whose answer never began", "max(session.num_tokens - 1, session.num_prompt_tokens)", "session.num_tokens - 1", ("tests/scheduling/test_outputs.py",)),
         ("a session is taken for one whose answer has ended", 'getattr(session, "begins_anew", False)', "session.begins_anew", ("tests/scheduling/test_outputs.py",)),
@@ -312,10 +313,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a session that begins anew keeps its blocks", "    scheduler._free_request_blocks(request)\n", "    pass\n", ("tests/engine/test_sessions.py",)),
         ("the step does not tell that a session began anew", "    scheduler.reset_preempted_req_ids.add(request.request_id)", "    pass", ("tests/engine/test_sessions.py",)),
     ],
-    "compat/server.py": [
-        ("a server reads an adapter's folder for each request once it was loaded in place", "self.lora_requests[request.lora_name] = once(adapter)", "pass", ("tests/server/test_server.py",)),
-    ],
-    "compat/torch_names.py": [
+    "compat/torch.py": [
         ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA_GRAPHS),
     ],
     "compat/v2.py": [
@@ -442,27 +440,20 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/watched_output.py": [
         ("who waits for an output in vain tells nobody", "self._tell(error)", "pass", ("tests/runner/test_outputs.py",)),
     ],
-    "ops/drafting.py": [
-        ("drafts go on behind the context's end", "exceeds_max = clamped_positions >= max_model_len", "exceeds_max = clamped_positions > max_model_len", DRAFTING),
-        ("requests without drafts have a rejected one", "has_drafts = num_drafts.clamp(max=1)", "has_drafts = torch.ones_like(num_drafts)", DRAFTING),
-        ("samples of discarded requests count", "    is_valid.masked_fill_(discard_request_mask[:num_reqs, None], False)\n", "", DRAFTING),
-        ("the sample counts as drafted in parallel", "torch.logical_and(offsets > 0,", "torch.logical_and(offsets >= 0,", DRAFTING),
-        ("drafters go on from a rejected token's hidden state", "num_rejected_tokens, out=last_tokens)", "0 * num_rejected_tokens, out=last_tokens)", MTP),
-        ("drafters go on from the token before the last one", "torch.gather(choices, 1, last_valid, out", "torch.gather(choices, 1, (last_valid - 1).clamp(min=0), out", MTP),
-        ("later draft passes stay at the first one's positions", "torch.add(positions[:batch_size], 1, out", "torch.add(positions[:batch_size], 0, out", MTP),
-        ("later draft passes write in slots of the step's tokens", "torch.add(clamped_positions % block_size, block_ids", "torch.add((clamped_positions - 1) % block_size, block_ids", MTP),
-    ],
     "ops/expert_counts.py": [
         ("tokens are counted for the expert before", "topk_ids.flatten().remainder(len(counts))", "(topk_ids.flatten() - 1).remainder(len(counts))", ("tests/engine/test_experts.py::test_explain_tells_how_many_tokens_each_expert_got",)),
     ],
-    "ops/experts.py": [
+    "ops/moe_method.py": [
         ("padding works on the first experts", "end = elsewhere", "end = 0", ("tests/ops/test_experts.py",)),
         ("experts of other ranks are taken for the last one here", "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])", "expert_map.long()[experts] % num_local_experts", ("tests/ops/test_experts.py",)),
     ],
-    "ops/fused_activations.py": [
+    "ops/moe_topk.py": [
+        ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),
+    ],
+    "ops/npu/activations.py": [
         ("GeGLU activates the other half", "activate_left=True", "activate_left=False", FUSED),
     ],
-    "ops/fused_experts.py": [
+    "ops/npu/experts.py": [
         ("pairs without a row read the second one", "row_of_pair.bitwise_and(PAST_ANY_ROW)", "row_of_pair.abs()", EXPERTS),
         ("a sum that knows pairs without a row reads one for them", "expanded_src_to_dst_row=row_of_pair,", "expanded_src_to_dst_row=row_of_pair.abs(),", EXPERTS),
         ("rows of float16 are added in float16", "return dtype in FINALIZED and hidden_size", "return hidden_size", EXPERTS),
@@ -473,53 +464,60 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a rank computes its neighbour's experts", "return cls(num_experts, start, start + count)", "return cls(num_experts, max(start - 1, 0), max(start - 1, 0) + count)", EXPERTS),
         ("scattered experts keep their numbers", "return topk_ids if self.numbers is None else self.numbers[topk_ids]", "return topk_ids", EXPERTS),
     ],
-    "ops/fused_latent.py": [
+    "ops/npu/latent.py": [
         ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
         ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/on_device/test_latent.py",)),
         ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
     ],
-    "ops/fused_norms.py": [
+    "ops/npu/norms.py": [
         ("a norm without its epsilon", "    if first is None:\n        return operator(x, weight, epsilon)[0]", "    if first is None:\n        return operator(x, weight, 0.0)[0]", FUSED),
         ("a residual that is not updated", "    return output, total\n", "    return output, x_residual\n", FUSED),
         ("heads of a slice one place further", "[:, first : first + heads]", "[:, first - 1 : first - 1 + heads]", FUSED),
     ],
-    "ops/fused_rotary.py": [
+    "ops/npu/rotary.py": [
         ("rotary pairs of the other form", '"half" if is_neox_style else "interleave"', '"interleave" if is_neox_style else "half"', FUSED),
         ("the operator rotates more heads than an older CANN holds", "return most is not None and math.prod(query.shape[1:]) > most", "return False", FUSED),
         ("sections in turn go to a CANN that does not know them", "        self._merges |= self.mrope_interleaved and is_missing(MROPE_V2)\n", "", FUSED),
     ],
-    "ops/fused_routing.py": [
+    "ops/npu/router_norms.py": [
+        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
+    ],
+    "ops/npu/routing.py": [
         ("padding reaches an expert", "ids.masked_fill_(is_padding[:, None], NO_EXPERT)", "ids.masked_fill_(is_padding[:, None], 0)", EXPERTS),
         ("padding whose weights are taken away reaches an expert", "limits[0].masked_fill_(is_padding[:, None], NO_EXPERT)", "limits[0].masked_fill_(is_padding[:, None], 0)", EXPERTS),
         ("padding keeps its weights where the sum relies on zeros", "limits[1].masked_fill_(is_padding[:, None], 0)", "limits[1].masked_fill_(is_padding[:, None], ANY)", EXPERTS),
     ],
-    "ops/gumbel.py": [
+    "ops/triton/drafting.py": [
+        ("drafts go on behind the context's end", "exceeds_max = clamped_positions >= max_model_len", "exceeds_max = clamped_positions > max_model_len", DRAFTING),
+        ("requests without drafts have a rejected one", "has_drafts = num_drafts.clamp(max=1)", "has_drafts = torch.ones_like(num_drafts)", DRAFTING),
+        ("samples of discarded requests count", "    is_valid.masked_fill_(discard_request_mask[:num_reqs, None], False)\n", "", DRAFTING),
+        ("the sample counts as drafted in parallel", "torch.logical_and(offsets > 0,", "torch.logical_and(offsets >= 0,", DRAFTING),
+        ("drafters go on from a rejected token's hidden state", "num_rejected_tokens, out=last_tokens)", "0 * num_rejected_tokens, out=last_tokens)", MTP),
+        ("drafters go on from the token before the last one", "torch.gather(choices, 1, last_valid, out", "torch.gather(choices, 1, (last_valid - 1).clamp(min=0), out", MTP),
+        ("later draft passes stay at the first one's positions", "torch.add(positions[:batch_size], 1, out", "torch.add(positions[:batch_size], 0, out", MTP),
+        ("later draft passes write in slots of the step's tokens", "torch.add(clamped_positions % block_size, block_ids", "torch.add((clamped_positions - 1) % block_size, block_ids", MTP),
+    ],
+    "ops/triton/gumbel.py": [
         ("V2: seeds draw the same noise at every position", "(seeds >> 32) & WORD, pos & WORD)", "(seeds >> 32) & WORD)", KERNELS),
     ],
-    "ops/lora.py": [
+    "ops/triton/lora.py": [
         ("plain rows take the last adapter", "torch.ne(self._indices[:2, :, None, None], self._slots", "torch.ne(self._indices[:2, :, None, None] % len(self._slots), self._slots", LORA),
         ("rows get the sum of all adapters", ".masked_fill_(foreign[: len(x)], 0)\n", "\n", LORA),
     ],
-    "ops/rejection.py": [
+    "ops/triton/rejection.py": [
         ("a rejected draft is kept", "rows.masked_fill_(num_ends > ends, PLACEHOLDER)", "rows.masked_fill_(num_ends > ends.int() + 1, PLACEHOLDER)", CORE),
     ],
-    "ops/router_norms.py": [
-        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
-    ],
-    "ops/routing.py": [
-        ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),
-    ],
-    "ops/slot_rejection.py": [
+    "ops/triton/rejection_v2.py": [
         ("V2: in place of a rejected draft comes any token of the target", "torch.where(as_it_is, target_logits, excess)", "target_logits", (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py")),
         ("V2: a drawn draft is accepted with the target's probability of it", "of_target.gather(1, tokens) - of_drafter.gather(1, tokens)", "of_target.gather(1, tokens)", (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py")),
     ],
-    "ops/slot_sampling.py": [
+    "ops/triton/sampling_v2.py": [
         ("V2: penalties don't see prompts", "torch.where(in_prompt | is_in_output, repetition, 1.0)", "torch.where(is_in_output, repetition, 1.0)", KERNELS),
         ("V2: penalties count drafts of other requests", "return sums - sums[first.long()]", "return sums", KERNELS),
         ("V2: bad words don't see drafts", "at = known + local_pos - (end", "at = known - (end", KERNELS),
         ("V2: a temperature of 0 divides", "torch.where(chosen == 0, 1.0, chosen)", "torch.where(chosen == 0, 0.5, chosen)", KERNELS),
     ],
-    "ops/thinking.py": [
+    "ops/triton/thinking.py": [
         ("budgets of thinking: drafts before a row don't count", "length = known + local_pos", "length = known + 0 * local_pos", THINKING),
         ("budgets of thinking: one who has ended a thought is stopped again", "is_over = (start > end) & (budget >= 0)", "is_over = (start >= 0) & (budget >= 0)", THINKING),
         ("budgets of thinking: markers are looked for in the last token alone", "length, length, most_new + markers.longest - 1)", "length, length, markers.longest)", THINKING),
@@ -577,10 +575,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("groups' tables without rows of padding between them", "table += (max_num_reqs + PADDING_ROWS) * width", "table += max_num_reqs * width", CORE),
         ("drafts count as tokens of a prompt", "if start - num_drafts != num_reqs:", "if start != num_reqs:", ("tests/prep/test_against_oracle.py",)),
     ],
-    "prep/latent.py": [
-        ("starts of prefills are the step's", "step.query_start_loc[req] - num_decode_tokens", "step.query_start_loc[req]", ("tests/prep/test_latent.py",)),
-        ("a context is cut inside of a block", "length = room // block_size * block_size", "length = room", ("tests/prep/test_latent.py",)),
-        ("a prefill without context leaves a chunk open", "        if context_len == 0:\n            is_open = False\n", "", ("tests/prep/test_latent.py",)),
+    "prep/latent_split.py": [
+        ("starts of prefills are the step's", "step.query_start_loc[req] - num_decode_tokens", "step.query_start_loc[req]", ("tests/prep/test_latent_split.py",)),
+        ("a context is cut inside of a block", "length = room // block_size * block_size", "length = room", ("tests/prep/test_latent_split.py",)),
+        ("a prefill without context leaves a chunk open", "        if context_len == 0:\n            is_open = False\n", "", ("tests/prep/test_latent_split.py",)),
     ],
     "prep/local_attention.py": [
         ("a token of the next chunk in a virtual request", "min(seq_len, chunk_start + attention_chunk_size)", "min(seq_len, chunk_start + attention_chunk_size + 1)", CHUNKS),
@@ -603,11 +601,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/padding.py": [
         ("no row for what a mixed graph leaves over", "max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS", "max_num_reqs", ("tests/prep/test_graph_padding.py",)),
     ],
-    "prep/state.py": [
-        ("decodes win over drafts", "if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:", "if flags & SOME_DRAFTS and flags & SOME_NOT_VERIFYING:", CORE),
-        ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
-    ],
-    "prep/states.py": [
+    "prep/recurrent_states.py": [
         ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),
         ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.slots[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
         ("a state index is shifted by one", "            out.state_indices[index, req] = t.block_table_flat[row + column]\n            if num_drafts", "            out.state_indices[index, req] = t.block_table_flat[row + column] + 1\n            if num_drafts", STATES),
@@ -615,6 +609,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a state is read from the block of the step's last token", "column = read_column(out.num_computed_tokens[req], kept, size, num_drafts)", "column = read_column(out.seq_lens[req], kept, size, num_drafts)", STATES),
         ("accepted tokens are ignored: the first state is read", "kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
         ("the state at the end of a block stays among those of drafts", "    if ends <= num_drafts:", "    if ends < 0:", STATES),
+    ],
+    "prep/state.py": [
+        ("decodes win over drafts", "if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:", "if flags & SOME_DRAFTS and flags & SOME_NOT_VERIFYING:", CORE),
+        ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "quantization/checkpoint.py": [
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
@@ -672,61 +670,19 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a request that returns is taken for a new one", "[self._left.pop(req_id, UNKNOWN) for req_id in req_ids]", "[UNKNOWN for req_id in req_ids]", ("tests/runner/test_accepted.py",)),
         ("a session's next part counts drafts of its last answer", "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n", "        begin: set[str] = set()\n", ("tests/runner/test_accepted.py",)),
     ],
-    "runner/v1/bookkeeping.py": [
-        ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
-    ],
     "runner/common.py": [
         ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
         ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
         ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
-    ],
-    "runner/v1/drafters.py": [
-        ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
-        ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
-        ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
-        ("draft passes look up slots in the first group's table", "self.block_table_of_group(index)[: common.num_reqs]", "self.block_table_of_group(self.kv_cache_gid)[: common.num_reqs]", SPECULATION),
-        ("draft passes look up slots in the first request's row", "block_table[rows, numbers]", "block_table[0 * rows, numbers]", SPECULATION),
-        ("drafts behind images in slots of their rotation", "        if not self.vllm_config.model_config.uses_mrope:\n            return super()._update_positions", "        if True:\n            return super()._update_positions", VISION),
-        ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
     ],
     "runner/graphs.py": [
         ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),
         ("sizes that are given up keep their streams", "                                _delete_graphs(given_up)  # which", "                                # which", ("tests/runner/test_graphs.py",)),
         ("each rank gives up sizes of its own", "        given_up = self.agree(given_up)\n", "", ("tests/runner/test_graphs.py",)),
     ],
-    "runner/v1/inputs.py": [
-        ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
-        ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
-        ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
-        ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
-    ],
     "runner/lora.py": [
         ("prompts are scored by the adapters of the samples", "with alone(req_id), logits_of(manager, lora_id):", "with alone(req_id):", LORA),
         ("a mapping of other samples is taken for the old one", "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n", "", LORA),
-    ],
-    "runner/v1/runner.py": [
-        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
-        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
-        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
-        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
-        ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
-        ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
-        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
-        ("npu: a length is read back", "        metadata = preparer.build_metadata(step, staged)\n", "        staged.device.seq_lens.max().item()\n        metadata = preparer.build_metadata(step, staged)\n", COUNTS),
-        ("padding mask of a step from upstream", "        if self.in_flight is None:\n            is_padding", "        if True:\n            is_padding", BOOKS),
-        ("a step that failed stays in flight", "            if self.execute_model_state is None:\n                self._end_step()\n", "            pass\n", BOOKS),
-        ("a step whose samples failed stays in flight", "            generators.update(held)\n            self._end_step()\n", "            generators.update(held)\n        self._end_step()\n", BOOKS),
-        ("dummy runs write into the last step's buffers", "        self.buffers.restore()\n", "", BOOKS),
-        ("upstream's lengths in the step's buffers", "self.buffers.restore(leave=GRAPH_INPUTS)", "pass", GRAPHS),
-        ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
-        ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
-        ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
-        ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
-        ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
-        ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
-        ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
-        ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
         ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
@@ -755,6 +711,24 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts of embeddings keep the ids of their row's last request", "    if new.prompt_embeds is None:", "    if True:", EMBEDS),
         ("token ids beside embeddings count as unknown", "new.prompt_is_token_ids or [False]", "[False]", EMBEDS),
     ],
+    "runner/v1/bookkeeping.py": [
+        ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
+    ],
+    "runner/v1/drafters.py": [
+        ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
+        ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
+        ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
+        ("draft passes look up slots in the first group's table", "self.block_table_of_group(index)[: common.num_reqs]", "self.block_table_of_group(self.kv_cache_gid)[: common.num_reqs]", SPECULATION),
+        ("draft passes look up slots in the first request's row", "block_table[rows, numbers]", "block_table[0 * rows, numbers]", SPECULATION),
+        ("drafts behind images in slots of their rotation", "        if not self.vllm_config.model_config.uses_mrope:\n            return super()._update_positions", "        if True:\n            return super()._update_positions", VISION),
+        ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
+    ],
+    "runner/v1/inputs.py": [
+        ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
+        ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
+        ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
+        ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
+    ],
     "runner/v1/request_updates.py": [
         ("lost tokens are overlooked", "stays &= has_outputs <= outputs", "stays &= has_outputs >= 0", BOOKS),
         ("drafts of the last step stay in a request's state", "            spec_token_ids[:] = draft_token_ids\n", "            spec_token_ids.extend(draft_token_ids)\n", UPDATES),
@@ -765,6 +739,30 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a call for each request when a step is updated", "computed = np.array(cached.num_computed_tokens, np.int32)", "computed = np.array([abs(n) for n in cached.num_computed_tokens], np.int32)", ("tests/benchmarks/test_benchmarks.py",)),
         ("new blocks are not entered in the request", "                block_ids.extend(new_ids)\n", "                pass\n", ENGINE),
         ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", UPDATES),
+    ],
+    "runner/v1/runner.py": [
+        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
+        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
+        ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
+        ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
+        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
+        ("npu: a length is read back", "        metadata = preparer.build_metadata(step, staged)\n", "        staged.device.seq_lens.max().item()\n        metadata = preparer.build_metadata(step, staged)\n", COUNTS),
+        ("padding mask of a step from upstream", "        if self.in_flight is None:\n            is_padding", "        if True:\n            is_padding", BOOKS),
+        ("a step that failed stays in flight", "            if self.execute_model_state is None:\n                self._end_step()\n", "            pass\n", BOOKS),
+        ("a step whose samples failed stays in flight", "            generators.update(held)\n            self._end_step()\n", "            generators.update(held)\n        self._end_step()\n", BOOKS),
+        ("dummy runs write into the last step's buffers", "        self.buffers.restore()\n", "", BOOKS),
+        ("upstream's lengths in the step's buffers", "self.buffers.restore(leave=GRAPH_INPUTS)", "pass", GRAPHS),
+        ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
+        ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
+        ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
+        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
+        ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
+        ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
+        ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
+        ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
+        ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/v1/sampling.py": [
         ("chosen tokens are scored in the rows of other requests", "repeat_interleave(len(logprobs) // num_reqs, dim=0)", "repeat(len(logprobs) // num_reqs, 1)", SPECULATION),
@@ -777,6 +775,119 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v1/upstream_buffers.py": [
         ("seq_lens not bound", '            "seq_lens": device.seq_lens,\n', "", ENGINE),
+    ],
+    "runner/v2/adapters.py": [
+        ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
+        ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
+    ],
+    "runner/v2/block_tables.py": [
+        ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
+    ],
+    "runner/v2/buffers.py": [
+        ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
+        ("V2: values are sent once only", "not np.array_equal(self._sent, self.np)", "not self._sent.any()", V2),
+    ],
+    "runner/v2/dp_agreement.py": [
+        ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
+    ],
+    "runner/v2/draft_passes.py": [
+        ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
+        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
+    ],
+    "runner/v2/drafters.py": [
+        ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
+        ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
+    ],
+    "runner/v2/drawing.py": [
+        ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
+        ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
+        ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
+    ],
+    "runner/v2/graphs.py": [
+        ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
+        ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
+    ],
+    "runner/v2/kept_tokens.py": [
+        ("V2: penalties count discarded samples alone", "is_kept = (~is_discarded)", "is_kept = is_discarded", V2_ENGINE),
+        ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
+        ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()", "pass", V2_THINKING),
+    ],
+    "runner/v2/limits.py": [
+        ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
+    ],
+    "runner/v2/ngram.py": [
+        ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
+    ],
+    "runner/v2/order.py": [
+        ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
+        ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
+    ],
+    "runner/v2/output.py": [
+        ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
+        ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
+        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
+        ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
+    ],
+    "runner/v2/prompt_embeds.py": [
+        ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(slots[row])] for row in rows}", "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}", V2),
+    ],
+    "runner/v2/prompt_scores.py": [
+        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
+        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
+    ],
+    "runner/v2/request_states.py": [
+        ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
+        ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
+        ("V2: samples of requests that sit a step out are not put aside", "        self.rows[slots] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
+        ("V2: an older row of samples is taken for one of the last step", "self.samples.rows[slots] - self.samples.num_older", "self.samples.rows[slots]", V2),
+        ("V2: synchronous samples are entered a place too late", "places = self.num_computed_tokens_np[slots] + num_scheduled", "places = self.num_computed_tokens_np[slots] + num_scheduled + 1", V2),
+        ("V2: a slot keeps the sample of its former request", "        self.rows[slot] = NO_PREVIOUS_ROW", "        pass", V2),
+        ("V2: the last sample is no known token", "np.maximum(prefill, computed + 1)", "np.maximum(prefill, computed)", V2),
+        ("V2: penalties count token 0 where a prompt has an embedding", "return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)", "return ids", V2),
+        ("V2: a slot keeps the places of an earlier request's embeddings", "            self.is_token_ids[slot] = True", "            pass", V2),
+        ("V2: stages are not told what was sampled", "            self.token_ids[slot, start : start + len(tokens)] = tokens", "            pass", V2),
+        ("V2: one of the rejected drafts stays counted", "rejected = drafts[verified] + 1 - num_valid", "rejected = drafts[verified] - num_valid", V2),
+        ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
+        ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
+    ],
+    "runner/v2/rope.py": [
+        ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
+    ],
+    "runner/v2/runner.py": [
+        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
+        ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
+        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
+        ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
+        ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
+        ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
+        ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
+        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.in_flight, self.preparer)\n", "", V2_GRAPHS),
+        ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
+        ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
+    ],
+    "runner/v2/sampler.py": [
+        ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
+        ("V2: NaNs of a request's drafts go to the requests after it", "if len(row_slots) == len(slots):", "if True:", V2),
+        ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
+    ],
+    "runner/v2/speculator.py": [
+        ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
+        ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
+        ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
+    ],
+    "runner/v2/step_inputs.py": [
+        ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
+    ],
+    "runner/v2/thinking.py": [
+        ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
+    ],
+    "runner/v2/verification.py": [
+        ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
+        ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
+        ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),
+    ],
+    "runner/v2/watched.py": [
+        ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, slot", "int(states.samples.rows[slot])\n            for req_id, slot", ("tests/engine/test_full_check.py",)),
     ],
     "scheduling/blocks.py": [
         ("a block is cached one block late", "(blocks + 1) * manager.block_size", "(blocks + 2) * manager.block_size", SCHEDULING),
@@ -920,119 +1031,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "startup/subjects/states.py": [
         ("gated delta nets load their weights on a CANN that lacks them", "        lambda c: c.functions_missing_for(*OPERATORS),\n", "        lambda c: False,\n", ("tests/startup/test_refusals.py",)),
     ],
-    "runner/v2/adapters.py": [
-        ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
-        ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
-    ],
-    "runner/v2/block_tables.py": [
-        ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
-    ],
-    "runner/v2/buffers.py": [
-        ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
-        ("V2: values are sent once only", "not np.array_equal(self._sent, self.np)", "not self._sent.any()", V2),
-    ],
-    "runner/v2/draft_passes.py": [
-        ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
-        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
-    ],
-    "runner/v2/drafters.py": [
-        ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
-        ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
-    ],
-    "runner/v2/drawing.py": [
-        ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
-        ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
-        ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
-    ],
-    "runner/v2/engines.py": [
-        ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
-    ],
-    "runner/v2/graphs.py": [
-        ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
-        ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
-    ],
-    "runner/v2/kept_tokens.py": [
-        ("V2: penalties count discarded samples alone", "is_kept = (~is_discarded)", "is_kept = is_discarded", V2_ENGINE),
-        ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
-        ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()", "pass", V2_THINKING),
-    ],
-    "runner/v2/limits.py": [
-        ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
-    ],
-    "runner/v2/ngram.py": [
-        ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
-    ],
-    "runner/v2/order.py": [
-        ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
-        ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
-    ],
-    "runner/v2/output.py": [
-        ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
-        ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
-        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
-        ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
-    ],
-    "runner/v2/prompt_embeds.py": [
-        ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(slots[row])] for row in rows}", "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}", V2),
-    ],
-    "runner/v2/prompt_scores.py": [
-        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
-        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
-    ],
-    "runner/v2/rope.py": [
-        ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
-    ],
-    "runner/v2/runner.py": [
-        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
-        ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
-        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
-        ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
-        ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
-        ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
-        ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
-        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.in_flight, self.preparer)\n", "", V2_GRAPHS),
-        ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
-        ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
-    ],
-    "runner/v2/sampler.py": [
-        ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
-        ("V2: NaNs of a request's drafts go to the requests after it", "if len(row_slots) == len(slots):", "if True:", V2),
-        ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
-    ],
-    "runner/v2/speculator.py": [
-        ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
-        ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
-        ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
-    ],
-    "runner/v2/states.py": [
-        ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
-        ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
-        ("V2: samples of requests that sit a step out are not put aside", "        self.rows[slots] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
-        ("V2: an older row of samples is taken for one of the last step", "self.samples.rows[slots] - self.samples.num_older", "self.samples.rows[slots]", V2),
-        ("V2: synchronous samples are entered a place too late", "places = self.num_computed_tokens_np[slots] + num_scheduled", "places = self.num_computed_tokens_np[slots] + num_scheduled + 1", V2),
-        ("V2: a slot keeps the sample of its former request", "        self.rows[slot] = NO_PREVIOUS_ROW", "        pass", V2),
-        ("V2: the last sample is no known token", "np.maximum(prefill, computed + 1)", "np.maximum(prefill, computed)", V2),
-        ("V2: penalties count token 0 where a prompt has an embedding", "return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)", "return ids", V2),
-        ("V2: a slot keeps the places of an earlier request's embeddings", "            self.is_token_ids[slot] = True", "            pass", V2),
-        ("V2: stages are not told what was sampled", "            self.token_ids[slot, start : start + len(tokens)] = tokens", "            pass", V2),
-        ("V2: one of the rejected drafts stays counted", "rejected = drafts[verified] + 1 - num_valid", "rejected = drafts[verified] - num_valid", V2),
-        ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
-        ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
-    ],
-    "runner/v2/step_inputs.py": [
-        ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
-    ],
-    "runner/v2/thinking.py": [
-        ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
-    ],
-    "runner/v2/verification.py": [
-        ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
-        ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
-        ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),
-    ],
-    "runner/v2/watched.py": [
-        ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, slot", "int(states.samples.rows[slot])\n            for req_id, slot", ("tests/engine/test_full_check.py",)),
-    ],
     "verify/command.py": [
         ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_without_a_folder_is_refused_before_any_row",)),
     ],
@@ -1045,7 +1043,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a sleep that failed also wakes what slept before it", "                memory.restore(slept)\n", "                memory.resume()\n", ("tests/device/test_sleep.py",)),
         ("tokens wait while free memory is returned", "if nobody_runs and self._tokens_since_return", "if self._tokens_since_return", ("tests/device/test_cpu_memory.py",)),
         ("the allocator keeps what long prompts left", "            self.prep_device.return_free_memory()\n", "            self.prep_device.memory_in_use()\n", ("tests/device/test_cpu_memory.py",)),
-        ("a connector's cache sleeps while it is registered", "        connectors.forget_caches()\n", "", ("tests/test_releases.py",)),
+        ("a connector's cache sleeps while it is registered", "        kv_connector.forget_caches()\n", "", ("tests/test_releases.py",)),
         ("a step without memory ends in torch's words", "if isinstance(error, torch.OutOfMemoryError):", "if isinstance(error, MemoryError):", FAULTS),
     ],
 }

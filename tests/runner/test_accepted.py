@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import RecurrentGroups
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 
 DRAFTS = 3

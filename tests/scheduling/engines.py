@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.helpers.engine import engine_config, make_model
-from vllm_npu_prep.compat.schedulers import begin_parts_of_sessions_with_what_was_computed
+from vllm_npu_prep.compat.scheduler import begin_parts_of_sessions_with_what_was_computed
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
 EOS = 5

@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from tests.helpers.statistics import follows
 from tests.v2.test_verification import prepared, verified_batch
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.ops.gumbel import gumbel_noise
-from vllm_npu_prep.ops.slot_sampling import scale_by_temperature
+from vllm_npu_prep.ops.triton.gumbel import gumbel_noise
+from vllm_npu_prep.ops.triton.sampling_v2 import scale_by_temperature
 from vllm_npu_prep.runner.v2.buffers import RowValues
 from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, draw, draw_drafts
 from vllm_npu_prep.runner.v2.sampler import NPUSampler

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState, ids_of
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 SLOTS, LENGTH, SIZE = 6, 20, 3
 

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import torch
 
-from vllm_npu_prep.compat import torch_names
+from vllm_npu_prep.compat.torch import no_op_cuda_streams
 from vllm_npu_prep.device.regions import HostRegion
 from vllm_npu_prep.device.transfers import DoneTransfer
 
@@ -98,7 +98,7 @@ class CPUDevice:
         return contextlib.nullcontext()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        return torch_names.no_op_cuda_streams()
+        return no_op_cuda_streams()
 
 
 def _resident() -> tuple[int, int]:

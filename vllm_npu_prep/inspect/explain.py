@@ -19,7 +19,7 @@ from rich.text import Text
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ShownInExplain
-from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.records.contract import (
     REQUEST_LEVEL,

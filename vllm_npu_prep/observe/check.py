@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
-from vllm_npu_prep.prep.states import first_kept, read_column, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, read_column, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.freed_blocks import first_needed
-from vllm_npu_prep.prep.states import first_kept, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ LARGEST_CONTENT = 1 << 62
 class LedgerGroup:
     """Properties of a KV-cache group that the ledger needs."""
 
-    block_size: int  # tokens of a table's block; with shards, on all ranks together
+    block_size: int  # tokens of a table's block; with DCP, on all ranks together
     blocks_per_page: int = 1  # blocks of the tables in one of the scheduler's
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     holds_states: bool = False  # its blocks have a state each, and no slots
-    shards: ContextShards = WHOLE_CONTEXTS  # the part of each context that this rank keeps
+    dcp: DCPRank = NO_DCP  # the part of each context that this rank keeps
 
     def first_needed(self, position: int) -> int:
         """Return the first position that a position's token sees; earlier blocks may be freed."""
@@ -56,13 +56,13 @@ class LedgerGroup:
 
     def slot(self, block: int, position: int) -> int:
         """Return the slot of a position in its block; -1 if another rank keeps it."""
-        if self.shards.owner(position) != self.shards.rank:
+        if self.dcp.owner(position) != self.dcp.rank:
             return PAD_SLOT_ID
-        size = self.block_size // self.shards.world_size
-        return block * size + self.shards.local_position(position) % size
+        size = self.block_size // self.dcp.world_size
+        return block * size + self.dcp.local_position(position) % size
 
     def block_of(self, slot: int) -> int:
-        return slot // (self.block_size // self.shards.world_size)
+        return slot // (self.block_size // self.dcp.world_size)
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
         """Return the block tables' ids of the scheduler's blocks, which may be pages of several."""

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
-from vllm_npu_prep.prep.states import first_kept, read_column, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, read_column, state_column
 from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
@@ -162,14 +162,14 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
 
 
 @inlined
-def check_shards(t, out, num_reqs, num_slots, group, table):
+def check_dcp(t, out, num_reqs, num_slots, group, table):
     """Check slots and lengths of a group with decode context parallelism.
 
     Every rank decides in the same way which rank keeps a token, so a token has a slot on exactly
     one of them. This check finds that rank by counting runs in the token's block;
     `fill_sharded_slots` counts from the request's first token.
     """
-    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    world_size, rank, size = t.dcp[0], t.dcp[1], t.dcp[2]
     block_size, width = t.block_sizes[group], t.max_num_blocks[group]
     tokens_per_block = block_size * world_size
     for req in range(num_reqs):
@@ -278,8 +278,8 @@ def check_step_at(
                     return Rule.NO_SLOT, -1, token, group
             table += (max_num_reqs + PADDING_ROWS) * width
             continue
-        if t.shards[0] > 1:
-            rule, req, token = check_shards(t, out, num_reqs, num_slots, group, table)
+        if t.dcp[0] > 1:
+            rule, req, token = check_dcp(t, out, num_reqs, num_slots, group, table)
             if rule != Rule.HOLDS:
                 return rule, req, token, group
             for token in range(start, num_input_tokens):
@@ -368,7 +368,7 @@ def check_local_requests_at(
 
 @compiled
 def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_tokens):
-    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.states`).
+    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.recurrent_states`).
 
     Blocks have to be the ones that the tables name for the last computed and the last scheduled
     token. No two requests write one state, and no request reads what another one writes in this

@@ -15,8 +15,9 @@ from vllm_npu_prep.prep.arrays import (
 )
 from vllm_npu_prep.prep.checks import Rule, StepInputs, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
-from vllm_npu_prep.prep.latent import plan_contexts
+from vllm_npu_prep.prep.latent_split import plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
+from vllm_npu_prep.prep.recurrent_states import find_recurrent_states
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
     SOME_DRAFTS,
@@ -24,7 +25,6 @@ from vllm_npu_prep.prep.state import (
     SOME_PAST_PROMPT,
     SOME_SEVERAL_TOKENS,
 )
-from vllm_npu_prep.prep.states import find_recurrent_states
 from vllm_npu_prep.prep.tables import tables_of
 
 
@@ -75,7 +75,7 @@ def split_at_chunks_at(tables, arrays, num_reqs, attention_chunk_size, decode_qu
 
 @compiled
 def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block_size):
-    """Write the split of latent attention by address (`prep.latent`)."""
+    """Write the split of latent attention by address (`prep.latent_split`)."""
     out = arrays_of(arrays)
     return plan_contexts(out, num_reqs, decode_threshold, workspace_tokens, block_size)
 
@@ -84,7 +84,7 @@ def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block
 def find_states_at(
     tables, arrays, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens
 ):
-    """Write where recurrent states are by address (`prep.states`)."""
+    """Write where recurrent states are by address (`prep.recurrent_states`)."""
     t, out, sizes = tables_of(tables), arrays_of(arrays), (decode_threshold, num_drafts)
     return find_recurrent_states(t, out, num_reqs, *sizes, num_draft_tokens, kept_tokens)
 
@@ -180,7 +180,7 @@ def fill_step(t, step, out):
         for req in range(num_reqs):
             out.logits_indices[req] = out.query_start_loc[req + 1] - 1
     for group in range(t.block_sizes.shape[0]):
-        if t.max_num_blocks[group] * t.block_sizes[group] * t.shards[0] < max_seq_len:
+        if t.max_num_blocks[group] * t.block_sizes[group] * t.dcp[0] < max_seq_len:
             raise ValueError("a sequence is longer than its row of the block table")
     for req in range(num_reqs):
         first, start = out.num_computed_tokens[req], out.query_start_loc[req]
@@ -210,7 +210,7 @@ def fill_step(t, step, out):
     if out.idx_mapping.shape[0] > 0:
         for req in range(num_reqs):
             out.idx_mapping[req] = t.slots[req]
-    if t.shards[0] > 1:
+    if t.dcp[0] > 1:
         fill_sharded_slots(t, num_reqs, out)
     else:
         fill_slots(t, num_reqs, out)
@@ -294,11 +294,11 @@ def fill_slots(t, num_reqs, out):
 
 @inlined
 def fill_sharded_slots(t, num_reqs, out):
-    """Write slots and lengths with decode context parallelism (`prep.context_shards`).
+    """Write slots and lengths with decode context parallelism (`prep.dcp`).
 
     A token that another rank keeps has no slot on this rank.
     """
-    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    world_size, rank, size = t.dcp[0], t.dcp[1], t.dcp[2]
     for req in range(num_reqs):
         out.dcp_local_seq_lens[req] = local_length(out.seq_lens[req], world_size, rank, size)
         computed = out.num_computed_tokens[req]

@@ -52,7 +52,7 @@ class BatchTables:
     # batch are left from earlier batches. By default rows count up.
     slots: Annotated[np.ndarray, ArrayType(np.int32, "rows")] = None  # type: ignore[assignment]
     # What compiled code reads of `shape.dcp`: world size, rank and interleave size
-    shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
+    dcp: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
     # Of each group of `shape.local`, in rows of one chunk: the first one of its block table, and
     # how many of them a request has
     first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
@@ -74,7 +74,7 @@ class BatchTables:
         firsts = np.cumsum(num_entries) - num_entries
         local_groups, state_groups = (np.array(each.groups, np.int32) for each in (local, states))
         derived = {
-            "shards": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
+            "dcp": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
             "first_local_rows": (firsts[local_groups] // local.blocks_per_chunk).astype(np.int32),
             "chunks_per_req": self.max_num_blocks[local_groups] // np.int32(local.blocks_per_chunk),
             "state_groups": state_groups,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.oracle import (
     OracleGraphs,
     OracleRequest,

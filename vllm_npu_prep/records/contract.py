@@ -11,10 +11,10 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Level, PaddingRule, ShownInExplain
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
-from vllm_npu_prep.prep.states import RecurrentStep
+from vllm_npu_prep.prep.recurrent_states import RecurrentStep
 
 if TYPE_CHECKING:
     from vllm_npu_prep.records.settings import LayerGroup, RecordSettings

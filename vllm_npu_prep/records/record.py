@@ -26,13 +26,13 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT
 from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.recurrent_states import RecurrentStep
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.prep.states import RecurrentStep
 from vllm_npu_prep.prep.tables import BatchTables
 from vllm_npu_prep.records.contract import (
     LATENT_SCALARS,

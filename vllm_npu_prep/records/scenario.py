@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.prep.freed_blocks import first_needed
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.padding import (
     full_graph_padding,
@@ -89,14 +89,14 @@ class ScenarioRequest(Strict):
 
 
 class ScenarioLatent(Strict):
-    """How a step is split for latent attention (`vllm_npu_prep.prep.latent`)."""
+    """How a step is split for latent attention (`vllm_npu_prep.prep.latent_split`)."""
 
     decode_threshold: Positive = 1
     workspace_blocks: Positive = 1
 
 
 class ScenarioShards(Strict):
-    """The rank that prepares the step under decode context parallelism (`prep.context_shards`)."""
+    """The rank that prepares the step under decode context parallelism (`prep.dcp`)."""
 
     world_size: Annotated[int, Field(ge=2, le=64)]
     rank: Annotated[int, Field(ge=0, lt=64)] = 0
@@ -135,11 +135,9 @@ class Scenario(Strict):
         return [first, *self.more_kv_cache_groups]
 
     @property
-    def shards(self) -> ContextShards:
+    def shards(self) -> DCPRank:
         dcp = self.dcp
-        return (
-            ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else WHOLE_CONTEXTS
-        )
+        return DCPRank(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else NO_DCP
 
     def tokens_per_block(self, group: ScenarioGroup) -> int:
         return self.shards.tokens_per_block(group.block_size)

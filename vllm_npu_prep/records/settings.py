@@ -18,13 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import RecurrentGroups
 
 
 def _printable(text: str) -> str:
@@ -54,7 +54,8 @@ class LayerGroup(Strict):
     sliding_window: Positive | None = None
     attention_chunk_size: Positive | None = None
     causal: bool = True
-    # Most tokens of a decode, in a group with recurrent states (`vllm_npu_prep.prep.states`)
+    # Most tokens of a decode, in a group with recurrent states
+    # (`vllm_npu_prep.prep.recurrent_states`)
     state_threshold: Positive | None = None
     state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `RecurrentGroups.num_drafts`
 
@@ -93,7 +94,7 @@ FORMS: dict[str, tuple[type, type[Strict]]] = {
         _form(decode_threshold=Positive, workspace_tokens=Positive, block_size=BlockSize),
     ),
     "dcp": (
-        ContextShards,
+        DCPRank,
         _form(
             world_size=Annotated[int, Field(ge=1, le=1 << 10)],
             rank=Annotated[int, Field(ge=0, lt=1 << 10)],
@@ -165,7 +166,7 @@ class RecordSettings(Strict):
     takes_embeds: bool
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]
     latent: LatentSplit | None = None
-    dcp: ContextShards | None = None
+    dcp: DCPRank | None = None
     times: StepTimes | None = None
 
     @field_validator(*FORMS, mode="plain")
@@ -213,7 +214,7 @@ class RecordSettings(Strict):
             local=local,
             latent=self.latent or NO_LATENT_SPLIT,
             states=self._states,
-            dcp=self.dcp or WHOLE_CONTEXTS,
+            dcp=self.dcp or NO_DCP,
         )
 
     @property

@@ -1,15 +1,15 @@
 """How many tokens of each request's last step count, for recurrent states and speculation.
 
 The state after the first token of a decode is in the request's first block, that after the second
-token in the next block, and so on (`vllm_npu_prep.prep.states`). Lengths on the host are exact when
-a step is prepared, so the number of tokens that counted follows from where that step began: nothing
-is read back for it, and no sampler has to tell.
+token in the next block, and so on (`vllm_npu_prep.prep.recurrent_states`). Lengths on the host are
+exact when a step is prepared, so the number of tokens that counted follows from where that step
+began: nothing is read back for it, and no sampler has to tell.
 
 Upstream takes the numbers from the sampler, for the rows of the last step. A request that was left
 out of a step is added to the batch again, and upstream then takes its count for 1: it would read
 the state before its accepted drafts. Here a request is known by its id, until it is resumed after
 preemption, or goes on as a session with the next part of its input. Then it begins like any other
-request, with the states that the prefix cache has of it (`compat.schedulers`).
+request, with the states that the prefix cache has of it (`compat.scheduler`).
 """
 
 from collections.abc import Container, Sequence

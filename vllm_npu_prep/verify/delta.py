@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
-from vllm_npu_prep.attention.states import RecurrentMetadata
+from vllm_npu_prep.attention.recurrent_backend import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of

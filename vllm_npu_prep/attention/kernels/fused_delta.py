@@ -6,7 +6,8 @@ cache) and ``npu_chunk_gated_delta_rule`` (prefills, over states that are gather
 
 The first operator writes a state where it reads it. So before a step's forward pass, states of
 decodes that enter another block are copied there, and those of decodes without a state are zeroed
-(`vllm_npu_prep.attention.states.move_states`). Therefore a graph serves the decodes of any step.
+(`vllm_npu_prep.attention.recurrent_backend.move_states`). Therefore a graph serves the decodes of
+any step.
 """
 
 from itertools import accumulate
@@ -18,7 +19,7 @@ import torch_npu
 from torch.nn import functional
 
 from vllm_npu_prep.attention.kernels.gated_delta import EPSILON
-from vllm_npu_prep.attention.states import RecurrentMetadata
+from vllm_npu_prep.attention.recurrent_backend import RecurrentMetadata
 
 
 class DeltaShape(NamedTuple):

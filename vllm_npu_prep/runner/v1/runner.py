@@ -36,14 +36,14 @@ from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.metrics import StepMetrics
-from vllm_npu_prep.ops.fused_sampling import limit_drafts_by
+from vllm_npu_prep.ops.npu.sampling import limit_drafts_by
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.padding import DispatchKey, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
@@ -362,7 +362,7 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
         batch = self.input_batch
         return self.inputs.for_record(batch.req_ids, batch.req_prompt_embeds)
 
-    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
+    def _dispatch(self, batch: StepBatch, counts: DispatchKey) -> tuple[Any, ...]:
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
         return super()._determine_batch_execution_and_padding(
             num_tokens=counts.num_tokens,

@@ -12,13 +12,13 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.ops.drafting import copy_and_expand_eagle_inputs
+from vllm_npu_prep.ops.triton.drafting import copy_and_expand_eagle_inputs
 from vllm_npu_prep.runner.mtp_layers import warn_of_unused_layers
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
-from vllm_npu_prep.runner.v2.states import NPURequestState
-from vllm_npu_prep.runner.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
 class SlotEagleSpeculator(NPUSpeculator, EagleSpeculator):
@@ -45,7 +45,7 @@ class SlotDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: 
     def _first_pass(
         self,
         in_flight: StepInFlight,
-        accepted: Accepted,
+        accepted: AcceptedCounts,
         hidden_states: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],

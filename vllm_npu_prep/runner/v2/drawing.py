@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_npu_prep.ops.gumbel import gumbel_noise, seeded_uniform
+from vllm_npu_prep.ops.triton.gumbel import gumbel_noise, seeded_uniform
 
 DRAFTING = 1 << 30
 """Added to the position at which a draft is drawn; upstream's ``_DRAFT_NOISE_SALT``."""

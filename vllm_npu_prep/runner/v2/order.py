@@ -6,7 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 
 class BatchOrder:
@@ -22,7 +22,7 @@ class BatchOrder:
     ----------
     decode_threshold
         The largest number of tokens of a decode, where decodes come first
-        (`prep.latent.LatentSplit`); 0 if the order is free.
+        (`prep.latent_split.LatentSplit`); 0 if the order is free.
     """
 
     def __init__(self, decode_threshold: int = 0) -> None:

@@ -48,7 +48,7 @@ class NPUPromptEmbedsState:
 
         The step is not copied to the device yet. `slots`, int ``[num_reqs]``, are the request rows
         in the order of the batch; `is_token_ids` is the array of
-        `vllm_npu_prep.runner.v2.states.NPURequestState`.
+        `vllm_npu_prep.runner.v2.request_states.NPURequestState`.
         """
         self._of_step = None
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._prompts]

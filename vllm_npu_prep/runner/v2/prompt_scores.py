@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from vllm_npu_prep.runner.lora import score_prompts
 from vllm_npu_prep.runner.v2.adapters import NPULoraState
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 
 class PromptScores(NamedTuple):

@@ -42,15 +42,15 @@ from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
-from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.padding import DispatchKey, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.adapters import NPULoraState
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
+from vllm_npu_prep.runner.v2.dp_agreement import DPDecisions
 from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.drawing import Requests
-from vllm_npu_prep.runner.v2.engines import DPDecisions
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
 from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
@@ -64,14 +64,14 @@ from vllm_npu_prep.runner.v2.prompt_scores import (
     score_with_adapters,
     wants_scores,
 )
+from vllm_npu_prep.runner.v2.request_states import AwaitedSamples, NPURequestState
 from vllm_npu_prep.runner.v2.rope import NPURopeState, Rotations
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
-from vllm_npu_prep.runner.v2.states import Found, NPURequestState
 from vllm_npu_prep.runner.v2.step_inputs import StepInputs
 from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
-from vllm_npu_prep.runner.v2.verification import Accepted, NPURejectionSampler, count_accepted
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts, NPURejectionSampler, count_accepted
 from vllm_npu_prep.runner.v2.watched import CheckedBatch
 
 
@@ -304,14 +304,14 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self._observe(in_flight, decision.kind, scheduler_output, started)
         return now
 
-    def _last_samples(self, now: BatchReqState) -> Found:
+    def _last_samples(self, now: BatchReqState) -> AwaitedSamples:
         """Return the last samples of the step's requests, if they are on the device only."""
         in_prompt = now.is_prefilling_np
         are_awaited = np.zeros_like(in_prompt) if self._host_has_samples else ~in_prompt
         return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
 
     def _step_batch(
-        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: Found
+        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: AwaitedSamples
     ) -> StepBatch:
         """Return the step as the pure core reads it, whose tables are now in the batch's order."""
         preparer, states, check = self.preparer, self.req_states, self.step_check
@@ -339,7 +339,9 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             ),
         )
 
-    def _begin_step(self, in_flight: StepInFlight, now: BatchReqState, samples: Found) -> None:
+    def _begin_step(
+        self, in_flight: StepInFlight, now: BatchReqState, samples: AwaitedSamples
+    ) -> None:
         """Make a prepared step available to upstream's later code."""
         self.in_flight = in_flight
         self.model_state.metadata = self.preparer.for_layers(in_flight.metadata)
@@ -350,7 +352,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         if samples.num_drafts:
             self._draft_token_ids = samples.by_row[:, 1:]  # as checks read it
 
-    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
+    def _dispatch(self, batch: StepBatch, counts: DispatchKey) -> tuple[Any, ...]:
         del batch  # upstream's choice depends on the counts alone
         return self.cudagraph_manager.ask(counts, self.dp_decisions)
 
@@ -471,7 +473,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self.req_states.append_samples(*kept, batch.num_scheduled_tokens, samples)
         return output
 
-    def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
+    def _draft(self, state: Any, accepted: AcceptedCounts) -> torch.Tensor:
         """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
         assert self.in_flight is not None
         if isinstance(self.speculator, NPUNgramSpeculator):

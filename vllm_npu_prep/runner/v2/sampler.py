@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.ops.slot_rejection import verify_drawn_drafts
+from vllm_npu_prep.ops.triton.rejection_v2 import verify_drawn_drafts
 from vllm_npu_prep.runner.v2.drawing import Requests, draw, uniform
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import Found, NPURequestState
+from vllm_npu_prep.runner.v2.request_states import AwaitedSamples, NPURequestState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ class CheckedBatch:
         The batch, and the samples from which it continues.
     """
 
-    now: tuple[BatchReqState, Found]
+    now: tuple[BatchReqState, AwaitedSamples]
 
     def __init__(self, states: NPURequestState) -> None:
         self._states = states

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
-from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 NOT_GROUPED = -1
 """``group_type`` with which each input, weight and output is a tensor of its own."""

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_npu_prep.ops import slot_sampling
-from vllm_npu_prep.ops.gumbel import gumbel_noise
+from vllm_npu_prep.ops.triton import sampling_v2
+from vllm_npu_prep.ops.triton.gumbel import gumbel_noise
 
 SLOTS, VOCAB, WORDS, LENGTH = 6, 70, 3, 24
 INF = math.inf
@@ -40,7 +40,7 @@ def test_temperature(rng):
     for row, slot in enumerate(slots):
         if temperature[slot] not in (0, 1):
             expected[row] /= temperature[slot]
-    slot_sampling.scale_by_temperature(logits, VOCAB, slots, temperature, VOCAB, BLOCK_SIZE=8)
+    sampling_v2.scale_by_temperature(logits, VOCAB, slots, temperature, VOCAB, BLOCK_SIZE=8)
     equal(logits, expected)
 
 
@@ -55,7 +55,7 @@ def test_min_p(rng):
         for token in range(VOCAB):
             if float(logits[row, token]) < least:
                 expected[row, token] = -INF
-    slot_sampling.limit_by_min_p(logits, VOCAB, slots, min_p, VOCAB)
+    sampling_v2.limit_by_min_p(logits, VOCAB, slots, min_p, VOCAB)
     equal(logits, expected)
 
 
@@ -89,7 +89,7 @@ def test_counts_of_new_requests(rng):
     slots = torch.tensor(rng.permutation(SLOTS)[:4])
     expected_mask, expected_counts = counted(tokens, prompt, known, slots)
     mask, counts = torch.zeros_like(expected_mask), torch.zeros_like(expected_counts)
-    slot_sampling.count_tokens(
+    sampling_v2.count_tokens(
         slots, tokens, LENGTH, prompt, known, mask, WORDS, counts, VOCAB, BLOCK_SIZE=8
     )
     assert torch.equal(mask, expected_mask)
@@ -130,7 +130,7 @@ def test_penalties(rng, counts):
                 value = value / factor if value > 0 else value * factor
             value -= float(frequency[slot]) * count
             expected[row, token] = value - float(presence[slot]) * (count > 0)
-    slot_sampling.apply_penalties(
+    sampling_v2.apply_penalties(
         *(logits, VOCAB, slots, inputs, places, repetition, frequency, presence),
         *(mask, WORDS, known_counts, VOCAB, VOCAB),
     )
@@ -168,7 +168,7 @@ def test_logit_bias(rng, restores):
                 for token, value in of_stops.items():
                     if -INF < value < INF:
                         line[token] = value
-    slot_sampling.apply_logit_bias(
+    sampling_v2.apply_logit_bias(
         *(logits, VOCAB, VOCAB, slots, num_allowed, allowed, 4, num_bias, biased, 4, bias, 4),
         *(pos, min_lens, num_stops, restore, stops, 4),
         BLOCK_SIZE=4,
@@ -204,7 +204,7 @@ def test_bad_words(rng, counts):
                     if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
                         expected[row, word[-1]] = -INF
                         hits += bool(prefix) and place == max(counts)
-        slot_sampling.forbid_bad_words(
+        sampling_v2.forbid_bad_words(
             *(logits, VOCAB, slots, words, 16, offsets, 6, num_words),
             *(tokens, LENGTH, prompt, known, inputs, places),
         )
@@ -216,7 +216,7 @@ def test_a_bad_word_outside_of_the_logits_forbids_nothing():
     tokens, one = tensor([[7, 3, 5, 0]]), tensor([1])
     words, offsets = tensor([[5, VOCAB + 1, 3, 5, 9]]), tensor([[0, 2, 5]])
     logits, none = torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32)
-    slot_sampling.forbid_bad_words(
+    sampling_v2.forbid_bad_words(
         *(logits, VOCAB, torch.tensor([0]), words, 5, offsets, 3, tensor([2])),
         *(tokens, 4, one, tensor([3]), none, none),
     )
@@ -227,8 +227,8 @@ def test_log_probabilities_and_ranks(rng):
     logits, _ = rows_of(rng)
     chosen = torch.tensor(rng.integers(0, VOCAB, (5, 3)))
     output, ranks = torch.empty(5, 3), torch.empty(5, dtype=torch.int64)
-    slot_sampling.log_softmax_of(output, logits, VOCAB, chosen, 3, 3, VOCAB, BLOCK_SIZE=8)
-    slot_sampling.ranks_of(ranks, logits, VOCAB, chosen[:, 0], VOCAB, BLOCK_SIZE=8)
+    sampling_v2.log_softmax_of(output, logits, VOCAB, chosen, 3, 3, VOCAB, BLOCK_SIZE=8)
+    sampling_v2.ranks_of(ranks, logits, VOCAB, chosen[:, 0], VOCAB, BLOCK_SIZE=8)
     for row in range(5):
         total = sum(math.exp(value) for value in logits[row].tolist())
         for column, token in enumerate(chosen[row].tolist()):
@@ -253,7 +253,7 @@ def test_token_ids_of_log_probabilities(rng, num_topk):
         own = chosen[slot, :count] if count else best[row, :num_topk]
         expected[row, 0], expected_valid[row, : 1 + len(own)] = sampled[row], True
         expected[row, 1 : 1 + len(own)] = own
-    slot_sampling.fill_logprob_token_ids(
+    sampling_v2.fill_logprob_token_ids(
         *(given, 1 + columns, valid, 1 + columns, sampled, best, best.shape[1], slots),
         *(counts, chosen, 8),
         NUM_TOPK=num_topk,
@@ -269,7 +269,7 @@ def test_tokens_after_those_of_prompts(rng):
     starts, computed = tensor([0, 5, 6, 14]), tensor([0, 4, 2, 9, 16, 1])
     computed[slots[2]] = LENGTH - 8  # up to the last token, which has none after it
     given = torch.zeros(14, dtype=torch.int64)
-    slot_sampling.list_prompt_tokens(given, starts, slots, computed, tokens, LENGTH, BLOCK_SIZE=4)
+    sampling_v2.list_prompt_tokens(given, starts, slots, computed, tokens, LENGTH, BLOCK_SIZE=4)
     for row, slot in enumerate(slots.tolist()):
         first = int(starts[row])
         for token in range(first, int(starts[row + 1])):
@@ -292,7 +292,7 @@ def test_grammar(rng, stride):
         for token in range(VOCAB):
             if not int(masks[index, token // 32]) >> token % 32 & 1:
                 expected[int(borders[req]) + at, token] = -INF
-    slot_sampling.apply_grammar_bitmask(
+    sampling_v2.apply_grammar_bitmask(
         *(logits, VOCAB, tensor(asked), borders, masks, WORDS, VOCAB),
         MASK_STRIDE=stride,
         BLOCK_SIZE=32,

@@ -2,7 +2,7 @@
 
 Such a group has neither slots nor a mask. Its layers get `RecurrentMetadata`: each request's block,
 whether the block holds a state yet, and where prefills begin. All of it is views of the step's
-arrays (`vllm_npu_prep.prep.states`).
+arrays (`vllm_npu_prep.prep.recurrent_states`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,8 +26,8 @@ from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_GROUPS, RecurrentGroups
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.prep.states import NO_RECURRENT_GROUPS, RecurrentGroups
 
 
 @dataclass

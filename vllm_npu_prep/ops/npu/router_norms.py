@@ -20,8 +20,8 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from vllm_npu_prep.ops.fused_norms import DTYPES
-from vllm_npu_prep.ops.fused_routing import GatingRouter
+from vllm_npu_prep.ops.npu.norms import DTYPES
+from vllm_npu_prep.ops.npu.routing import GatingRouter
 
 
 @dataclass

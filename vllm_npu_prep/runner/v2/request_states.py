@@ -234,7 +234,7 @@ class NPURequestState:
         self.token_ids[slots[kept], places[kept]] = token_ids[kept]
 
 
-class Found(NamedTuple):
+class AwaitedSamples(NamedTuple):
     """The samples on the device from which a step continues, and the row of each request."""
 
     # [num_rows * (1 + 2 * num_drafts)] int32 on the device: each row has its sample, then twice the
@@ -273,12 +273,13 @@ class Samples:
         self.num_drafts = num_drafts
         self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)
         self.num_older = 0
-        self._by_row: torch.Tensor | None = None  # [num_rows], or as `Found.by_row` with drafts
+        # [num_rows], or as `AwaitedSamples.by_row` with drafts
+        self._by_row: torch.Tensor | None = None
 
     def forget(self, slot: int) -> None:
         self.rows[slot] = NO_PREVIOUS_ROW
 
-    def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> Found:
+    def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> AwaitedSamples:
         """Return the samples from which a step continues.
 
         `slots`, int ``[num_reqs]``, are the request rows in the order of the batch; `is_awaited`,
@@ -286,9 +287,9 @@ class Samples:
         """
         rows = np.where(is_awaited, self.rows[slots], NO_PREVIOUS_ROW)
         if self._by_row is None or not is_awaited.any():
-            return Found(None, 0, rows)
+            return AwaitedSamples(None, 0, rows)
         num_rows = self._by_row.shape[0]  # `len` of a tensor asks for tracing first
-        return Found(self._by_row.view(-1), num_rows, rows, self.num_drafts)
+        return AwaitedSamples(self._by_row.view(-1), num_rows, rows, self.num_drafts)
 
     def keep(
         self,

@@ -15,7 +15,7 @@ from vllm.distributed import get_dcp_group
 
 from vllm_npu_prep.attention.context_parallel import (
     DCPStep,
-    Share,
+    PartialAttention,
     merge_over_ranks,
     only_rows,
     rows_of,
@@ -29,7 +29,7 @@ from vllm_npu_prep.attention.kernels.latent import (
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device.staging import StagedArrays
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.dcp import DCPRank
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class RankRows:
     order: torch.Tensor
 
 
-def share_halves(metadata: AscendMetadata, shards: ContextShards, staged: StagedArrays) -> None:
+def share_halves(metadata: AscendMetadata, dcp: DCPRank, staged: StagedArrays) -> None:
     """Let decodes attend over what this rank keeps, and prefills over what all ranks keep.
 
     `metadata` is that of a prepared step, with its halves, and is changed.
     """
     decodes, halves = metadata, metadata.halves
     if halves is not None:
-        prefills = share_prefills(halves.prefills, shards)
+        prefills = share_prefills(halves.prefills, dcp)
         decodes, metadata.halves = halves.decodes, replace(halves, prefills=prefills)
     if decodes is not None:
         count = len(decodes.seq_lens_np)
@@ -83,26 +83,26 @@ def attend_dcp_decodes(
     parts = gathered.split([shape.kv_lora_rank, shape.qk_rope_head_dim], -1)
     query, rope = (with_heads(part, of_all.num_heads) for part in parts)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    mine = Share(torch.empty_like(query), lse)
+    mine = PartialAttention(torch.empty_like(query), lse)
     kernels.attend_latent(query, rope, planes, shared.rows, of_all, mine.output, lse=lse)
-    mine = only_rows(Share(mine.output[:, :heads], lse[:, :heads]), shared.has_rows)
+    mine = only_rows(PartialAttention(mine.output[:, :heads], lse[:, :heads]), shared.has_rows)
     merged = merge_over_ranks(mine, group).output
     output = merged.new_zeros(num_rows, *merged.shape[1:])
     output[: len(merged)] = merged
     return output
 
 
-def share_prefills(prefills: Prefills, shards: ContextShards) -> Prefills:
-    chunks = (replace(chunk, ranks=_rank_rows(chunk, shards)) for chunk in prefills.chunks)
+def share_prefills(prefills: Prefills, dcp: DCPRank) -> Prefills:
+    chunks = (replace(chunk, ranks=_rank_rows(chunk, dcp)) for chunk in prefills.chunks)
     return replace(prefills, chunks=tuple(chunks))
 
 
-def _rank_rows(chunk: ContextChunk, shards: ContextShards) -> RankRows:
+def _rank_rows(chunk: ContextChunk, dcp: DCPRank) -> RankRows:
     """Return what this rank gathers for a chunk, computed without waiting for the device.
 
     A piece begins at a block, and so with the first row of the first rank.
     """
-    size, num_ranks = shards.interleave_size, shards.world_size
+    size, num_ranks = dcp.interleave_size, dcp.world_size
     in_turn = size * num_ranks
     lens = np.diff(chunk.kv_ends, prepend=0)
     kept = -(-lens // in_turn) * size

@@ -11,7 +11,7 @@ import torch
 from vllm import ir
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
-from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 PROVIDER = "npu"
 """Name of our implementations among those of vLLM's IR operators."""

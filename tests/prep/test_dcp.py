@@ -17,7 +17,7 @@ from tests.helpers.triton_source import run_source
 from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
@@ -28,7 +28,7 @@ LIMITS = np.array([1 << 31, 1 << 20], np.int64)
 
 
 @st.composite
-def shards(draw) -> tuple[RandomBatch, int, int]:
+def shared_contexts(draw) -> tuple[RandomBatch, int, int]:
     """A batch, a number of ranks and how many neighbours one of them keeps."""
     batch = draw(random_batches())
     sizes = [size for size in (1, 2, 4, 8, 16, 128) if batch.block_size % size == 0]
@@ -36,7 +36,7 @@ def shards(draw) -> tuple[RandomBatch, int, int]:
 
 
 def shared_step(
-    batch: RandomBatch, dcp: ContextShards, num_padding_reqs: int = 0, num_padding_tokens: int = 0
+    batch: RandomBatch, dcp: DCPRank, num_padding_reqs: int = 0, num_padding_tokens: int = 0
 ) -> PreparedStep:
     """The batch of one rank; a request's first blocks stand for all of its tokens."""
     requests = [only_needed(request, batch.block_size, dcp) for request in batch.requests]
@@ -59,17 +59,17 @@ def shared_step(
     return prepare_step(step, padding)
 
 
-def only_needed(request: OracleRequest, block_size: int, dcp: ContextShards) -> OracleRequest:
+def only_needed(request: OracleRequest, block_size: int, dcp: DCPRank) -> OracleRequest:
     end = request.num_computed_tokens + request.num_scheduled_tokens
     count = -(-end // dcp.tokens_per_block(block_size))
     return dataclasses.replace(request, block_ids=request.block_ids[:count])
 
 
-@given(shards())
-def test_every_variable_equals_the_oracle(given_shards):
-    batch, world_size, size = given_shards
+@given(shared_contexts())
+def test_every_variable_equals_the_oracle(given_dcp):
+    batch, world_size, size = given_dcp
     for rank in range(world_size):
-        dcp = ContextShards(world_size, rank, size)
+        dcp = DCPRank(world_size, rank, size)
         step = shared_step(batch, dcp)
         requests = [only_needed(request, batch.block_size, dcp) for request in batch.requests]
         names, difference = beside_oracle(step, requests)
@@ -78,7 +78,7 @@ def test_every_variable_equals_the_oracle(given_shards):
         assert find_fault(step, LIMITS) is None
 
 
-def upstream_slots(batch: RandomBatch, step: PreparedStep, dcp: ContextShards) -> list[int]:
+def upstream_slots(batch: RandomBatch, step: PreparedStep, dcp: DCPRank) -> list[int]:
     """What the source of vLLM's kernel makes of the same tables."""
     total = step.total_num_scheduled_tokens
     table = torch.from_numpy(step.batch.tables.block_table(0).copy())
@@ -92,12 +92,12 @@ def upstream_slots(batch: RandomBatch, step: PreparedStep, dcp: ContextShards) -
 
 
 @settings(max_examples=settings.default.max_examples // 6)
-@given(shards())
-def test_slots_and_lengths_of_ranks_are_upstream_s(given_shards):
-    batch, world_size, size = given_shards
-    steps = [shared_step(batch, ContextShards(world_size, r, size)) for r in range(world_size)]
+@given(shared_contexts())
+def test_slots_and_lengths_of_ranks_are_upstream_s(given_dcp):
+    batch, world_size, size = given_dcp
+    steps = [shared_step(batch, DCPRank(world_size, r, size)) for r in range(world_size)]
     for rank, step in enumerate(steps):
-        dcp = ContextShards(world_size, rank, size)
+        dcp = DCPRank(world_size, rank, size)
         slots = step.slot_mapping[0]
         assert slots.tolist() == upstream_slots(batch, step, dcp)
         kept = slots[slots >= 0].tolist()
@@ -116,7 +116,7 @@ def test_slots_and_lengths_of_ranks_are_upstream_s(given_shards):
 def small_step(rank: int = 0, padding: tuple[int, int] = (0, 0)) -> PreparedStep:
     request = OracleRequest(3, 6, 9, list(range(9)), [5, 7])
     batch = RandomBatch([request], 4, 32, None, None, True)
-    return shared_step(batch, ContextShards(2, rank, 2), *padding)
+    return shared_step(batch, DCPRank(2, rank, 2), *padding)
 
 
 def test_slots_of_a_small_step():
@@ -158,16 +158,16 @@ def test_other_engines_carry_nothing():
 @pytest.mark.parametrize(("world", "rank", "size"), [(2, 2, 1), (2, -1, 1), (2, 0, 0)])
 def test_shards_that_cannot_be_are_refused(world, rank, size):
     with pytest.raises(ValueError, match="ranks count from 0"):
-        ContextShards(world, rank, size)
+        DCPRank(world, rank, size)
 
 
 def test_a_block_is_whole_runs():
     tables = small_step().batch.tables
     with pytest.raises(ValueError, match="whole runs"):
-        dataclasses.replace(tables, shape=EngineShape(dcp=ContextShards(2, 0, 3)))
+        dataclasses.replace(tables, shape=EngineShape(dcp=DCPRank(2, 0, 3)))
 
 
 def test_the_rank_is_asked_for_only_if_contexts_are_shared():
     from vllm_npu_prep.attention.context_parallel import find_dcp
 
-    assert find_dcp(SimpleNamespace(decode_context_parallel_size=1)) == WHOLE_CONTEXTS
+    assert find_dcp(SimpleNamespace(decode_context_parallel_size=1)) == NO_DCP

@@ -1,7 +1,7 @@
 """Mixture of experts: the method that vLLM's layers call, and a computation in torch for the CPU.
 
-On NPUs the method calls the grouped products of `fused_experts`. The computation here is the CPU
-fallback's, and an NPU's if the switch ``experts`` is off.
+On NPUs the method calls the grouped products of `vllm_npu_prep.ops.npu.experts`. The computation
+here is the CPU fallback's, and an NPU's if the switch ``experts`` is off.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ops.fused import is_fused
-from vllm_npu_prep.ops.fused_experts import (
+from vllm_npu_prep.ops.npu.experts import (
     ONE_LAUNCH,
     Activate,
     ExpertWeights,
@@ -28,7 +27,8 @@ from vllm_npu_prep.ops.fused_experts import (
     can_finalize,
     compute_experts,
 )
-from vllm_npu_prep.ops.fused_routing import padding_mask
+from vllm_npu_prep.ops.npu.routing import padding_mask
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.SILU_NO_MUL: functional.silu,

@@ -20,15 +20,15 @@ from tests.helpers.batches import (
     random_batches,
     state_step,
 )
-from tests.prep.test_latent import sorted_batch
+from tests.prep.test_latent_split import sorted_batch
 from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
+from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import RecurrentGroups
 
 LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
 thresholds = st.integers(1, 4)

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 from vllm_npu_prep.aclnn import MROPE_V2, is_missing
-from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 MULTIPLE = 32
 """Sizes of heads, and of the part of a head that is rotated, must be multiples of 64 bytes."""

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from tests.helpers.batches import RandomBatch, latent_step, random_batches
 from tests.helpers.records import beside_oracle
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.records.contract import LATENT_LINES, LATENT_SCALARS
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.activation import (
     SiluAndMul,
 )
 
-from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 
 class FusedSiluAndMul(SiluAndMul):

@@ -1,6 +1,6 @@
 """Decode context parallelism: several ranks share out the KV cache of each request.
 
-The tokens of a request go round the ranks in runs of `ContextShards.interleave_size` neighbours:
+The tokens of a request go round the ranks in runs of `DCPRank.interleave_size` neighbours:
 the first run to rank 0, the next to rank 1, and after the last rank to rank 0 again. A rank keeps
 its own tokens one after the other in the request's blocks. Every rank has the same block table, so
 a block of B slots stands for ``B * world_size`` positions. The slot of a token that another rank
@@ -18,7 +18,7 @@ T = TypeVar("T", int, np.ndarray)
 
 
 @dataclass(frozen=True)
-class ContextShards:
+class DCPRank:
     """The part of each request's context that one rank keeps.
 
     Attributes
@@ -60,5 +60,5 @@ class ContextShards:
         return block_size * self.world_size
 
 
-WHOLE_CONTEXTS = ContextShards(1, 0)
+NO_DCP = DCPRank(1, 0)
 """One rank keeps all tokens: there is no decode context parallelism. It is false."""

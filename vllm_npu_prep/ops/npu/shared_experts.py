@@ -14,8 +14,8 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from vllm_npu_prep.ops.fused_experts import add_gated
-from vllm_npu_prep.ops.fused_projection import NOT_GROUPED
+from vllm_npu_prep.ops.npu.experts import add_gated
+from vllm_npu_prep.ops.npu.projection import NOT_GROUPED
 
 
 class JoinedGate(GateLinear):

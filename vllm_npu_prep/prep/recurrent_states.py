@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, PAD_SLOT_ID
 from vllm_npu_prep.prep.compiled import compiled, inlined
-from vllm_npu_prep.prep.latent import split_decodes
+from vllm_npu_prep.prep.latent_split import split_decodes
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from vllm_npu_prep.compat.adapters import once
+from vllm_npu_prep.compat.lora import once
 
 
 def let_servers_drain_and_stop_quietly() -> None:
@@ -109,7 +109,7 @@ def read_adapters_once_they_are_loaded() -> None:
 
     Upstream keeps the request to load, so that each later request of a client reads the folder
     again. It also warns that cached blocks of the old weights are found, which they are not
-    (`compat.adapters`).
+    (`compat.lora`).
     """
     from vllm.entrypoints.openai.models import serving
 

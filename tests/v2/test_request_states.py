@@ -8,7 +8,7 @@ from tests.helpers.traffic import Traffic
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
 from vllm_npu_prep.runner.v2.order import BatchOrder
-from vllm_npu_prep.runner.v2.states import UNKNOWN_TOKEN, NPURequestState, Samples
+from vllm_npu_prep.runner.v2.request_states import UNKNOWN_TOKEN, NPURequestState, Samples
 
 CPU = torch.device("cpu")
 

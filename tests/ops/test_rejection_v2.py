@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_npu_prep.ops.gumbel import gumbel_noise, seeded_uniform
-from vllm_npu_prep.ops.slot_rejection import verify_drawn_drafts
+from vllm_npu_prep.ops.triton.gumbel import gumbel_noise, seeded_uniform
+from vllm_npu_prep.ops.triton.rejection_v2 import verify_drawn_drafts
 
 VOCAB, INF = 9, math.inf
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-from vllm_npu_prep.ops.fused import is_fused
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 MAX_LENGTHS = 1024
 """How many sequences a call in the layout TND takes (op-plugin's documentation)."""

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.utils.torch_utils import _encode_layer_name
 
-from vllm_npu_prep.ops.fused import is_fused
-from vllm_npu_prep.ops.fused_projection import NOT_GROUPED
+from vllm_npu_prep.ops.npu.projection import NOT_GROUPED
+from vllm_npu_prep.ops.npu.switches import is_fused
 
 MAX_INNER = 65536
 """The operator takes products whose number of heads times inner size is below this."""

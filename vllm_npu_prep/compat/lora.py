@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_npu_prep.compat.connectors import forget_hashes
-from vllm_npu_prep.compat.schedulers import begin_anew
+from vllm_npu_prep.compat.kv_connector import forget_hashes
+from vllm_npu_prep.compat.scheduler import begin_anew
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
