@@ -795,7 +795,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("rejected drafts count as computed", "                    if request.num_computed_tokens > 0:\n", "                    if False:\n", SCHEDULING),
         ("rejected drafts stay placeholders", "                    if request.num_output_placeholders > 0:\n", "                    if False:\n", SCHEDULING),
         ("drafts that a grammar refused count as proposed", "num_drafts -= invalid_drafts.get(request_id, 0)", "pass", SCHEDULING),
-        ("images stay in the encoder's cache", "                books.free_encoder_inputs(request)\n", "                pass\n", SCHEDULING),
+        ("images stay in the encoder's cache", "                scheduler._free_encoder_inputs(request)\n", "                pass\n", SCHEDULING),
         ("hashes of blocks that drafts filled are missing", "if length % hash_block_size < num_new:", "if length % hash_block_size == 0:", SCHEDULING),
         ("placeholders are cached", "else request.num_output_placeholders", "else 0", SCHEDULING),
         ("blocks of asynchronous decodes are not cached", "                if cacheable >= request.cached_until:\n", "                if False:\n", SCHEDULING),
@@ -859,6 +859,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a decode at max_model_len counts as scheduled", "            or computed >= longest\n", "", SCHEDULING),
     ],
     "scheduling/scheduler.py": [
+        ("a step that upstream fails counts as scheduled", "            self.decodes.give_back(taken)\n", "", ("tests/scheduling/test_calls.py",)),
         ("more requests than may be active", "        self.max_num_active_reqs -= num_requests\n", "        pass\n", SCHEDULING),
         ("a victim by priority is among the decodes that were taken", "get_num_free_blocks() >= most", "get_num_free_blocks() >= 0", SCHEDULING),
         ("prompts are not cut beside decodes", "return num_running + self.num_taken, num_waiting", "return num_running, num_waiting", SCHEDULING),
