@@ -229,9 +229,9 @@ def long_run() -> str:
         times = number / 50, float(rng.random()) / 1000, int(number % 900 == 0)
         blocks = [int(rng.integers(4096))]
         state = states[number % 5]
-        rank.add(number, Step(number, state, kind, 256, number % 9, 0, blocks, times, requests))
-    for row in rank.rows:
-        row.finish()
+        drafts = sum(request[-1] for request in requests)
+        step = Step(number, state, kind, 64, 0, 256, number % 9, drafts, blocks, times)
+        rank.add(number, step, requests)
     return run_html(Run("a long run", list(range(10_000)), [rank], []))
 
 
@@ -244,8 +244,8 @@ def test_a_long_run_has_as_few_elements_as_a_short_one(recorded, long_run):
 def test_names_stay_text(tmp_path):
     name = "</script><img src=x onerror=alert(1)>&\u2028<!--"
     rank = RankRun(0, tmp_path / "a 'folder'; rm -rf", {"model": name, "num_blocks": "many"})
-    step = Step(0, "DecodeOnly", name, 1, 0, 0, [1], None, [(name, 4, 5, 1, 0)])
-    rank.add(0, step)
+    step = Step(0, "DecodeOnly", name, 1, 0, 1, 0, 0, [1], None)
+    rank.add(0, step, [(name, 4, 5, 1, 0)])
     html = run_html(Run(name, [0], [rank], [name]))
     page = Page(html)
     assert data_of(html)["ranks"][0]["rows"][0][0] == name

@@ -331,7 +331,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
         ("npu: asynchronous output waits for the wrong stream", "current_stream=torch_npu.npu.current_stream", "current_stream=torch_npu.npu.Stream", FIA_GRAPHS),
-        ("a load that counts as done when it is issued", "return self._end.query()", "return True", OFFLOADING_ON_NPU),
+        ("a load that counts as done when it is issued", "            end.record()\n        return end", "        return end", OFFLOADING_ON_NPU),
         ("a store that does not wait for the step that writes", "self._stream.wait_stream(torch_npu.npu.current_stream())", "pass", OFFLOADING_ON_NPU),
         ("graphs are captured with a task queue of level 2", "torch_npu.npu.set_task_queue_enable(1)", "pass", ("tests/npu/on_device/test_graphs.py::test_graphs_are_captured_with_a_task_queue_of_level_1",)),
     ],
@@ -906,7 +906,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("rejected drafts count as computed", "                    if request.num_computed_tokens > 0:\n", "                    if False:\n", SCHEDULING),
         ("rejected drafts stay placeholders", "                    if request.num_output_placeholders > 0:\n", "                    if False:\n", SCHEDULING),
         ("drafts that a grammar refused count as proposed", "num_drafts -= invalid_drafts.get(request_id, 0)", "pass", SCHEDULING),
-        ("images stay in the encoder's cache", "                books.free_encoder_inputs(request)\n", "                pass\n", SCHEDULING),
+        ("images stay in the encoder's cache", "                scheduler._free_encoder_inputs(request)\n", "                pass\n", SCHEDULING),
         ("hashes of blocks that drafts filled are missing", "if length % hash_block_size < num_new:", "if length % hash_block_size == 0:", SCHEDULING),
         ("placeholders are cached", "else request.num_output_placeholders", "else 0", SCHEDULING),
         ("blocks of asynchronous decodes are not cached", "                if cacheable >= request.cached_until:\n", "                if False:\n", SCHEDULING),
@@ -970,6 +970,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a decode at max_model_len counts as scheduled", "            or computed >= longest\n", "", SCHEDULING),
     ],
     "scheduling/scheduler.py": [
+        ("a step that upstream fails counts as scheduled", "            self.decodes.give_back(taken)\n", "", ("tests/scheduling/test_calls.py",)),
         ("more requests than may be active", "        self.max_num_active_reqs -= num_requests\n", "        pass\n", SCHEDULING),
         ("a victim by priority is among the decodes that were taken", "get_num_free_blocks() >= most", "get_num_free_blocks() >= 0", SCHEDULING),
         ("prompts are not cut beside decodes", "return num_running + self.num_taken, num_waiting", "return num_running, num_waiting", SCHEDULING),

@@ -5,7 +5,7 @@ Tables (`StepTable`) and texts are made here for the terminal and for the HTML p
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,26 +138,12 @@ def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a step is shown.
+    """What of a step is shown."""
 
-    Attributes
-    ----------
-    requests
-        Rows of the batch.
-    first, end
-        The tokens, `end` excluded; none if `end` is not larger.
-    whole
-        Whether that is all of the step.
-    """
-
-    requests: list[int]
-    first: int
-    end: int
-    whole: bool
-
-    @property
-    def tokens(self) -> range:
-        return range(self.first, self.end)
+    requests: list[int]  # rows of the batch
+    first: int  # of the tokens
+    end: int  # excluded; not larger than `first` if there are none
+    whole: bool  # whether that is all of the step
 
 
 def select(
@@ -233,6 +219,20 @@ def summary(view: StepView) -> list[tuple[str, str]]:
             f"max_seq_len {step.max_seq_len}",
         ),
     ]
+
+
+def request_tables(view: StepView, selection: Selection) -> Iterator[StepTable]:
+    """Yield the table of requests, then those of what some engines do with them."""
+    yield request_table(view, selection)
+    if view.step.shape.latent:
+        yield latent_table(view, selection)
+    if view.step.shape.dcp:
+        yield shard_table(view, selection)
+    for group in view.state_groups:
+        yield state_table(view, selection, group)
+    items = item_table(view, selection)
+    if items.rows:
+        yield items
 
 
 def request_table(view: StepView, selection: Selection) -> StepTable:
@@ -445,17 +445,9 @@ def explain_text(
     console.print(view.name, style="bold", markup=False, highlight=False, soft_wrap=True)
     for name, text in summary(view):
         print_line(console, f"{name:<8}", text)
-    print_folded(console, request_table(view, selection))
-    if view.step.shape.latent:
-        print_folded(console, latent_table(view, selection))
-    if view.step.shape.dcp:
-        print_folded(console, shard_table(view, selection))
-    for table in view.state_groups:
-        print_folded(console, state_table(view, selection, table))
-    items = item_table(view, selection)
-    if items.rows:
-        print_folded(console, items)
-    print_folded(console, token_table(view, selection.tokens))
+    for table in request_tables(view, selection):
+        print_folded(console, table)
+    print_folded(console, token_table(view, range(selection.first, selection.end)))
     for index in view.tables:
         group = view.groups[index]
         print_folded(console, block_table(view, selection, index))

@@ -17,9 +17,8 @@ from vllm_npu_prep.inspect.drawing import (
     BlockMap,
     MaskDrawing,
     MaskScale,
-    block_map,
+    block_maps,
     mask_drawings,
-    state_map,
     visible,
 )
 from vllm_npu_prep.inspect.explain import select, summary
@@ -130,9 +129,7 @@ def explain_png(
     for drawing in masks:
         if not _draw_mask(sheet, drawing):
             break
-    maps = [block_map(view, index, selection.requests) for index in view.tables]
-    maps += [state_map(view, group, selection.requests) for group in view.state_groups]
-    for each in maps:
+    for each in block_maps(view, selection.requests):
         if not _draw_blocks(sheet, each):
             break
     return sheet.png()
@@ -167,15 +164,14 @@ def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
         for row in range(1, picture.num_rows):
             y = top + height * row / picture.num_rows
             sheet.box((left, y, left + width - 1, y), WHITE, None)
-    for label in drawing.labels:
-        sheet.label(top + label.y, label.req_id, request_colour(label.row))
-    for mark in drawing.rows:
-        y = top + height * mark.share(picture.num_rows)
-        sheet.text(left + width + 8, y - 7, mark.words, 11, FAINT)
+    for y, row, req_id in drawing.labels:
+        sheet.label(top + y, req_id, request_colour(row))
+    for share, _, words in drawing.rows:
+        sheet.text(left + width + 8, top + height * share - 7, words, 11, FAINT)
     sheet.y = top + height + 4
     sheet.text(MARGIN, sheet.y, picture.column_title, 11, FAINT)
-    for mark in drawing.columns:
-        sheet.centred(left + width * mark.share(picture.num_columns), sheet.y, mark.words)
+    for share, _, words in drawing.columns:
+        sheet.centred(left + width * share, sheet.y, words)
     sheet.y += 20
     sheet.lines(drawing.caption, fill=FAINT)
     return True
@@ -204,7 +200,7 @@ def _draw_blocks(sheet: _Sheet, blocks: BlockMap) -> bool:
             if isinstance(cell, BlockFold):
                 sheet.text(x + 4, sheet.y + 15, f"+{cell.count:,}", 11, FAINT)
             else:
-                _draw_block(sheet, x, sheet.y, cell, colour, numbered)
+                _draw_block(sheet, x, blocks, cell, colour, numbered)
         sheet.y += BLOCK_HEIGHT
         if line.strays:
             sheet.lines(line.strays, fill=colour)
@@ -233,9 +229,10 @@ def _fill(kind: str, colour: Colour) -> Colour:
 
 
 def _draw_block(
-    sheet: _Sheet, x: int, y: int, block: BlockDrawing, colour: Colour, numbered: bool
+    sheet: _Sheet, x: int, blocks: BlockMap, block: BlockDrawing, colour: Colour, numbered: bool
 ) -> None:
-    width, top, size = BLOCK_WIDTH - 6, y + 14, block.num_slots
+    y, size = sheet.y, blocks.num_slots
+    width, top = BLOCK_WIDTH - 6, y + 14
     bottom = top + SLOTS_HEIGHT
     sheet.text(x, y, str(block.number), 11, FAINT)
     sheet.box((x, top, x + width, bottom), EMPTY, None)
@@ -243,7 +240,7 @@ def _draw_block(
         left, right = x + width * bar.low / size, x + width * bar.high / size
         above = SLOTS_HEIGHT - 4 if bar.kind == "picture" else 0
         sheet.box((left, top + above, max(left, right), bottom), _fill(bar.kind, colour), None)
-    for slot in range(1, size) if block.has_lines else ():
+    for slot in range(1, size) if blocks.has_lines else ():
         line = x + width * slot / size
         sheet.box((line, top, line, bottom), WHITE, None)
     sheet.box((x, top, x + width, bottom), None, FAINT if block.shared else LINE)

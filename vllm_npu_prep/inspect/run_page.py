@@ -7,7 +7,6 @@ As the page of a step (`vllm_npu_prep.inspect.page`), it loads nothing.
 
 import json
 import shlex
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 
 from vllm_npu_prep.inspect.page import content_policy, template
-from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run
+from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run, Step
 from vllm_npu_prep.inspect.run_data import run_json, runs_of
 from vllm_npu_prep.inspect.run_steps import StepPages
 from vllm_npu_prep.prep.state import AttentionState
@@ -98,36 +97,31 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return lines
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """How many drafts were accepted, of how many, where the records show what became of them."""
-
-    accepted: int
-    drafts: int
-
-
-def accepted_drafts(rank: RankRun) -> Accepted:
+def accepted_drafts(rank: RankRun) -> tuple[int, int]:
+    """Return how many drafts were accepted, of how many, where records show what became of them."""
     accepted = drafts = 0
     for row in rank.rows:
         for span in row.spans:
             known = [DIGITS.index(c) for c in span.accepted if c in DIGITS]
             accepted += sum(known)
             drafts += span.drafts * len(known)
-    return Accepted(accepted, drafts)
+    return accepted, drafts
 
 
 def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
     """Return a rank's line of the table, by `RANK_COLUMNS`."""
-    steps, tokens, padding = len(rank.index), sum(rank.tokens), sum(rank.padding)
-    kinds = [sum(kind.startswith(k) for kind in rank.kinds) for k in ("full", "piecewise", "eager")]
-    timed = [times for times in rank.times if times is not None]
-    seconds = np.array([times[1] for times in timed])
-    blocks = ", ".join(f"{max(of_group, default=0):,}" for of_group in rank.blocks)
+    steps, tokens = len(rank.steps), sum(step.tokens for step in rank.steps)
+    padding = sum(step.padding for step in rank.steps)
+    ways = ("full", "piecewise", "eager")
+    kinds = [sum(step.kind.startswith(way) for step in rank.steps) for way in ways]
+    times = rank.times
+    seconds = np.array([prepared for _, prepared, _ in times])
+    blocks = ", ".join(f"{max(counts):,}" for counts in zip(*(s.blocks for s in rank.steps)))
     pool = rank.config.get("num_blocks")
     if isinstance(pool, int) and blocks:
         blocks += f" of {pool:,}"
     hits = [tokens for row in rank.rows for _, tokens in row.hits]
-    drafts = accepted_drafts(rank)
+    accepted, drafts = accepted_drafts(rank)
     preempted = sum(len(row.preemptions) for row in rank.rows)
     return [
         "-" if rank.rank is None else str(rank.rank),
@@ -136,11 +130,11 @@ def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
         f"{tokens:,}",
         _share(padding, tokens + padding),
         *(_share(kind, steps) for kind in kinds),
-        *([_time(np.median(seconds)), _time(np.quantile(seconds, 0.99))] if timed else ["-", "-"]),
-        f"{sum(times[2] for times in timed):,}" if timed else "-",
+        *([_time(np.median(seconds)), _time(np.quantile(seconds, 0.99))] if times else ["-", "-"]),
+        f"{sum(waits for _, _, waits in times):,}" if times else "-",
         blocks or "-",
         f"{sum(hits):,} tokens of {counted(len(hits), 'request')}" if hits else "-",
-        f"{drafts.accepted:,} of {drafts.drafts:,}" if drafts.drafts else "-",
+        f"{accepted:,} of {drafts:,}" if drafts else "-",
         f"{preempted:,}",
         "-" if rank is first else compare_ranks(rank, first, numbers),
     ]
@@ -152,9 +146,8 @@ def compare_ranks(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
     Ranks of one engine do, under tensor and pipeline parallelism; data-parallel ranks don't.
     """
 
-    def steps(of: RankRun) -> dict[int, tuple[object, ...]]:
-        columns = (of.states, of.kinds, of.requests, of.tokens, of.padding, of.drafts, *of.blocks)
-        return dict(zip(of.index, zip(*columns)))
+    def steps(of: RankRun) -> dict[int, Step]:
+        return {index: step._replace(times=None) for index, step in zip(of.index, of.steps)}
 
     own, others = steps(rank), steps(first)
     for index in sorted(own.keys() & others.keys()):

@@ -28,18 +28,10 @@ SHARED_OUT = 64
 
 @dataclass(frozen=True)
 class StepPages:
-    """Which steps of a run have a page, and where these are.
+    """Which steps of a run have a page, and where these are."""
 
-    Attributes
-    ----------
-    html
-        The page of the run.
-    steps
-        First step and the one after the last; None for all.
-    """
-
-    html: Path
-    steps: tuple[int, int] | None = None
+    html: Path  # the page of the run
+    steps: tuple[int, int] | None = None  # the first and the one after the last; None for all
 
     @property
     def folder(self) -> Path:
