@@ -29,14 +29,13 @@ from ascend_emulator.operators import (
     sampling,
     transpose_matmul,
 )
-from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
-from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
-from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
-from ascend_emulator.operators.fused_kernel_constraints import KERNEL_FAMILIES
-from ascend_emulator.operators.fused_rope import ROPE_RULES
-from ascend_emulator.operators.grouped_int8 import GROUPED_INT8_RULES
-from ascend_emulator.operators.grouped_rows import GROUPED_ROWS_RULES
-from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
+from ascend_emulator.operators.constraint import (
+    FAMILIES,
+    Constraint,
+    KernelRefusalError,
+    constraints_of,
+)
+from ascend_emulator.operators.placement import HOST_ARGUMENTS, check_placement
 
 __all__ = [
     "CONSTRAINTS",
@@ -156,42 +155,8 @@ REFERENCES = (
 )
 """Every reference; an operator that is not here has none."""
 
-FAMILIES = (
-    FUSED_ATTENTION,
-    *KERNEL_FAMILIES,
-    ROPE_RULES,
-    fusion_attention.FUSION_ATTENTION_RULES,
-    cache_write.CACHE_WRITE,
-    ATB_ATTENTION,
-    elementwise.NORMS,
-    elementwise.SWIGLU_RULES,
-    gelu.GELU_RULES,
-    elementwise.ROTARY,
-    rotary_cache.MROPE_RULES,
-    grouped_matmul.GROUPED_MATMUL_RULES,
-    GROUPED_ROWS_RULES,
-    GROUPED_INT8_RULES,
-    moe_gating.GATING_RULES,
-    moe_gating.GATING_SOFTMAX_RULES,
-    moe_routing.INIT_ROUTING_RULES,
-    moe_routing.TOKEN_UNPERMUTE_RULES,
-    moe_finalize.FINALIZE_ROUTING_RULES,
-    sampling.TOP_K_TOP_P_RULES,
-    transpose_matmul.TRANSPOSE_MATMUL_RULES,
-    delta_rule.RECURRENT_RULES,
-    delta_rule.CHUNK_RULES,
-    latent_rows.GATHER_RULES,
-    latent_rows.UPDATE_RULES,
-    int8.DYNAMIC_QUANT_RULES,
-    int8.QUANTIZE_RULES,
-    int8.QUANT_MATMUL_RULES,
-    int8_fused.INT8_NORMS,
-    int8_fused.INT8_SWIGLU,
-    PLACEMENT,
-)
-
 CONSTRAINTS: tuple[Constraint, ...] = tuple(
-    constraint for family in FAMILIES for constraint in family.constraints.values()
+    constraint for family in FAMILIES for constraint in constraints_of(family).values()
 )
 
 

@@ -1,4 +1,4 @@
-"""What the fused attention kernels refuse. Every demand is a record in ``fused_constraints.py``."""
+"""What every kernel behind fused attention refuses: the records of ``fused_attention.toml``."""
 
 from collections.abc import Sequence
 

@@ -4,13 +4,11 @@ This file has the form in which nothing is grouped; `grouped_rows` has the one t
 `grouped_int8` the same for int8.
 """
 
-from functools import partial
-
 import torch
 
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
-from ascend_emulator.operators.grouped_int8 import GROUPED_INT8_RULES, grouped_int8
-from ascend_emulator.operators.grouped_rows import GROUPED_ROWS_RULES, grouped_rows
+from ascend_emulator.operators.constraint import Call, shape_of
+from ascend_emulator.operators.grouped_int8 import grouped_int8
+from ascend_emulator.operators.grouped_rows import grouped_rows
 
 GROUPED_MATMUL = "npu::npu_grouped_matmul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -18,94 +16,6 @@ INNER_LIMIT = 65536
 MAX_TENSORS = 128
 GROUPED_BY_ROWS = 0
 """``group_type`` with which each group of rows has a weight."""
-
-NAME = "npu_grouped_matmul"
-record = partial(Constraint, NAME)
-AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
-DOCUMENTATION = (
-    "Ascend/op-plugin, its page of `npu_grouped_matmul`; cann/ops-transformer 9.1.0, "
-    "`aclnnGroupedMatmulV4`"
-)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-GROUPED_MATMUL_RULES = Family(
-    NAME,
-    [
-        record(
-            "group_type, split_item",
-            "not grouped",
-            "group_type -1 and split_item 0, without a group_list and what quantisation takes",
-            "other forms too",
-            "this form, and the one that groups rows",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        record(
-            "x, weight, bias",
-            "tensor count",
-            "as many of each, at most 128",
-            "one bias for each weight, at most 128",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "dtype",
-            "float16, bfloat16 or float32, the same for all",
-            "these three unless quantised",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "shapes",
-            "[m, k] and [k, n] of each pair",
-            "weights with 2 dimensions, x with 2 to 6",
-            "x with 2 dimensions in this form",
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "x",
-            "contiguous",
-            "contiguous inputs",
-            "x is not transposed in this form",
-            "not transposed",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "weight",
-            "transposed alike",
-            "all weights contiguous, or all of them transposed",
-            "transposed weights are supported, all or none",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "inner limit",
-            "less than 65536 elements in a row",
-            "the limit has a name only",
-            "less than 65536",
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "bias",
-            "bias",
-            "[n] of each pair, in float16 for float16, else in float32",
-            "1 dimension; float16, float32 or int32",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-    ],
-)
 
 
 def grouped_matmul(
@@ -155,7 +65,7 @@ def grouped_matmul(
         of_weights = ("scale", "per_token_scale", "output_dtype")
         rest = {name: value for name, value in others.items() if name not in of_weights}
         return grouped_int8(
-            GROUPED_INT8_RULES.call(GROUPED_MATMUL),
+            Call("npu_grouped_matmul, int8 rows", GROUPED_MATMUL),
             x,
             weight,
             scale,
@@ -167,13 +77,13 @@ def grouped_matmul(
             rest | {"bias": bias or None},
         )
     if group_type == GROUPED_BY_ROWS:
-        call = GROUPED_ROWS_RULES.call(GROUPED_MATMUL)
+        call = Call("npu_grouped_matmul, rows", GROUPED_MATMUL)
         others["bias"] = bias or None
         listed_as, split = group_list_type or 0, split_item or 0
         return grouped_rows(call, x, weight, group_list, listed_as, split, others)
     others |= {"group_list": group_list, "group_list_type": group_list_type or None}
     given = [name for name, value in others.items() if value is not None]
-    demand = GROUPED_MATMUL_RULES.call(GROUPED_MATMUL).demand
+    demand = Call("npu_grouped_matmul", GROUPED_MATMUL).demand
     is_apart = (group_type, split_item) == (-1, 0) and not given
     demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {given}")
     biases: list[torch.Tensor | None] = [*bias] if bias else [None] * len(weight)

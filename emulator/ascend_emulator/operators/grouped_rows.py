@@ -1,117 +1,16 @@
 """Reference of the grouped matrix product in which rows are grouped: a weight for each group."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
-from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INNER_LIMIT = 65536
 MAX_GROUPS = 1024
 CUMULATIVE, COUNTS = 0, 1
 """``group_list_type``: whether the list holds the ends of groups or their sizes."""
-
-NAME = "npu_grouped_matmul, rows"
-record = partial(Constraint, NAME)
-AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
-DOCUMENTATION = (
-    "Ascend/op-plugin, its page of `npu_grouped_matmul`; cann/ops-transformer 9.1.0, "
-    "`aclnnGroupedMatmulV4`"
-)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-GROUPED_ROWS_RULES = Family(
-    NAME,
-    [
-        record(
-            "x, weight, split_item",
-            "one tensor each",
-            "one x, one weight and split_item 2 or 3",
-            "several weights, too",
-            "one of each",
-            DOCUMENTATION,
-            READING,
-            "other forms are outside of this reference",
-        ),
-        record(
-            "bias, scale, offset, act_type, tuning_config, ...",
-            "plain",
-            "neither quantisation, bias nor activation",
-            "other forms too",
-            "vLLM's experts without biases",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        record(
-            "x, weight",
-            "dtype",
-            "float16, bfloat16 or float32, the same for both",
-            "these three unless quantised",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "shapes",
-            "[m, k] and [groups, k, n]",
-            "the same",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "contiguous",
-            "a contiguous x; a weight that is contiguous, or transposed in its last two dimensions",
-            "x is not transposed; a weight may be",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "inner limit",
-            "less than 65536 elements in a row",
-            "the limit has a name only",
-            "less than 65536",
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "group_list",
-            "group list",
-            "int64 on the device, a value for each group, at most 1024; two or more as sizes",
-            "the same",
-            "vllm-ascend has more than one expert on each rank",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "group_list",
-            "group sizes",
-            "sizes of 0 or more, or ends that don't decrease, of all rows at most",
-            "of all rows exactly",
-            "of fewer rows, where other ranks have the other experts",
-            "vllm-ascend; cann/ops-transformer, whose kernel goes through groups and reads no row "
-            "past the last",
-            PRACTICE,
-        ),
-        record(
-            "output",
-            "rows of no group",
-            "undefined rows past the last group",
-            "not stated",
-            "not written",
-            "Ascend/op-plugin, which allocates the output without clearing it",
-            READING,
-            refused=False,
-        ),
-    ],
-)
 
 
 def grouped_rows(

@@ -10,7 +10,8 @@ from ascend_emulator.errors import EmulatorError
 from ascend_emulator.operators.fused_route import explain
 from tests.emulator.operators import formula
 from tests.emulator.operators.calls import Batch, fused
-from tests.emulator.operators.violations import BY_KERNEL, in_profile
+from tests.emulator.operators.violations.attention import BY_KERNEL
+from tests.emulator.operators.violations.breaking import in_profile
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NO_MASK = {"sparse_mode": 0, "atten_mask": None}
