@@ -386,7 +386,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "inspect/run.py": [
         ("rejected drafts are shown as accepted", "_digit(span.drafts - rejected)", "_digit(rejected)", RUN_PAGES),
-        ("requests of before the record are shown as prefix hits", "if begins and computed:", "if computed:", RUN_PAGES),
+        ("requests of before the record are shown as prefix hits", "(span is None and begins)", "span is None", RUN_PAGES),
         ("a block that requests share is counted for each", "return int(np.count_nonzero(marks[1:]))", "return int(np.count_nonzero(ids))", RUN_PAGES),
     ],
     "inspect/run_page.py": [
@@ -532,7 +532,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/bookkeeping.py": [
         ("drafts are written before a request's last token", "token_ids[row, end + draft] = draft", "token_ids[row, end - 1 + draft] = draft", UPDATES),
         ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", UPDATES),
-        ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", ENGINE),
+        ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", UPDATES),
     ],
     "prep/capture_sizes.py": [
         ("sizes whose padding fits no row are captured", "if size - fewest_tokens <= max_model_len:", "if True:", ("tests/prep/test_graph_padding.py",)),
