@@ -134,7 +134,7 @@ def at_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
     order = np.zeros(len(tables.token_ids), np.int32)
     order[:count] = slots
     none = {name: np.zeros_like(sizes) for name in ("num_synced_blocks", "num_device_blocks")}
-    moved |= device_has_all(block_tables) | none | {"num_blocks": sizes, "slots": order}
+    moved |= device_has_all(block_tables) | none | {"num_blocks": sizes, "request_rows": order}
     return dataclasses.replace(batch, tables=dataclasses.replace(tables, **moved))
 
 

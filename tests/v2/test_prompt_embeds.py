@@ -43,7 +43,7 @@ def test_vectors_are_where_upstreams_kernel_puts_them(seed):
         step = SimpleNamespace(
             req_indices=reqs,
             positions=positions,
-            slots=slots,
+            request_rows=slots,
             input_ids=np.full(len(reqs), 7, np.int32),
             batch=SimpleNamespace(tables=tables),
         )

@@ -55,16 +55,16 @@ def let_workers_run_without_triton() -> None:
 
 
 def top_k_and_top_p(
-    states: "SamplingStates", idx_mapping: Any, slots: Any, vocab_size: int
+    states: "SamplingStates", idx_mapping: Any, request_rows: Any, vocab_size: int
 ) -> tuple[Any | None, Any | None]:
     """Return k and p of rows of logits; None where no request limits its tokens by it.
 
     `idx_mapping` has the request row of each row of logits, int64 ``[num_logits]`` on the device,
-    and `slots` the request rows on the host, int ``[num_reqs]``. vLLM 0.33.0 also says whether a
-    row has a p alone, which only its Triton kernel needs.
+    and `request_rows` the request rows on the host, int ``[num_reqs]``. vLLM 0.33.0 also says
+    whether a row has a p alone, which only its Triton kernel needs.
     """
     size: tuple[int, ...] = (vocab_size,) if is_since("0.33.0") else ()
-    found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, slots, *size)
+    found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, request_rows, *size)
     return found[0], found[1]
 
 

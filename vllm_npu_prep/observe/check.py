@@ -92,7 +92,7 @@ class FaultPlace:
     @property
     def row(self) -> int:
         """The row of the tables that is the request's."""
-        return int(self.step.slots[self.req])
+        return int(self.step.request_rows[self.req])
 
     @property
     def seq_len(self) -> int:

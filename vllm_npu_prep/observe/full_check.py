@@ -141,7 +141,7 @@ class FullCheck(StepCheck):
             found = first_difference(record, expected, "oracle")
             if found is not None:
                 raise self._differs(step, record, layers, expected, found)
-        known = step.batch.tables.num_tokens[step.slots]
+        known = step.batch.tables.num_tokens[step.request_rows]
         discard, right = step.arrays.discard_request_mask[: step.num_reqs], step.seq_lens < known
         for row in np.flatnonzero(discard != right)[:1].tolist():
             raise given_allowed(
@@ -389,8 +389,8 @@ class FullCheck(StepCheck):
             table = local["block_table"]
             owned = -(-local["seq_lens"] // step.batch.tables.block_sizes[group])
         else:
-            table = step.batch.tables.block_table(group)[step.slots]
-            owned = step.batch.tables.num_blocks[group, step.slots]
+            table = step.batch.tables.block_table(group)[step.request_rows]
+            owned = step.batch.tables.num_blocks[group, step.request_rows]
         text = "the device's block table is the host's"
         for row, count in enumerate(owned.tolist()):
             for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:

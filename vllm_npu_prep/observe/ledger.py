@@ -452,8 +452,8 @@ class SlotLedger:
         """Check that a row of a block table has the blocks that its request was given."""
         request, size = self.requests[req_id], self.groups[index].block_size
         blocks, end = request.blocks[index], int(step.seq_lens[row])
-        owned = int(step.batch.tables.num_blocks[index, step.slots[row]])
-        named = self._tables[index][step.slots[row], :owned].tolist()
+        owned = int(step.batch.tables.num_blocks[index, step.request_rows[row]])
+        named = self._tables[index][step.request_rows[row], :owned].tolist()
         if end > size * len(blocks):
             raise given_allowed(
                 "blocks",

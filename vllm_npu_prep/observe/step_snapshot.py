@@ -67,14 +67,14 @@ def copy_step(
     copied[:staged_size] = out.buffer_int32[:staged_size]
     end = staged_size
     for req in range(num_reqs):
-        slot = t.slots[req]
-        copied[end + req] = t.num_computed_tokens[slot]
-        copied[end + num_reqs + req] = t.num_prompt_tokens[slot]
-        copied[end + 2 * num_reqs + req] = t.num_tokens[slot]
+        request_row = t.request_rows[req]
+        copied[end + req] = t.num_computed_tokens[request_row]
+        copied[end + num_reqs + req] = t.num_prompt_tokens[request_row]
+        copied[end + 2 * num_reqs + req] = t.num_tokens[request_row]
     end += 3 * num_reqs
     for group in range(t.num_blocks.shape[0]):
         for req in range(num_reqs):
-            copied[end + req] = t.num_blocks[group, t.slots[req]]
+            copied[end + req] = t.num_blocks[group, t.request_rows[req]]
         end += num_reqs
     if num_sampled_rows > 0:
         for req in range(num_reqs):
@@ -82,15 +82,17 @@ def copy_step(
         end += num_reqs
     if out.draft_token_ids.shape[0] > 0:  # the step may have drafts
         for req in range(num_reqs):
-            slot = t.slots[req]
-            seq_len = t.num_computed_tokens[slot] + num_scheduled_tokens[req]
-            copied[end + req] = t.token_ids[slot, min(seq_len, t.num_tokens[slot] - 1)]
+            request_row = t.request_rows[req]
+            seq_len = t.num_computed_tokens[request_row] + num_scheduled_tokens[req]
+            copied[end + req] = t.token_ids[
+                request_row, min(seq_len, t.num_tokens[request_row] - 1)
+            ]
         end += num_reqs
     for req in range(num_reqs):
-        slot = t.slots[req]
-        first = t.num_computed_tokens[slot]
+        request_row = t.request_rows[req]
+        first = t.num_computed_tokens[request_row]
         for offset in range(num_scheduled_tokens[req]):
-            copied[end + offset] = t.token_ids[slot, first + offset]
+            copied[end + offset] = t.token_ids[request_row, first + offset]
         end += num_scheduled_tokens[req]
 
 

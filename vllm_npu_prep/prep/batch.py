@@ -132,9 +132,9 @@ class PreparedStep(Arrays[np.ndarray]):
         return self.num_logits - self.num_reqs
 
     @property
-    def slots(self) -> np.ndarray:
+    def request_rows(self) -> np.ndarray:
         """The request row of each request in the tables, ``[num_reqs]``."""
-        return self.batch.tables.slots[: self.num_reqs]
+        return self.batch.tables.request_rows[: self.num_reqs]
 
     @property
     def num_prefills(self) -> int:
@@ -185,7 +185,7 @@ class PreparedStep(Arrays[np.ndarray]):
     def block_table(self, group: int = 0) -> np.ndarray:
         """Return the physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
         columns = self.max_num_blocks_per_req(group)
-        return self.batch.tables.block_table(group)[self.slots, :columns]
+        return self.batch.tables.block_table(group)[self.request_rows, :columns]
 
     def local_requests(self, group: int) -> dict[str, np.ndarray]:
         """Return the virtual requests that a group with chunked local attention sees.

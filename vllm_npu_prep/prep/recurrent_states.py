@@ -195,7 +195,7 @@ def find_recurrent_states(
         if size <= num_drafts:
             raise ValueError("a block of states is shorter than a decode")
         for req in range(num_reqs):
-            row = t.first_state_entries[index] + t.slots[req] * width
+            row = t.first_state_entries[index] + t.request_rows[req] * width
             start, end = out.query_start_loc[req], out.query_start_loc[req + 1]
             speculates = num_drafts > 0 and req < num_decodes
             states = end - start if speculates else 1

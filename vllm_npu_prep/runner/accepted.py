@@ -76,7 +76,7 @@ class AcceptedTokens:
         begin |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         if begin:
             starts[[req_id in begin for req_id in req_ids]] = UNKNOWN
-        computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
+        computed = tables.num_computed_tokens[tables.request_rows[:num_reqs]]
         counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)
         longer = np.flatnonzero(num_scheduled_tokens > states.decode_threshold)
         num_decodes = int(longer[0]) if len(longer) else num_reqs

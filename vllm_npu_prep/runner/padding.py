@@ -40,7 +40,7 @@ class CacheLimits(NamedTuple):
         """
         num_reqs, rows = batch.num_reqs, padding.num_reqs_padded
         tables = batch.tables
-        computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
+        computed = tables.num_computed_tokens[tables.request_rows[:num_reqs]]
         seq_lens = computed + batch.num_scheduled_tokens
         blocks = int((-(-seq_lens // self.block_size)).sum()) + rows - num_reqs
         return blocks <= self.num_blocks

@@ -133,21 +133,21 @@ def apply_logit_bias(
 
     This is ``_bias_kernel`` of ``logit_bias.py``.
     """
-    slots = expanded_idx_mapping
-    num_allowed = num_allowed_token_ids[slots]
-    allowed = _marked(allowed_token_ids[slots], num_allowed, vocab_size)
+    request_rows = expanded_idx_mapping
+    num_allowed = num_allowed_token_ids[request_rows]
+    allowed = _marked(allowed_token_ids[request_rows], num_allowed, vocab_size)
     logits.masked_fill_(~allowed & (num_allowed > 0)[:, None], -INFINITY)
-    tokens, has_bias = _listed(bias_token_ids[slots], num_logit_bias[slots])
-    logits.scatter_add_(1, tokens, torch.where(has_bias, bias[slots], 0.0).to(logits.dtype))
-    num_stops = num_stop_token_ids[slots]
-    is_short = (num_stops > 0) & (pos + 1 < min_lens[slots])
-    stops = _marked(stop_token_ids[slots], num_stops, vocab_size) & is_short[:, None]
+    tokens, has_bias = _listed(bias_token_ids[request_rows], num_logit_bias[request_rows])
+    logits.scatter_add_(1, tokens, torch.where(has_bias, bias[request_rows], 0.0).to(logits.dtype))
+    num_stops = num_stop_token_ids[request_rows]
+    is_short = (num_stops > 0) & (pos + 1 < min_lens[request_rows])
+    stops = _marked(stop_token_ids[request_rows], num_stops, vocab_size) & is_short[:, None]
     if not constants["CHECK_ALL_MASKED_ROWS"]:
         logits.masked_fill_(stops, -INFINITY)
         return
     without_stops = logits.masked_fill(stops, -INFINITY)
     is_empty = without_stops.amax(-1) == -INFINITY
-    restored = is_empty & (restore_when_all_masked[slots] != 0)
+    restored = is_empty & (restore_when_all_masked[request_rows] != 0)
     kept = restored[:, None] & (logits.abs() < INFINITY)
     logits.copy_(torch.where(stops & ~kept, -INFINITY, logits))
 
@@ -175,10 +175,10 @@ def forbid_bad_words(
     token of each word is compared with its place in the output, all at once. A word whose last
     token has no logit forbids nothing, as on V1: a tokenizer may have more tokens than a model has.
     """
-    slots = expanded_idx_mapping
-    words, offsets = bad_word_token_ids[slots].long(), bad_word_offsets[slots].long()
+    request_rows = expanded_idx_mapping
+    words, offsets = bad_word_token_ids[request_rows].long(), bad_word_offsets[request_rows].long()
     place = torch.arange(words.shape[1], device=words.device)
-    count = num_bad_words[slots].long()[:, None]
+    count = num_bad_words[request_rows].long()[:, None]
     # Word of each token: how many words end at or before it
     index = torch.arange(offsets.shape[1] - 1, device=words.device)
     ends = torch.where(index < count, offsets[:, 1:], words.shape[1] + 1)
@@ -187,13 +187,16 @@ def forbid_bad_words(
     word = word.clamp(max=offsets.shape[1] - 2)
     start, end = offsets.gather(1, word), offsets.gather(1, word + 1)
     is_last = in_word & (place == end - 1) & (words < logits.shape[1])
-    known, prompt = total_len[slots].long()[:, None], prompt_len[slots].long()[:, None]
+    known, prompt = (
+        total_len[request_rows].long()[:, None],
+        prompt_len[request_rows].long()[:, None],
+    )
     # The tokens before a word's last one have to be the end of the output
     local_pos = expanded_local_pos.long()[:, None]
     at = known + local_pos - (end - 1 - start) + (place - start)
-    output = all_token_ids[slots].gather(1, at.clamp(0, all_token_ids.shape[1] - 1)).long()
+    output = all_token_ids[request_rows].gather(1, at.clamp(0, all_token_ids.shape[1] - 1)).long()
     if expanded_local_pos.stride(0):  # else no row has drafts before it
-        rows = torch.arange(len(slots), device=words.device)[:, None]
+        rows = torch.arange(len(request_rows), device=words.device)[:, None]
         drafts = rows - local_pos + at - known + 1
         of_drafts = input_ids[drafts.clamp(0, len(input_ids) - 1)].long()
         output = torch.where(at >= known, of_drafts, output)
@@ -285,10 +288,10 @@ def list_prompt_tokens(
     num_tokens = len(prompt_logprobs_token_ids)
     places = torch.arange(num_tokens, device=idx_mapping.device, dtype=torch.int32)
     reqs = torch.searchsorted(query_start_loc[1:], places, right=True)
-    slots = idx_mapping[reqs]
-    after = num_computed_tokens[slots] + 1 + places - query_start_loc[reqs]
+    request_rows = idx_mapping[reqs]
+    after = num_computed_tokens[request_rows] + 1 + places - query_start_loc[reqs]
     after.clamp_(max=all_token_ids.shape[1] - 1)  # after the last of all tokens, nothing is read
-    tokens = all_token_ids[slots, after.long()]
+    tokens = all_token_ids[request_rows, after.long()]
     prompt_logprobs_token_ids.copy_(tokens.clamp(min=0))  # an embedding is no token; nobody asks
 
 

@@ -54,7 +54,7 @@ class Markers:
 
 def note_markers(
     last: torch.Tensor,  # [S, 2] int32, changed: places of the last start and the last end
-    slots: torch.Tensor,  # [requests] int64
+    request_rows: torch.Tensor,  # [requests] int64
     all_token_ids: torch.Tensor,  # [S, max_model_len] int32
     total_len: torch.Tensor,  # [S] int32
     markers: Markers,
@@ -65,14 +65,14 @@ def note_markers(
     This is ``_update_committed_marker_cache_kernel``. What the kernel looks for in a request that
     has just arrived, the host has found already (`Markers.last_of`).
     """
-    length = total_len[slots].long()
-    tail = _tails(all_token_ids, slots, length, length, most_new + markers.longest - 1)
-    last.index_copy_(0, slots, _last_markers(last[slots], tail, length, markers))
+    length = total_len[request_rows].long()
+    tail = _tails(all_token_ids, request_rows, length, length, most_new + markers.longest - 1)
+    last.index_copy_(0, request_rows, _last_markers(last[request_rows], tail, length, markers))
 
 
 def end_thinking(
     logits: torch.Tensor,  # [R, V] float32, changed
-    slots: torch.Tensor,  # [R] int64
+    request_rows: torch.Tensor,  # [R] int64
     budgets: torch.Tensor,  # [S] int32; negative: none
     last: torch.Tensor,  # [S, 2] int32, as `note_markers` has left it
     all_token_ids: torch.Tensor,  # [S, max_model_len] int32
@@ -89,22 +89,22 @@ def end_thinking(
     """
     forced = markers.forced_end
     has_drafts = bool(local_pos.stride(0))  # else the one value is 0: no row has drafts before it
-    known = total_len[slots].long()
-    length, places = known, last[slots]
+    known = total_len[request_rows].long()
+    length, places = known, last[request_rows]
     size = len(forced) - 1
     if has_drafts:
         length = known + local_pos
         size = max(size, most_drafts + markers.longest - 1)
     drafts = (input_ids, local_pos) if has_drafts else None
-    tail = _tails(all_token_ids, slots, known, length, size, drafts)
+    tail = _tails(all_token_ids, request_rows, known, length, size, drafts)
     if has_drafts:
         places = _last_markers(places, tail, length, markers)
     start, end = places.unbind(1)
-    budget = budgets[slots]
+    budget = budgets[request_rows]
     num_thought = length - start - len(markers.start)
     is_over = (start > end) & (budget >= 0) & (num_thought >= budget)
     # If the end has begun already, its next token is forced
-    tokens = torch.full_like(slots, forced[0])
+    tokens = torch.full_like(request_rows, forced[0])
     for begun in range(1, len(forced)):
         tokens.masked_fill_(_equal(tail[:, size - begun :], forced[:begun]), forced[begun])
     tokens = tokens[:, None]
@@ -114,18 +114,21 @@ def end_thinking(
 
 def _tails(
     all_token_ids: torch.Tensor,  # [S, max_model_len] int32
-    slots: torch.Tensor,  # [R] int64
+    request_rows: torch.Tensor,  # [R] int64
     known: torch.Tensor,  # [R] int64: tokens of the table
     length: torch.Tensor,  # [R] int64: with the drafts before a row
     size: int,
     drafts: tuple[torch.Tensor, torch.Tensor] | None = None,  # inputs and places of the rows
 ) -> torch.Tensor:
     """Return the last tokens of each row, int32 ``[R, size]``; `NO_TOKEN` before the first."""
-    at = length[:, None] + torch.arange(-size, 0, device=slots.device)
-    tail = all_token_ids[slots[:, None], at.clamp(0, all_token_ids.shape[1] - 1)]
+    at = length[:, None] + torch.arange(-size, 0, device=request_rows.device)
+    tail = all_token_ids[request_rows[:, None], at.clamp(0, all_token_ids.shape[1] - 1)]
     if drafts is not None:
         input_ids, local_pos = drafts
-        rows = torch.arange(len(slots), device=slots.device)[:, None] - local_pos[:, None]
+        rows = (
+            torch.arange(len(request_rows), device=request_rows.device)[:, None]
+            - local_pos[:, None]
+        )
         inputs = (rows + at - known[:, None] + 1).clamp(0, len(input_ids) - 1)
         tail = torch.where(at >= known[:, None], input_ids[inputs], tail)
     return tail.masked_fill(at < 0, NO_TOKEN)

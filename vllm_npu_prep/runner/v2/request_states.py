@@ -115,33 +115,33 @@ class NPURequestState:
         `all_token_ids` are its prompt and the tokens that were generated before a preemption;
         `num_computed_tokens` of them are in the KV cache already.
         """
-        slot = self.free_indices.pop()
-        self.req_id_to_index[req_id], self.index_to_req_id[slot] = slot, req_id
+        request_row = self.free_indices.pop()
+        self.req_id_to_index[req_id], self.index_to_req_id[request_row] = request_row, req_id
         length = len(all_token_ids)
-        self.max_seq_len[slot] = prompt_len + max_tokens
-        self.prompt_len.np[slot], self.prefill_len.np[slot] = prompt_len, length
-        self.num_tokens[slot] = length
-        self.token_ids[slot, :length] = all_token_ids
-        self.token_ids[slot, length : prompt_len + max_tokens + 1] = UNKNOWN_TOKEN
-        self.num_computed_tokens_np[slot] = num_computed_tokens
-        self.num_computed_prefill_tokens[slot] = num_computed_tokens
+        self.max_seq_len[request_row] = prompt_len + max_tokens
+        self.prompt_len.np[request_row], self.prefill_len.np[request_row] = prompt_len, length
+        self.num_tokens[request_row] = length
+        self.token_ids[request_row, :length] = all_token_ids
+        self.token_ids[request_row, length : prompt_len + max_tokens + 1] = UNKNOWN_TOKEN
+        self.num_computed_tokens_np[request_row] = num_computed_tokens
+        self.num_computed_prefill_tokens[request_row] = num_computed_tokens
         if self.is_token_ids is not None:
-            self.is_token_ids[slot] = True
+            self.is_token_ids[request_row] = True
         if has_id := self.have_ids.get(req_id):
             if self.is_token_ids is None:
                 self.is_token_ids = np.ones_like(self.token_ids, bool)
-            self.is_token_ids[slot, : len(has_id)] = has_id
+            self.is_token_ids[request_row, : len(has_id)] = has_id
         if self.keeps_all_tokens or req_id in self.read_on_device:
-            self.all_token_ids.stage_write(slot, 0, self.ids_at_arrival(slot))
-            self.total_len.stage_write_elem(slot, length)
+            self.all_token_ids.stage_write(request_row, 0, self.ids_at_arrival(request_row))
+            self.total_len.stage_write_elem(request_row, length)
 
-    def ids_at_arrival(self, slot: int) -> np.ndarray:
+    def ids_at_arrival(self, request_row: int) -> np.ndarray:
         """Return the tokens with which a request arrived, int32; `UNKNOWN_TOKEN` for embeddings."""
-        length = self.prefill_len.np[slot]
-        ids = self.token_ids[slot, :length]
+        length = self.prefill_len.np[request_row]
+        ids = self.token_ids[request_row, :length]
         if self.is_token_ids is None:
             return ids
-        return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)
+        return np.where(self.is_token_ids[request_row, :length], ids, UNKNOWN_TOKEN)
 
     def apply_staged_writes(self) -> None:
         self.prompt_len.copy_to_uva()
@@ -151,87 +151,89 @@ class NPURequestState:
 
     def remove_request(self, req_id: str) -> int | None:
         """Free a request's row and return it; return None if the request has none."""
-        slot = self.req_id_to_index.pop(req_id, None)
-        if slot is None:
+        request_row = self.req_id_to_index.pop(req_id, None)
+        if request_row is None:
             return None
-        del self.index_to_req_id[slot]
-        self.free_indices.append(slot)
-        self.samples.forget(slot)
-        self._num_drafts[slot] = 0
-        return slot
+        del self.index_to_req_id[request_row]
+        self.free_indices.append(request_row)
+        self.samples.forget(request_row)
+        self._num_drafts[request_row] = 0
+        return request_row
 
     def begin_step(
-        self, slots: np.ndarray, num_scheduled: np.ndarray, num_drafts: np.ndarray | None
+        self, request_rows: np.ndarray, num_scheduled: np.ndarray, num_drafts: np.ndarray | None
     ) -> None:
         """Note what a step computes, for the `exact_counts` of the next step.
 
-        The arrays are int ``[num_reqs]`` in the order of the batch; `slots` are request rows, and
-        `num_drafts` is None if no request has drafts.
+        The arrays are int ``[num_reqs]`` in the order of the batch; `request_rows` are request
+        rows, and `num_drafts` is None if no request has drafts.
         """
         self._num_drafts[:] = 0
         if num_drafts is not None:
-            self._num_drafts[slots] = num_drafts
-            self._ends[slots] = self.num_computed_tokens_np[slots] + num_scheduled
+            self._num_drafts[request_rows] = num_drafts
+            self._ends[request_rows] = self.num_computed_tokens_np[request_rows] + num_scheduled
 
     def exact_counts(
         self,
-        slots: np.ndarray,
+        request_rows: np.ndarray,
         num_computed_tokens: "Sequence[int] | np.ndarray",
         num_valid_tokens: ReadBack,
     ) -> np.ndarray:
         """Return the scheduler's counts of computed tokens, less the drafts that were rejected.
 
         Under asynchronous scheduling the scheduler counts all drafts of the last step as accepted,
-        unless it has waited for the step. `slots` are the request rows of requests that stay; the
-        result is int32 ``[n]``. `num_valid_tokens` has the counts of accepted tokens by row of the
-        last step; it is read, and waited for, only if needed.
+        unless it has waited for the step. `request_rows` are the request rows of requests that
+        stay; the result is int32 ``[n]``. `num_valid_tokens` has the counts of accepted tokens by
+        row of the last step; it is read, and waited for, only if needed.
         """
         counts = np.asarray(num_computed_tokens, np.int32)
-        rows = self.samples.rows[slots] - self.samples.num_older  # in the last step
-        drafts = self._num_drafts[slots]
+        rows = self.samples.rows[request_rows] - self.samples.num_older  # in the last step
+        drafts = self._num_drafts[request_rows]
         verified = np.flatnonzero((rows >= 0) & (drafts > 0))
         if len(verified):
             rejected = drafts[verified] + 1 - num_valid_tokens.read()[rows[verified]]
-            ends = self._ends[slots[verified]] - rejected
+            ends = self._ends[request_rows[verified]] - rejected
             counts[verified] = np.minimum(counts[verified], ends)
         return counts
 
-    def advance(self, slots: np.ndarray, num_computed_tokens: "Sequence[int] | np.ndarray") -> None:
+    def advance(
+        self, request_rows: np.ndarray, num_computed_tokens: "Sequence[int] | np.ndarray"
+    ) -> None:
         """Enter counts of computed tokens, int ``[n]``, of the requests in these request rows.
 
         A request past its prompt has one known token more: its last sample.
         """
-        self.num_computed_tokens_np[slots] = num_computed_tokens
-        computed = self.num_computed_tokens_np[slots]
-        prefill = self.prefill_len.np[slots]
-        self.num_computed_prefill_tokens[slots] = np.minimum(computed, prefill)
-        self.num_tokens[slots] = np.maximum(prefill, computed + 1)
+        self.num_computed_tokens_np[request_rows] = num_computed_tokens
+        computed = self.num_computed_tokens_np[request_rows]
+        prefill = self.prefill_len.np[request_rows]
+        self.num_computed_prefill_tokens[request_rows] = np.minimum(computed, prefill)
+        self.num_tokens[request_rows] = np.maximum(prefill, computed + 1)
 
-    def enter_samples(self, slots: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
+    def enter_samples(self, request_rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
         """Enter the tokens that the scheduler tells pipeline stages.
 
         Parameters
         ----------
-        slots
+        request_rows
             int ``[n]``: request rows of requests whose counts `advance` has entered.
         token_ids
             For each of them, its tokens from the computed count on, those of its prompt included.
         """
-        for slot, tokens in zip(slots.tolist(), token_ids, strict=True):
-            start = self.num_computed_tokens_np[slot]
-            self.token_ids[slot, start : start + len(tokens)] = tokens
+        for request_row, tokens in zip(request_rows.tolist(), token_ids, strict=True):
+            start = self.num_computed_tokens_np[request_row]
+            self.token_ids[request_row, start : start + len(tokens)] = tokens
 
     def append_samples(
         self,
-        slots: np.ndarray,  # [num_reqs] int
+        request_rows: np.ndarray,  # [num_reqs] int
         discard: np.ndarray,  # [num_reqs] bool
         num_scheduled: np.ndarray,  # [num_reqs] int
         token_ids: np.ndarray,  # [num_reqs] int
     ) -> None:
         """Enter the samples of a step for which the host has waited, except discarded ones."""
-        places = self.num_computed_tokens_np[slots] + num_scheduled
+        places = self.num_computed_tokens_np[request_rows] + num_scheduled
         kept = ~discard & (places < self.max_model_len)  # a context's end is never computed
-        self.token_ids[slots[kept], places[kept]] = token_ids[kept]
+        self.token_ids[request_rows[kept], places[kept]] = token_ids[kept]
 
 
 class AwaitedSamples(NamedTuple):
@@ -276,16 +278,16 @@ class Samples:
         # [num_rows], or as `AwaitedSamples.by_row` with drafts
         self._by_row: torch.Tensor | None = None
 
-    def forget(self, slot: int) -> None:
-        self.rows[slot] = NO_PREVIOUS_ROW
+    def forget(self, request_row: int) -> None:
+        self.rows[request_row] = NO_PREVIOUS_ROW
 
-    def find(self, slots: np.ndarray, is_awaited: np.ndarray) -> AwaitedSamples:
+    def find(self, request_rows: np.ndarray, is_awaited: np.ndarray) -> AwaitedSamples:
         """Return the samples from which a step continues.
 
-        `slots`, int ``[num_reqs]``, are the request rows in the order of the batch; `is_awaited`,
-        bool ``[num_reqs]``, says which requests continue from a sample.
+        `request_rows`, int ``[num_reqs]``, are the request rows in the order of the batch;
+        `is_awaited`, bool ``[num_reqs]``, says which requests continue from a sample.
         """
-        rows = np.where(is_awaited, self.rows[slots], NO_PREVIOUS_ROW)
+        rows = np.where(is_awaited, self.rows[request_rows], NO_PREVIOUS_ROW)
         if self._by_row is None or not is_awaited.any():
             return AwaitedSamples(None, 0, rows)
         num_rows = self._by_row.shape[0]  # `len` of a tensor asks for tracing first
@@ -294,14 +296,14 @@ class Samples:
     def keep(
         self,
         sampled_token_ids: torch.Tensor,  # [num_reqs] int32: the last one of each request
-        slots: np.ndarray,  # [num_reqs] int
+        request_rows: np.ndarray,  # [num_reqs] int
         discard: np.ndarray,  # [num_reqs] bool
         drafts: torch.Tensor | None = None,  # [num_reqs, num_drafts] int32
     ) -> None:
         """Keep a step's samples, except those of requests whose sample doesn't count."""
         if drafts is not None:
             sampled_token_ids = torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)
-        self.rows[slots] = NO_PREVIOUS_ROW
+        self.rows[request_rows] = NO_PREVIOUS_ROW
         left_out = np.flatnonzero(self.rows >= 0)
         self.num_older = len(left_out)
         if len(left_out):
@@ -311,8 +313,8 @@ class Samples:
             sampled_token_ids = torch.cat((*older, sampled_token_ids))
             self.rows[left_out] = np.arange(self.num_older)
         self._by_row = sampled_token_ids
-        ends = self.num_older + np.arange(len(slots))
-        self.rows[slots] = np.where(discard, NO_PREVIOUS_ROW, ends)
+        ends = self.num_older + np.arange(len(request_rows))
+        self.rows[request_rows] = np.where(discard, NO_PREVIOUS_ROW, ends)
 
 
 def _runs_of(by_row: torch.Tensor, rows: np.ndarray) -> list[torch.Tensor]:

@@ -213,22 +213,22 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self.req_states.have_ids = embedded = ids_of(arrived)
         super().add_requests(scheduler_output)
         if embedded and self.prompt_logprobs_worker is not None:  # no ids, no log-probabilities
-            slots = self.req_states.rows_of(list(embedded))
-            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
+            request_rows = self.req_states.rows_of(list(embedded))
+            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
-            slots = self.req_states.rows_of(cached.req_ids)
+            request_rows = self.req_states.rows_of(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
-                counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
-            self.req_states.advance(slots, counts)
+                counts = self.req_states.exact_counts(request_rows, counts, self.num_valid_tokens)
+            self.req_states.advance(request_rows, counts)
             if self.use_pp:
-                self.req_states.enter_samples(slots, cached.new_token_ids)
+                self.req_states.enter_samples(request_rows, cached.new_token_ids)
             for index, block_ids in enumerate(cached.new_block_ids):
                 if block_ids is not None:
-                    self.block_tables.append_block_ids(int(slots[index]), block_ids, False)
+                    self.block_tables.append_block_ids(int(request_rows[index]), block_ids, False)
         if scheduler_output.new_block_ids_to_zero:
             zero_new_blocks(self.kv_caches, scheduler_output.new_block_ids_to_zero)
         if scheduler_output.kv_cache_block_copies:
@@ -315,12 +315,12 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     ) -> StepBatch:
         """Return the step as the pure core reads it, whose tables are now in the batch's order."""
         preparer, states, check = self.preparer, self.req_states, self.step_check
-        slots, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
-        preparer.tables.slots[: len(slots)] = slots
-        self.block_tables.follow(slots)
+        request_rows, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
+        preparer.tables.request_rows[: len(request_rows)] = request_rows
+        self.block_tables.follow(request_rows)
         if self.model_state.rope_state is not None:
-            self.model_state.rope_state.follow(slots)
-        states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
+            self.model_state.rope_state.follow(request_rows)
+        states.begin_step(request_rows, now.num_scheduled_tokens, num_drafts)
         return StepBatch(
             preparer.tables,
             now.num_scheduled_tokens,

@@ -62,18 +62,18 @@ class NPUSampler(Sampler):
             Samples are int64 ``[num_logits, 1]``. The numbers of samples are None, because the host
             knows them.
         """
-        slots, idx_mapping = input_batch.idx_mapping_np, input_batch.expanded_idx_mapping
+        request_rows, idx_mapping = input_batch.idx_mapping_np, input_batch.expanded_idx_mapping
         num_drafts = input_batch.num_draft_tokens_per_req
-        row_slots = slots if num_drafts is None else slots.repeat(num_drafts + 1)
-        dims = self.get_logprobs_dims(slots)
+        rows_of_logits = request_rows if num_drafts is None else request_rows.repeat(num_drafts + 1)
+        dims = self.get_logprobs_dims(request_rows)
         processed = logits
-        if self.needs_logits_processing[slots].any():
+        if self.needs_logits_processing[request_rows].any():
             pos = positions_of(input_batch)
             processed = self.apply_sampling_params(
                 logits,
                 idx_mapping,
                 input_batch.idx_mapping,
-                slots,
+                request_rows,
                 pos,
                 input_batch.input_ids[input_batch.logits_indices],
                 input_batch.expanded_local_pos,
@@ -81,11 +81,11 @@ class NPUSampler(Sampler):
                 skip_top_k_top_p=True,
             )
         top_k, top_p = v2.top_k_and_top_p(
-            self.sampling_states, idx_mapping, slots, logits.shape[-1]
+            self.sampling_states, idx_mapping, request_rows, logits.shape[-1]
         )
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
-        requests = Requests(self.sampling_states, row_slots, idx_mapping, self.use_fp64_gumbel)
+        requests = Requests(self.sampling_states, rows_of_logits, idx_mapping, self.use_fp64_gumbel)
         if drafts is None or not requests.are_random.any():
             sampled = draw(processed, requests, lambda: positions_of(input_batch))
         else:
@@ -98,7 +98,9 @@ class NPUSampler(Sampler):
         return SamplerOutput(
             sampled_token_ids=sampled.view(-1, 1),
             logprobs_tensors=logprobs,
-            num_nans=self._num_nans(logits, row_slots, slots) if self.compute_nans else None,
+            num_nans=self._num_nans(logits, rows_of_logits, request_rows)
+            if self.compute_nans
+            else None,
             num_sampled=None,  # type: ignore[arg-type]
             num_rejected=None,  # type: ignore[arg-type]
         )
@@ -124,13 +126,15 @@ class NPUSampler(Sampler):
         )
 
     @staticmethod
-    def _num_nans(logits: torch.Tensor, row_slots: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+    def _num_nans(
+        logits: torch.Tensor, rows_of_logits: np.ndarray, request_rows: np.ndarray
+    ) -> torch.Tensor:
         """Return the number of NaNs among the logits of each request, ``[num_reqs]``."""
         of_rows = logits.isnan().sum(-1)
-        if len(row_slots) == len(slots):
+        if len(rows_of_logits) == len(request_rows):
             return of_rows
-        reqs = np.cumsum(np.diff(row_slots, prepend=row_slots[:1]) != 0)
-        found = of_rows.new_zeros(len(slots))
+        reqs = np.cumsum(np.diff(rows_of_logits, prepend=rows_of_logits[:1]) != 0)
+        found = of_rows.new_zeros(len(request_rows))
         return found.index_add_(0, torch.from_numpy(reqs).to(logits.device), of_rows)
 
     @staticmethod
