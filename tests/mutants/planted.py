@@ -432,6 +432,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "observe/recorder.py": [
         ("a step that did not run has the counts of the one before", "                self.expert_counters.clear()\n", "                pass\n", RECORDS),
+        ("a recorder is closed by the main thread only", "if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal", "if signal.getsignal(signal.SIGUSR1) == self._on_signal", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import MaskKind, MaskPlan
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.records.contract import mask_plan
@@ -134,7 +134,8 @@ class StepView:
     @cached_property
     def plans(self) -> list[MaskPlan]:
         """The mask of each of `groups`."""
-        return [mask_plan(self.step, self.settings, group) for group in self.groups]
+        form = MaskForm(self.settings.mask)
+        return [mask_plan(self.step, form, group) for group in self.groups]
 
     @cached_property
     def tables(self) -> dict[int, int]:

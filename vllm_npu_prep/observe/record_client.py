@@ -21,18 +21,10 @@ LISTENS = "00010000"
 
 
 class Address(NamedTuple):
-    """Where an API server listens.
+    """Where an API server listens."""
 
-    Attributes
-    ----------
-    root
-        Process id of ``vllm serve``, which is the parent of several API servers.
-    pid
-        Process id of the API server.
-    """
-
-    root: int
-    pid: int
+    root: int  # process id of ``vllm serve``, which is the parent of several API servers
+    pid: int  # of the API server
 
     @property
     def name(self) -> str:

@@ -27,7 +27,6 @@ from vllm_npu_prep.files import write_whole
 from vllm_npu_prep.observe.record_client import server_of
 from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
 from vllm_npu_prep.observe.step_snapshot import (
-    PastBlockTables,
     Recorded,
     StepSnapshot,
     recorded_groups,
@@ -53,21 +52,11 @@ MANIFEST = "manifest.json"
 
 
 class Written(NamedTuple):
-    """The result of a request to write the last steps; as text, one line.
+    """The result of a request to write the last steps; as text, one line."""
 
-    Attributes
-    ----------
-    folder
-        Folder of this run.
-    steps
-        Number of steps written.
-    why
-        The reason for writing them, or why there are none.
-    """
-
-    folder: Path
-    steps: int
-    why: str
+    folder: Path  # of this run
+    steps: int  # number of steps written
+    why: str  # the reason for writing them, or why there are none
 
     def __str__(self) -> str:
         if not self.steps:
@@ -128,7 +117,7 @@ class StepRecorder:
         self._span = config.span
         self._ring: deque[StepSnapshot] = deque()
         self._ring_bytes = self._file_bytes = 0
-        self._past_tables: PastBlockTables | None = None  # before the first step of the ring
+        self._past_blocks = np.empty(0, np.int32)  # all tables before the first step of the ring
         self._last_written = -1
         self._is_busy = self._is_asked = self._is_alone = False
         self._why_stopped = ""
@@ -184,8 +173,8 @@ class StepRecorder:
         with self._lock:
             self._is_busy = True
             try:
-                if self._past_tables is None:
-                    self._past_tables = PastBlockTables(self.tables.device_block_table_flat())
+                if not self._past_blocks.size:
+                    self._past_blocks = self.tables.device_block_table_flat()
                 if req_ids != self._req_ids:  # copying in every step would touch every name
                     self._req_ids = list(req_ids)
                 snapshot = StepSnapshot.of_step(
@@ -220,8 +209,7 @@ class StepRecorder:
         oldest = self._ring.popleft()
         self._experts.pop(oldest.number, None)
         self._ring_bytes -= oldest.nbytes
-        assert self._past_tables is not None
-        self._past_tables.advance(oldest)
+        oldest.advance(self._past_blocks)
 
     # ----------------------------------------------------------------- files
 
@@ -252,15 +240,14 @@ class StepRecorder:
         """Write every step of the ring that is not on disk yet; return their number."""
         if not self._ring or self._ring[-1].number <= self._last_written:
             return 0
-        assert self._past_tables is not None
         self._begin_folder(reason)
-        tables, count = self._past_tables, 0
+        blocks, count = self._past_blocks, 0
         if self._span is None:  # the ring keeps its steps
-            tables = PastBlockTables(tables.block_table_flat.copy())
+            blocks = blocks.copy()
         for snapshot in self._ring:
-            tables.advance(snapshot)
+            snapshot.advance(blocks)
             if snapshot.number > self._last_written:
-                self._write(snapshot, tables.block_table_flat)
+                self._write(snapshot, blocks)
                 if self._why_stopped:
                     break
                 self._last_written = snapshot.number
@@ -332,7 +319,7 @@ class StepRecorder:
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
         if not self._why_stopped:
             self._why_stopped = "Recording stopped: " + " ".join(why.split())
-            self._ring, self._past_tables = deque(), None
+            self._ring, self._past_blocks = deque(), np.empty(0, np.int32)
             logger.log(level, "%s", self._why_stopped)
 
     # ----------------------------------------------------------------- signals
@@ -373,9 +360,13 @@ class StepRecorder:
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def close(self) -> None:
-        """Read the last counts of experts, and stop listening."""
+        """Read the last counts of experts, and stop listening.
+
+        In another thread than the main one, which alone may set handlers, the signal keeps its own.
+        """
         self.read_experts()
-        if signal.getsignal(signal.SIGUSR1) == self._on_signal:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal:
             signal.signal(signal.SIGUSR1, self._before)
 
 

@@ -120,7 +120,7 @@ class StepSnapshot:
 
     The next step overwrites tables and staging buffers, so `step` is kept only for its sizes and
     for arrays of its batch that are made anew for each step. Of the block tables only the entries
-    sent with the step are kept (`PastBlockTables`).
+    sent with the step are kept (`advance`).
     """
 
     number: int
@@ -208,6 +208,18 @@ class StepSnapshot:
         parts["previous_rows"] = parts["previous_rows"].astype(np.int64)
         return parts
 
+    def advance(self, block_table_flat: np.ndarray) -> None:
+        """Bring block tables, int32, from before this step to what the device had in it.
+
+        Each step sends the entries that are new to the device, so whole tables need no copy.
+        """
+        step = self.step
+        if step.num_block_changes:
+            parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
+            _, indices, ids = parts
+            # The copies begin with the buffer that was sent
+            enter_blocks(self.copied, indices.start, ids.start, ids.stop, block_table_flat)
+
     @property
     def staged(self) -> np.ndarray:
         """The buffer that was sent, uint8, padded to a multiple of 8 bytes."""
@@ -224,7 +236,7 @@ class StepSnapshot:
         req_ids
             Names to record for the requests.
         blocks
-            int32, block tables as the device had them (`PastBlockTables.block_table_flat`).
+            int32, block tables as the device had them (`advance`).
         """
         then, layout, shape = self.step, self.step.layout, self.step.shape
         tables, padding = then.batch.tables, then.padding
@@ -323,26 +335,3 @@ class StepSnapshot:
             "mrope_lengths": lengths,
             "mrope_position_deltas": deltas,
         }
-
-
-class PastBlockTables:
-    """Block tables as the device had them some steps ago, updated step by step.
-
-    Each step sends the entries that are new to the device, so whole tables need no copy.
-
-    Parameters
-    ----------
-    block_table_flat
-        int32, the tables of all groups (`BatchTables.block_table_flat`); updated in place.
-    """
-
-    def __init__(self, block_table_flat: np.ndarray) -> None:
-        self.block_table_flat = block_table_flat
-
-    def advance(self, snapshot: StepSnapshot) -> None:
-        step = snapshot.step
-        if step.num_block_changes:
-            parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
-            _, indices, ids = parts
-            # The copies begin with the buffer that was sent
-            enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)

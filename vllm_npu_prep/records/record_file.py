@@ -354,9 +354,8 @@ def _batch_array(
 ) -> np.ndarray:
     """Take an array of what the step was prepared from out of a record's arrays."""
     full_name = f"batch.{name}"
-    array = arrays.pop(full_name, None)
-    _require(array is not None, f"{full_name} is missing")
-    assert array is not None
+    _require(full_name in arrays, f"{full_name} is missing")
+    array = arrays.pop(full_name)
     dtype = _dtype_of(name)
     fits = len(array.shape) == len(shape) and all(
         want is None or want == size for want, size in zip(shape, array.shape)

@@ -432,9 +432,8 @@ def _check_shards(scenario: Scenario) -> None:
 
 
 def _check_chunks(groups: list[ScenarioGroup]) -> None:
-    sizes = {(g.attention_chunk_size, g.block_size) for g in groups if g.attention_chunk_size}
+    sizes = {(size, g.block_size) for g in groups if (size := g.attention_chunk_size)}
     for chunk_size, block_size in sizes:
-        assert chunk_size is not None
         if len(sizes) > 1 or chunk_size % block_size:
             raise PrepError(
                 f"attention_chunk_size: {chunk_size} in blocks of {block_size}; chunks must "

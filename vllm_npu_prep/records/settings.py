@@ -64,22 +64,11 @@ class LayerGroup(Strict):
 
 
 class StepTimes(NamedTuple):
-    """When a step was prepared, and how long that took.
+    """When a step was prepared, and how long that took."""
 
-    Attributes
-    ----------
-    started
-        When its preparation began: seconds of the host's monotonic clock, which all processes of
-        a host share.
-    prepared
-        Seconds that it took.
-    waits
-        How often it waited for an earlier copy to the device (`vllm_npu_prep.device.staging`).
-    """
-
-    started: float
-    prepared: float
-    waits: int
+    started: float  # seconds of the host's monotonic clock, which all processes of a host share
+    prepared: float  # seconds that it took
+    waits: int  # how often it waited for an earlier copy (`vllm_npu_prep.device.staging`)
 
 
 def _form(**fields: Any) -> type[Strict]:
@@ -172,8 +161,7 @@ class RecordSettings(Strict):
     @classmethod
     def _of_the_core(cls, given: Any, info: ValidationInfo) -> Any:
         """Make the object of its JSON; its class refuses fields that contradict each other."""
-        assert info.field_name is not None
-        kind, form = FORMS[info.field_name]
+        kind, form = FORMS[info.field_name or ""]
         if given is None or isinstance(given, kind):
             return given
         found = dict(form.model_validate(given))
