@@ -1,6 +1,7 @@
 """The wording of messages, and the parsing of texts on command lines."""
 
 import argparse
+import textwrap
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -9,6 +10,12 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     `plural` is needed only if the plural is not formed by adding an ``s``.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Break a text into lines at spaces only: names have hyphens, and may be wide."""
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
 
 
 def seconds(text: str) -> float:

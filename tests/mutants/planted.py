@@ -355,7 +355,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "graph/config.py": [
         ("the largest decode off the grid", "if largest not in sizes:", "if False:", GRAPHS),
-        ("full graphs around layers that a connector saves", "if transfer is not None and saves and", "if False and", TRANSFER),
+        ("full graphs around layers that a connector saves", "if transfer is not None and transfer.kv", "if False and transfer.kv", TRANSFER),
         ("full graphs are replayed with waits for each launch", "    if waits_for_launches(device_type):\n", "    if False:\n", ("tests/graph/test_config.py",)),
         ("graphs of A3 are planned with more streams whatever the driver", "    has_queues = driver_key(driver) is not None and not is_older(driver, QUEUES)\n", "    has_queues = True\n", ("tests/graph/test_config.py",)),
     ],
@@ -886,7 +886,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "server/one_line.py": [
         ("a rank's refusal is read while another one writes", 'mine = Path(f"{path}.{os.getpid()}")', "mine = Path(path)", ("tests/test_one_line.py",)),
-        ("a server's log loses tracebacks of bugs", "if type(error) is Exception and CALL_FAILED.match(str(error)):", "if error is not None:", ("tests/test_one_line.py",)),
+        ("a server's log loses tracebacks of bugs", "is_answer = type(error) is Exception and CALL_FAILED.match(str(error))", "is_answer = error is not None", ("tests/test_one_line.py",)),
     ],
     "server/processes.py": [
         ("an engine outlives its server", "while os.getppid() == parent:", "while True:", SERVERS),

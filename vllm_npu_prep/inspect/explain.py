@@ -4,7 +4,6 @@ Tables (`StepTable`) and texts are made here for the terminal and for the HTML p
 (`vllm_npu_prep.inspect.page`); `explain_json` is the same for programs.
 """
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ from vllm_npu_prep.records.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.wording import counted, wrapped
 
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
@@ -483,16 +482,10 @@ def _span(tokens: list[int] | None) -> str:
 def print_line(console: Console, name: str, text: str) -> None:
     """Print a text after a name; its further lines are indented as far. Words are never broken."""
     width = max(console.width, len(name) + 20)
-    lines = _wrapped(text, width - len(name))
+    lines = wrapped(text, width - len(name))
     for place, line in enumerate(lines):
         head = name if place == 0 else " " * len(name)
         console.print(head + line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines at spaces only: names have hyphens, and may be wide."""
-    wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return wrapped or [""]
 
 
 def print_folded(console: Console, table: StepTable) -> None:
@@ -561,6 +554,6 @@ def _print_stacked(console: Console, columns: list[str], cells: list[list[str]])
     for row in cells:
         for place, (name, text) in enumerate(zip(columns, row)):
             indent = "" if place == 0 else "  "
-            for number, line in enumerate(_wrapped(f"{name} {text}", console.width - 4)):
+            for number, line in enumerate(wrapped(f"{name} {text}", console.width - 4)):
                 line = f"{indent}{'  ' * (number > 0)}{line}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -65,27 +65,14 @@ class RequestView:
 
 @dataclass(frozen=True)
 class StepView:
-    """A prepared step and what is known of its requests and groups.
+    """A prepared step and what is known of its requests and groups."""
 
-    Attributes
-    ----------
-    name
-        For a heading.
-    settings
-        Those under which it was prepared.
-    requests
-        In the order of the batch.
-    padded
-        Whether the device sees other sizes than the scheduler's.
-    tokens_per_expert
-        By layer: tokens of each expert, if the record was asked for them.
-    """
-
-    name: str
-    settings: RecordSettings
+    name: str  # for a heading
+    settings: RecordSettings  # those under which it was prepared
     step: PreparedStep
-    requests: list[RequestView]
-    padded: bool = True
+    requests: list[RequestView]  # in the order of the batch
+    padded: bool = True  # whether the device sees other sizes than the scheduler's
+    # By layer: tokens of each expert, if the record was asked for them
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
 
     @classmethod

@@ -44,7 +44,7 @@ queries.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RecordBatch:
     """What a step was prepared from, without the rest of the tables.
 
@@ -76,8 +76,6 @@ class RecordBatch:
             return NotImplemented
         names = [item.name for item in fields(self)]
         return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 WIDE = {

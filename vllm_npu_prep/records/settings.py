@@ -95,67 +95,36 @@ FORMS: dict[str, tuple[type, type[Strict]]] = {
 
 
 class RecordSettings(Strict):
-    """All but the arrays: sizes of the engine's tables and of the step, and the padding.
-
-    Attributes
-    ----------
-    step
-        Its number: how many came before it since start-up.
-    max_num_reqs, max_model_len, block_sizes, max_num_blocks
-        Sizes of the engine's tables; the latter two for each KV-cache group that has one.
-    mask, mask_itemsize
-        Form of masks; bytes of a cell of dense ones.
-    groups
-        Layers with the same view of the step, in the engine's order.
-    mode, num_input_tokens, num_reqs_padded, decode_query_len
-        See `vllm_npu_prep.prep.padding.Padding`.
-    kind
-        How the step ran, and why if eager (`vllm_npu_prep.graph.counts.StepCounts.kind`).
-    max_logits, max_drafts
-        See `vllm_npu_prep.prep.layout.StepLayout`.
-    mrope_dims
-        See `vllm_npu_prep.prep.shape.EngineShape`.
-    num_sampled_rows, num_sampled_drafts
-        See `vllm_npu_prep.prep.batch.StepBatch`.
-    takes_embeds
-        What was decided (`vllm_npu_prep.prep.embeds`).
-    modalities
-        Kind of input of each run of placeholders.
-    latent
-        How steps are split for latent attention; None without it.
-    dcp
-        The part of each context that the rank kept; None without decode context parallelism.
-    times
-        When it was prepared; None in records that older versions wrote.
-    """
+    """All but the arrays: sizes of the engine's tables and of the step, and the padding."""
 
     format: Literal[2] = 2  # `vllm_npu_prep.records.record.FORMAT`
-    step: Annotated[int, Field(ge=0, lt=1 << 62)]
+    step: Annotated[int, Field(ge=0, lt=1 << 62)]  # how many came before it since start-up
     req_ids: Annotated[list[Text], Field(min_length=1, max_length=1 << 16)]
+    # Sizes of the engine's tables; the lists have an entry for each KV-cache group with a table
     max_num_reqs: Annotated[int, Field(ge=1, le=1 << 16)]
     max_model_len: Positive
     chunked_prefill: bool = True
-    mask: Literal["dense", "compressed"]
-    mask_itemsize: Literal[1, 2, 4]
+    mask: Literal["dense", "compressed"]  # form of masks
+    mask_itemsize: Literal[1, 2, 4]  # bytes of a cell of dense ones
     block_sizes: Annotated[list[BlockSize], Field(max_length=256)]
     max_num_blocks: Annotated[list[Positive], Field(max_length=256)]
-    groups: Annotated[list[LayerGroup], Field(max_length=1024)]
+    groups: Annotated[list[LayerGroup], Field(max_length=1024)]  # in the engine's order
     total_num_scheduled_tokens: Size
-    mode: Literal["NONE", "PIECEWISE", "FULL"]
-    kind: Text
+    mode: Literal["NONE", "PIECEWISE", "FULL"]  # this and three below: `prep.padding.Padding`
+    kind: Text  # `vllm_npu_prep.graph.counts.StepCounts.kind`
     num_input_tokens: Size
     num_reqs_padded: Size
     decode_query_len: Count
-    max_logits: Size
+    max_logits: Size  # `vllm_npu_prep.prep.layout.StepLayout`
     max_drafts: Count
-    mrope_dims: Annotated[int, Field(ge=0, le=4)]
-    num_sampled_rows: Count
+    mrope_dims: Annotated[int, Field(ge=0, le=4)]  # `vllm_npu_prep.prep.shape.EngineShape`
+    num_sampled_rows: Count  # `vllm_npu_prep.prep.batch.StepBatch`
     num_sampled_drafts: Annotated[int, Field(ge=0, le=1 << 10)]
-    takes_embeds: bool
-    modalities: Annotated[list[Text], Field(max_length=1 << 20)]
-    latent: LatentSplit | None = None
-    dcp: ContextShards | None = None
-    times: StepTimes | None = None
+    takes_embeds: bool  # what was decided (`vllm_npu_prep.prep.embeds`)
+    modalities: Annotated[list[Text], Field(max_length=1 << 20)]  # kind of each run of placeholders
+    latent: LatentSplit | None = None  # None without latent attention
+    dcp: ContextShards | None = None  # None without decode context parallelism
+    times: StepTimes | None = None  # None in records that older versions wrote
 
     @field_validator(*FORMS, mode="plain")
     @classmethod
