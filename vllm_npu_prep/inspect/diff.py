@@ -24,7 +24,7 @@ from vllm_npu_prep.records.contract import (
     latent_variables,
     state_variables,
 )
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.wording import counted, runs_of
 
 REQUEST_VARIABLES = ("num_computed_tokens", "query_lens", "seq_lens")
 SLOT_VARIABLES = ("block_numbers", "block_offsets", "slot_mapping")
@@ -203,8 +203,8 @@ def _token_level(a: StepView, b: StepView, req_id: str, row_a: int, row_b: int) 
     positions_b, values_b = _tokens(b, row_b)
     _, in_a, in_b = np.intersect1d(positions_a, positions_b, return_indices=True)
     for of_a, positions, common in ((True, positions_a, in_a), (False, positions_b, in_b)):
-        for run in _runs(np.delete(positions, common)):
-            text, span = counted(len(run), "token"), (int(run[0]), int(run[-1]) + 1)
+        for run in runs_of(np.delete(positions, common).tolist()):
+            text, span = counted(len(run), "token"), (run.start, run.stop)
             a_only, b_only = (text, None) if of_a else (None, text)
             yield Change("tokens", a_only, b_only, req_id, span)
     for name in values_a:
@@ -213,11 +213,11 @@ def _token_level(a: StepView, b: StepView, req_id: str, row_a: int, row_b: int) 
         text, _, group = name.partition(" of group ")
         own_a, own_b = values_a[name][in_a], values_b[name][in_b]
         differ = np.flatnonzero(own_a != own_b)
-        for run in _runs(positions_a[in_a[differ]], differ):  # each makes one line
-            span = int(positions_a[in_a[run[0]]]), int(positions_a[in_a[run[-1]]]) + 1
-            of_group = int(group) if group else None
-            values = own_a[run].tolist(), own_b[run].tolist()
-            yield Change(text, *values, req_id, span, of_group)
+        of_group = int(group) if group else None
+        for run in runs_of(positions_a[in_a[differ]].tolist()):  # each makes one line
+            values = [own[differ[: len(run)]].tolist() for own in (own_a, own_b)]
+            differ = differ[len(run) :]
+            yield Change(text, *values, req_id, (run.start, run.stop), of_group)
 
 
 def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -237,12 +237,6 @@ def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]
         of_group = group_level(view, group)
         values |= {f"{name}{where}": of_group[name][own] for name in SLOT_VARIABLES}
     return step.positions[own], values
-
-
-def _runs(positions: np.ndarray, of: np.ndarray | None = None) -> list[np.ndarray]:
-    """Split positions, or what else there is of each, where they don't follow one another."""
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [run for run in np.split(positions if of is None else of, breaks) if len(run)]
 
 
 def diff_json(a: StepView, b: StepView, found: list[Change]) -> dict[str, Any]:

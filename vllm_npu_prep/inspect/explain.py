@@ -33,7 +33,7 @@ from vllm_npu_prep.records.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.wording import counted, wrapped
+from vllm_npu_prep.wording import counted, runs_of, wrapped
 
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
@@ -469,10 +469,8 @@ def _list(blocks: np.ndarray) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers as ranges, ``3-7 9``."""
-    values = np.asarray(numbers, np.int64)
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    parts = (part for part in np.split(values, breaks) if len(part))
-    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+    runs = runs_of(numbers)
+    return " ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def _span(tokens: list[int] | None) -> str:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from vllm_npu_prep.inspect.page import content_policy, template
 from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run, Step
-from vllm_npu_prep.inspect.run_data import run_json, runs_of
+from vllm_npu_prep.inspect.run_data import counted_runs, run_json
 from vllm_npu_prep.inspect.run_steps import StepPages
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.wording import counted
@@ -80,7 +80,7 @@ def run_html(run: Run, pages: StepPages | None = None) -> str:
 def _pages_json(pages: StepPages, run: Run, rank: RankRun) -> dict[str, Any]:
     """Return which steps of a rank have a page, and the text around a number in its address."""
     begin, end = quote(f"{pages.folder.name}/step-"), quote(pages.ending(rank))
-    return {"begin": begin, "end": end, "steps": runs_of(pages.indices(run, rank))}
+    return {"begin": begin, "end": end, "steps": counted_runs(pages.indices(run, rank))}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

@@ -37,7 +37,6 @@ from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.expert_counts import ExpertTokens, write_expert_counts
 from vllm_npu_prep.records.record import FORMAT
-from vllm_npu_prep.records.settings import StepTimes
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class StepRecorder:
         number, times = self.steps, None
         self.steps = number + 1
         if started is not None:
-            times = StepTimes(started, perf_counter() - started, waits - self._waits)
+            times = started, perf_counter() - started, waits - self._waits
             self._waits = waits
         if self._why_stopped or (self._span is not None and number not in self._span):
             return

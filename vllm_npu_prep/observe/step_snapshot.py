@@ -17,7 +17,13 @@ from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
 from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
-from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
+from vllm_npu_prep.records.settings import (
+    LayerGroup,
+    RecordLatent,
+    RecordSettings,
+    RecordShards,
+    StepTimes,
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ class StepSnapshot:
     placeholders: Placeholders
     modalities: Sequence[str]  # kind of input of each run of placeholders
     rows_with_embeds: Sequence[int]
-    times: StepTimes | None
+    # When its preparation began and how long it took, in seconds, and its waits; None if unknown
+    times: tuple[float, float, int] | None
     nbytes: int  # size of the copies, approximately
 
     @classmethod
@@ -145,7 +152,7 @@ class StepSnapshot:
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
-        times: StepTimes | None = None,
+        times: tuple[float, float, int] | None = None,
     ) -> "StepSnapshot":
         """Copy what is needed of a step that was just prepared.
 
@@ -159,10 +166,8 @@ class StepSnapshot:
             How it runs (`vllm_npu_prep.graph.counts.StepCounts.kind`).
         req_ids
             Ids of the batch's requests; the sequence is kept as it is.
-        placeholders, modalities, rows_with_embeds
-            See `vllm_npu_prep.prep.embeds`; kept as they are.
-        times
-            When it was prepared, if that is known.
+        placeholders, modalities, rows_with_embeds, times
+            See `vllm_npu_prep.prep.embeds` and `StepSnapshot`; kept as they are.
         """
         batch, tables = step.batch, step.batch.tables
         num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
@@ -239,7 +244,10 @@ class StepSnapshot:
             int32, block tables as the device had them (`advance`).
         """
         then, layout, shape = self.step, self.step.layout, self.step.shape
-        tables, padding = then.batch.tables, then.padding
+        tables, padding, times = then.batch.tables, then.padding, None
+        if self.times is not None:
+            started, prepared, waits = self.times
+            times = StepTimes(started=started, prepared=prepared, waits=waits)
         settings = RecordSettings(
             step=self.number,
             req_ids=req_ids,
@@ -264,9 +272,9 @@ class StepSnapshot:
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=shape.latent or None,
-            dcp=shape.dcp or None,
-            times=self.times,
+            latent=RecordLatent.of(shape.latent),
+            dcp=RecordShards.of(shape.dcp),
+            times=times,
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]

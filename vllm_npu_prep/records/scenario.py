@@ -31,7 +31,9 @@ from vllm_npu_prep.records.settings import (
     Count,
     LayerGroup,
     Positive,
+    RecordLatent,
     RecordSettings,
+    RecordShards,
     Size,
     Strict,
     Text,
@@ -205,8 +207,8 @@ class Scenario(Strict):
             num_sampled_drafts=0,
             takes_embeds=len(touched) > 0,
             modalities=[item.modality for r in self.requests for item in r.multimodal],
-            latent=self.latent_split,
-            dcp=self.shards or None,
+            latent=RecordLatent.of(self.latent_split),
+            dcp=RecordShards.of(self.shards),
         )
         return StepRecord(settings, batch)
 

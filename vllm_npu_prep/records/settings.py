@@ -1,22 +1,11 @@
 """The settings of a record: everything that isn't an array of the step.
 
-They are a strict pydantic model, because records are files that others may have changed. Parts for
-which the pure core has a class are of that class: `FORMS` says what their JSON may be.
+They are a strict pydantic model, because records are files that others may have changed.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    create_model,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
@@ -46,6 +35,11 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @classmethod
+    def of(cls, value: object) -> Self | None:
+        """Return what a file says of an object of the core; None if that is false."""
+        return cls.model_validate(value, from_attributes=True) if value else None
+
 
 class LayerGroup(Strict):
     """Layers with the same view of the step: a KV-cache group, or its part with one window."""
@@ -63,35 +57,45 @@ class LayerGroup(Strict):
         return self.state_threshold is not None
 
 
-class StepTimes(NamedTuple):
+class StepTimes(Strict):
     """When a step was prepared, and how long that took."""
 
-    started: float  # seconds of the host's monotonic clock, which all processes of a host share
-    prepared: float  # seconds that it took
-    waits: int  # how often it waited for an earlier copy (`vllm_npu_prep.device.staging`)
+    started: Seconds  # on the host's monotonic clock, which all processes of a host share
+    prepared: Seconds  # that it took
+    waits: Count  # how often it waited for an earlier copy (`vllm_npu_prep.device.staging`)
 
 
-def _form(**fields: Any) -> type[Strict]:
-    definitions: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
-    return create_model("Form", __base__=Strict, **definitions)
+class RecordLatent(Strict):
+    """How steps are split for latent attention: `LatentSplit`."""
+
+    decode_threshold: Positive
+    workspace_tokens: Positive
+    block_size: BlockSize
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        self.split(0)
+        return self
+
+    def split(self, max_model_len: int) -> LatentSplit:
+        sizes = self.decode_threshold, self.workspace_tokens, self.block_size
+        return LatentSplit(*sizes, max_model_len)
 
 
-FORMS: dict[str, tuple[type, type[Strict]]] = {
-    "latent": (
-        LatentSplit,
-        _form(decode_threshold=Positive, workspace_tokens=Positive, block_size=BlockSize),
-    ),
-    "dcp": (
-        ContextShards,
-        _form(
-            world_size=Annotated[int, Field(ge=1, le=1 << 10)],
-            rank=Annotated[int, Field(ge=0, lt=1 << 10)],
-            interleave_size=BlockSize,
-        ),
-    ),
-    "times": (StepTimes, _form(started=Seconds, prepared=Seconds, waits=Count)),
-}
-"""By key of the settings: the class of the object, and the keys and limits of its JSON."""
+class RecordShards(Strict):
+    """The part of each context that the rank kept: `ContextShards`."""
+
+    world_size: Annotated[int, Field(ge=1, le=1 << 10)]
+    rank: Annotated[int, Field(ge=0, lt=1 << 10)]
+    interleave_size: BlockSize
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        self.shards()
+        return self
+
+    def shards(self) -> ContextShards:
+        return ContextShards(self.world_size, self.rank, self.interleave_size)
 
 
 class RecordSettings(Strict):
@@ -122,32 +126,16 @@ class RecordSettings(Strict):
     num_sampled_drafts: Annotated[int, Field(ge=0, le=1 << 10)]
     takes_embeds: bool  # what was decided (`vllm_npu_prep.prep.embeds`)
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]  # kind of each run of placeholders
-    latent: LatentSplit | None = None  # None without latent attention
-    dcp: ContextShards | None = None  # None without decode context parallelism
+    latent: RecordLatent | None = None  # None without latent attention
+    dcp: RecordShards | None = None  # None without decode context parallelism
     times: StepTimes | None = None  # None in records that older versions wrote
 
-    @field_validator(*FORMS, mode="plain")
-    @classmethod
-    def _of_the_core(cls, given: Any, info: ValidationInfo) -> Any:
-        """Make the object of its JSON; its class refuses fields that contradict each other."""
-        kind, form = FORMS[info.field_name or ""]
-        if given is None or isinstance(given, kind):
-            return given
-        found = dict(form.model_validate(given))
-        if kind is LatentSplit:  # 0: that one is refused already
-            found["max_model_len"] = info.data.get("max_model_len", 0)
-        return kind(**found)
-
-    @field_serializer(*FORMS)
-    def _as_json(self, value: Any, info: Any) -> Any:
-        names = FORMS[info.field_name][1].model_fields
-        return None if value is None else {name: getattr(value, name) for name in names}
-
     @model_validator(mode="after")
-    def _whole_runs(self) -> "RecordSettings":
-        size = 1 if self.dcp is None else self.dcp.interleave_size
+    def _agrees(self) -> "RecordSettings":
+        size = self.dcp.interleave_size if self.dcp else 1
         if any(block_size % size for block_size in self.block_sizes):
             raise ValueError(f"dcp: blocks of {self.block_sizes} are no whole runs of {size}")
+        _ = self._states  # thresholds and drafts fit each other
         return self
 
     @property
@@ -168,9 +156,9 @@ class RecordSettings(Strict):
             max_logits_per_req=1 - (-self.max_drafts // self.num_reqs_padded),
             mrope_dims=self.mrope_dims,
             local=local,
-            latent=self.latent or NO_LATENT_SPLIT,
+            latent=self.latent.split(self.max_model_len) if self.latent else NO_LATENT_SPLIT,
             states=self._states,
-            dcp=self.dcp or WHOLE_CONTEXTS,
+            dcp=self.dcp.shards() if self.dcp else WHOLE_CONTEXTS,
         )
 
     @property
@@ -179,11 +167,6 @@ class RecordSettings(Strict):
         threshold = max((g.state_threshold or 1 for g in found.values()), default=1)
         drafts = max((g.state_drafts for g in found.values()), default=0)
         return RecurrentGroups(tuple(found), threshold, drafts)
-
-    @model_validator(mode="after")
-    def _one_split(self) -> "RecordSettings":
-        _ = self._states  # thresholds and drafts fit each other
-        return self
 
     @property
     def main_group(self) -> int:
