@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -169,40 +169,46 @@ class StepRecorder:
             self._waits = waits
         if self._why_stopped or (self._span is not None and number not in self._span):
             return
-        with self._lock:
-            self._is_busy = True
-            try:
-                if not self._past_blocks.size:
-                    self._past_blocks = self.tables.device_block_table_flat()
-                if req_ids != self._req_ids:  # copying in every step would touch every name
-                    self._req_ids = list(req_ids)
-                snapshot = StepSnapshot.of_step(
-                    number,
-                    step,
-                    kind,
-                    self._req_ids,
-                    placeholders,
-                    modalities,
-                    rows_with_embeds,
-                    times,
-                )
-                self._ring.append(snapshot)
-                self._ring_bytes += snapshot.nbytes
-                self._await_experts(number)
-                if self._span is None:
-                    while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
-                        self._forget_oldest()
-                else:
-                    self._write_new("asked for")
-                    self._ring.clear()
-                    if number == self._span[-1]:
-                        self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
-            except Exception as error:
-                self._stop(f"{type(error).__name__}: {error}")
-            self._is_busy = False
+        with self._noting():
+            if not self._past_blocks.size:
+                self._past_blocks = self.tables.device_block_table_flat()
+            if req_ids != self._req_ids:  # copying in every step would touch every name
+                self._req_ids = list(req_ids)
+            snapshot = StepSnapshot.of_step(
+                number,
+                step,
+                kind,
+                self._req_ids,
+                placeholders,
+                modalities,
+                rows_with_embeds,
+                times,
+            )
+            self._ring.append(snapshot)
+            self._ring_bytes += snapshot.nbytes
+            self._await_experts(number)
+            if self._span is None:
+                while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
+                    self._forget_oldest()
+            else:
+                self._write_new("asked for")
+                self._ring.clear()
+                if number == self._span[-1]:
+                    self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
         if self._is_asked:
             self._is_asked = False
             self.dump("SIGUSR1")
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep other threads and signals from the ring; nothing that fails reaches the engine."""
+        with self._lock:
+            self._is_busy = True
+            try:
+                yield
+            except Exception as error:
+                self._stop(f"{type(error).__name__}: {error}")
+            self._is_busy = False
 
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
@@ -220,15 +226,10 @@ class StepRecorder:
         Written
             Where they are, or why there are none.
         """
-        with self._lock:
-            self._is_busy = True
+        count = 0
+        with self._noting():
             self.read_experts()
-            try:
-                count = self._write_new(reason)
-            except Exception as error:
-                self._stop(f"{type(error).__name__}: {error}")
-                count = 0
-            self._is_busy = False
+            count = self._write_new(reason)
         if not count:
             return Written(self.folder, 0, self._why_stopped or "no new step to write")
         answer = Written(self.folder, count, reason)
