@@ -430,15 +430,7 @@ def explain_text(
 ) -> None:
     """Print the step: state, masks, graph and padding with their reasons, then requests and tokens.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`select`); long tables are folded.
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `select` chooses what is shown, and raises the errors. Long tables are folded.
     """
     selection = select(view, req_id, tokens)
     console.print(view.name, style="bold", markup=False, highlight=False, soft_wrap=True)

@@ -105,15 +105,7 @@ def explain_png(
 ) -> bytes:
     """Draw masks, KV blocks and recurrent states of a step as a PNG file.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`vllm_npu_prep.inspect.explain.select`).
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `vllm_npu_prep.inspect.explain.select` chooses what is shown, and raises the errors.
     """
     selection = select(view, req_id, tokens)
     sheet, masks = _Sheet(), list(mask_drawings(view, selection, MASKS))

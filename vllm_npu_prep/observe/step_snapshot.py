@@ -5,7 +5,7 @@ A step only copies numbers (`copy_step`); the work of making a record waits unti
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
 from vllm_npu_prep.records.settings import (
     LayerGroup,
-    RecordLatent,
     RecordSettings,
-    RecordShards,
     StepTimes,
 )
 
@@ -243,37 +241,30 @@ class StepSnapshot:
         blocks
             int32, block tables as the device had them (`advance`).
         """
-        then, layout, shape = self.step, self.step.layout, self.step.shape
-        tables, padding, times = then.batch.tables, then.padding, None
+        then, layout = self.step, self.step.layout
+        tables, times = then.batch.tables, None
         if self.times is not None:
             started, prepared, waits = self.times
             times = StepTimes(started=started, prepared=prepared, waits=waits)
-        settings = RecordSettings(
+        settings = RecordSettings.of(
+            then.padding,
+            layout,
             step=self.number,
             req_ids=req_ids,
             max_num_reqs=len(tables.token_ids),
             max_model_len=tables.max_model_len,
             chunked_prefill=tables.chunked_prefill,
             mask=recorded.mask.value,
-            mask_itemsize=cast(Any, recorded.mask_itemsize),
+            mask_itemsize=recorded.mask_itemsize,
             block_sizes=tables.block_sizes.tolist(),
             max_num_blocks=tables.max_num_blocks.tolist(),
             groups=list(recorded.groups),
             total_num_scheduled_tokens=then.total_num_scheduled_tokens,
-            mode=cast(Any, padding.mode.value),
             kind=self.kind,
-            num_input_tokens=padding.num_input_tokens,
-            num_reqs_padded=padding.num_reqs_padded,
-            decode_query_len=padding.decode_query_len,
-            max_logits=layout.max_logits,
-            max_drafts=layout.max_drafts,
-            mrope_dims=shape.mrope_dims,
             num_sampled_rows=then.batch.num_sampled_rows,
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=RecordLatent.of(shape.latent),
-            dcp=RecordShards.of(shape.dcp),
             times=times,
         )
         placed, parts = self.placeholders, self.parts()
@@ -323,19 +314,13 @@ class StepSnapshot:
         batch, dims = self.step.batch, self.step.shape.mrope_dims
         total = batch.total_num_scheduled_tokens
         positions = np.zeros((dims, total if dims else 0), np.int64)
-        if self.mrope is None:
-            return {
-                "mrope_positions": positions,
-                "mrope_lengths": np.empty(0, np.int64),
-                "mrope_position_deltas": np.empty(0, np.int64),
-            }
-        prompts, deltas = self.mrope
+        prompts, deltas = self.mrope or ([], np.empty(0, np.int64))
         lengths, start = np.zeros(len(deltas), np.int64), 0
-        counts = batch.num_scheduled_tokens.tolist()
-        for req, (first, count) in enumerate(zip(num_computed_tokens.tolist(), counts)):
-            if prompts[req].ndim == 2:  # other positions count up from 0
-                lengths[req] = prompts[req].shape[1]
-                seen = prompts[req][:, first : first + count]
+        counts = num_computed_tokens.tolist(), batch.num_scheduled_tokens.tolist()
+        for req, (prompt, first, count) in enumerate(zip(prompts, *counts)):
+            if prompt.ndim == 2:  # other positions count up from 0
+                lengths[req] = prompt.shape[1]
+                seen = prompt[:, first : first + count]
                 positions[:, start : start + seen.shape[1]] = seen
             start += count
         return {

@@ -211,17 +211,9 @@ def oracle_requests(
         blocks = [list(ids[:num_columns]) for ids in owned]
     requests, start = [], 0
     accepted = batch.num_accepted_tokens.tolist() or [1] * settings.num_reqs
-    for req in range(settings.num_reqs):
-        computed, scheduled, num_tokens, drafts, prompt = (
-            int(getattr(batch, name)[req])
-            for name in (
-                "num_computed_tokens",
-                "num_scheduled_tokens",
-                "num_tokens",
-                "num_draft_tokens",
-                "num_prompt_tokens",
-            )
-        )
+    counts = batch.num_computed_tokens, batch.num_scheduled_tokens, batch.num_tokens
+    columns = (each.tolist() for each in (*counts, batch.num_draft_tokens, batch.num_prompt_tokens))
+    for req, (computed, scheduled, num_tokens, drafts, prompt) in enumerate(zip(*columns)):
         span = batch.token_ids[start : start + scheduled].tolist()
         known = dict(enumerate(span, computed))
         if len(batch.next_token_ids):

@@ -3,7 +3,7 @@
 They are a strict pydantic model, because records are files that others may have changed.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -36,7 +36,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @classmethod
-    def of(cls, value: object) -> Self | None:
+    def part(cls, value: object) -> Self | None:
         """Return what a file says of an object of the core; None if that is false."""
         return cls.model_validate(value, from_attributes=True) if value else None
 
@@ -137,6 +137,22 @@ class RecordSettings(Strict):
             raise ValueError(f"dcp: blocks of {self.block_sizes} are no whole runs of {size}")
         _ = self._states  # thresholds and drafts fit each other
         return self
+
+    @classmethod
+    def of(cls, padding: Padding, layout: StepLayout, **more: Any) -> Self:
+        """Return the settings of a step of these sizes; `more` has those that they don't tell."""
+        return cls(
+            mode=cast(Any, padding.mode.value),
+            num_input_tokens=padding.num_input_tokens,
+            num_reqs_padded=padding.num_reqs_padded,
+            decode_query_len=padding.decode_query_len,
+            max_logits=layout.max_logits,
+            max_drafts=layout.max_drafts,
+            mrope_dims=layout.shape.mrope_dims,
+            latent=RecordLatent.part(layout.shape.latent),
+            dcp=RecordShards.part(layout.shape.dcp),
+            **more,
+        )
 
     @property
     def num_reqs(self) -> int:
