@@ -388,7 +388,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "inspect/run.py": [
         ("rejected drafts are shown as accepted", "_digit(span.drafts - rejected)", "_digit(rejected)", RUN_PAGES),
-        ("requests of before the record are shown as prefix hits", "if begins and computed:", "if computed:", RUN_PAGES),
+        ("requests of before the record are shown as prefix hits", "(span is None and begins)", "span is None", RUN_PAGES),
         ("a block that requests share is counted for each", "return int(np.count_nonzero(marks[1:]))", "return int(np.count_nonzero(ids))", RUN_PAGES),
     ],
     "inspect/run_page.py": [

@@ -131,27 +131,12 @@ def _blocks(at: FaultPlace) -> GivenAllowed:
     return at.seq_len, f"up to {room} in its {counted(owned, 'block')}"
 
 
-def _positions(at: FaultPlace) -> GivenAllowed:
-    return at.arrays.positions[at.token], at.computed + at.token - int(at.starts[at.req])
-
-
-def _logits(at: FaultPlace) -> GivenAllowed:
-    return (
-        f"token {at.token} in {at.step.logits_indices.tolist()}",
-        f"rising, below {at.num_tokens}",
-    )
-
-
 def _padding_reqs(at: FaultPlace) -> GivenAllowed:
     return (
         f"tokens {at.borders(at.starts)}, length {at.seq_len}, {at.computed} of them computed",
         f"tokens that rise to {at.step.num_input_tokens} at most, and a length that is their "
         f"number, up to max_model_len {at.tables.max_model_len}, 0 of them computed",
     )
-
-
-def _local_query_lens(at: FaultPlace) -> GivenAllowed:
-    return at.borders(at.local_starts), f"rising from 0 to {at.step.num_input_tokens} at most"
 
 
 def _local_seq_lens(at: FaultPlace) -> GivenAllowed:
@@ -257,17 +242,26 @@ READS: dict[Rule, Callable[[FaultPlace], GivenAllowed]] = {
     Rule.SEQ_LENS: _seq_lens,
     Rule.MODEL_LEN: lambda at: (at.seq_len, f"up to max_model_len {at.tables.max_model_len}"),
     Rule.BLOCKS: _blocks,
-    Rule.POSITIONS: _positions,
+    Rule.POSITIONS: lambda at: (
+        at.arrays.positions[at.token],
+        at.computed + at.token - int(at.starts[at.req]),
+    ),
     Rule.VOCABULARY: lambda at: (at.arrays.input_ids[at.token], f"0 to {at.limits[0] - 1}"),
     Rule.SLOTS: lambda at: (at.slot, f"{at.block_size} to {at.limits[1 + at.group] - 1}"),
     Rule.LAST_SLOT: lambda at: (at.slot, at.named_slot(at.seq_len - 1)),
     Rule.MAX_QUERY_LEN: lambda at: (at.step.max_query_len, at.step.query_lens.max(initial=0)),
     Rule.MAX_SEQ_LEN: lambda at: (at.step.max_seq_len, at.step.seq_lens.max(initial=0)),
-    Rule.LOGITS: _logits,
+    Rule.LOGITS: lambda at: (
+        f"token {at.token} in {at.step.logits_indices.tolist()}",
+        f"rising, below {at.num_tokens}",
+    ),
     Rule.PADDING_TOKENS: lambda at: (at.slot, "-1"),
     Rule.PADDING_REQS: _padding_reqs,
     Rule.ENDS_AT_INPUT_TOKENS: lambda at: (at.starts[-1], at.step.num_input_tokens),
-    Rule.LOCAL_QUERY_LENS: _local_query_lens,
+    Rule.LOCAL_QUERY_LENS: lambda at: (
+        at.borders(at.local_starts),
+        f"rising from 0 to {at.step.num_input_tokens} at most",
+    ),
     Rule.LOCAL_SEQ_LENS: _local_seq_lens,
     Rule.LOCAL_ENDS_AT_TOKENS: lambda at: (at.local_starts[at.req + 1], at.num_tokens),
     Rule.LOCAL_ENDS_AT_INPUT_TOKENS: lambda at: (at.local_starts[-1], at.step.num_input_tokens),

@@ -148,18 +148,10 @@ class StepRecorder:
         started: float | None = None,
         waits: int = 0,
     ) -> None:
-        """Note a step that was just prepared.
+        """Note a step that was just prepared, which `StepSnapshot.of_step` copies.
 
-        Parameters
-        ----------
-        step, kind, placeholders, modalities, rows_with_embeds
-            See `StepSnapshot.of_step`.
-        req_ids
-            Names of the batch, which are copied.
-        started
-            `perf_counter` when its preparation began; None: the record has no times.
-        waits
-            Waits of the staging ring so far.
+        Its preparation began when `perf_counter` was `started`; without that, the record has no
+        times. `waits` are those of the staging ring so far.
         """
         self.read_experts()
         number, times = self.steps, None
@@ -219,13 +211,7 @@ class StepRecorder:
     # ----------------------------------------------------------------- files
 
     def dump(self, reason: str) -> Written:
-        """Write the steps of the ring that are not on disk yet.
-
-        Returns
-        -------
-        Written
-            Where they are, or why there are none.
-        """
+        """Write the steps of the ring that are not on disk yet."""
         count = 0
         with self._noting():
             self.read_experts()
