@@ -353,7 +353,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "graph/config.py": [
         ("the largest decode off the grid", "if largest not in sizes:", "if False:", GRAPHS),
-        ("full graphs around layers that a connector saves", "if transfer is not None and saves and", "if False and", TRANSFER),
+        ("full graphs around layers that a connector saves", "if transfer is not None and transfer.kv", "if False and transfer.kv", TRANSFER),
         ("full graphs are replayed with waits for each launch", "    if waits_for_launches(device_type):\n", "    if False:\n", ("tests/graph/test_config.py",)),
         ("graphs of A3 are planned with more streams whatever the driver", "    has_queues = driver_key(driver) is not None and not is_older(driver, QUEUES)\n", "    has_queues = True\n", ("tests/graph/test_config.py",)),
     ],
@@ -430,6 +430,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "observe/recorder.py": [
         ("a step that did not run has the counts of the one before", "                self.expert_counters.clear()\n", "                pass\n", RECORDS),
+        ("a recorder is closed by the main thread only", "if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal", "if signal.getsignal(signal.SIGUSR1) == self._on_signal", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),
@@ -996,7 +997,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "server/one_line.py": [
         ("a rank's refusal is read while another one writes", 'mine = Path(f"{path}.{os.getpid()}")', "mine = Path(path)", ("tests/test_one_line.py",)),
-        ("a server's log loses tracebacks of bugs", "if type(error) is Exception and CALL_FAILED.match(str(error)):", "if error is not None:", ("tests/test_one_line.py",)),
+        ("a server's log loses tracebacks of bugs", "is_answer = type(error) is Exception and CALL_FAILED.match(str(error))", "is_answer = error is not None", ("tests/test_one_line.py",)),
     ],
     "server/processes.py": [
         ("an engine outlives its server", "while os.getppid() == parent:", "while True:", SERVERS),

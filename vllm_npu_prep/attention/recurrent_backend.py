@@ -56,7 +56,6 @@ class RecurrentMetadata(AttentionMetadata):
     token_state_indices: torch.Tensor | None = None  # [num_decode_tokens] int32
     num_accepted_tokens: torch.Tensor | None = None  # [R] int32
     decode_lens: list[int] | None = None
-    tasks: Any = None  # set by graphs, but not read: these operators take no lists of lengths
     # What the first layer of a group makes for all its layers (`attention.kernels.fused_delta`)
     rows_to_write: torch.Tensor | None = None  # int64: for decodes
     ones: torch.Tensor | None = None  # [decodes] int32

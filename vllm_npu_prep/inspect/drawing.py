@@ -290,8 +290,9 @@ def _block_line(
         inside = offsets[touched == block]
         written[block] = Bar("written", int(inside.min()), int(inside.max()) + 1)
     computed = step.dcp_local_context_lens if step.shape.dcp else step.num_computed_tokens
-    kept = [Bar("computed", 0, int(computed[row]))]  # by position in the request, on this rank
     items = [] if step.shape.dcp else view.requests[row].items
+    # By position in the request, on this rank
+    kept = [Bar("computed", 0, int(computed[row]))]
     kept += [Bar("picture", item.offset, item.end) for item in items]
     numbers, last = owned.tolist(), -1
     cells: list[BlockDrawing | BlockFold] = []
@@ -299,18 +300,20 @@ def _block_line(
         if place > last + 1:
             left_out = numbers[last + 1 : place]
             cells.append(BlockFold(len(left_out), ranges(left_out)))
-        last, number = place, numbers[place]
-        low, first, bars, words = place * size, number * size, [], "the null block, freed"
-        if number:
-            words = f"block {number}, slots {first} to {first + size - 1}"
-            inside_it = (Bar(k, max(b - low, 0), min(e - low, size)) for k, b, e in kept)
-            bars = [bar for bar in inside_it if bar.low < bar.high]
-            if number in written:
-                bar = written[number]
-                bars.insert(sum(each.kind == "computed" for each in bars), bar)
-                words += f", writes {first + bar.low} to {first + bar.high - 1}"
+        last, number, words = place, numbers[place], f"block_table[{place}]: "
+        if not number:
+            cells.append(BlockDrawing(0, place, [], False, f"{words}the null block, freed"))
+            continue
+        low, first = place * size, number * size
+        words += f"block {number}, slots {first} to {first + size - 1}"
+        bars = [Bar(kind, max(b - low, 0), min(e - low, size)) for kind, b, e in kept]
+        if number in written:
+            bar = written[number]
+            bars.insert(1, bar)
+            words += f", writes {first + bar.low} to {first + bar.high - 1}"
         is_shared = number in shared
-        words = f"block_table[{place}]: {words}{', shared' * is_shared}"
+        words += ", shared" * is_shared
+        bars = [bar for bar in bars if bar.low < bar.high]
         cells.append(BlockDrawing(number, place, bars, is_shared, words))
     strays, text = start + np.flatnonzero(~np.isin(touched, owned[owned > 0])), ""
     if len(strays):

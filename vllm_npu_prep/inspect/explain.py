@@ -4,7 +4,6 @@ Tables (`StepTable`) and texts are made here for the terminal and for the HTML p
 (`vllm_npu_prep.inspect.page`); `explain_json` is the same for programs.
 """
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ from vllm_npu_prep.records.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.wording import counted, runs_of, wrapped
 
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
@@ -431,15 +430,7 @@ def explain_text(
 ) -> None:
     """Print the step: state, masks, graph and padding with their reasons, then requests and tokens.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`select`); long tables are folded.
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `select` chooses what is shown, and raises the errors. Long tables are folded.
     """
     selection = select(view, req_id, tokens)
     console.print(view.name, style="bold", markup=False, highlight=False, soft_wrap=True)
@@ -470,10 +461,8 @@ def _list(blocks: np.ndarray) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers as ranges, ``3-7 9``."""
-    values = np.asarray(numbers, np.int64)
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    parts = (part for part in np.split(values, breaks) if len(part))
-    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+    runs = runs_of(numbers)
+    return " ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def _span(tokens: list[int] | None) -> str:
@@ -483,16 +472,10 @@ def _span(tokens: list[int] | None) -> str:
 def print_line(console: Console, name: str, text: str) -> None:
     """Print a text after a name; its further lines are indented as far. Words are never broken."""
     width = max(console.width, len(name) + 20)
-    lines = _wrapped(text, width - len(name))
+    lines = wrapped(text, width - len(name))
     for place, line in enumerate(lines):
         head = name if place == 0 else " " * len(name)
         console.print(head + line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines at spaces only: names have hyphens, and may be wide."""
-    wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return wrapped or [""]
 
 
 def print_folded(console: Console, table: StepTable) -> None:
@@ -561,6 +544,6 @@ def _print_stacked(console: Console, columns: list[str], cells: list[list[str]])
     for row in cells:
         for place, (name, text) in enumerate(zip(columns, row)):
             indent = "" if place == 0 else "  "
-            for number, line in enumerate(_wrapped(f"{name} {text}", console.width - 4)):
+            for number, line in enumerate(wrapped(f"{name} {text}", console.width - 4)):
                 line = f"{indent}{'  ' * (number > 0)}{line}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)

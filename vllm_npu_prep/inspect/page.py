@@ -75,19 +75,9 @@ def explain_html(
     tokens: tuple[int, int] | None = None,
     links: StepLinks | None = None,
 ) -> str:
-    """Return the HTML page of a step.
+    """Return the HTML page of what `vllm_npu_prep.inspect.explain.select` chooses of a step.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`vllm_npu_prep.inspect.explain.select`).
-    links
-        Links to the run and to the steps beside this one.
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `links` lead to the run and to the steps beside this one. Errors are those of `select`.
     """
     selection = select(view, req_id, tokens)
     own = files(__package__)

@@ -5,8 +5,7 @@ pictures are the same on every machine.
 """
 
 import textwrap
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -47,7 +46,7 @@ WHITE = (255, 255, 255)
 
 
 class _Sheet:
-    """What is drawn, from the top down; Pillow draws it last, when the height is known."""
+    """What is drawn, from the top down, on a sheet that is cut to its size at last."""
 
     def __init__(self) -> None:
         self.y = MARGIN
@@ -55,12 +54,13 @@ class _Sheet:
         self.label_width = 0  # width of the names, at most LABEL_WIDTH
         self._labels: dict[str, str] = {}
         self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
-        self.calls: list[Callable[[Any], object]] = []  # each draws with Pillow's drawing object
+        self._image = Image.new("RGB", (WIDTH, MAX_HEIGHT + 200), "white")
+        self._draw = ImageDraw.Draw(self._image)
 
     def text(self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK) -> None:
         font = self.fonts[size]
         self.right = max(self.right, x + font.getlength(text))
-        self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
+        self._draw.text((x, y), text, font=font, fill=fill)
 
     def centred(self, x: float, y: float, text: str, fill: Colour = FAINT) -> None:
         self.text(x - self.fonts[11].getlength(text) / 2, y, text, 11, fill)
@@ -89,19 +89,15 @@ class _Sheet:
         self, box: tuple[float, float, float, float], fill: Colour | None, outline: Colour | None
     ) -> None:
         self.right = max(self.right, box[2])
-        self.calls.append(lambda draw: draw.rectangle(box, fill=fill, outline=outline))
+        self._draw.rectangle(box, fill=fill, outline=outline)
 
     def picture(self, x: int, y: int, pixels: np.ndarray, size: tuple[int, int]) -> None:
         picture = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
-        self.calls.append(lambda draw: draw._image.paste(picture, (x, y), picture))
+        self._image.paste(picture, (x, y), picture)
 
     def png(self) -> bytes:
         width = min(round(self.right) + MARGIN, WIDTH)
-        image = Image.new("RGB", (width, self.y + MARGIN), "white")
-        draw = ImageDraw.Draw(image)
-        for call in self.calls:
-            call(draw)
-        return png_bytes(np.asarray(image))
+        return png_bytes(np.asarray(self._image.crop((0, 0, width, self.y + MARGIN))))
 
 
 def explain_png(
@@ -109,15 +105,7 @@ def explain_png(
 ) -> bytes:
     """Draw masks, KV blocks and recurrent states of a step as a PNG file.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`vllm_npu_prep.inspect.explain.select`).
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `vllm_npu_prep.inspect.explain.select` chooses what is shown, and raises the errors.
     """
     selection = select(view, req_id, tokens)
     sheet, masks = _Sheet(), list(mask_drawings(view, selection, MASKS))

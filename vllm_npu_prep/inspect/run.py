@@ -15,16 +15,18 @@ there is one, the run's ``manifest.json``:
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.records.record_file import RECORD_SUFFIX, read_outline
+
+T, R = TypeVar("T"), TypeVar("R")
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -165,12 +167,13 @@ class Step(NamedTuple):
         return step, list(zip(settings.req_ids, *columns))
 
 
-def _steps(files: list[Path]) -> Iterator[tuple[Step, list[RequestStep]]]:
-    if len(files) < SHARED_OUT:
-        yield from map(Step.read, files)
+def in_processes(work: Callable[[T], R], items: list[T], shared_out: int) -> Iterator[R]:
+    """Do something with each of some items, in several processes from `shared_out` items on."""
+    if len(items) < shared_out:
+        yield from map(work, items)
         return
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES)) as pool:
-        yield from pool.map(Step.read, files, chunksize=SHARED_OUT // 16)
+    with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_PROCESSES)) as pool:
+        yield from pool.map(work, items, chunksize=max(shared_out // 16, 16))
 
 
 @dataclass
@@ -264,7 +267,7 @@ def read_run(path: Path) -> Run:
     ranks = []
     for folder in folders:
         rank = RankRun(_rank_of(folder), folder, _config(folder))
-        for step, requests in _steps(list(files[folder].values())):
+        for step, requests in in_processes(Step.read, [*files[folder].values()], SHARED_OUT):
             rank.add(index_of[step.number], step, requests)
         ranks.append(rank)
     name = folders[0].name if len(folders) == 1 else folders[0].parent.name

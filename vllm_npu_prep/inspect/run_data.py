@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_npu_prep.inspect.run import RequestRow, Run
+from vllm_npu_prep.wording import runs_of
 
 COUNTS = ("requests", "padding_requests", "tokens", "padding", "drafts")
 """What is counted in each `vllm_npu_prep.inspect.run.Step`."""
@@ -30,7 +31,7 @@ def run_json(run: Run) -> dict[str, Any]:
                 "rank": rank.rank,
                 "folder": str(rank.folder),
                 "config": rank.config,
-                "steps": runs_of(rank.index),
+                "steps": counted_runs(rank.index),
                 "state": [states[step.state] for step in rank.steps],
                 "kind": [kinds[step.kind] for step in rank.steps],
                 **{name: [getattr(step, name) for step in rank.steps] for name in COUNTS},
@@ -45,7 +46,7 @@ def run_json(run: Run) -> dict[str, Any]:
         )
     return {
         "name": run.name,
-        "numbers": runs_of(run.numbers),
+        "numbers": counted_runs(run.numbers),
         "states": list(states),
         "kinds": list(kinds),
         "ranks": ranks,
@@ -74,12 +75,6 @@ def _distinct_texts(texts: Iterable[str]) -> dict[str, int]:
     return {text: number for number, text in enumerate(dict.fromkeys(texts))}
 
 
-def runs_of(numbers: list[int]) -> list[list[int]]:
+def counted_runs(numbers: list[int]) -> list[list[int]]:
     """Return growing numbers as runs: first and count of each."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == sum(runs[-1]):
-            runs[-1][1] += 1
-        else:
-            runs.append([number, 1])
-    return runs
+    return [[run.start, len(run)] for run in runs_of(numbers)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import MaskKind, MaskPlan
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.records.contract import mask_plan
@@ -65,27 +65,14 @@ class RequestView:
 
 @dataclass(frozen=True)
 class StepView:
-    """A prepared step and what is known of its requests and groups.
+    """A prepared step and what is known of its requests and groups."""
 
-    Attributes
-    ----------
-    name
-        For a heading.
-    settings
-        Those under which it was prepared.
-    requests
-        In the order of the batch.
-    padded
-        Whether the device sees other sizes than the scheduler's.
-    tokens_per_expert
-        By layer: tokens of each expert, if the record was asked for them.
-    """
-
-    name: str
-    settings: RecordSettings
+    name: str  # for a heading
+    settings: RecordSettings  # those under which it was prepared
     step: PreparedStep
-    requests: list[RequestView]
-    padded: bool = True
+    requests: list[RequestView]  # in the order of the batch
+    padded: bool = True  # whether the device sees other sizes than the scheduler's
+    # By layer: tokens of each expert, if the record was asked for them
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
 
     @classmethod
@@ -134,7 +121,8 @@ class StepView:
     @cached_property
     def plans(self) -> list[MaskPlan]:
         """The mask of each of `groups`."""
-        return [mask_plan(self.step, self.settings, group) for group in self.groups]
+        form = MaskForm(self.settings.mask)
+        return [mask_plan(self.step, form, group) for group in self.groups]
 
     @cached_property
     def tables(self) -> dict[int, int]:

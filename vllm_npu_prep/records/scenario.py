@@ -8,7 +8,7 @@ import difflib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
@@ -17,7 +17,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.prep.freed_blocks import first_needed
-from vllm_npu_prep.prep.latent_split import LatentSplit
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.padding import (
     full_graph_padding,
@@ -135,17 +135,17 @@ class Scenario(Strict):
         return [first, *self.more_kv_cache_groups]
 
     @property
-    def shards(self) -> DCPRank:
+    def dcp_rank(self) -> DCPRank:
         dcp = self.dcp
         return DCPRank(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else NO_DCP
 
     def tokens_per_block(self, group: ScenarioGroup) -> int:
-        return self.shards.tokens_per_block(group.block_size)
+        return self.dcp_rank.tokens_per_block(group.block_size)
 
     @property
-    def latent_split(self) -> LatentSplit | None:
+    def latent_split(self) -> LatentSplit:
         if self.latent is None:
-            return None
+            return NO_LATENT_SPLIT
         size = self.tokens_per_block(self.groups[0])
         rows = self.latent.workspace_blocks * size
         return LatentSplit(self.latent.decode_threshold, rows, size, self.max_model_len)
@@ -162,7 +162,12 @@ class Scenario(Strict):
             kind = "full graph"
             if total > max(sizes):
                 kind = f"eager: more than {counted(max(sizes), 'token')}, the largest capture size"
-        shape = EngineShape(max_logits_per_req=1 + int(batch.num_draft_tokens.max()))
+        shape = EngineShape(
+            max_logits_per_req=1 + int(batch.num_draft_tokens.max()),
+            mrope_dims=self.mrope_dims,
+            latent=self.latent_split,
+            dcp=self.dcp_rank,
+        )
         layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
         widths = [-(-self.max_model_len // self.tokens_per_block(group)) for group in self.groups]
         for group in self.groups:
@@ -171,7 +176,9 @@ class Scenario(Strict):
                 widths = [-(-width // per_chunk) * per_chunk for width in widths]
         placed = Placeholders(*batch.placeholders.T)
         touched, *_ = placed.touched(batch.num_computed_tokens, batch.num_scheduled_tokens)
-        settings = RecordSettings(
+        settings = RecordSettings.of(
+            padding,
+            layout,
             step=0,
             req_ids=[request.req_id for request in self.requests],
             max_num_reqs=num_reqs,  # rows to spare would hold nothing
@@ -191,20 +198,11 @@ class Scenario(Strict):
                 for index, group in enumerate(self.groups)
             ],
             total_num_scheduled_tokens=total,
-            mode=cast(Any, padding.mode.value),
             kind=kind,
-            num_input_tokens=padding.num_input_tokens,
-            num_reqs_padded=padding.num_reqs_padded,
-            decode_query_len=padding.decode_query_len,
-            max_logits=layout.max_logits,
-            max_drafts=layout.max_drafts,
-            mrope_dims=self.mrope_dims,
             num_sampled_rows=0,
             num_sampled_drafts=0,
             takes_embeds=len(touched) > 0,
             modalities=[item.modality for r in self.requests for item in r.multimodal],
-            latent=self.latent_split,
-            dcp=self.shards or None,
         )
         return StepRecord(settings, batch)
 
@@ -430,9 +428,8 @@ def _check_shards(scenario: Scenario) -> None:
 
 
 def _check_chunks(groups: list[ScenarioGroup]) -> None:
-    sizes = {(g.attention_chunk_size, g.block_size) for g in groups if g.attention_chunk_size}
+    sizes = {(size, g.block_size) for g in groups if (size := g.attention_chunk_size)}
     for chunk_size, block_size in sizes:
-        assert chunk_size is not None
         if len(sizes) > 1 or chunk_size % block_size:
             raise PrepError(
                 f"attention_chunk_size: {chunk_size} in blocks of {block_size}; chunks must "
