@@ -30,6 +30,12 @@ import tiny_model
 from vllm_npu_prep.progress import log_while_waiting
 
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
+# On a CPU a graph saves nothing: two sizes show them, and fifty would take minutes to capture.
+CHAT_FLAGS = [
+    *DEMO_FLAGS,
+    *("--max-num-seqs", "16"),
+    *("--compilation-config", '{"cudagraph_capture_sizes": [1, 16]}'),
+]
 IMAGE_QUESTION = "What is this?"
 START_SECONDS = 1200
 
@@ -99,7 +105,7 @@ def what_to_serve(args: argparse.Namespace) -> Served:
         return Served(tiny_model.make(demo.MODEL), DEMO_FLAGS, demo.TINY_QUESTION)
     if args.model in (None, "smollm2"):
         model, question = demo.chat_model()
-        return Served(model, demo.ON_A_CARD if args.emulate else DEMO_FLAGS, question)
+        return Served(model, demo.ON_A_CARD if args.emulate else CHAT_FLAGS, question)
     return Served(args.model, [], IMAGE_QUESTION if args.vision else demo.QUESTION)
 
 
