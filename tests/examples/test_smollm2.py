@@ -60,6 +60,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(folders, monkeypatch, capfd)
 
 def test_the_demo_model_takes_its_place(folders, monkeypatch, capsys):
     folders.wheel.write_bytes(b"half of it")
+    monkeypatch.setattr(demo, "SMOLLM2", folders.model)
     monkeypatch.setattr(tiny_model, "make", lambda folder: folder)
     assert demo.chat_model() == (demo.MODEL, demo.TINY_QUESTION)
     assert capsys.readouterr().out.endswith(
