@@ -8,7 +8,7 @@ A step of `host_step.py`, or of `host_step_v2.py` in cases whose names begin wit
 =============  =====================================================================================
 column         what is counted
 =============  =====================================================================================
-prepare        calls of Python functions in `_prepare_inputs` (V2: `_prepare_step`), itself included
+prepare        calls of Python functions in `_prepare_inputs`, itself included
 prepare_c      calls of functions in C there; numba's and numpy's operators are not among them
 step           calls of Python functions from `execute_model` to the end of `sample_tokens`
 step_c         calls of functions in C there
@@ -60,8 +60,7 @@ class Calls:
 
 def counted(runner: Any, run: Callable[[], Any]) -> tuple[dict[str, int], Any]:
     """Calls of one step, and its result."""
-    prepare = getattr(type(runner), "_prepare_inputs", None) or type(runner)._prepare_step
-    calls = Calls(prepare.__code__)
+    calls = Calls(type(runner)._prepare_inputs.__code__)
     sys.setprofile(calls)
     try:
         result = run()

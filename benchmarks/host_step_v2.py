@@ -121,7 +121,7 @@ def stock_of(ours: Any) -> Any:
 
 def v1_of(ours: Any) -> Any:
     """Our V1 runner, with a cache of its own."""
-    from vllm_npu_prep.runner.model_runner import NPUModelRunner
+    from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 
     runner = NPUModelRunner(ours.vllm_config, ours.device, ours.prep_device)
     runner.model = ours.get_model()

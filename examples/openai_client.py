@@ -43,7 +43,7 @@ def main() -> None:
             pieces.append(piece)
             print(piece, end="", flush=True)
     seconds = time.perf_counter() - start
-    print(f"\n\n{len(pieces)} pieces, the first after {first:.2f} s, all after {seconds:.2f} s")
+    print(f"\n\n{len(pieces)} chunks, the first after {first:.2f} s, all after {seconds:.2f} s")
 
     whole = client.chat.completions.create(**request)
     print(f"as a whole: {whole.choices[0].message.content}")

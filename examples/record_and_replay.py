@@ -13,7 +13,7 @@ from pathlib import Path
 import demo
 from vllm import LLM, SamplingParams
 
-from vllm_npu_prep.inspect.record_file import read_record, record_files
+from vllm_npu_prep.records.record_file import read_record, record_files
 
 QUESTIONS = ["What is a slot mapping?", "What is chunked prefill?", "Count to ten."]
 

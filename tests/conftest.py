@@ -21,7 +21,6 @@ from tests.helpers.demo import make_demo
 from tests.matrix.collect import COLLECTED, Collector
 from tests.npu.cards import card_of
 from tests.resume.plugin import configure_worker
-from tests.timing import note_run
 
 __all__ = ["network"]  # fixtures that are made elsewhere
 
@@ -93,17 +92,7 @@ def vision_models(log) -> Path:
     return make_demo("tiny_vision_model.py", "tiny-vision", log)
 
 
-SLOW_FIRST = (
-    "npu",
-    "engine",
-    "server",
-    "docs",
-    "examples",
-    "differential",
-    "soak",
-    "emulator",
-    "graph",
-)
+SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "soak", "emulator")
 """Folders whose files take long: with several processes these have to begin first."""
 
 
@@ -115,12 +104,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     configure_worker(config)
     config.pluginmanager.register(Collector(), "npu_prep_matrix")
-    note_run(config, processes=1)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config, specs):
-    note_run(config, processes=len(specs))
 
 
 @pytest.hookimpl(optionalhook=True)

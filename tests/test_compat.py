@@ -1,121 +1,44 @@
 """Seams between the plugin and vLLM: the pinned one has them all, and what is missing is named."""
 
 import ast
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.compat import bodies, changes, others
+from tests.compat import lists
+from tests.compat.lists import Answers, Difference, differences, digest_of, told
 from tests.compat.requirements import unmet
-from tests.compat.seams import PLUGIN, Seam, Uses, installed
+from tests.compat.seams import PLUGIN, Uses, installed
 from tests.compat.source import Sources, modules
-from tests.compat.types import Types
 from vllm_npu_prep.compat.releases import installed_vllm, is_since
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def uses():
-    return Uses.of_environment()
-
-
 INSTALLED = installed_vllm()
 
 
-def test_the_installed_vllm_has_every_seam_of_its_snapshot(uses):
-    snapshot, _ = others.of_installed(INSTALLED)
-    assert [str(each) for each in changes.changes(snapshot, uses)] == []
+def test_the_installed_vllm_has_all_that_the_code_uses():
+    """The lists hold just what the text uses, and each name and function is as they say."""
+    uses, known = Uses.of_environment(), lists.of_release(INSTALLED)
+    assert lists.stale(known, uses) == [], "run: make seams"
+    plugin = uses.sources.packages[PLUGIN]
+    found = [told(each, known[each.name], plugin) for each in differences(known, uses.sources)]
+    assert found == []
 
 
-def test_the_snapshot_holds_what_the_code_uses(uses):
-    snapshot, _ = others.of_installed(INSTALLED)
-    assert changes.stale(snapshot, uses) == [], "run: make seams"
-
-
-@pytest.mark.parametrize("version", others.OTHERS)
+@pytest.mark.parametrize("version", lists.OTHERS)
 def test_each_difference_of_another_release_has_an_answer(version):
-    release = others.Release.read(others.file_of(version))
-    assert release.looked_up == others.digest_of(changes.read()), "run: make seams"
-    unanswered = [each.name for each in release.differences if not each.answer]
-    assert unanswered == [], f"write what answers these in {others.file_of(version).name}"
-
-
-def test_differences_of_another_release_keep_their_answers(tmp_path, monkeypatch):
-    """A list that is written again keeps what was answered, and what only that release has."""
-    source = package(tmp_path / "vllm", {"__init__.py": "", "kernels.py": "def gather(x): ..."})
-    body = bodies.Body("vllm.kernels", "gather", "a", "0")
-    monkeypatch.setattr(bodies, "read", lambda: [body])
-    gather, scatter = (Seam("vllm.kernels", name) for name in ("gather", "scatter"))
-    snapshot = {gather: ": (x, y)", scatter: ": (x)"}
-    release = others.compared(source, snapshot)
-    digest = bodies.digest_of(body, folder=source)
-    assert [(each.kind, each.name, each.now) for each in release.differences] == [
-        ("gone", "vllm.kernels.scatter", ""),
-        ("changed", "vllm.kernels.gather", ": (x)"),
-        ("rewritten", "vllm.kernels:gather", digest),
-    ]
-    assert others.snapshot_with(snapshot, release) == {gather: ": (x)"}
-    assert [each.digest for each in others.bodies_with(release)] == [digest]
-    path = tmp_path / "vllm-9.json"
-    only_there = others.Difference("new", "vllm.kernels.reduce", ": (x)", "used there")
-    known = [replace(each, answer="known") for each in release.differences]
-    path.write_text(json.dumps(asdict(others.Release("0", [*known, only_there]))))
-    others.compared(source, snapshot).write(path)
-    assert others.Release.read(path).differences == [*known, only_there]
-    (source / "kernels.py").write_text("def gather(x, z): ...")
-    others.compared(source, snapshot).write(path)
-    answers = {each.kind: each.answer for each in others.Release.read(path).differences}
-    assert answers == {"gone": "known", "changed": "", "rewritten": "", "new": "used there"}
-    assert others.compared(source, {gather: ""}).looked_up != release.looked_up
-
-
-def test_functions_whose_rules_are_repeated_did_not_change():
-    _, functions = others.of_installed(INSTALLED)
-    assert bodies.changed(functions) == []
-
-
-SCHEDULER = "vllm.v1.core.sched.scheduler"
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new", "expected"),
-    [
-        (
-            SCHEDULER,
-            "if num_new_tokens == 0:",
-            "if num_new_tokens <= 1:",
-            ("rewritten", "Scheduler.schedule;", "scheduling/running.py", "tests.scheduling"),
-        ),
-        (
-            SCHEDULER,
-            "def _preempt_request(",
-            "def _evict(",
-            ("gone", "Scheduler._preempt_request;", "forget_blocks", "tests.scheduling"),
-        ),
-        (
-            "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
-            "tl.log(u)",
-            "tl.log2(u)",
-            ("rewritten", "_rejection_kernel;", "verify_drawn", "pytest tests/ops tests/v2 "),
-        ),
-    ],
-)
-def test_a_rewritten_function_is_named_with_what_to_look_at(module, old, new, expected):
-    text = bodies.text_of(module)
-    assert text is not None and old in text
-    _, functions = others.of_installed(INSTALLED)
-    (line,) = bodies.changed(functions, {module: text.replace(old, new)})
-    assert [each for each in expected if each not in line] == []
+    answers = Answers.read(lists.file_of(version))
+    assert answers.looked_up == lists.digest_of_lists(), "run: make seams"
+    unanswered = [each.name for each in answers.differences if not each.answer]
+    assert unanswered == [], f"write what answers these in {lists.file_of(version).name}"
 
 
 NO_KERNEL = {
@@ -138,7 +61,7 @@ if is_since("0.33.0"):
 
 
 def test_kernels_of_v2_that_are_replaced_are_watched():
-    watched = {f"{each.module}:{each.name}" for each in bodies.read()}
+    watched = lists.read_bodies()
     folder = installed()["vllm"] / "v1/worker/gpu"
     kernels = [
         f"{module.removeprefix('vllm.v1.worker.gpu.')}:{node.name}"
@@ -157,192 +80,90 @@ def test_kernels_of_v2_that_are_replaced_are_watched():
     assert set(NO_KERNEL) == set().union(*of_each.values()), "a line of NO_KERNEL is stale"
 
 
-def test_comments_of_upstream_s_functions_may_change():
-    text = bodies.text_of(SCHEDULER)
-    assert text is not None
-    text = text.replace("# First, schedule the RUNNING requests.", "# In order.", 1)
-    text = text.replace("Preempt a request and put it back", "Take a request's blocks, put it", 1)
-    _, functions = others.of_installed(INSTALLED)
-    assert bodies.changed(functions, {SCHEDULER: text}) == []
+PATCHES = """
+import sys
+import torch
+from vllm import Config
 
+def patch():
+    entry = sys.modules.get("vllm.server")
+    entry.serve = None
+    torch.accelerator.synchronize = None
+    prefix = "vllm.kernels"
+    return {f"{prefix}.gather": None}
 
-DOWNSTREAM = {
-    "compat.py": """
-        import sys
-        import torch
-        from vllm import Config
-        from vllm.engine import Engine
-
-        def patch():
-            entry = sys.modules.get("vllm.server")
-            entry.serve = None
-            torch.accelerator.synchronize = None
-            prefix = "vllm.kernels"
-            return {f"{prefix}.gather": None}
-
-        def patch_others(kernels):
-            package = "vllm"
-            prefix = f"{package}.kernels"
-            kernels.override_triton_kernels({f"{prefix}.scatter": None})
-
-        def started(engine: Engine) -> bool:
-            return engine.config.size > 1 and hasattr(engine, "clock")
-    """,
-    "runner.py": """
-        from typing import TYPE_CHECKING
-        from vllm.engine import Engine
-
-        if TYPE_CHECKING:
-            from vllm.config import Config
-
-        class Runner(Engine):
-            kind = "npu"
-
-            def __init__(self, config: "Config"):
-                super().__init__(config)
-                self.clock = self.own = 0
-
-            def step(self, *args):
-                for request in self.requests:
-                    request.left
-                self.own_too()
-                return [each.name for each in self.batch.rows()]
-
-            def own_too(self):
-                from vllm.config import Config
-                return Config(size=2)
-    """,
-}
+def patch_others(kernels):
+    package = "vllm"
+    prefix = f"{package}.kernels"
+    kernels.override_triton_kernels({f"{prefix}.scatter": None})
+"""
 UPSTREAM = {
     "__init__.py": "from .config import *",
+    "config.py": "class Config:\n    size: int\n    def copy(self, *, deep=True): ...\n",
     "server.py": "async def serve(app, port=80): ...",
     "kernels.py": "def gather(): ...\ndef scatter(x): ...\ndef spare(): ...",
-    "config.py": """
-        from dataclasses import dataclass
-
-        @dataclass
-        class Config:
-            size: int
-            unused: int = 0
-    """,
-    "batch.py": """
-        class Row:
-            name: str
-            unused: str
-
-        class Wide(Row):
-            left: int
-
-        class Batch:
-            def rows(self) -> list[Row]: ...
-    """,
-    "base.py": """
-        from .batch import Batch, Row
-
-        class Base:
-            kind: str
-
-            def __init__(self, config):
-                self.batch = Batch()
-                self.requests: dict[int, Row] | list[Row] = []
-                self.clock, self.unused = 0, 0
-
-            def unused_too(self): ...
-    """,
-    "engine.py": """
-        from vllm.base import Base
-        from vllm.config import Config
-
-        class Engine(Base):
-            @property
-            def config(self) -> Config: ...
-
-            def step(self, *, budget: int = 7) -> None: ...
-    """,
 }
 SEAMS = {
-    "vllm.Config": ": class",
     "torch.accelerator.synchronize": ": (device=None)",
-    "vllm.batch.Batch.rows": ": (self) -> list[Row]",
-    "vllm.batch.Row.name": ": str",
-    "vllm.batch.Wide.left": ": int",
-    "vllm.config.Config": ": class",
-    "vllm.config.Config.size": ": int",
-    "vllm.engine.Engine": ": class",
-    "vllm.engine.Engine.__init__": ": (self, config)",
-    "vllm.engine.Engine.batch": " = Batch(...)",
-    "vllm.engine.Engine.clock": "",
-    "vllm.engine.Engine.config": ": property -> Config",
-    "vllm.engine.Engine.kind": ": str",
-    "vllm.engine.Engine.requests": ": dict[int, Row] | list[Row]",
-    "vllm.engine.Engine.step": ": (self, *, budget=7) -> None",
+    "vllm.Config": ": class",
     "vllm.kernels": ": module",
     "vllm.kernels.gather": ": ()",
     "vllm.kernels.scatter": ": (x)",
     "vllm.server": ": module",
     "vllm.server.serve": ": async (app, port=80)",
 }
+NO_TYPES = SimpleNamespace(owners=lambda *_: (), constructed=lambda *_: None)
+"""For what is found without mypy, which takes a minute: the list of the installed vLLM has that."""
 
 
 def package(folder: Path, files: dict[str, str]) -> Path:
     folder.mkdir(exist_ok=True)
     for name, text in files.items():
-        indent = len(text) - len(text.lstrip(" \n")) - 1 if text.startswith("\n") else 0
-        lines = [line[indent:] for line in text.splitlines()]
-        (folder / name).write_text("\n".join(lines))
+        (folder / name).write_text(text)
     return folder
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """What mypy knows of Python itself."""
-    return tmp_path_factory.mktemp("mypy")
-
-
 @pytest.fixture
-def small(tmp_path, cache):
-    """A small plugin and what it rests on."""
-    torch = package(tmp_path / "torch", {"__init__.py": ""})
+def small(tmp_path):
+    """What a small plugin uses of packages that it rests on."""
     accelerator = {"__init__.py": "def synchronize(device=None): ..."}
-    package(torch / "accelerator", accelerator)
-    folders = {
-        "vllm": package(tmp_path / "vllm", UPSTREAM),
-        "torch": torch,
-        PLUGIN: package(tmp_path / PLUGIN, {"__init__.py": "", **DOWNSTREAM}),
+    package(package(tmp_path / "torch", {"__init__.py": ""}) / "accelerator", accelerator)
+    package(tmp_path / "vllm", UPSTREAM)
+    package(tmp_path / PLUGIN, {"__init__.py": "", "compat.py": PATCHES})
+    return lambda: Uses(Sources({n: tmp_path / n for n in ("vllm", "torch", PLUGIN)}), NO_TYPES)
+
+
+def test_names_in_imports_strings_and_patches_are_seams(small):
+    assert small().signatures == SEAMS
+
+
+def change(folder: Path, name: str, old: str, new: str) -> None:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+
+
+def test_a_list_is_read_as_it_was_written(small, tmp_path):
+    lists.write_seams(SEAMS, tmp_path / "seams.txt")
+    assert lists.read_seams(tmp_path / "seams.txt") == SEAMS
+    bodies = tmp_path / "bodies.txt"
+    bodies.write_text(
+        "# head\n0 vllm.config:Config.copy in a.py (b, c)\n0 vllm.kernels:reduce in d\n"
+    )
+    lists.write_bodies(small().sources, bodies)
+    digest = digest_of(small().sources, "vllm.config:Config.copy")
+    assert lists.read_bodies(bodies) == {
+        "vllm.config:Config.copy": (digest, "a.py (b, c)"),
+        "vllm.kernels:reduce": ("gone", "d"),
     }
 
-    def uses(typed: bool = True) -> Uses:
-        types = Types(PLUGIN, folders[PLUGIN], cache, [tmp_path]) if typed else NO_TYPES
-        return Uses(Sources(folders), types)
 
-    return uses
-
-
-NO_TYPES = SimpleNamespace(owners=lambda *_: (), constructed=lambda *_: None)
-"""For what is found without mypy, which takes a second each time."""
-
-
-def test_what_counts_as_a_seam(small):
-    snapshot = changes.snapshot_of(small())
-    assert {str(seam): signature for seam, signature in snapshot.items()} == SEAMS
-
-
-def test_a_snapshot_is_read_as_it_was_written(small, tmp_path):
-    snapshot = changes.snapshot_of(small())
-    changes.write(snapshot, "1.2.3", tmp_path / "seams.txt")
-    assert changes.read(tmp_path / "seams.txt") == snapshot
-    assert changes.version_of(tmp_path / "seams.txt") == "1.2.3"
-
-
-def test_new_and_unused_seams_are_named(small, tmp_path):
-    snapshot = changes.snapshot_of(small())
-    runner = tmp_path / "vllm_npu_prep" / "runner.py"
-    text = runner.read_text()
-    runner.write_text(text.replace("each.name", "each.unused").replace('kind = "npu"', "pass"))
-    assert changes.stale(snapshot, small()) == [
-        "new      vllm.batch.Row.unused  in runner.py",
-        "unused   vllm.batch.Row.name",
-        "unused   vllm.engine.Engine.kind",
+def test_new_and_unused_seams_are_named(small):
+    known = SEAMS | {"vllm.kernels.spare": ": ()"}
+    del known["vllm.Config"]
+    assert lists.stale(known, small()) == [
+        "new      vllm.Config  in compat.py",
+        "unused   vllm.kernels.spare",
     ]
 
 
@@ -358,59 +179,71 @@ def test_new_and_unused_seams_are_named(small, tmp_path):
     ],
 )
 def test_a_full_name_that_names_nothing_is_an_error(small, tmp_path, old, new, name):
-    path = tmp_path / "vllm_npu_prep" / "compat.py"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    uses = small(typed=False)
-    assert changes.unknown({}, uses) == [f"unknown  {name}  in compat.py"]
-    assert set(changes.unknown({}, uses)) < set(changes.stale({}, uses))
-    assert changes.unknown({Seam(*name.rsplit(".", 1)): ""}, uses) == []
+    change(tmp_path / PLUGIN, "compat.py", old, new)
+    uses = small()
+    assert lists.unknown({}, uses) == [f"unknown  {name}  in compat.py"]
+    assert set(lists.unknown({}, uses)) < set(lists.stale({}, uses))
+    assert lists.unknown({name: ""}, uses) == []
 
 
-def test_a_moved_class_is_followed_unless_it_is_imported(small, tmp_path):
-    snapshot = changes.snapshot_of(small())
-    upstream = tmp_path / "vllm"
-    (upstream / "batch.py").rename(upstream / "rows.py")
-    base, engine = upstream / "base.py", upstream / "engine.py"
-    base.write_text(base.read_text().replace(".batch import", ".rows import"))
-    assert changes.changes(snapshot, small()) == []
-    (upstream / "engine.py").rename(upstream / "core.py")
-    assert [str(each) for each in changes.changes(snapshot, small())] == [
-        "gone     vllm.engine.Engine\n"
-        "         now vllm.core.Engine\n"
-        "         in  compat.py, runner.py"
+def test_gone_and_changed_names_are_told_with_their_files(small, tmp_path):
+    """A class that is gone is told once, for all its members."""
+    members = {f"vllm.config.Config.{name}": "" for name in ("size", "copy")}
+    change(tmp_path / "vllm", "config.py", "class Config", "class Configs")
+    change(tmp_path / "vllm", "server.py", "port=80", "port=81")
+    found = differences(SEAMS | members, small().sources)
+    lines = [told(each, SEAMS.get(each.name, ""), tmp_path / PLUGIN) for each in found]
+    assert [" ".join(line.split()) for line in lines] == [
+        "gone vllm.Config in compat.py",
+        "changed vllm.server.serve was port=80) is port=81) in compat.py",
+        "gone vllm.config.Config in compat.py",
     ]
-    assert not engine.exists()
 
 
-def test_gone_and_changed_seams_are_named_with_their_files(small, tmp_path):
-    snapshot = changes.snapshot_of(small())
-    edits = {
-        "batch.py": ("class Wide(Row)", "class Broad(Row)"),
-        "engine.py": ("budget: int = 7", "budget: int = 8"),
-        "kernels.py": ("def scatter(x)", "def spread(x)"),
-        "server.py": ("async def serve", "async def serve_all(): ...\nasync def _serve"),
-        "config.py": ("@dataclass", "def scatter(x): ...\n\n@dataclass"),
-    }
-    for name, (old, new) in edits.items():
-        path = tmp_path / "vllm" / name
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-    lines = [" ".join(str(each).split()) for each in changes.changes(snapshot, small())]
-    assert lines == [
-        "gone vllm.batch.Wide with left in runner.py",
-        "gone vllm.kernels.scatter now vllm.config.scatter in compat.py",
-        "gone vllm.server.serve in compat.py",
-        "changed vllm.engine.Engine.step was (self, *, budget=7) is (self, *, budget=8) "
-        "in runner.py",
-    ]
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("return x", "return x + 1", "rewritten"),
+        ("def gather", "def collect", "gone"),
+        ("# in order", "# at once", None),
+        ("Rows", "Columns", None),
+    ],
+)
+def test_rewritten_functions_are_told_but_not_their_comments(tmp_path, old, new, kind):
+    text = 'def gather(x):\n    """Rows."""\n    # in order\n    return x\n'
+    sources = Sources({"vllm": package(tmp_path / "vllm", {"__init__.py": text})})
+    known = {"vllm:gather": digest_of(sources, "vllm:gather")}
+    change(tmp_path / "vllm", "__init__.py", old, new)
+    assert [each.kind for each in differences(known, sources)] == ([kind] if kind else [])
+
+
+def test_a_rewritten_function_is_told_with_what_to_look_at():
+    kernel = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:_rejection_kernel"
+    line = told(Difference("rewritten", kernel, "0"), "", ROOT)
+    assert kernel in line and "verify_drawn" in line
+
+
+def test_differences_of_another_release_keep_their_answers(tmp_path, monkeypatch):
+    """A list that is written again keeps what was answered, and what only that release has."""
+    path = tmp_path / "vllm-9.json"
+    gone, changed = Difference("gone", "a.B", ""), Difference("changed", "a.c", ": (x)")
+    only_there = Difference("new", "a.d", ": (x)", "used there")
+    known = [replace(each, answer="known") for each in (gone, changed)]
+    Answers("0", [*known, only_there]).write(path)
+    again = replace(changed, now=": (x, y)")
+    Answers("1", [gone, again]).write(path)
+    assert Answers.read(path) == Answers("1", [known[0], again, only_there])
+    monkeypatch.setattr(lists, "file_of", lambda version: path)
+    monkeypatch.setattr(
+        lists, "pinned", lambda: {"a.B": "", "a.B.member": "", "a.c": "", "a.e": ""}
+    )
+    assert lists.of_release(lists.OTHERS[0]) == {"a.c": ": (x, y)", "a.d": ": (x)", "a.e": ""}
 
 
 def test_requirements_that_are_not_met_are_named(monkeypatch):
     # vLLM 0.33.0 asks for a certifi that is newer than any that index and pins agree on
     assert {each.partition(">")[0] for each in unmet()} <= (
-        set() if INSTALLED == others.PINNED else {"certifi"}
+        set() if INSTALLED == lists.PINNED else {"certifi"}
     )
     asked = ["numpy>=999", "no-such-package>1", "torch>=2", 'pip>999; extra == "more"']
     monkeypatch.setattr(metadata, "requires", lambda package: asked)

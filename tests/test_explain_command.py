@@ -3,21 +3,28 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers import worked_examples
-from tests.helpers.command import command
 from tests.helpers.golden import explain_output, golden_path
 from tests.helpers.plain_words import PYDANTICS_WORDS
-from tests.helpers.scenarios import IMAGE, PATCHES, in_chunks, small, view_of, with_an_image
+from tests.helpers.scenarios import (
+    IMAGE,
+    PATCHES,
+    example,
+    in_chunks,
+    many,
+    small,
+    view_of,
+    with_an_image,
+)
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.diff import diff_text, differences
@@ -38,94 +45,55 @@ def test_json_and_text_of_the_worked_examples(name, capsys):
     assert explain_output(path) == golden_path(name).read_text()
 
 
-def test_command_imports_no_engine_and_what_draws_only_to_draw(tmp_path):
-    """It has to work beside a broken engine, and at once."""
-    path, page, picture = worked_examples.path_of("decode-only"), tmp_path / "p", tmp_path / "q"
-    code = (
-        "import sys; from vllm_npu_prep.cli import main\n"
-        "loaded = lambda *names: [name for name in names if name in sys.modules]\n"
-        f"main(['explain', {str(path)!r}, '--json'])\n"
-        "assert loaded('PIL', 'jinja2') == []\n"
-        f"main(['explain', {str(path)!r}, '--html', {str(page)!r}, '--png', {str(picture)!r}])\n"
-        "assert loaded('PIL', 'jinja2') == ['PIL', 'jinja2']\n"
-        "assert loaded('vllm', 'torch') == []\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert page.stat().st_size and picture.stat().st_size
-
-
 def test_capture_sizes_add_what_the_device_sees():
-    scenario = worked_examples.load("decode-only")[0] | {"capture_sizes": [1, 2, 4, 8]}
-    step = explained(scenario)
-    assert step["num_input_tokens"] == 4
-    assert step["num_reqs_padded"] == 4
-    assert step["query_start_loc"] == [0, 1, 2, 3]
-    assert step["query_start_loc_padded"] == [0, 1, 2, 3, 4]
-    assert step["input_ids_padded"] == [1004, 2003, 3008, 0]
-    assert step["positions_padded"] == [4, 3, 8, 0]
-    assert step["slot_mapping_padded"] == [18, 15, 20, -1]
-    assert step["seq_lens_padded"] == [5, 4, 9, 1]
-
-
-def test_compressed_mask_is_named_not_listed():
-    step = explained(small() | {"mask": "compressed"})
-    assert step["attn_mask"] == {"form": "compressed", "shape": [2048, 2048]}
-    decode = worked_examples.load("decode-only")[0] | {"mask": "compressed"}
-    assert explained(decode)["attn_mask"] is None
-
-
-def test_window_gives_decodes_a_mask():
-    decode = worked_examples.load("decode-only")[0] | {"sliding_window": 2}
-    assert explained(decode)["attn_mask"] == {
-        "shape": [3, 9],
-        "masked": [
-            [1, 1, 1, 0, 0, 1, 1, 1, 1],
-            [1, 1, 0, 0, 1, 1, 1, 1, 1],
-            [1, 1, 1, 1, 1, 1, 1, 0, 0],
-        ],
+    scenario = worked_examples.load("decode-only")[0]
+    step = explained(scenario | {"capture_sizes": [1, 2, 4, 8]})
+    added = {
+        "num_input_tokens": 4,
+        "num_reqs_padded": 4,
+        "query_start_loc_padded": [0, 1, 2, 3, 4],
+        "input_ids_padded": [1004, 2003, 3008, 0],
+        "positions_padded": [4, 3, 8, 0],
+        "slot_mapping_padded": [18, 15, 20, -1],
+        "seq_lens_padded": [5, 4, 9, 1],
     }
+    assert {name: step[name] for name in added} == added
+    assert step["query_start_loc"] == [0, 1, 2, 3]
+
+
+WINDOWS = [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "mask"),
+    [
+        ("chunked-prefill", {"mask": "compressed"}, {"form": "compressed", "shape": [2048, 2048]}),
+        ("decode-only", {"mask": "compressed"}, None),
+        ("decode-only", {"sliding_window": 2}, {"shape": [3, 9], "masked": WINDOWS}),
+    ],
+    ids=["a constant", "decodes", "a window"],
+)
+def test_masks_are_listed_where_they_are_no_constant(name, change, mask):
+    assert explained(worked_examples.load(name)[0] | change)["attn_mask"] == mask
+
+
+DRAFTS = {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
 
 
 def test_drafts_are_scheduled_after_the_known_tokens():
     scenario = small()
-    scenario["requests"] = [
-        scenario["requests"][0]
-        | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
-        | {"block_ids": [1, 2, 5]}
-    ]
+    scenario["requests"] = [scenario["requests"][0] | DRAFTS | {"block_ids": [1, 2, 5]}]
     step = explained(scenario)
     assert step["attn_state"] == "SpecDecoding"
     assert step["input_ids"] == [1003, 8, 9]
     assert step["logits_indices"] == [0, 1, 2]
 
 
-REASONS = {
-    "all-prefill": "PrefillNoCache: nothing is computed for any request",
-    "chunked-prefill": "ChunkedPrefill: none of the other rules holds: request 0 has 3 computed ",
-    "decode-only": "DecodeOnly: each request has one scheduled token",
-    "mixed-200-tokens": "ChunkedPrefill: none of the other rules holds: ",
-}
-
-
-@pytest.mark.parametrize(("name", "reason"), REASONS.items())
-def test_the_state_has_its_rule_and_the_request_that_decided(name, reason, capsys):
-    explain_text(view_of(worked_examples.load(name)[0]), Console(width=200))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith(f"state   {reason}")
-    starts = [line.split()[0] for line in lines[1:7]]
-    assert starts == ["state", "mask", "graph", "padding", "input", "sizes"]
-
-
-def test_drafts_and_cached_prompts_decide_by_their_first_request():
+def test_the_first_request_that_decides_the_state_is_named():
     scenario = small()
     first, _, third = scenario["requests"]
-    scenario["requests"] = [
-        first,
-        third | {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]},
-    ]
-    scenario["requests"][1]["token_ids"] = third["token_ids"][:6]
-    scenario["requests"][1]["num_prompt_tokens"] = 5
+    known = {"token_ids": third["token_ids"][:6], "num_prompt_tokens": 5}
+    scenario["requests"] = [first, third | DRAFTS | known]
     assert view_of(scenario).state_reason.endswith(": request 2 has 2 drafts")
 
 
@@ -138,39 +106,35 @@ def test_a_full_graph_has_the_state_that_it_was_captured_for():
     assert mixed.graph == "eager: more than 4 tokens, the largest capture size"
 
 
-def test_one_request_or_some_tokens_are_shown_alone(capsys):
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [("--request 2", "3007", "1003"), ("--tokens 0:1", "1003", "3007")],
+)
+def test_one_request_or_some_tokens_are_shown_alone(words, shown, hidden, capsys):
     path = str(worked_examples.path_of("chunked-prefill"))
-    assert main(["explain", path, "--request", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "3007" in shown
-    assert "1003" not in shown
-    assert main(["explain", path, "--tokens", "0:1"]) == 0
-    shown = capsys.readouterr().out
-    assert "1003" in shown
-    assert "3007" not in shown
-    for bad, line in (
-        (["--request", "9"], "--request 9: no such request; there are 0, 1, 2"),
-        (["--tokens", "3:9"], "--tokens 3:9: the step has tokens 0:5"),
+    assert main(["explain", path, *words.split()]) == 0
+    out = capsys.readouterr().out
+    assert shown in out and hidden not in out
+
+
+def test_a_request_or_tokens_that_are_not_there_get_one_line(capsys):
+    path = str(worked_examples.path_of("chunked-prefill"))
+    for words, line in (
+        ("--request 9", "--request 9: no such request; there are 0, 1, 2"),
+        ("--tokens 3:9", "--tokens 3:9: the step has tokens 0:5"),
     ):
-        assert main(["explain", path, *bad]) == 2
+        assert main(["explain", path, *words.split()]) == 2
         assert line in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["explain", path, "--tokens", "3"])
 
 
 def test_big_batches_are_folded(capsys):
-    scenario = small()
-    request = scenario["requests"][0]
-    scenario["max_num_reqs"], scenario["max_num_batched_tokens"] = 200, 2000
-    scenario["requests"] = [
-        request | {"req_id": f"r{row}", "block_ids": [2 * row + 1, 2 * row + 2]}
-        for row in range(200)
-    ]
-    explain_text(view_of(scenario), Console(width=200))
+    explain_text(view_of(many(200, 1, 3)), Console(width=200))
     shown = capsys.readouterr().out
     assert "136 lines in the middle are folded" in shown
-    assert "r199" in shown
-    assert "r100" not in shown.partition("token level")[0]
+    assert "cmpl-199" in shown
+    assert "cmpl-100" not in shown.partition("token level")[0]
 
 
 def test_images_mrope_and_groups_are_explained():
@@ -180,11 +144,7 @@ def test_images_mrope_and_groups_are_explained():
         {"req_id": "a", **IMAGE, "tokens": [0, 3]},
         {"req_id": "b", **IMAGE, "tokens": None},
     ]
-    assert step["mrope_positions"] == [
-        [*PATCHES[0][3:8], 10],
-        [*PATCHES[1][3:8], 10],
-        [*PATCHES[2][3:8], 10],
-    ]
+    assert step["mrope_positions"] == [[*row[3:8], 10] for row in PATCHES]
     assert step["positions"] == [3, 4, 5, 6, 7, 12]
     window, full = step["kv_cache_groups"]
     assert window["block_table"] == step["block_table"] == [[3, 4] + [0] * 4, [0, 0, 5, 6, 0, 0]]
@@ -226,22 +186,14 @@ def test_virtual_requests_of_local_attention_are_explained(capsys):
     view = view_of(in_chunks())
     step = explain_json(view)
     (group,) = step["kv_cache_groups"]
-    local = group["local_requests"]
-    computed, queries = step["num_computed_tokens"], step["query_lens"]
-    pieces = [  # each request's positions, cut where a multiple of four begins
-        [p for p in range(first, first + length) if p // 4 == chunk]
-        for first, length in zip(computed, queries)
-        for chunk in range(first // 4, (first + length - 1) // 4 + 1)
-    ]
-    assert np.diff(local["query_start_loc"]).tolist() == [len(piece) for piece in pieces]
-    assert local["seq_lens"] == [piece[-1] % 4 + 1 for piece in pieces]
-    assert local["num_computed_tokens"] == [piece[0] % 4 for piece in pieces]
+    local = view.step.local_requests(0)
+    for name in ("query_start_loc", "seq_lens", "num_computed_tokens"):
+        assert group["local_requests"][name] == local[name].tolist()
     for row, positions in zip(group["attn_mask"]["masked"], step["positions"]):
         assert row == [int(column > positions % 4) for column in range(len(row))]
     explain_text(view, Console(width=200))
     text = capsys.readouterr().out
-    assert "chunks of 4" in text
-    assert "virtual requests" in text
+    assert "chunks of 4" in text and "virtual requests" in text
 
 
 IMAGE_BAD = [
@@ -318,18 +270,18 @@ BAD = [
 ]
 
 
-def of_huge_requests() -> dict:
-    """Many requests, whose length may be refused, and must not be allocated."""
-    scenario = small() | {"max_num_reqs": 100, "max_num_batched_tokens": 100}
-    request = scenario["requests"][0]
-    scenario["requests"] = [
-        request | {"req_id": str(i), "block_ids": [2 * i + 1, 2 * i + 2]} for i in range(8)
-    ]
-    return scenario
-
-
 FAULTS = [(small, *fault) for fault in BAD] + [(with_an_image, *fault) for fault in IMAGE_BAD]
-FAULTS += [(of_huge_requests, "max_model_len", 1 << 24, "max_model_len:")]
+SHARDS = "world_size, rank, interleave_size"
+FAULTS += [
+    (partial(example, name), path, 1, f"{path}: unknown key{allowed}\n")
+    for name, path, allowed in (
+        ("latent", "latent.rows", "; allowed: decode_threshold, workspace_blocks"),
+        ("shared-context", "dcp.ranks", f" (did you mean rank?); allowed: {SHARDS}"),
+    )
+]
+FAULTS += [  # the length of many requests may be refused, and must not be allocated
+    (lambda: many(8, 1) | {"max_num_reqs": 100}, "max_model_len", 1 << 24, "max_model_len:")
+]
 
 
 @pytest.mark.parametrize(("scenario_of", "path", "value", "message"), FAULTS)
@@ -340,21 +292,8 @@ def test_bad_scenarios_get_one_line_that_names_the_field(
     file.write_text(json.dumps(changed(path, value, scenario_of())))
     assert main(["explain", str(file), "--json"]) == 2
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
-    assert not PYDANTICS_WORDS.search(err)
-    assert "Traceback" not in err
-
-
-def test_shared_full_prefix_blocks_are_fine():
-    scenario = small()
-    first = scenario["requests"][2]
-    scenario["requests"] = [
-        first,
-        first | {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4},
-    ]
-    assert explained(scenario)["block_numbers"][:3] == [6, 8, 8]
+    assert out == "" and message in err
+    assert err.count("\n") == 1 and not PYDANTICS_WORDS.search(err)
 
 
 NO_SCENARIO = {
@@ -384,12 +323,10 @@ def test_what_is_no_scenario_gets_one_line(content, tmp_path, capfd):
 
 
 def test_missing_file_and_folder_get_one_line(tmp_path, capfd):
-    assert main(["explain", str(tmp_path / "none.json")]) == 2
-    assert main(["explain", str(tmp_path)]) == 2
-    err = capfd.readouterr().err
-    assert err.count("\n") == 2
-    assert "No such file" in err
-    assert "directory" in err
+    for path, said in ((tmp_path / "none.json", "No such file"), (tmp_path, "no step-*.npz")):
+        assert main(["explain", str(path)]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert said in line
 
 
 json_values = st.recursive(
@@ -421,8 +358,7 @@ def test_markup_in_names_is_shown_as_it_is(capsys):
     scenario["requests"][0]["req_id"] = "[/red]"
     explain_text(view_of(scenario), Console(width=120))
     out = capsys.readouterr().out
-    assert "[/bold] x" in out
-    assert "[/red]" in out
+    assert "[/bold] x" in out and "[/red]" in out
 
 
 WIDTHS = [20, 30, 45, 60, 100, 200]
@@ -471,19 +407,63 @@ def test_long_names_of_requests_stay_whole(width):
         assert len(line) <= max(width, longest + 24), line
 
 
-def test_no_name_of_a_request_is_broken_in_a_pipe(tmp_path):
-    name = "chatcmpl-af0a1b2c3d4e5f60718293a4b5c6d7e8-0-ec1d2e3f"
-    scenario = small()
-    scenario["requests"][0]["req_id"] = name
-    file = tmp_path / "scenario.json"
-    file.write_text(json.dumps(scenario))
-    done = command("explain", file)
-    assert done.returncode == 0
-    assert done.stdout.count(name) == done.stdout.count("chatcmpl") > 1
-
-
 def test_no_color_is_kept_on_a_terminal():
     path = str(worked_examples.path_of("chunked-prefill"))
     shown = explain_output(path, FORCE_COLOR="1")
     assert "\x1b[1m" in shown  # bold is no colour
     assert not re.search(r"\x1b\[[0-9;]*(3|4|9)[0-9]", shown)
+
+
+# ------------------------------------------------------------ what a file expects
+
+
+def with_expected(folder, **changes) -> Path:
+    scenario, expected = worked_examples.load("chunked-prefill")
+    file = folder / "scenario.json"
+    file.write_text(json.dumps({"scenario": scenario, "expected": expected | changes}))
+    return file
+
+
+def test_a_step_that_is_as_its_file_expects_says_so(tmp_path, capsys):
+    scenario, expected = worked_examples.load("chunked-prefill")
+    file = str(with_expected(tmp_path))
+    for more in ([], ["--html", str(tmp_path / "a.html")]):
+        assert main(["explain", file, *more]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"expected: the step agrees in {len(expected)} variables")
+    (tmp_path / "bare.json").write_text(json.dumps(scenario))
+    assert main(["explain", str(tmp_path / "bare.json")]) == 0
+    assert "expected" not in capsys.readouterr().out
+
+
+WRONG = [  # a variable, what is expected of it, and what is said of that
+    ("num_reqs", 4, ["num_reqs", "4", "3"]),
+    ("seq_lens", [4, 3, 9], ["seq_lens[2]", "9", "8"]),
+    ("seq_lens", [4, 3], ["seq_lens", "2 elements", "3 elements"]),
+    ("attn_state", "DecodeOnly", ["attn_state", "DecodeOnly", "ChunkedPrefill"]),
+    ("attn_mask", None, ["attn_mask", "None", "2 keys"]),
+    ("no_such", 1, ["no_such", "1", "nothing"]),
+    ("max_seq_len", True, ["max_seq_len", "True", "8"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "row"), WRONG, ids=[f"{w[0]}={w[1]}" for w in WRONG])
+def test_a_step_that_is_not_as_its_file_expects_says_where(name, value, row, tmp_path, capsys):
+    file = str(with_expected(tmp_path, **{name: value}))
+    assert main(["explain", file]) == 1
+    _, _, told = capsys.readouterr().out.partition("expected: ")
+    assert re.match(rf"the step differs in 1 of \d+ variables: {name}\n", told)
+    assert " ".join(row) in [" ".join(each.split()) for each in told.splitlines()]
+    assert main(["explain", file, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == worked_examples.load("chunked-prefill")[1], "the step, nothing else"
+    assert f": {name}\n" in err and f"expected {row[1]}, prepared {row[2]}" in err
+
+
+@pytest.mark.parametrize("expected", [3, [], {}, None, "x"])
+def test_what_can_not_be_expected_gets_one_line(expected, tmp_path, capfd):
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps({"scenario": small(), "expected": expected}))
+    assert main(["explain", str(file)]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1 and "expected: must be an object" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.imports import When, circle, imported_by, module_of, with_packages
+from tests.helpers.imports import When, circle, imported_by, imports, module_of, with_packages
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_npu_prep"
@@ -19,7 +19,8 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/latent_fia.py",
     "attention/kernels/atb.py",
     "graph/",
-    "verify/rows/",
+    "verify/collectives.py",
+    "verify/copies.py",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
 
@@ -33,18 +34,16 @@ def parsed(folder: str) -> dict[str, ast.Module]:
     }
 
 
-SOURCES, EMULATOR, TESTS = map(parsed, ("vllm_npu_prep", "emulator/ascend_emulator", "tests"))
+SOURCES, EMULATOR = map(parsed, ("vllm_npu_prep", "emulator/ascend_emulator"))
+TESTS = {
+    path.relative_to(ROOT / "tests").as_posix(): path.read_text()
+    for path in sorted((ROOT / "tests").rglob("*.py"))
+}
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
     """Modules that a file imports, dotted, at any place."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module}
-    return names
+    return {module for module, _, _ in imports(tree)}
 
 
 def top_level(tree: ast.AST) -> set[str]:
@@ -88,13 +87,6 @@ def test_pure_core_imports_itself_numpy_and_numba_only():
     allowed = {"numpy", "numba", "llvmlite", "vllm_npu_prep", *sys.stdlib_module_names}
     core = {name: tree for name, tree in SOURCES.items() if name.startswith("prep/")}
     assert {n: found for n, tree in core.items() if (found := top_level(tree) - allowed)} == {}
-    others = {
-        (name, module)
-        for name, tree in core.items()
-        for module in imported_modules(tree)
-        if module.startswith("vllm_npu_prep") and not module.startswith("vllm_npu_prep.prep")
-    }
-    assert others == set()
 
 
 def test_torch_npu_is_imported_behind_the_device_walls_only():
@@ -118,15 +110,14 @@ def test_the_plugin_neither_imports_nor_asks_for_the_emulator():
 def test_the_emulator_and_its_tests_know_nothing_of_the_plugin():
     allowed = {"ascend_emulator", "torch", "torch_npu", *sys.stdlib_module_names}
     assert {n: found for n, tree in EMULATOR.items() if (found := top_level(tree) - allowed)} == {}
-    tests = {name: tree for name, tree in TESTS.items() if name.startswith("emulator/")}
-    knowing = {n for n, tree in tests.items() if {"vllm", "vllm_npu_prep"} & top_level(tree)}
-    assert knowing == set()
+    tests = parsed("tests/emulator").items()
+    assert {n for n, tree in tests if {"vllm", "vllm_npu_prep"} & top_level(tree)} == set()
 
 
 def test_runner_holds_no_operators_of_arithmetic():
     operations = [
         ast.unparse(node)
-        for node in ast.walk(SOURCES["runner/model_runner.py"])
+        for node in ast.walk(SOURCES["runner/v1/runner.py"])
         if isinstance(node, ast.BinOp | ast.AugAssign) and not isinstance(node.op, ast.BitOr)
     ]
     assert operations == []
@@ -139,15 +130,22 @@ def names_of(tree: ast.AST) -> set[str]:
     return used | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
 
+RUNNERS = re.compile(r"(model_runner|v[12]\.runner|runner\.common)$")
+"""Modules of runners, upstream's and ours."""
+RECORDS = {"AsyncModelRunnerOutput", "BatchReqState", "ModelRunnerOutput"}
+"""What upstream names after a runner, or has beside one, and what is none."""
+
+
 def knows_a_runner(tree: ast.AST) -> set[str]:
     """How a part of the runner knows one: by import, or because it is handed one."""
-    modules = {name for name in imported_modules(tree) if name.endswith("model_runner")}
-    return modules | {name for name in names_of(tree) if "runner" in name.lower()}
+    found = [(module, name) for module, name, _ in imports(tree) if name not in RECORDS]
+    modules = {module for module, _ in found if RUNNERS.search(module)}
+    return modules | {name for name in names_of(tree) - RECORDS if "runner" in name.lower()}
 
 
 def test_parts_of_the_runner_know_no_runner():
     parts = {n: tree for n, tree in SOURCES.items() if n.startswith("runner/")}
-    del parts["runner/model_runner.py"]
+    del parts["runner/v1/runner.py"], parts["runner/v2/runner.py"]
     assert {n: found for n, tree in parts.items() if (found := knows_a_runner(tree))} == {}
 
 
@@ -161,100 +159,86 @@ def assigned_in(method: ast.FunctionDef) -> set[str]:
     }
 
 
-START_UP = ("__init__", "load_model", "may_reinitialize_input_batch", "initialize_kv_cache")
+START_UP = {"__init__", "load_model", "may_reinitialize_input_batch", "initialize_kv_cache"}
+START_UP |= {"_allocate_planes", "_follow_cache", "_make_graph_manager", "_replace_layers"}
 IN_STEPS = {
-    "_begin_step": {"in_flight"},
-    "_end_step": {"in_flight", "dummy_run"},
-    "_dummy_run": {"dummy_run"},
-    # Upstream reads it, and gets it for one request at a time
-    "_get_prompt_logprobs_dict": {"num_prompt_logprobs"},
+    "runner/v1/runner.py": {
+        "_begin_step": {"in_flight"},
+        "_end_step": {"in_flight", "dummy_run"},
+        "_dummy_run": {"dummy_run"},
+        # Upstream reads it, and gets it for one request at a time
+        "_scoring_alone": {"num_prompt_logprobs"},
+    },
+    "runner/v2/runner.py": {
+        # The drafts of the last step, as the full check reads them
+        "_begin_step": {"in_flight", "_draft_token_ids"},
+        "_end_step": {"in_flight"},
+        "prepare_dummy_attn": {"in_flight"},
+        # Upstream's record of a step after the forward pass, which its own methods take in the same
+        # way
+        "sample_tokens": {"execute_model_state"},
+        "pool": {"execute_model_state"},
+    },
+    "runner/common.py": {},
 }
-"""Attributes of the runner that change after start-up: the records of what is under way."""
+"""Attributes of the runners that change after start-up: the records of what is under way."""
 
 
-def test_what_is_in_flight_is_one_record_of_one_place():
+@pytest.mark.parametrize("file", IN_STEPS)
+def test_what_is_in_flight_is_one_record_of_one_place(file):
     """No mailbox: nothing else is left in an attribute for a later callback."""
-    tree = SOURCES["runner/model_runner.py"]
-    (runner,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]  # of overrides
+    (runner,) = [node for node in SOURCES[file].body if isinstance(node, ast.ClassDef)]
     methods = [node for node in runner.body if isinstance(node, ast.FunctionDef)]
     assigned = {m.name: assigned_in(m) for m in methods if m.name not in START_UP}
-    assert {name: names for name, names in assigned.items() if names} == IN_STEPS
+    assert {name: names for name, names in assigned.items() if names} == IN_STEPS[file]
 
 
-ANYONE = {"compat.releases", "errors", "progress", "ranks", "wording"}
+ANYONE = "compat.releases errors files progress ranks wording"
 """Modules that every folder but `prep/` may import."""
 
-WALLS: dict[str, set[str]] = {
-    "prep": {"prep"},
-    "config": {"attention.families", "prep", "validation"},
-    "compat": {"compat", "server"},
-    "compat.activation": {"compat", "device", "server", "torchvision_import"},
-    "device": {"compat.torch_names", "device", "prep"},
-    "ops": {"aclnn", "compat.kernels", "config", "ops"},
-    "quantization": {
-        "config",
-        "ops.experts",
-        "ops.fused",
-        "ops.fused_experts",
-        "ops.fused_latent",
-        "quantization",
-    },
-    "attention": {"attention", "config", "device", "prep"},
+WALLS = {
+    "prep": "prep",
+    "config": "attention.families prep validation",
+    "compat": "compat server",
+    "compat.activation": "compat device server torchvision_import",
+    "device": "compat.torch_names device prep",
+    "ops": "aclnn compat.kernels config ops",
+    "quantization": (
+        "config ops.experts ops.fused ops.fused_experts ops.fused_latent quantization"
+    ),
+    "attention": "attention config device prep",
     # Decodes absorb weights, which can't be int8 then
-    "attention.mla": {"attention", "config", "device", "prep", "quantization.loaded"},
-    "graph": {"attention", "config", "device", "driver", "graph", "prep"},
-    "startup": {"aclnn"}
-    | {"attention.families", "attention.fused_calls", "attention.fused_releases"}
-    | {"attention.latent_releases", "attention.state_pages"}
-    | {"config", "device", "driver", "prep", "quantization.formats", "startup"},
+    "attention.mla": "attention config device prep quantization.loaded",
+    "graph": "attention config device driver graph prep",
+    "startup": (
+        "aclnn attention.families attention.fused_calls attention.fused_releases "
+        "attention.latent_releases attention.state_pages config device driver prep "
+        "quantization.formats startup"
+    ),
     # What Ray's workers are given names the folder of counts
-    "startup.ray_cluster": {"device", "observe.metrics"},
-    # Steps are kept as records are read
-    "observe": {"inspect.contract", "inspect.files", "inspect.record", "inspect.record_settings"}
-    | {"inspect.expert_counts", "attention.families", "config", "graph.counts", "observe", "prep"},
-    "server": {"config", "observe.metrics", "observe.record_client", "observe.record_signal"}
-    | {"server"},
-    "sleep": {"device"},
+    "startup.ray_cluster": "device observe.metrics",
+    # What is told of a step, to whoever shows, keeps or checks it
+    "records": "prep records validation",
+    # It keeps steps; what shows them to people is no part of an engine
+    "observe": "attention.families config graph.counts observe prep records",
+    "server": "config observe.metrics observe.record_client observe.record_signal server",
+    "sleep": "device",
     # It belongs to no runner and no device
-    "scheduling": {"scheduling"},
-    "runner": {"attention", "config", "device", "graph", "observe", "ops", "prep", "runner"}
-    | {"quantization.fused", "quantization.int8", "startup.asked"}
-    # Loaders that upstream's reload can't read, and how it measures graphs
-    | {"compat.graphs", "compat.models"},
-    # The same parts as V1's runner, and the patches that let upstream's V2 take them
-    "v2": {"attention", "compat.v2", "config", "device", "graph.wrapper", "observe", "ops", "prep"}
-    | {
-        "quantization.fused",
-        "runner.accepted",
-        "runner.left_behind",
-        "runner.graphs",
-        "runner.lora",
-        "runner.mtp_layers",
-        "runner.new_weights",
-    }
-    | {"runner.padding", "runner.preparer", "runner.prompt_embeds", "runner.step", "v2"},
+    "scheduling": "scheduling",
+    # Loaders that upstream's reload can't read, how it measures graphs, and names of its V2
+    "runner": (
+        "attention compat.graphs compat.models compat.v2 config device graph observe ops prep "
+        "quantization.fused quantization.int8 runner startup.asked"
+    ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": {
-        "aclnn",
-        "attention",
-        "device",
-        "graph",
-        "inspect.doctor",
-        "inspect.files",
-        "ops.fused",
-    }
-    | {"ops.fused_experts", "prep", "verify"},
-    "inspect": {"inspect", "prep", "validation"},
+    "verify": (
+        "aclnn attention device graph inspect.doctor ops.fused ops.fused_experts prep verify"
+    ),
+    "inspect": "inspect prep records",
     # It asks an installation
-    "inspect.doctor": {
-        "aclnn",
-        "attention.families",
-        "attention.fused_releases",
-        "config",
-        "device",
-        "driver",
-        "inspect.doctor",
-    },
+    "inspect.doctor": (
+        "aclnn attention.families attention.fused_releases config device driver inspect.doctor"
+    ),
 }
 """What each folder, or a file that differs from its folder, may import of the plugin."""
 
@@ -278,7 +262,8 @@ def walls_broken(module: str, used: set[str]) -> set[str]:
     """Of what a module uses, what it may not."""
     if module in ENTRIES:
         return set()
-    allowed = WALLS.get(row_of(module), set()) | (ANYONE if row_of(module) != "prep" else set())
+    row = row_of(module)
+    allowed = f"{WALLS.get(row, '')} {ANYONE if row != 'prep' else ''}".split()
     return {each for each in used if each and not is_in(each, *allowed)}
 
 
@@ -309,7 +294,7 @@ def test_walls_allow_nothing_that_nobody_uses():
     idle = {
         (row, each)
         for row, allowed in WALLS.items()
-        for each in allowed - {row}
+        for each in set(allowed.split()) - {row}
         if not any(is_in(module, each) for module in used[row])
     }
     assert idle == set()
@@ -335,12 +320,12 @@ def test_imports_go_in_one_direction():
 LONG = {
     "prep/oracle.py": "every array of a step in plain loops, a function for each kind of layer",
     "inspect/explain.py": "every table of a step that explain prints, a function each",
-    "inspect/scenario.py": "every field of a scenario file, and the rules for them",
-    "observe/full_check.py": "every array of a step beside the oracle's, a method for each kind",
+    "platform.py": "every question of vLLM about a device, a few lines each",
+    "records/scenario.py": "every field of a scenario file, and the rules for them",
     "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
-    "runner/model_runner.py": "every override of upstream's runner, a few lines each, in one class",
+    "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
     "worker.py": "the same of upstream's worker",
-    "v2/runner.py": "the same of upstream's V2 runner",
+    "runner/v2/runner.py": "the same of upstream's V2 runner",
 }
 """Files of more than 500 lines: what their one job is."""
 
@@ -361,56 +346,29 @@ MAY_SLEEP = {
     "server/test_lifecycle.py": "a process is killed at a moment that is drawn",
     "server/test_ray.py": "a host is killed at a moment that is drawn",
     "server/loaded.py": "a step is slow because a client asks for that",
-    "server/process.py": "clients hang up at moments that are drawn",
+    "server/test_server.py": "clients hang up at moments that are drawn",
 }
 """Why a test may sleep: not for something that another thread or process does."""
-SLEEP = re.compile(r"\b(?:time|asyncio)\.sleep\((?!0\))")
-CLOCKS = {"monotonic", "perf_counter", "time"}
-
-
-def is_elapsed(node: ast.AST) -> bool:
-    """Whether an expression is the time since a moment."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
-        return False
-    return isinstance(node.left, ast.Call) and getattr(node.left.func, "attr", "") in CLOCKS
-
-
-def waits_by_time(tree: ast.AST) -> list[int]:
-    """Lines that sleep, in programs that tests write, too, or that limit the time of something."""
-    lines = []
-    for node in ast.walk(tree):
-        sleeps = isinstance(node, ast.Call) and SLEEP.match(ast.unparse(node))
-        says = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if says:
-            sleeps = SLEEP.search(node.value)
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt | ast.LtE):
-            sleeps = is_elapsed(node.left)
-        lines += [node.lineno] if sleeps else []
-    return lines
+WAITS = re.compile(
+    r"\b(?:time|asyncio)\.sleep\((?!0\))"  # in programs that tests write, too
+    r"|assert (?:time\.)?(?:monotonic|perf_counter|time)\(\) - \w+ <"
+)
 
 
 def test_no_test_waits_by_time():
-    """It waits for the thing: by an event, a line, a file, or `tests.helpers.waiting`."""
-    found = {name: waits_by_time(tree) for name, tree in TESTS.items() if name != "test_walls.py"}
-    assert {name: lines for name, lines in found.items() if lines and name not in MAY_SLEEP} == {}
-    assert all(len(found[name]) == 1 for name in MAY_SLEEP), "a reason is for one place"
+    """It waits for the thing: by an event, a line, a file, or `tests.helpers.waiting`.
 
-
-# ----------------------------------------------------------------- names
-
-LONGEST_NAME = 60
+    Nor does a test limit the time of something.
+    """
+    found = {name: len(WAITS.findall(text)) for name, text in TESTS.items()}
+    found.pop("test_walls.py")
+    assert {name: n for name, n in found.items() if n} == dict.fromkeys(MAY_SLEEP, 1)
 
 
 def test_names_of_tests_can_be_read_in_one_line():
-    """A rule that is longer stands in the docstring."""
-    functions = [
-        (name, node.name)
-        for name, tree in TESTS.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    long = [each for each in functions if each[1][:5] == "test_" and len(each[1]) > LONGEST_NAME]
-    assert long == []
+    """They have 60 characters at most. A rule that is longer stands in the docstring."""
+    long = {name: re.findall(r"def (test_\w{56,})", text) for name, text in TESTS.items()}
+    assert {name: found for name, found in long.items() if found} == {}
 
 
 # ----------------------------------------------------------------- the walls themselves
@@ -427,14 +385,10 @@ SEEN = {
     ),
     knows_a_runner: (
         "from vllm.v1.worker.gpu_model_runner import GPUModelRunner",
+        "from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2",
         "def prepare(runner): ...",
         "class Part:\n    def __init__(self, model_runner): ...",
         "def prepare(self): self.runner.step()",
-    ),
-    waits_by_time: (
-        "time.sleep(0.1)",
-        "run('import time; time.sleep(1)')",
-        "assert time.monotonic() - began < 60",
     ),
 }
 
@@ -444,7 +398,14 @@ SEEN = {
 )
 def test_what_breaks_a_wall_is_seen(look, code):
     assert len(look(ast.parse(code))) == 1
-    assert not look(ast.parse("import torch\nasync def f(a):\n    await asyncio.sleep(0)"))
+    assert not look(ast.parse("import torch\ndef f(a):\n    return torch.cuda.Event()"))
+
+
+@pytest.mark.parametrize(
+    "code", ["time.sleep(0.1)", "run('time.sleep(1)')", "assert time.time() - began < 60"]
+)
+def test_a_wait_by_time_is_seen(code):
+    assert WAITS.search(code) and not WAITS.search("await asyncio.sleep(0)")
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,10 @@ def _parser() -> argparse.ArgumentParser:
         help="with --html of a folder: no page of any step",
     )
     explain.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw masks, blocks and states into a PNG file"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draw masks, blocks and recurrent states into a PNG file",
     )
     explain.add_argument(
         "--diff",
@@ -215,7 +218,7 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
     `steps` is the value of ``--step-pages``: True for all steps, a span, False for none, and None
     if the option was not given.
     """
-    from vllm_npu_prep.inspect.files import check_replaceable, write_whole
+    from vllm_npu_prep.files import check_replaceable, write_whole
     from vllm_npu_prep.inspect.run import read_run
     from vllm_npu_prep.inspect.run_page import run_html
     from vllm_npu_prep.inspect.run_steps import MOST_UNASKED, StepPages
@@ -249,9 +252,9 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
 def _explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from vllm_npu_prep.files import write_whole
     from vllm_npu_prep.inspect.expected import expected_line, expected_text, mismatches
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
-    from vllm_npu_prep.inspect.files import write_whole
 
     if args.html and args.file.is_dir() and args.step is None:
         if args.json or args.png or args.diff or args.request or args.tokens:
@@ -301,21 +304,21 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _expected_of(path: Path) -> dict[str, Any] | None:
-    from vllm_npu_prep.inspect.scenario import read_expected
+    from vllm_npu_prep.records.scenario import read_expected
 
     return None if _is_recorded(path) else read_expected(path)
 
 
 def _is_recorded(path: Path) -> bool:
-    from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX
+    from vllm_npu_prep.records.record_file import RECORD_SUFFIX
 
     return path.is_dir() or path.suffix == RECORD_SUFFIX
 
 
 def _view_of(path: Path, step: int | None) -> "StepView":
-    from vllm_npu_prep.inspect.record_file import record_of
-    from vllm_npu_prep.inspect.scenario import read_scenario
     from vllm_npu_prep.inspect.view import StepView, view_of_record
+    from vllm_npu_prep.records.record_file import record_of
+    from vllm_npu_prep.records.scenario import read_scenario
 
     if not _is_recorded(path):
         if step is not None:

@@ -40,7 +40,7 @@ from vllm_npu_prep.quantization.formats import describe, find_description
 from vllm_npu_prep.scheduling.choice import choose_scheduler
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.startup import ray_cluster
-from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
+from vllm_npu_prep.startup.asked import RequestedEngine, multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
-    from vllm_npu_prep.attention.state_pages import StatePage
+    from vllm_npu_prep.attention.state_pages import RecurrentStatePage
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -254,7 +254,7 @@ class NPUPlatform(Platform):
 
             refuse_non_finite(processed_inputs["prompt_embeds"])
         if v2.is_asked_for():
-            from vllm_npu_prep.v2.limits import refuse_long_lists
+            from vllm_npu_prep.runner.v2.limits import refuse_long_lists
 
             refuse_long_lists(params)
 
@@ -314,7 +314,10 @@ def _settle_states(vllm_config: "VllmConfig") -> list[str]:
     asked, cache.mamba_ssm_cache_dtype = cache.mamba_ssm_cache_dtype, "bfloat16"
     if asked == "auto":
         return []
-    return [f"states are kept in bfloat16, which the NPU's operators take, in place of {asked}"]
+    return [
+        "recurrent states are kept in bfloat16, which the NPU's operators take, in place of "
+        f"{asked}"
+    ]
 
 
 def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
@@ -345,7 +348,7 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
     nbytes, ranks = int(extra.get("cpu_bytes_to_use", 0)), vllm_config.parallel_config.world_size
     return [
         f"blocks of K and V that leave the device stay in {nbytes:,} bytes of host memory"
-        + (f", shared out among {counted(ranks, 'rank')}" if ranks > 1 else "")
+        + (f", divided among {counted(ranks, 'rank')}" if ranks > 1 else "")
     ]
 
 
@@ -361,7 +364,7 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
 
 def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
     """Return a line where Model Runner V2 could run this engine, too, which runs on V1."""
-    if not could_run(Asked(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
+    if not could_run(RequestedEngine(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
         return []
     return [
         "Model Runner V1, the plugin's default; V2, which is vLLM's default, has all that this "
@@ -392,7 +395,7 @@ def _agree_on_the_host(parallel_config: "ParallelConfig") -> list[str]:
     if parallel_config.data_parallel_size == 1:
         return []
     return [
-        "engines agree on the size of each step on the host; "
+        "data-parallel ranks agree on the size of each step on the host; "
         "--no-disable-nccl-for-dp-synchronization has no effect"
     ]
 
@@ -455,8 +458,8 @@ def _log_start_up(
     if parallel.use_ray or parallel.world_size_across_dp > 1:
         sizes = (
             (parallel.tensor_parallel_size, "tensor parallel"),
-            (parallel.pipeline_parallel_size, "stages"),
-            (parallel.data_parallel_size, "engines"),
+            (parallel.pipeline_parallel_size, "pipeline stages"),
+            (parallel.data_parallel_size, "data parallel"),
         )
         ranks = " x ".join(f"{size} {name}" for size, name in sizes if size > 1) or "1"
         by = "ray" if parallel.use_ray else parallel.distributed_executor_backend
@@ -484,7 +487,7 @@ def _log_start_up(
     logger.info_once("vllm_npu_prep:\n  %s", "\n  ".join(lines))
 
 
-def _state_page(vllm_config: "VllmConfig") -> "StatePage | None":
+def _state_page(vllm_config: "VllmConfig") -> "RecurrentStatePage | None":
     """Return how blocks are sized for a model with recurrent states, else None.
 
     The code for them is imported only if the model has some.

@@ -43,20 +43,13 @@ from vllm_npu_prep.ops.fused_routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
-from vllm_npu_prep.runner.model_runner import NPUModelRunner
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 from vllm_npu_prep.sleep import SleepingMemory
-from vllm_npu_prep.verify.delta import heads_of
 from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.int8 import refuse_wrong
-from vllm_npu_prep.verify.probe import (
-    probe_attention,
-    probe_delta,
-    probe_latent,
-    probed_latent_layers,
-    probed_layers,
-)
+from vllm_npu_prep.verify.probe import probe_layers
 from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
@@ -177,7 +170,7 @@ class NPUWorker(Worker):
         assert self.device is not None
         runner: Any = NPUModelRunner
         if self.use_v2_model_runner:
-            from vllm_npu_prep.v2.runner import NPUModelRunnerV2
+            from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2
 
             runner = NPUModelRunnerV2
         made = runner(self.vllm_config, self.device, self.prep_device)
@@ -297,17 +290,15 @@ class NPUWorker(Worker):
             return
         assert isinstance(self.model_config.dtype, torch.dtype)
         compilation = self.vllm_config.compilation_config
-        groups, layers = self.model_runner.attn_groups, compilation.static_forward_context
-        kinds = probed_layers(groups, layers, self.model_config.dtype)
-        latent = probed_latent_layers(groups, layers, self.model_config.dtype)
-        with_states = [layer for layer in layers.values() if hasattr(layer, "fused")]
-        mode = compilation.cudagraph_mode
         with log_while_waiting("Probing attention", logger.info):
-            if latent:
-                probe_latent(latent, self.prep_device, logger.info)
-                return
-            probe_delta(heads_of(with_states), self.prep_device, logger.info)
-            probe_attention(kinds, self.prep_device, logger.info, mode.has_full_cudagraphs())
+            probe_layers(
+                self.model_runner.attn_groups,
+                compilation.static_forward_context,
+                self.model_config.dtype,
+                self.prep_device,
+                logger.info,
+                compilation.cudagraph_mode.has_full_cudagraphs(),
+            )
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         super().profile(is_start, *args, **kwargs)
@@ -506,7 +497,7 @@ class NPUWorker(Worker):
             As `reload_weights`.
         """
         self.model_runner.refuse_new_weights()
-        with kept_addresses(self.model_runner.get_model()):
+        with kept_addresses(self.model_runner.get_model(), self.model_config):
             super().update_weights(*args, **kwargs)
 
     @property

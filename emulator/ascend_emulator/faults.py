@@ -122,7 +122,7 @@ FAULTS = {
         ),
         Fault(
             "wrong-lse",
-            "the logarithm of the sum of exponentials has base 2",
+            "the log-sum-exp has base 2",
             "lse",
             lambda lse: lse / math.log(2),
         ),
@@ -174,7 +174,7 @@ FAULTS = {
         Fault(
             "early-maximum",
             "npu_dequant_swiglu_quant with dynamic scales reads the maximum of a part of a row "
-            "above 7,840 columns before it is written: the last part's counts for nothing",
+            "above 7,840 columns before it is written: that of the last part counts for nothing",
             "maxima of the parts of a wide row",
             lambda maxima: maxima[..., :-1],
         ),

@@ -9,8 +9,9 @@ from vllm.v1.worker.block_table import MultiGroupBlockTable
 from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
-from vllm_npu_prep.prep.layout import largest_step, step_layout
+from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.shape import EngineShape
 
 ROWS = 6
 BLOCK_SIZES = [4, 2]
@@ -46,6 +47,7 @@ class Host:
             num_blocks=self.tables.num_blocks,
             num_synced_blocks=self.tables.num_synced_blocks,
             num_device_blocks=self.tables.num_device_blocks,
+            shape=EngineShape(2),
         )
         self.next_block = 1
         self.sent: list[int] = []
@@ -59,8 +61,9 @@ class Host:
 
     def step(self, num_reqs: int, num_reqs_padded: int) -> None:
         """Prepare a step of one token for each request, and let the device have it."""
-        layout = step_layout(num_reqs_padded, num_reqs_padded, 2)
-        nbytes = largest_step(num_reqs_padded, ROWS, 2, 1, len(self.tables.block_table_flat))
+        shape, num_entries = self.batch.shape, len(self.tables.block_table_flat)
+        layout = StepLayout(num_reqs_padded, num_reqs_padded, shape)
+        nbytes = largest_step(shape, num_reqs_padded, ROWS, num_entries)
         arrays = layout.views(np.zeros(nbytes, np.uint8))
         ones = np.ones(num_reqs, np.int32)
         batch = StepBatch(self.batch, ones, ones * 0, num_reqs)
@@ -194,6 +197,7 @@ def test_a_model_without_a_cache_has_rows_but_no_tables():
         num_blocks=tables.num_blocks,
         num_synced_blocks=tables.num_synced_blocks,
         num_device_blocks=tables.num_device_blocks,
+        shape=EngineShape(0),
     )
     step = prepare_step(StepBatch(batch, lengths[:2], 0 * lengths, 6), Padding(8, 2))
     assert step.input_ids.tolist() == [0, 1, 2, 8, 9, 10]

@@ -16,9 +16,9 @@ from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import (
     Share,
-    attend_shared,
+    attend_dcp,
     merge_over_ranks,
-    merge_shares,
+    merge_partials,
     only_rows,
     own_of,
     rows_of,
@@ -57,14 +57,14 @@ def test_merged_shares_are_attention_over_all_keys(cuts):
     query, key, value = drawn(0, 5, 2, 4) * 3, drawn(1, 7, 4), drawn(2, 7, 6)
     borders = [0, *cuts, 7]
     shares = [share_of(query, key[a:b], value[a:b]) for a, b in pairwise(borders)]
-    merged, whole = merge_shares(shares), share_of(query, key, value)
+    merged, whole = merge_partials(shares), share_of(query, key, value)
     torch.testing.assert_close(merged.output, whole.output)
     torch.testing.assert_close(merged.lse, whole.lse)
 
 
 def test_tokens_without_any_key_get_zeros():
     nothing = Share(torch.full((1, 2, 3), 7.0), torch.full((1, 2), NO_KEY))
-    merged = merge_shares([nothing, nothing])
+    merged = merge_partials([nothing, nothing])
     assert (merged.output == 0).all() and (merged.lse == NO_KEY).all()
 
 
@@ -204,7 +204,7 @@ def test_attention_over_shares_is_attention_over_the_whole(state, lengths, inter
         output = torch.empty(total, HEADS, SIZE)
         layer = LayerShape(HEADS, 1, SIZE, 0.5)
         given = query[:, heads].contiguous(), *fresh, cache, shared, layer, output
-        attend_shared(kernels, *given, group=group)
+        attend_dcp(kernels, *given, group=group)
         return output
 
     outputs = on_ranks(RANKS, of_rank)

@@ -10,7 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from vllm_npu_prep.attention.gated_delta import AscendGatedDeltaNetAttention
 from vllm_npu_prep.attention.kernels import gated_delta
-from vllm_npu_prep.attention.states import StateMetadata
+from vllm_npu_prep.attention.states import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
 K_HEADS, V_HEADS, KEY, VALUE, KERNEL = 2, 4, 6, 5, 4
@@ -124,7 +124,9 @@ def test_both_forms_equal_transformers(num_tokens, seed):
         torch.testing.assert_close(last, final[0].transpose(1, 2), rtol=1e-4, atol=1e-5, msg=form)
 
 
-def metadata_of(rows: list[tuple[int, int, int, int]], full_graph_rows: int = 0) -> StateMetadata:
+def metadata_of(
+    rows: list[tuple[int, int, int, int]], full_graph_rows: int = 0
+) -> RecurrentMetadata:
     """Metadata of requests: computed and scheduled tokens, block read and block written."""
     counts = [scheduled for _, scheduled, _, _ in rows]
     decodes = 0
@@ -133,7 +135,7 @@ def metadata_of(rows: list[tuple[int, int, int, int]], full_graph_rows: int = 0)
     padding = [0] * (full_graph_rows - len(rows)) if full_graph_rows else []
     starts = torch.tensor([0, *np.cumsum(counts + [1] * len(padding))], dtype=torch.int32)
     prefills = starts[decodes:] - starts[decodes] if not full_graph_rows else starts[:1]
-    return StateMetadata(
+    return RecurrentMetadata(
         AttentionState.ChunkedPrefill,
         torch.tensor([read for _, _, read, _ in rows] + padding, dtype=torch.int32),
         torch.tensor([write for _, _, _, write in rows] + padding, dtype=torch.int32),
@@ -246,7 +248,7 @@ def test_rejected_drafts_leave_nothing(uniform, seed):
         reads = [r["blocks"][r["kept"] - 1] for r in requests] + [0] * padding
         of_tokens = [block for r in requests for block in r["blocks"][: r["count"]]]
         of_tokens += [0] * (total - len(of_tokens))
-        metadata = StateMetadata(
+        metadata = RecurrentMetadata(
             AttentionState.SpecDecoding,
             torch.tensor(reads, dtype=torch.int32),
             torch.tensor([r["blocks"][0] for r in requests] + [0] * padding, dtype=torch.int32),

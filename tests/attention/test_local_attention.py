@@ -18,7 +18,7 @@ from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 
@@ -27,7 +27,7 @@ def tables_of(step: PreparedStep) -> dict[int, torch.Tensor]:
     """Block tables of the step's virtual requests, by group."""
     tables, rows = step.batch.tables, step.arrays.chunk_local_table_rows
     entries = torch.from_numpy(tables.block_table_flat)
-    local_tables = LocalBlockTables(CPUDevice(), entries, tables.local, step.num_input_tokens)
+    local_tables = LocalBlockTables(CPUDevice(), entries, tables.shape.local, step.num_input_tokens)
     return local_tables.gather(torch.from_numpy(rows.reshape(-1)))
 
 
@@ -95,7 +95,7 @@ def test_groups_with_chunks_are_found():
     full = FullAttentionSpec(**SHAPE, block_size=4)
     chunks = ChunkedLocalAttentionSpec(**SHAPE, block_size=4, attention_chunk_size=12)
     as_full = dataclasses.replace(full, attention_chunk_size=12)
-    assert find_local_groups(groups(full, full)) is None
+    assert find_local_groups(groups(full, full)) == NO_LOCAL_GROUPS
     assert find_local_groups(groups(chunks, full, chunks)) == LocalGroups(12, 3, (0, 2))
     (one,), (other,) = groups(as_full, full)
     assert find_local_groups([[one, other]]) == LocalGroups(12, 3, (0,))

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
 from vllm_npu_prep import platform
-from vllm_npu_prep.attention.state_pages import StatePage, find_state_page
+from vllm_npu_prep.attention.state_pages import RecurrentStatePage, find_state_page
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "linear-attention.md"
 TWO_LAYERS = {**GATED_DELTA, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
@@ -52,7 +52,7 @@ def test_a_block_has_room_for_a_state_in_its_halves(tmp_path, case):
     engine = engine_config(model, **settings)
     page = find_state_page(engine)
     asked = settings.get("block_size", 128)
-    assert page == StatePage(asked, tokens, of_token, parts)
+    assert page == RecurrentStatePage(asked, tokens, of_token, parts)
     assert page.page_bytes == tokens * of_token
     assert page.is_exact == exact
     assert max(parts) * 2 <= page.page_bytes
@@ -67,21 +67,21 @@ def test_a_model_without_states_has_no_such_blocks(tmp_path):
 
 
 WORDS = {
-    (16, 16): "a state of 3,200 bytes in a block of 16 tokens (4,096 bytes; half a block holds the "
-    "rule's 2,048 bytes)",
-    (5, 20): "a state of 3,200 bytes in a block of 20 tokens (5,120 bytes; asked for: 5; half a "
-    "block holds the rule's 2,048 bytes)",
+    (16, 16): "a recurrent state of 3,200 bytes in a block of 16 tokens (4,096 bytes; half a block "
+    "holds the rule's 2,048 bytes)",
+    (5, 20): "a recurrent state of 3,200 bytes in a block of 20 tokens (5,120 bytes; asked for: 5; "
+    "half a block holds the rule's 2,048 bytes)",
 }
 
 
 @pytest.mark.parametrize(("asked", "tokens"), WORDS)
 def test_the_line_says_what_blocks_hold_and_why(asked, tokens):
-    assert StatePage(asked, tokens, 256, [1152, 2048]).describe() == WORDS[asked, tokens]
+    assert RecurrentStatePage(asked, tokens, 256, [1152, 2048]).describe() == WORDS[asked, tokens]
 
 
 def test_the_line_names_the_larger_part():
     """With drafts the convolution keeps more tokens."""
-    said = StatePage(16, 32, 256, [2304, 2048]).describe()
+    said = RecurrentStatePage(16, 32, 256, [2304, 2048]).describe()
     assert said.endswith("half a block holds the convolution's 2,304 bytes)")
 
 

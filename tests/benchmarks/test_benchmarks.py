@@ -59,16 +59,16 @@ def _run(command: list[str], planted: bool) -> Ran:
 
 
 def _plant_a_wrong_position() -> None:
-    from vllm_npu_prep.runner import model_runner
+    from vllm_npu_prep.runner.v1 import runner as v1_runner
 
-    prepare_step = model_runner.prepare_step
+    prepare_step = v1_runner.prepare_step
 
     def planted(*args):
         step = prepare_step(*args)
         step.arrays.positions[7] += 1
         return step
 
-    model_runner.prepare_step = planted
+    v1_runner.prepare_step = planted
 
 
 COMMANDS = {

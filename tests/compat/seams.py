@@ -1,12 +1,10 @@
-"""The seams: every name of vLLM that the plugin relies on, and what became of it in a release."""
+"""The seams: every name of vLLM that the plugin relies on, by what its text says."""
 
 import ast
-import functools
 import importlib.util
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import griffe
@@ -21,19 +19,10 @@ PATCHED = "torch"
 UNKNOWN = "?"
 """Stands for a part of a string that only the running program knows."""
 FULL_NAME = re.compile(rf"{UPSTREAM}(\.[\w{UNKNOWN}]+)+")
+LOOKED_UP = re.compile(r'(\w+) = [\w.]+\.(?:get|import_module)\("([\w.]+)"\)')
+"""A variable that holds a module which a string names: ``entry = sys.modules.get("a.b")``."""
 NOT_NAMES = re.compile(rf"{UPSTREAM}\.({PLUGIN}|{re.escape(UNKNOWN)}$|platform_plugins$)")
 """Loggers of the plugin, and a group of entry points."""
-
-
-@dataclass(frozen=True, order=True)
-class Seam:
-    """A name of vLLM: a member of a class or of a module."""
-
-    owner: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.owner}.{self.name}"
 
 
 def installed() -> dict[str, Path]:
@@ -62,31 +51,18 @@ class Uses:
     def __init__(self, sources: Sources, types: Types) -> None:
         self.sources = sources
         self.types = types
-        self.files: dict[Seam, set[str]] = defaultdict(set)
-        """Files of the plugin by seam."""
-        self.signatures: dict[Seam, str] = {}
+        self.files: dict[str, set[str]] = defaultdict(set)
+        """Files of the plugin by seam: the full name of a member of a class or of a module."""
+        self.signatures: dict[str, str] = {}
         self.unknown: dict[str, set[str]] = defaultdict(set)
         """Files of the plugin by strings that look like full names and name nothing in vLLM."""
         for self._module, path in modules(PLUGIN, sources.packages[PLUGIN]):
             self._file = path.relative_to(sources.packages[PLUGIN]).as_posix()
-            self._read(ast.parse(path.read_text()))
+            self._read(path.read_text())
 
-    @functools.cached_property
-    def mentions(self) -> dict[str, set[str]]:
-        """Files of the plugin by names in them: attributes, arguments, definitions, strings."""
-        found: dict[str, set[str]] = defaultdict(set)
-        folder = self.sources.packages[PLUGIN]
-        for _, path in modules(PLUGIN, folder):
-            for node in ast.walk(ast.parse(path.read_text())):
-                for attribute in ("attr", "name", "arg", "id", "value"):
-                    name = getattr(node, attribute, None)
-                    if isinstance(name, str):
-                        file = path.relative_to(folder).as_posix()
-                        found[name.rpartition(".")[2]].add(file)
-        return found
-
-    def _read(self, tree: ast.Module) -> None:
-        texts, self._by_name = dict(_texts(tree)), _modules_by_name(tree)
+    def _read(self, text: str) -> None:
+        tree, self._by_name = ast.parse(text), dict(LOOKED_UP.findall(text))
+        texts = dict(_texts(tree))
         for node in ast.walk(tree):
             match node:
                 case ast.Import(names=names):
@@ -136,11 +112,10 @@ class Uses:
 
     def _patched(self, name: str) -> None:
         """An assignment that may be to a name of torch."""
-        owner, _, last = name.rpartition(".")
-        if name.startswith(f"{PATCHED}.") and self.sources.module(owner) is not None:
+        if name.startswith(f"{PATCHED}.") and self.sources.module(name.rpartition(".")[0]):
             found = self.sources.find(name)
             if found is not None:
-                self._add(Seam(owner, last), found)
+                self._add(name, found)
 
     def _members(self, of: ast.expr, name: str) -> None:
         """A member of whatever an expression is."""
@@ -182,19 +157,19 @@ class Uses:
         elif isinstance(of, griffe.Module) and is_upstream(of):
             found = self.sources.member(of, name)
             if found is not None:
-                self._add(Seam(of.path, name), found)
+                self._add(f"{of.path}.{name}", found)
 
     def _inherited(self, mro: list[griffe.Class], name: str) -> None:
         """Count a member of a class, of which the plugin's bases come first."""
         for owner in mro:
             found = self.sources.member(owner, name) if is_upstream(owner) else None
             if found is not None and is_upstream(found):
-                self._add(Seam(owner.path, name), found)
+                self._add(f"{owner.path}.{name}", found)
                 return
             if name in owner.members:
                 return  # the plugin's own
 
-    def _add(self, seam: Seam, found: griffe.Object) -> None:
+    def _add(self, seam: str, found: griffe.Object) -> None:
         self.files[seam].add(self._file)
         self.signatures[seam] = signature(found)
 
@@ -209,22 +184,6 @@ def is_record(cls: griffe.Class) -> bool:
     decorators = {str(each.value).split("(")[0].split(".")[-1] for each in cls.decorators}
     bases = {str(each).split(".")[-1] for each in cls.bases}
     return bool(decorators & {"dataclass", "config"} or bases & {"NamedTuple", "Struct"})
-
-
-def _modules_by_name(tree: ast.Module) -> dict[str, str]:
-    """Variables that hold a module which is named by a string: ``sys.modules.get("a.b")``."""
-    found = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(
-                targets=[ast.Name(id=variable)],
-                value=ast.Call(
-                    func=ast.Attribute(attr="get" | "import_module"),
-                    args=[ast.Constant(value=str(name))],
-                ),
-            ):
-                found[variable] = name
-    return found
 
 
 def _texts(

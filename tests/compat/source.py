@@ -7,8 +7,6 @@ vLLM's 2,600; and of attributes that instances have, it knows those of ``__init_
 
 import ast
 import contextlib
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import griffe
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-AT_THE_TOP = re.compile(r"^(?:class|def|async def) (\w+)", re.MULTILINE)
 UNKNOWN = (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError)
 
 
@@ -60,17 +57,15 @@ def _assigned(
 class Sources(griffe.ModulesCollection):
     """Packages by name, each a folder, whose modules are read when a name leads to them.
 
-    Nothing outside of them is known. `texts` of modules stand for their files.
+    Nothing outside of them is known.
     """
 
-    def __init__(self, packages: Mapping[str, Path], texts: Mapping[str, str] | None = None):
+    def __init__(self, packages: Mapping[str, Path]) -> None:
         super().__init__()
         self.packages = packages
-        self.texts = texts or {}
         self._extensions = griffe.Extensions(InstanceAttributes())
         self._modules: dict[str, griffe.Module | None] = {}
         self._mros: dict[str, list[griffe.Class]] = {}
-        self._places: dict[str, dict[str, list[str]]] = {}
 
     def get_member(self, key: str | Sequence[str]) -> Any:
         """What griffe asks for, by its full name, to follow imports and base classes."""
@@ -96,11 +91,12 @@ class Sources(griffe.ModulesCollection):
     def module(self, name: str) -> griffe.Module | None:
         """The module of that full name."""
         if name not in self._modules:
-            path = self._path(name)
+            path = self.path_of(name)
             self._modules[name] = None if path is None else self._read(name, path)
         return self._modules[name]
 
-    def _path(self, name: str) -> Path | None:
+    def path_of(self, name: str) -> Path | None:
+        """File of the module of that full name."""
         package, *parts = name.split(".")
         if package not in self.packages:
             return None
@@ -116,7 +112,7 @@ class Sources(griffe.ModulesCollection):
         found = griffe.visit(
             last,
             path,
-            self.texts.get(name) or path.read_text(),
+            path.read_text(),
             extensions=self._extensions,
             parent=parent,
             modules_collection=self,
@@ -154,15 +150,6 @@ class Sources(griffe.ModulesCollection):
             except ValueError:  # no order that Python would take
                 self._mros[of.path] = [of]
         return self._mros[of.path]
-
-    def places_of(self, package: str, name: str) -> list[str]:
-        """Full names of a package's classes and functions of a name, at the top of files."""
-        if package not in self._places:
-            places = self._places[package] = defaultdict(list)
-            for module, path in modules(package, self.packages[package]):
-                for found in AT_THE_TOP.findall(self.texts.get(module) or path.read_text()):
-                    places[found].append(f"{module}.{found}")
-        return self._places[package][name]
 
 
 def modules(package: str, folder: Path) -> Iterator[tuple[str, Path]]:

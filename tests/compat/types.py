@@ -8,7 +8,7 @@ import ast
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from mypy import build
@@ -40,15 +40,12 @@ CACHE = Path(os.environ.get("MYPY_CACHE_DIR", ROOT / ".mypy_cache"))
 class Types:
     """Types of a package's expressions, found as ``make lint`` finds them."""
 
-    def __init__(
-        self, package: str, folder: Path, cache: Path = CACHE, path: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, package: str, folder: Path) -> None:
         options, said = Options(), io.StringIO()
         parse_config_file(options, lambda: None, str(SETTINGS), said, said)
         options.python_executable = sys.executable
         options.export_types = options.preserve_asts = True
-        options.cache_dir = str(cache)
-        options.mypy_path = [str(each) for each in path]
+        options.cache_dir = str(CACHE)
         sources = [  # with their texts: mypy forgets expressions of files that haven't changed
             BuildSource(str(path), name, path.read_text())
             for name, path in modules(package, folder)
@@ -76,7 +73,6 @@ class Types:
 
     def _at(self, module: str, node: ast.expr) -> Expression | None:
         tree = self._result.files[module]
-        assert node.end_lineno is not None and node.end_col_offset is not None
         end = node.end_lineno, node.end_col_offset
         return find_by_location(tree, node.lineno, node.col_offset, *end)
 

@@ -22,9 +22,23 @@ SECONDS_TO_END = 10
 GRACE = re.compile(r"(?:(\d+)m)?(?:(\d+)s)?")
 
 
-def flag(flags: list[str], name: str) -> int:
+def flag(flags: list[str], name: str, default: int = 1) -> int:
     values = [int(word.split("=")[1]) for word in flags if word.startswith(f"--{name}=")]
-    return values[0] if values else 1
+    return values[0] if values else default
+
+
+def pod_of(name: str) -> tuple[dict, dict]:
+    """Specification of a pod, and its only container."""
+    pod = PODS[name][1]["template"]["spec"]
+    [container] = pod["containers"]
+    return pod, container
+
+
+def seconds_before_stop(container: dict) -> int:
+    """It is asked to stop when nobody sends it requests any longer."""
+    [sleep, seconds] = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    return int(seconds)
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
@@ -36,9 +50,7 @@ def test_manifests_follow_the_schemas_of_kubernetes(path):
 
 @pytest.mark.parametrize("name", PODS)
 def test_pods_have_what_a_server_needs(name):
-    _, spec = PODS[name]
-    pod = spec["template"]["spec"]
-    [container] = pod["containers"]
+    (_, spec), (pod, container) = PODS[name], pod_of(name)
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["supplementalGroups"]
     assert not pod["enableServiceLinks"]
     assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
@@ -55,14 +67,11 @@ def test_pods_have_what_a_server_needs(name):
 
 @pytest.mark.parametrize("name", PODS)
 def test_pods_end_gracefully(name):
-    pod = PODS[name][1]["template"]["spec"]
-    [container] = pod["containers"]
-    flags = serve_flags(command_of(container))
-    [sleep, seconds] = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert sleep == "sleep"
-    drain = flag(flags, "shutdown-timeout") if flags else 0
-    assert drain != 1
-    needed = int(seconds) + drain + SECONDS_TO_END
+    pod, container = pod_of(name)
+    flags = serve_flags(command_of(container)) or []
+    drain = flag(flags, "shutdown-timeout", default=0)
+    assert drain or not flags
+    needed = seconds_before_stop(container) + drain + SECONDS_TO_END
     assert pod["terminationGracePeriodSeconds"] >= needed
     if flags:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -72,30 +81,20 @@ def test_pods_end_gracefully(name):
 
 
 def test_workers_outlive_the_head_that_drains():
-    head, worker = (
-        PODS[f"several-hosts.yaml ray-{role}"][1]["template"]["spec"] for role in ("head", "worker")
-    )
-    drain = flag(serve_flags(command_of(head["containers"][0])), "shutdown-timeout")
-    seconds = [
-        int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
-        for pod in (head, worker)
-    ]
-    assert seconds[1] >= seconds[0] + drain + SECONDS_TO_END
+    head, worker = (pod_of(f"several-hosts.yaml ray-{role}")[1] for role in ("head", "worker"))
+    drain = flag(serve_flags(command_of(head)), "shutdown-timeout")
+    assert seconds_before_stop(worker) >= seconds_before_stop(head) + drain + SECONDS_TO_END
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
 def test_a_pod_has_as_many_npus_as_ranks(path):
     ranks, cards, claimed = 0, 0, 0
-    for name, (replicas, spec) in PODS.items():
-        if not name.startswith(path.name + " "):
-            continue
-        [container] = spec["template"]["spec"]["containers"]
-        limit = int(container["resources"]["limits"]["huawei.com/Ascend910"])
-        cards += replicas * limit
-        claimed += sum(
-            int(count) for count in re.findall(r'"NPU": (\d+)', " ".join(command_of(container)))
-        )
-        flags = serve_flags(command_of(container)) or []
+    for name in (name for name in PODS if name.startswith(path.name + " ")):
+        (replicas, _), (_, container) = PODS[name], pod_of(name)
+        cards += replicas * int(container["resources"]["limits"]["huawei.com/Ascend910"])
+        command = command_of(container)
+        claimed += sum(map(int, re.findall(r'"NPU": (\d+)', " ".join(command))))
+        flags = serve_flags(command) or []
         if flags:
             ranks += flag(flags, "tensor-parallel-size") * flag(flags, "pipeline-parallel-size")
             across = "--distributed-executor-backend=ray" in flags
@@ -116,8 +115,8 @@ def test_compose_reads_its_files_and_servers_end_gracefully():
         flags = serve_flags(command)
         if flags is not None:
             minutes, seconds = GRACE.fullmatch(service["stop_grace_period"]).groups("0")
-            drain = flag(flags, "shutdown-timeout")
-            assert drain > 1
+            drain = flag(flags, "shutdown-timeout", default=0)
+            assert drain
             assert int(minutes) * 60 + int(seconds) >= drain + SECONDS_TO_END, name
             hosts = flag(flags, "pipeline-parallel-size")
             ranks = flag(flags, "tensor-parallel-size") * hosts
@@ -130,7 +129,7 @@ def test_compose_reads_its_files_and_servers_end_gracefully():
         across = name.startswith("several-hosts")
         assert across == any(mount["source"] == "/etc/hccn.conf" for mount in service["volumes"])
     assert {name.split(".")[0] for name in services()} == {
-        *("common", "cpu", "one-card", "several-cards", "several-hosts"),
+        *("common", "cpu", "one-card", "several-cards", "several-hosts")
     }
 
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -137,16 +138,9 @@ def test_the_health_check_asks_the_address_that_is_served(command, url):
 
 
 def test_health_is_the_servers_answer(tmp_path):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(answers[self.path])
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    answers = {"/health": 200}
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    (tmp_path / "health").touch()
+    served = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    server = HTTPServer(("127.0.0.1", 0), served)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def health(port: int | None) -> int:
@@ -160,7 +154,7 @@ def test_health_is_the_servers_answer(tmp_path):
 
     assert health(None) == 1  # the doctor still looks
     assert health(server.server_port) == 0
-    answers["/health"] = 503
+    (tmp_path / "health").unlink()
     assert health(server.server_port) == 1
     server.shutdown()
     server.server_close()

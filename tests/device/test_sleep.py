@@ -11,6 +11,10 @@ import pytest
 import torch
 from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.model_loader.reload.layerwise import (
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 
 from tests.conftest import SEED
 from vllm_npu_prep import ranks
@@ -239,11 +243,14 @@ def test_an_unknown_tag_is_named(memory):
         memory.resume(["weight"])
 
 
+OF_MODEL = SimpleNamespace(dtype=torch.float32)
+
+
 def test_what_layers_derive_of_new_weights_keeps_its_address():
     layer = Layer()
     derived, parts, new = layer.derived, layer.parts, torch.ones(WIDTH, WIDTH)
     address = derived.data_ptr()
-    with kept_addresses(layer):
+    with kept_addresses(layer, OF_MODEL):
         layer.weight.copy_(new)
         layer.derived = layer.weight * 2
         layer.parts = [part * 3 for part in layer.parts]
@@ -251,6 +258,30 @@ def test_what_layers_derive_of_new_weights_keeps_its_address():
     assert (derived == 2).all()
     assert (parts[1] == 3).all()
     assert layer.parts is parts
+
+
+def test_a_reload_that_fails_leaves_weights_where_they_were():
+    """A layer has all its new weights or all its old ones, and what it derives follows."""
+    model = nn.Module()
+    model.done, model.begun = Layer(), Layer()
+    record_metadata_for_reloading(model)
+    places = {
+        (name, kind): getattr(getattr(model, name), kind).data_ptr()
+        for name in ("done", "begun")
+        for kind in ("weight", "derived")
+    }
+    old = model.begun.weight.clone()
+    told = pytest.raises(OSError, match="half")
+    with told, kept_addresses(model, OF_MODEL):
+        model.done.weight.fill_(1)
+        model.done.derived = model.done.weight * 2
+        initialize_layerwise_reload(model)
+        assert model.begun.weight.is_meta
+        raise OSError("half of the file")
+    now = {(name, kind): getattr(getattr(model, name), kind).data_ptr() for name, kind in places}
+    assert now == places
+    assert (model.done.derived == 2).all()
+    assert torch.equal(model.begun.weight, old)
 
 
 class WithAdapters(BaseLayerWithLoRA):
@@ -262,7 +293,7 @@ class WithAdapters(BaseLayerWithLoRA):
 def test_new_weights_find_layers_by_the_names_that_files_have():
     model = nn.Module()
     model.layer = wrapped = WithAdapters(Layer())
-    with kept_addresses(model):
+    with kept_addresses(model, OF_MODEL):
         assert "layer.weight" in dict(model.named_parameters())
     assert model.layer is wrapped
 
@@ -270,5 +301,5 @@ def test_new_weights_find_layers_by_the_names_that_files_have():
 def test_new_weights_of_another_shape_are_refused():
     layer = Layer()
     told = pytest.raises(PrepError, match=r"derived of Layer was \(512, 512\).*start the engine")
-    with told, kept_addresses(layer):
+    with told, kept_addresses(layer, OF_MODEL):
         layer.derived = layer.derived[:3]

@@ -26,31 +26,13 @@ from tests.resume.seeds import run
 SEEDS = Path(__file__).parent / "seeds"
 
 
-class Coverage:
-    """Plays episodes, and tells what those of a slice were made of.
-
-    Parameters
-    ----------
-    on_device
-        Whether engines are those that an NPU serves.
-
-    Attributes
-    ----------
-    count
-        What happened how often.
-    states
-        Steps by attention state.
-    by_feature, by_part
-        Steps by attention state and by feature of a request, by part of the engine.
-    """
+class Episodes:
+    """Plays seeds, and counts what happened; `on_device`: engines are those that an NPU serves."""
 
     def __init__(self, on_device: bool = False) -> None:
         self.on_device = on_device
         self.seeds = SEEDS / "device" if on_device else SEEDS
-        self.count: Counter = Counter()
-        self.states: Counter = Counter()
-        self.by_feature: Counter = Counter()
-        self.by_part: Counter = Counter()
+        self.count: Counter[str] = Counter()
 
     def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
         """Play an episode: its outcome, and what is recorded of it."""
@@ -68,34 +50,17 @@ class Coverage:
             what = str(error).partition("\n")[0][:200]
             return "failed", {"family": episode.family, "error": f"{type(error).__name__}: {what}"}
         self.count += traffic.count
-        self.states += traffic.states
-        self.by_feature += traffic.by_feature
-        for part in episode.parts():
-            for state, number in traffic.states.items():
-                self.by_part[part, state] += number
         counts = {"steps": traffic.count["steps"], "tokens": traffic.count["tokens"]}
         return "agreed", {"family": episode.family, **counts, "states": dict(traffic.states)}
 
     def report(self) -> None:
-        """Print what was covered."""
-        self._table(self.by_part, "part of the engine")
-        self._table(self.by_feature, "feature of a request")
+        """Print what happened."""
         print(", ".join(f"{self.count[name]:,} {name}" for name in sorted(self.count)))
-
-    def _table(self, steps: Counter, what: str) -> None:
-        """Steps by attention state and by something else."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(what, *self.states, title="Steps by attention state")
-        for name in sorted({name for name, _ in steps}):
-            table.add_row(name, *(f"{steps[name, state]:,}" for state in self.states))
-        Console(width=120).print(table)
 
 
 if __name__ == "__main__":
     on_device = os.environ.get("NPU_PREP_DEVICE") == "npu"
     results, steps = ("soak-device.jsonl", 200) if on_device else ("soak.jsonl", 1000)
     sys.exit(
-        run(Coverage(on_device), "python -m tests.differential", __doc__, results, steps=steps)
+        run(Episodes(on_device), "python -m tests.differential", __doc__, results, steps=steps)
     )

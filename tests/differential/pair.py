@@ -35,7 +35,6 @@ class Watched:
         self.passes: list[dict[str, Any]] = []
         self.seen: dict[str, Any] = {}
         self.step: Any = None  # as our runner prepared it
-        self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.logits: torch.Tensor | None = None
         self.decision: Any = None
         self.took_embeds = False
@@ -55,7 +54,6 @@ class Watched:
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
             self.seen = self._arrays(**kwargs)
-            self.attn_metadata = dict(get_forward_context().attn_metadata)
             return forward(*args, **kwargs)
 
         def sample_logits(logits: torch.Tensor | None, *args: Any) -> Any:
@@ -210,6 +208,12 @@ class Pair:
             return None
         return self._compare_results(ours, theirs)
 
+    def compare_caches(self) -> None:
+        """Both runners' caches hold the same: nothing was written but by a step's own tokens."""
+        ours, theirs = (self.caches[each] for each in (self.ours, self.upstream))
+        for name in ours.keys() - self.own_layers:
+            self.close(f"KV cache of {name}", flat([ours[name]]), flat([theirs[name]]))
+
     def _forget_places(self) -> None:
         """A request that a step left out has places in the next one, and none of its drafts."""
         seen = self.watched[self.ours].seen
@@ -292,14 +296,17 @@ class Pair:
 
 
 class PairOutput(AsyncModelRunnerOutput):
-    """Both runners' asynchronous outputs."""
+    """Both runners' outputs; V2's is not asynchronous where its host has waited for samples."""
 
     def __init__(self, pair: Pair, ours: Any, theirs: Any) -> None:
         self.pair, self.ours, self.theirs = pair, ours, theirs
         self.drafts = pair.drafts
 
     def get_output(self) -> ModelRunnerOutput:
-        ours, theirs = self.ours.get_output(), self.theirs.get_output()
+        ours, theirs = (
+            each.get_output() if isinstance(each, AsyncModelRunnerOutput) else each
+            for each in (self.ours, self.theirs)
+        )
         self.pair.compare_outputs(ours, theirs, self.drafts)
         return ours
 

@@ -14,11 +14,11 @@ import itertools
 from typing import Any
 
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.differential.pair import Pair, Watched, check, flat, is_there
+from tests.differential.pair import Pair, PairOutput, Watched, check, flat, is_there
 from tests.differential.upstream import UpstreamRunner
-from vllm_npu_prep.v2.speculator import SlotSpeculator
+from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 
 BY_TOKEN = ("positions", "input_ids", "inputs_embeds", "token_lora_indices")
 """Arrays with a value for each token of a batch."""
@@ -34,7 +34,6 @@ class WatchedSlots:
         self.runner = runner
         self.seen: dict[str, Any] = {}
         self.step: Any = None
-        self.attn_metadata: dict[str, Any] = {}  # of each layer
         self.sampled: dict[str, list[int]] = {}  # of the last step, by request
         self.drafts: dict[str, list[int]] = {}  # after the last sample of each request
         self._embeds: torch.Tensor | None = None
@@ -80,7 +79,6 @@ class WatchedSlots:
         """The step in flight, as its arrays are on the device."""
         runner, in_flight = self.runner, self.runner.in_flight
         self.step, staged = in_flight.step, in_flight.staged
-        self.attn_metadata = dict(runner.model_state.metadata)
         step, arrays, reqs = self.step, staged.device, batch.num_reqs
         total = step.total_num_scheduled_tokens
         tables = runner.block_tables.device_rows(reqs)
@@ -135,7 +133,7 @@ class FollowingRunner(UpstreamRunner):
 
     def drafter_of(self, ours: Any) -> tuple[Any, set[str]]:
         speculator = ours.speculator
-        if not isinstance(speculator, SlotSpeculator):
+        if not isinstance(speculator, NPUSpeculator):
             return None, set()
         return speculator.model, speculator.draft_attn_layer_names
 
@@ -271,11 +269,11 @@ class SlotPair(Pair):
         self._compare_logits()
         self._compare_samples()
         self._compare_drafts()
-        return SlotPairOutput(self, ours, theirs)
+        return PairOutput(self, ours, theirs)
 
     def pool(self) -> Any:
         """What a step of a pooling model returns; V1 has it from `execute_model`."""
-        return SlotPairOutput(self, self._run(self.ours, "pool"), self._pooled)
+        return PairOutput(self, self._run(self.ours, "pool"), self._pooled)
 
     def _compare_logits(self) -> None:
         rows = []
@@ -326,25 +324,6 @@ class SlotPair(Pair):
         others = [theirs.sampled_token_ids[place] for place in places]
         check("sampled_token_ids", ours.sampled_token_ids, others)
         self.on_output(ours, drafts)
-
-
-class SlotPairOutput(AsyncModelRunnerOutput):
-    """Both runners' outputs; V2's is not asynchronous where its host has waited for samples."""
-
-    def __init__(self, pair: SlotPair, ours: Any, theirs: Any) -> None:
-        self.pair, self.ours, self.theirs = pair, ours, theirs
-        self.drafts = pair.drafts
-
-    def get_output(self) -> ModelRunnerOutput:
-        ours, theirs = (
-            each.get_output() if isinstance(each, AsyncModelRunnerOutput) else each
-            for each in (self.ours, self.theirs)
-        )
-        self.pair.compare_outputs(ours, theirs, self.drafts)
-        return ours
-
-    def get_kv_connector_output(self) -> None:
-        """What vLLM 0.33.0 asks of a step that failed; pairs have no connector."""
 
 
 def num_drafts_of(seen: dict[str, Any]) -> list[int]:

@@ -26,8 +26,8 @@ import numpy as np
 from tests.helpers.golden import explain_output
 from vllm_npu_prep.inspect.explain import explain_json
 from vllm_npu_prep.inspect.png import explain_png
-from vllm_npu_prep.inspect.scenario import read_scenario
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.scenario import read_scenario
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 86
@@ -128,7 +128,7 @@ def variables(file: str) -> dict[str, Any]:
         "num_draft_tokens": view.step.batch.num_draft_tokens.tolist(),
         "token_ids": view.step.batch.tables.token_ids.tolist(),
         "nbytes": view.step.nbytes,
-        "mask_bytes": view.groups[0].mask_bytes,
+        "mask_bytes": view.mask_bytes(0),
     }
     arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in names.items()}
     places = {name: spec.offset for name, spec in view.step.layout.arrays.items()}

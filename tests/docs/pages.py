@@ -47,12 +47,14 @@ class Page:
         self.path, self.name = path, str(path.relative_to(ROOT))
         self.text = path.read_text()
         self.tokens = MarkdownIt("commonmark").enable("table").parse(self.text)
+        self.pairs = list(zip([None, *self.tokens], self.tokens))  # each with the one before it
+        self.inline = [child for token in self.tokens for child in token.children or ()]
 
     @cached_property
     def blocks(self) -> list[CodeBlock]:
         """Fenced blocks, in lists too."""
         found = []
-        for before, token in zip([None, *self.tokens], self.tokens):
+        for before, token in self.pairs:
             if token.type == "fence":
                 comment = before.content if _is_comment(before) else ""
                 not_run, run_with = NOT_RUN.match(comment), RUN_WITH.match(comment)
@@ -79,22 +81,20 @@ class Page:
     @cached_property
     def links(self) -> list[str]:
         """Targets of links and pictures."""
-        inline = [child for token in self.tokens for child in token.children or ()]
-        targets = [token.attrGet("href") or token.attrGet("src") for token in inline]
+        targets = [token.attrGet("href") or token.attrGet("src") for token in self.inline]
         return [target for target in targets if target]
 
     @cached_property
     def code(self) -> list[str]:
         """Code spans."""
-        inline = [child for token in self.tokens for child in token.children or ()]
-        return [token.content for token in inline if token.type == "code_inline"]
+        return [token.content for token in self.inline if token.type == "code_inline"]
 
     @cached_property
     def tables(self) -> list["Table"]:
         """Tables, with cells as they are written."""
         tables: list[Table] = []
         heading = ""
-        for before, token in zip([None, *self.tokens], self.tokens):
+        for before, token in self.pairs:
             if token.type == "inline" and before.type == "heading_open":
                 heading = token.content
             elif token.type == "table_open":
@@ -113,12 +113,11 @@ class Page:
     @cached_property
     def anchors(self) -> set[str]:
         """What links to its headings say behind ``#``."""
-        headings = [
-            token.content
-            for before, token in zip([None, *self.tokens], self.tokens)
+        return {
+            _slug(token.content)
+            for before, token in self.pairs
             if token.type == "inline" and before.type == "heading_open"
-        ]
-        return {_slug(heading) for heading in headings}
+        }
 
 
 def code_of(text: str) -> list[str]:

@@ -42,22 +42,19 @@ def _holes(text: str) -> str:
 
 def _raised_in(function: ast.FunctionDef) -> list[ast.expr]:
     """The expressions that messages may be: both of a choice, and what a name was given."""
-    found: list[ast.expr] = []
-    for node in ast.walk(function):
-        match node:
-            case ast.Raise(exc=ast.Call(func=ast.Name(id=error), args=[message, *_])) if (
-                error in ERRORS
-            ):
-                found.append(message)
+    nodes = list(ast.walk(function))
+    calls = [node.exc for node in nodes if isinstance(node, ast.Raise)]
+    found = [
+        call.args[0]
+        for call in calls
+        if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in ERRORS
+    ]
     for message in found:  # grows meanwhile
         if isinstance(message, ast.IfExp):
             found += [message.body, message.orelse]
         elif isinstance(message, ast.Name):
-            found += [
-                node.value
-                for node in ast.walk(function)
-                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == message.id
-            ]
+            given = [node for node in nodes if isinstance(node, ast.Assign)]
+            found += [each.value for each in given if ast.unparse(each.targets[0]) == message.id]
     return found
 
 

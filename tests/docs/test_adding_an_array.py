@@ -18,9 +18,9 @@ import vllm_npu_prep
 from tests.helpers.records import record_of
 from vllm_npu_prep.device.staging import TypedBuffer
 from vllm_npu_prep.inspect.explain import explain_json
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
-from vllm_npu_prep.inspect.scenario import parse_scenario, scenario_batch
+from vllm_npu_prep.records.record_file import read_record
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.batch import prepare_step
 
@@ -28,7 +28,7 @@ name, folder = sys.argv[1], Path(sys.argv[2])
 assert Path(vllm_npu_prep.__file__).is_relative_to(folder)
 example = json.loads((folder / "tests/worked_examples/chunked-prefill.json").read_text())
 scenario = parse_scenario(example["scenario"] | {"capture_sizes": [8]})
-step = prepare_step(*scenario_batch(scenario))
+step = scenario.record().prepare()
 last_of_each = [3, 2, 7]
 assert getattr(step, name).tolist() == last_of_each
 assert getattr(step.arrays, name).tolist() == [*last_of_each, 0], "padding"
@@ -38,14 +38,13 @@ assert getattr(buffer.arrays(step.layout), name).tolist() == [*last_of_each, 0],
 
 assert explain_json(StepView.of_scenario(scenario))[name] == last_of_each
 
-record = record_of(step)
 path = folder / "step-000000.npz"
-path.write_bytes(record.to_bytes())
+path.write_bytes(record_of(step).to_bytes())
 record = read_record(path)
 assert record.prepared[f"{name}_padded"].tolist() == [*last_of_each, 0]
-assert replay_core(record) is None and replay_oracle(record) is None
+assert core_difference(record) is None and oracle_difference(record) is None
 record.prepared[name][1] += 1
-for found in (replay_core(record), replay_oracle(record)):
+for found in (core_difference(record), oracle_difference(record)):
     assert (found.variable, found.index, found.req_id) == (name, (1,), "r1"), found
 """
 
@@ -67,9 +66,8 @@ def added_lines() -> dict[str, list[tuple[str, str]]]:
 
 def test_the_lines_of_the_page_add_an_array(tmp_path):
     added = added_lines()
-    assert sorted(added) == [
-        f"vllm_npu_prep/prep/{n}.py" for n in ("arrays", "fused_pass", "oracle")
-    ]
+    files = ("arrays", "fused_pass", "oracle")
+    assert sorted(added) == [f"vllm_npu_prep/prep/{name}.py" for name in files]
     ignored = shutil.ignore_patterns("__pycache__", "emulator")
     shutil.copytree(ROOT / "vllm_npu_prep", tmp_path / "vllm_npu_prep", ignore=ignored)
     for folder in ("helpers", "worked_examples"):
@@ -85,7 +83,5 @@ def test_the_lines_of_the_page_add_an_array(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "NPU_PREP_DEVICE": "cpu"}
     environment.pop("NUMBA_CACHE_DIR", None)
     command = [sys.executable, "-c", LOOK_AT_IT, name, str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

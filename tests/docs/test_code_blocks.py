@@ -24,7 +24,7 @@ from tests.helpers.releases import serve_parser
 from tests.server.process import Server
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.inspect.scenario import parse_scenario
+from vllm_npu_prep.records.scenario import parse_scenario
 
 BLOCKS = [block for page in PAGES.values() for block in page.blocks]
 RUNNABLE = [block for block in BLOCKS if block.language != "text" and block.not_run is None]
@@ -42,6 +42,8 @@ source() { :; }
 """Before a script: its commands are noted in files instead of being run."""
 
 SECONDS = 600
+IS_SHOWN = doctest.OutputChecker().check_output  # in which ``...`` is anything
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def words_of_commands(block: CodeBlock, notes: Path) -> list[list[str]]:
@@ -50,8 +52,7 @@ def words_of_commands(block: CodeBlock, notes: Path) -> list[list[str]]:
     text = block.text
     if block.language == "console":
         text = "\n".join(command for command, _ in prompts(text))
-    environment = {"NOTES": str(notes)}
-    command = ["bash", "-c", NO_COMMANDS + text]
+    command, environment = ["bash", "-c", NO_COMMANDS + text], {"NOTES": str(notes)}
     done = subprocess.run(command, cwd=notes, env=environment, capture_output=True, text=True)
     assert "syntax error" not in done.stderr and "unexpected" not in done.stderr, done.stderr
     return [file.read_text().split("\0")[:-1] for file in notes.iterdir() if file.is_file()]
@@ -64,13 +65,7 @@ def prompts(text: str) -> list[tuple[str, str]]:
 
 
 def read_flags(words: list[str]) -> None:
-    """Let its own parser read a command's flags.
-
-    Raises
-    ------
-    SystemExit, PrepError
-        For a flag or value that is not known.
-    """
+    """Let its own parser read a command's flags; it exits, or raises, where it knows one not."""
     match words:
         case ["vllm", "serve", *flags]:
             parsed = serve_parser().parse_args(flags)
@@ -119,7 +114,10 @@ class Bench:
                 self.shell(text)
             case "console":
                 for command, expected in prompts(text):
-                    check_output(command, self.shell(command), expected)
+                    output = self.shell(command)
+                    assert not expected or IS_SHOWN(expected, output, FLAGS), (
+                        f"$ {command}\n{output}"
+                    )
             case "python":
                 self.call([*shlex.split(block.run_with), sys.executable, "-c", text])
             case "json":
@@ -143,13 +141,6 @@ class Bench:
         )
         assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout[-4000:]}"
         return done.stdout
-
-
-def check_output(command: str, output: str, expected: str) -> None:
-    """Output is what the page shows, in which ``...`` is anything."""
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    matches = doctest.OutputChecker().check_output(expected, output, flags)
-    assert not expected or matches, f"$ {command}\n{output}\ninstead of\n{expected}"
 
 
 def read_json(data: dict) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.docs import figures
+from tests.docs import figures, step_parts
 
 PAGES = figures.pages()
 WORKED = [page for page in PAGES if "<!-- end -->" in page.read_text()]
@@ -66,34 +66,32 @@ def test_what_the_prose_says_holds_for_the_step_above(page):
             assert np.array_equal(np.asarray(first), np.asarray(other)), formula
 
 
+PARTS = {
+    "headings": lambda text: re.findall(r"^#+ ", without_blocks(text), re.MULTILINE),
+    "explained": lambda text: [match[0] for match in figures.MARKER.finditer(text)],
+    "pictures": lambda text: [match["path"] for match in figures.PICTURE.finditer(text)],
+    "formulas": lambda text: list(figures.formulas(text)),
+    "columns": lambda text: [
+        line.count("|") for line in without_blocks(text).splitlines() if line[:1] == "|"
+    ],
+}
+
+
 @pytest.mark.parametrize("page", TRANSLATED, ids=names(TRANSLATED))
 def test_a_translation_has_the_same_parts(page):
     text, other = page.read_text(), page.with_suffix(".zh.md").read_text()
-    for of_page in (headings, markers, images, formulas, tables):
-        assert of_page(text) == of_page(other), of_page.__name__
+    for part, of_page in PARTS.items():
+        assert of_page(text) == of_page(other), part
     assert re.search(r"[\u4e00-\u9fff]{20}", other)
-
-
-def headings(text: str) -> list[str]:
-    return re.findall(r"^(#+) ", without_blocks(text), re.MULTILINE)
-
-
-def markers(text: str) -> list[str]:
-    return [match[0] for match in figures.MARKER.finditer(text)]
-
-
-def images(text: str) -> list[str]:
-    return [match["path"] for match in figures.PICTURE.finditer(text)]
-
-
-def formulas(text: str) -> list[tuple[str, str]]:
-    return list(figures.formulas(text))
-
-
-def tables(text: str) -> list[int]:
-    """Columns of each line of each table."""
-    return [line.count("|") for line in without_blocks(text).splitlines() if line[:1] == "|"]
 
 
 def without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_picture_of_a_steps_parts_is_drawn_from_its_table():
+    """Drawn anew by ``python -m tests.docs.step_parts``."""
+    page = step_parts.PAGE.read_text()
+    assert len(step_parts.bars(page)) > 0
+    assert f"(../pictures/{step_parts.PICTURE.name})" in page
+    assert step_parts.PICTURE.read_text() == step_parts.draw(page)

@@ -14,12 +14,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ascend_emulator.run import parser as emulator_parser
-from tests.docs.pages import PAGES, ROOT, code_of
+from tests.docs.pages import PAGES, ROOT, Page, code_of
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import FUSED_OPERATORS, FusedConfig, PrepConfig, RecordConfig
-from vllm_npu_prep.inspect.scenario import Scenario, ScenarioGroup, ScenarioRequest
 from vllm_npu_prep.observe.metrics import COUNTERS, PREFIX, PREPARE_TIME
+from vllm_npu_prep.records.scenario import Scenario, ScenarioGroup, ScenarioRequest
 from vllm_npu_prep.startup.document import render
 
 PACKAGE = ROOT / "vllm_npu_prep"
@@ -47,15 +47,14 @@ def test_options_have_their_values_and_default(name, field):
     for bound in field.metadata:  # of numbers; of strings, that they are not empty
         for limit in ("ge", "le"):
             assert not hasattr(bound, limit) or str(getattr(bound, limit)) in values
+    shown = str(field.default)
     if field.default is PydanticUndefined:
-        assert default == "required"
-    elif isinstance(field.default, bool):
-        assert default.strip("`") == str(field.default).lower()
+        shown = "required"
     elif isinstance(field.default, FusedConfig):
-        assert default == "all on"
-    else:
-        shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
-        assert default.strip("`") == ("none" if shown is None else str(shown))
+        shown = "all on"
+    elif field.default is None or isinstance(field.default, bool):
+        shown = shown.lower()
+    assert default.strip("`") == shown
     assert what
 
 
@@ -65,16 +64,11 @@ def test_no_option_is_documented_that_is_gone():
     assert sorted(named) == sorted(name for name, _ in options())
 
 
-@pytest.mark.parametrize("name", FUSED_OPERATORS)
-def test_fused_operators_are_documented(name):
-    assert row_of(OPTIONS.name, name)[-1]
-
-
-def test_environment_variables_of_the_plugin_are_documented():
+def test_variables_and_fused_operators_are_documented():
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.*")]
     text = "\n".join(path.read_text() for path in files)
     read = set(re.findall(r"\bNPU_PREP_[A-Z_]+\b", text)) - {"NPU_PREP_NO_SUCH_DEVICES"}
-    for name in read:
+    for name in (*read, *FUSED_OPERATORS):
         assert row_of(OPTIONS.name, name)[-1]
 
 
@@ -116,21 +110,19 @@ def test_every_refusal_is_documented():
     assert [place for place, text in said if not any(map(text.fullmatch, ERRORS.code))] == []
 
 
-def test_no_refusal_is_documented_that_is_gone():
+def test_no_error_is_documented_that_is_gone():
     known = messages().values()
-    documented = {code for row in ERRORS.rows for code in code_of(row[0])} - ENDING_ERRORS
-    assert [code for code in documented if not any(text.fullmatch(code) for text in known)] == []
+    documented = {code for row in ERRORS.rows for code in code_of(row[0])}
+    assert documented >= ENDING_ERRORS
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert [name for name in ENDING_ERRORS if f"class {name}(" not in code] == []
+    refusals = documented - ENDING_ERRORS
+    assert [code for code in refusals if not any(text.fullmatch(code) for text in known)] == []
 
 
 def test_tables_of_refusals_are_up_to_date():
     command = "python -m vllm_npu_prep.startup.document docs/reference/errors.md"
     assert ERRORS.text == render(ERRORS.text), f"run {command}"
-
-
-def test_errors_that_are_no_refusals_exist():
-    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    for name in ENDING_ERRORS:
-        assert f"class {name}(" in text and row_of(ERRORS.name, name)
 
 
 @pytest.mark.parametrize("model", [Scenario, ScenarioRequest, ScenarioGroup])
@@ -152,17 +144,10 @@ BASES = (
     INSTALLED,
 )
 """Where a path on a page may begin."""
-WRITTEN = {
-    "try.py",
-    "ddp.py",
-    "step.html",
-    "report.json",
-    "manifest.json",
-    "config.json",
-    "quant_model_description.json",
-    "steps/",
-    "site/",
-}
+WRITTEN = re.compile(
+    r"(?:try|ddp)\.py|step\.html|(?:report|manifest|config|quant_model_description)\.json|"
+    r"(?:steps|site)/"
+)
 """Files that the pages tell of, and that are made."""
 
 
@@ -171,7 +156,7 @@ def test_what_a_page_names_exists(name):
     """Files, folders and tests in code spans; tests by their function."""
     for code in PAGES[name].code:
         path, _, function = code.partition("::")
-        if PATH.fullmatch(path) and path not in WRITTEN:
+        if PATH.fullmatch(path) and not WRITTEN.fullmatch(path):
             found = [base / path for base in BASES if (base / path).exists()]
             assert found, f"{name}: {code}"
             if function:
@@ -194,3 +179,30 @@ def test_what_is_supported_names_a_test_or_says_that_none_ran():
         for cell in row[-2:]:
             proof = any(PATH.fullmatch(code.partition("::")[0]) for code in code_of(cell))
             assert proof or re.search(r"not run|refused|^-$", cell), f"{row[0]}: {cell}"
+
+
+# ------------------------------------------------------------ tests/README.md
+
+TESTS = Page(ROOT / "tests" / "README.md")
+
+
+def test_the_paths_that_the_page_of_tests_names_exist():
+    """Of the repository, of the package, or of the row's folder of tests."""
+    spans = [span.partition("=")[0] for span in TESTS.code]
+    named = {path for span in spans for path in re.findall(r"(?<![\w./])(?:[\w-]+/)+[\w.-]*", span)}
+    bases = [ROOT, PACKAGE, *filter(Path.is_dir, TESTS.path.parent.iterdir())]
+    assert [path for path in named if not any((base / path).exists() for base in bases)] == []
+
+
+def test_the_make_targets_that_the_page_of_tests_names_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    text = " ".join([*TESTS.code, *(block.text for block in TESTS.blocks)])
+    for target in set(re.findall(r"\bmake ([a-z][a-z-]*)", text)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_page_of_tests_says_what_each_folder_is():
+    (folders,) = [table for table in TESTS.tables if table.heading == "Folders"]
+    named = {name for row in folders.rows for name in re.findall(r"`(tests/\w+)`", row[0])}
+    there = {f"tests/{path.parent.name}" for path in ROOT.glob("tests/*/*") if path.is_file()}
+    assert {name for name in there if "__pycache__" not in name} == named

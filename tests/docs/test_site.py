@@ -12,16 +12,6 @@ import pytest
 from tests.docs.pages import PAGES, READMES, ROOT
 from tests.helpers.browser import needs_browser, opened
 
-FETCHED = {
-    "script": ("src",),
-    "link": ("href",),
-    "img": ("src", "srcset"),
-    "iframe": ("src",),
-    "source": ("src", "srcset"),
-    "object": ("data",),
-    "use": ("href",),
-}
-"""Attributes whose target a browser loads by itself."""
 ELSEWHERE = re.compile(r"\s*(https?:)?//", re.IGNORECASE)
 
 
@@ -37,8 +27,9 @@ class Fetches(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.classes |= set(values.get("class", "").split())
-        if tag != "link" or values.get("rel") != "canonical":
-            self.targets += [values[name] for name in FETCHED.get(tag, ()) if name in values]
+        if tag != "a" and values.get("rel") != "canonical":
+            fetched = ("src", "srcset", "data", "href")
+            self.targets += [values[name] for name in fetched if name in values]
 
 
 @pytest.fixture(scope="module")

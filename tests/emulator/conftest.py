@@ -40,17 +40,22 @@ def refused(call, *arguments, **keywords):
 
 def pinned(n, value=0):
     return torch.full((n,), value, dtype=INT).pin_memory()
+
+def malloc(n):
+    out = ctypes.c_void_p()
+    assert acl.aclrtMalloc(ctypes.byref(out), ctypes.c_size_t(n), 0) == 0
+    return out
 """
 
 RANKS = """
-import ctypes, multiprocessing, os, re, signal
+import os, re, signal
 import psutil
 import torch.distributed as dist
-from tests.emulator.ranks import run_ranks
+from tests.emulator.ranks import FORKS, run_ranks
 from tests.helpers.waiting import LIMIT, wait_until
 
 hccl = ctypes.CDLL("libhccl.so")
-over = multiprocessing.get_context("fork").Event()  # for what one rank tells another one
+over = FORKS.Event()  # for what one rank tells another one
 
 def is_inside():
     # a collective or a transfer
@@ -59,9 +64,22 @@ def is_inside():
 def ones(n=8, dtype=torch.float32):
     return torch.ones(n, dtype=dtype, device="npu")
 
-def cause(message):
-    assert "HCCL, communicator" in message, message
-    return message.split("HCCL, communicator", 1)[1].splitlines()[0]
+def messages_of(rank_main, **how):
+    # what the ranks are told, which is the same for all of them
+    messages = run_ranks(rank_main, **how)
+    causes = {re.search("HCCL, communicator(.*)", text)[1] for text in messages if text is not None}
+    assert len(causes) == 1, messages
+    return messages
+
+def begun():
+    dist.all_reduce(ones())
+    torch.npu.synchronize()
+
+def capture_sum(x):
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        dist.all_reduce(x)
+    return graph
 """
 
 TOOL = [sys.executable, "-m", "ascend_emulator"]
@@ -113,12 +131,8 @@ class Template:
         assert self.process.stdin is not None
         out, err, own = (script.with_name(name) for name in ("out", "err", "reports"))
         default, asked = (each.environment(Path(), Path()) for each in (Options(), options))
-        job = {
-            "environment": {**dict(asked.items() - default.items()), **environment},
-            "script": str(script),
-            "out": str(out),
-            "err": str(err),
-        }
+        job = {"script": str(script), "out": str(out), "err": str(err)}
+        job["environment"] = {**dict(asked.items() - default.items()), **environment}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         code, reports = json.loads(self._next_line())
@@ -170,7 +184,11 @@ def emulate(request, tmp_path):
         path = folder / "script.py"
         path.write_text(PROLOGUE + textwrap.dedent(script))
         if words:
-            outcome = run_by_command(path, folder / "report.json", words)
+            report = folder / "report.json"
+            command = [*TOOL, "--report", report, *words, "--", sys.executable, path]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            found = json.loads(report.read_text())
+            outcome = Run(done.returncode, done.stdout, done.stderr, found)
         else:
             template = request.getfixturevalue("template")
             outcome = template.run(path, Options(**options), environment)
@@ -184,15 +202,3 @@ def emulate(request, tmp_path):
 def ranks(emulate):
     """Run a script with four devices, whose ranks may come late on a busy host."""
     return lambda script: emulate(RANKS + textwrap.dedent(script), devices=4, hang_seconds=120)
-
-
-def run_by_command(script: Path, report: Path, words: tuple[str, ...]) -> Run:
-    """Run a script with ``ascend-emulator``, in processes of its own."""
-    done = subprocess.run(
-        [*TOOL, "--report", str(report), *words, "--", sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    return Run(done.returncode, done.stdout, done.stderr, json.loads(report.read_text()))

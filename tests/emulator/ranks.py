@@ -1,8 +1,8 @@
 """Ranks of a process group, forked from a script that runs under the emulator."""
 
 import json
+import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+FORKS = multiprocessing.get_context("fork")
 SECONDS = 240
 SECONDS_AFTER_FAILURE = 15
 """How long other ranks may go on after one has failed."""
@@ -28,12 +29,11 @@ def run_ranks(
     the exit code of all ranks, or of each; a negative one is the signal that ended the rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pids = []
-        for rank in range(count):
-            if not (pid := os.fork()):
-                _run_rank(function, rank, count, Path(folder), group)
-            pids.append(pid)
-        found = _wait(pids)
+        starts = [(function, rank, count, Path(folder), group) for rank in range(count)]
+        processes = [FORKS.Process(target=_run_rank, args=each) for each in starts]
+        for each in processes:
+            each.start()
+        found = _wait(processes)
         results = [Path(folder, f"result-{rank}") for rank in range(count)]
         expected = [codes] * count if isinstance(codes, int) else codes
         assert found == expected, f"exit codes {found}, expected {expected}"
@@ -60,20 +60,14 @@ def _run_rank(
         os._exit(code)  # what the parent does at its exit is not this process's
 
 
-def _wait(pids: list[int]) -> list[int]:
-    codes: dict[int, int] = {}
-    end = time.monotonic() + SECONDS
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid in codes:
-                continue
-            if time.monotonic() > end:
-                os.kill(pid, signal.SIGKILL)
-                codes[pid] = 999
-                os.waitpid(pid, 0)
-            elif (done := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(done[1])
-                if codes[pid] == 1:
-                    end = min(end, time.monotonic() + SECONDS_AFTER_FAILURE)
+def _wait(processes: list[Any]) -> list[int | None]:
+    """Exit codes; None of a process that had to be killed."""
+    end, failed = time.monotonic() + SECONDS, False
+    while (codes := [each.exitcode for each in processes]).count(None) and time.monotonic() < end:
+        if 1 in codes and not failed:
+            end, failed = min(end, time.monotonic() + SECONDS_AFTER_FAILURE), True
         time.sleep(0.005)
-    return [codes[pid] for pid in pids]
+    for each in processes:
+        each.kill()
+        each.join()
+    return codes

@@ -12,50 +12,36 @@ GRAPH = """
 
 
 def test_forked_streams_are_captured_and_must_be_joined(emulate):
+    """And must not write what another one reads."""
     run = emulate(
         GRAPH
         + """
-    side, forked = torch.npu.Stream(), torch.npu.NPUGraph()
-    with torch.npu.graph(forked):
-        a = x * 2
-        side.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(side):
-            b = a + 1
-        torch.npu.current_stream().wait_stream(side)
-        c = b * 3
-    for _ in range(3):
-        forked.replay()
-    assert torch.equal(c.cpu(), (x.cpu() * 2 + 1) * 3)
+    side = torch.npu.Stream()
 
-    def unjoined():
-        with torch.npu.graph(torch.npu.NPUGraph()):
+    def capture(then):
+        forked = torch.npu.NPUGraph()
+        with torch.npu.graph(forked):
             a = x * 2
             side.wait_stream(torch.npu.current_stream())
             with torch.npu.stream(side):
                 b = a + 1
+            result = then(a, b)
+        return forked, result
 
-    assert "107025" in refused(unjoined)
-    """
-    )
-    assert any("not joined again" in text for text in run.report["errors"])
-
-
-def test_a_race_inside_a_graph_is_found(emulate):
-    run = emulate(
-        GRAPH
-        + """
-    side, racy = torch.npu.Stream(), torch.npu.NPUGraph()
-    with torch.npu.graph(racy):
-        a = x * 2
-        side.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(side):
-            b = a + 1
-        c = a.add_(1)                                 # while the other stream reads it
+    def join():
         torch.npu.current_stream().wait_stream(side)
+
+    forked, c = capture(lambda a, b: join() or b * 3)
+    for _ in range(3):
+        forked.replay()
+    assert torch.equal(c.cpu(), (x.cpu() * 2 + 1) * 3)
+    assert "107025" in refused(capture, lambda a, b: None)
+    racy, _ = capture(lambda a, b: (a.add_(1), join()))
     racy.replay()
     assert "write after read" in sync_error()
     """
     )
+    assert any("not joined again" in text for text in run.report["errors"])
     assert "branch 1" in run.report["hazards"][0]
 
 
@@ -124,13 +110,18 @@ GROUP = """
             query=q, key=cache, value=cache, input_layout="TND", num_heads=4,
             actual_seq_lengths=[1], actual_seq_lengths_kv=[length], out=[out, lse])
 
-    def update(length, record=True):
+    def update_by(tasks):
         with torch.npu.stream(side):
             torch.npu.graph_task_update_begin(side, handle)
-            attend(length)
-            torch.npu.graph_task_update_end(side)
-            if record:
-                event.record(side)
+            try:
+                tasks()
+            finally:
+                torch.npu.graph_task_update_end(side)
+
+    def update(length, record=True):
+        update_by(lambda: attend(length))
+        if record:
+            event.record(side)
 
     graph, event = torch.npu.NPUGraph(), torch.npu.ExternalEvent()
     with torch.npu.graph(graph):
@@ -158,26 +149,23 @@ def test_updates_that_nothing_orders_with_the_replay_are_found(emulate):
     assert run.report["counters"]["hazards"] == 1
 
 
-def test_an_event_that_is_never_recorded_hangs_the_stream(emulate):
-    emulate(
-        GROUP
-        + """
-    update(5, record=False)
-    graph.replay()
-    assert "external event" in sync_error()
-    """,
-        hang_seconds=1,
-    )
+NOT_RECORDED = "update(5, record=False); graph.replay(); error = sync_error()"
+WAITED_FOR = "error = refused(graph.replay)"
 
 
-def test_a_replay_that_is_waited_for_gets_no_lengths(emulate):
+@pytest.mark.parametrize(
+    ("statements", "blocking"), [(NOT_RECORDED, "0"), (WAITED_FOR, "1")], ids=["never", "waited"]
+)
+def test_an_event_that_is_not_recorded_hangs_the_stream(emulate, statements, blocking):
+    """Never, or not yet: torch_npu waits for the replay, which gets no lengths then."""
     emulate(
         GROUP
-        + """
-    assert "external event" in refused(graph.replay)  # torch_npu waits for it
+        + f"""
+    {statements}
+    assert "external event" in error
     """,
         hang_seconds=1,
-        environment={"ASCEND_LAUNCH_BLOCKING": "1"},
+        environment={"ASCEND_LAUNCH_BLOCKING": blocking},
     )
 
 
@@ -198,14 +186,6 @@ def test_updates_must_match_what_was_captured(emulate):
     run = emulate(
         GROUP
         + """
-    def update_by(tasks):
-        with torch.npu.stream(side):
-            torch.npu.graph_task_update_begin(side, handle)
-            try:
-                tasks()
-            finally:
-                torch.npu.graph_task_update_end(side)
-
     for tasks in (lambda: None), (lambda: (attend(1), attend(2))), (lambda: out.add_(1)):
         refused(update_by, tasks)
     """

@@ -21,15 +21,13 @@ def test_wrong_frees_are_refused(emulate):
     run = emulate(
         """
         torch.npu.set_device(0)
-        address = ctypes.c_void_p()
-        assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
+        address = malloc(4096)
         inside = ctypes.c_void_p(address.value + 512)
         assert acl.aclrtFree(inside) == 107000
         assert acl.aclrtFree(address) == 0
         assert acl.aclrtFree(address) == 107000
         host = ctypes.create_string_buffer(16)
-        assert acl.aclrtFree(host) == 107000
-        assert acl.aclrtFreeHost(host) == 107000
+        assert acl.aclrtFree(host) == acl.aclrtFreeHost(host) == 107000
         """
     )
     errors = " ".join(run.report["errors"])
@@ -41,9 +39,7 @@ def test_memory_freed_while_a_stream_may_use_it_is_a_hazard(emulate):
     emulate(
         """
         torch.npu.set_device(0)
-        stream, address = torch.npu.Stream(), ctypes.c_void_p()
-        assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
-        n = ctypes.c_size_t(4096)
+        stream, address, n = torch.npu.Stream(), malloc(4096), ctypes.c_size_t(4096)
         assert acl.aclrtMemsetAsync(address, n, 0, n, ctypes.c_void_p(stream.npu_stream)) == 0
         emulator.let_run()  # and the host can't know
         assert acl.aclrtFree(address) == 0
@@ -57,8 +53,7 @@ def test_leaks_at_exit_are_reported(emulate):
     run = emulate(
         """
         torch.npu.set_device(0)
-        address = ctypes.c_void_p()
-        assert acl.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(12345), 0) == 0
+        malloc(12345)
         """
     )
     assert len(run.report["leaks"]) == 1 and "12800 bytes" in run.report["leaks"][0]

@@ -1,4 +1,7 @@
-"""Profiles and faults reach the processes of a command, its references and its runtime."""
+"""Profiles and faults reach the processes of a command, its references and its runtime.
+
+What they change is shown in `tests/npu`: `on_8_5`, `on_docs`, `on_device/test_verify_device.py`.
+"""
 
 from pathlib import Path
 
@@ -7,43 +10,6 @@ from tests.emulator.test_graphs import GROUP
 from tests.helpers.emulator import import_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "changing" / "emulator.md"
-
-ATTEND = """
-    torch.inference_mode().__enter__()
-
-    def attend(head_size=96):
-        q = torch.ones(6, 4, head_size, dtype=torch.bfloat16)
-        k = torch.arange(6.0)[:, None, None].expand(6, 4, head_size).to(torch.bfloat16)
-        mask = torch.triu(torch.ones(2048, 2048, dtype=torch.int8), 1)
-        return torch_npu.npu_fused_infer_attention_score(
-            q.npu(), k.npu() * 0, k.npu(), num_heads=4, num_key_value_heads=4, scale=1.0,
-            input_layout="TND", actual_seq_lengths=[6], actual_seq_lengths_kv=[6],
-            atten_mask=mask.npu(), sparse_mode=4, pre_tokens=2, next_tokens=0)[0]
-"""
-
-
-def test_a_process_follows_the_profile_of_its_environment(emulate):
-    run = emulate(
-        ATTEND
-        + """
-    assert attend(head_size=64).cpu()[5, 0, 0] == 4   # the average of 3, 4 and 5
-    attend()
-    error = sync_error()
-    assert "head size of PFA" in error, error
-    """,
-        profile="8.5",
-    )
-    assert run.report["hazards"] == []
-
-
-def test_a_fault_changes_what_an_operator_computes(emulate):
-    emulate(
-        ATTEND
-        + """
-    assert attend().cpu()[5, 0, 0] == 3.5             # of 2, 3, 4 and 5
-    """,
-        faults=("wide-window",),
-    )
 
 
 def test_the_command_passes_its_options_and_fails_with_hazards(emulate, tmp_path, monkeypatch):

@@ -82,16 +82,9 @@ def test_wrong_references_are_faults_by_name(emulate):
 
         cases = [
             (rms_norm(lambda x: x), "npu::npu_rms_norm returned 1 tensor, schema has 2"),
-            (rms_norm(lambda x: (x, x, x)), "returned 3 tensors, schema has 2"),
-            (rms_norm(lambda x: None), "returned 1 result, schema has 2"),
-            (rms_norm(lambda x: ()), "returned 0 tensors, schema has 2"),
-            (rms_norm(lambda x: {"y": x}), "returned 1 result, schema has 2"),
             (rms_norm(lambda x: (x, 1.5)), "returned float as result 1, schema has Tensor"),
             (rms_norm(lambda x: (x.float(), None)), "result 0 is float[2, 4], the Meta function"),
-            (rms_norm(lambda x: (x[:1], None)), "the Meta function says"),
-            (rms_norm(lambda x: (x.to("meta"), None)), "result 0 is a tensor on meta"),
             (swiglu(fails), "the kernel refuses this"),
-            (swiglu(lambda input, dim=-1: (input, input)), "returned 2 tensors, schema has 1"),
             (swiglu(lambda input: input[:, :2], dim=0), "has no dim"),
             (("npu_scatter_pa_kv_cache", lambda **a: a["key"], scatter),
              "returned 1 tensor, schema has 0"),

@@ -26,25 +26,6 @@ GRAPHS = """
 """
 
 
-def test_a_captured_stream_is_held_as_long_as_its_graph(emulate):
-    emulate(
-        GRAPHS
-        + """
-    before = free_streams()
-    plain = capture()
-    assert free_streams() == before - 1
-    forked = capture(fork=True)
-    assert free_streams() == before - 3
-    plain.reset()
-    assert free_streams() == before - 2
-    forked.replay()
-    del forked
-    torch.npu.synchronize()
-    assert free_streams() == before
-    """
-    )
-
-
 def test_spent_streams_are_error_207008(emulate):
     run = emulate(
         GRAPHS
@@ -69,7 +50,8 @@ def test_spent_streams_are_error_207008(emulate):
     assert run.report["errors"] == []  # programs handle it, as they do memory
 
 
-def test_communication_holds_streams_of_its_own_in_each_graph(emulate):
+def test_a_graph_holds_streams_of_its_own_and_of_communication(emulate):
+    """Those that were captured, and two for each group, until it is gone."""
     emulate(
         GRAPHS
         + """
@@ -81,9 +63,15 @@ def test_communication_holds_streams_of_its_own_in_each_graph(emulate):
 
     before = free_streams()
     assert note(group) == [0] and free_streams() == before        # nothing is captured
-    graph = capture(before_end=lambda: note(group, group, other))
-    assert free_streams() == before - 1 - 2 * 2                   # two each, once a graph
-    graph.reset()
+    plain = capture()
+    assert free_streams() == before - 1
+    forked = capture(fork=True, before_end=lambda: note(group, group, other))
+    assert free_streams() == before - 1 - 2 - 2 * 2
+    plain.reset()
+    forked.replay()
+    assert free_streams() == before - 2 - 2 * 2
+    del forked
+    torch.npu.synchronize()
     assert free_streams() == before
     assert acl.emulator_take_streams(0, 40, b"a group") == 0
     assert free_streams() == before - 40

@@ -15,6 +15,9 @@ RACE = """
         with torch.npu.stream(side):
             target.copy_(source, non_blocking=True)
         return MISSING in sync_error()
+
+    def found(parts, load, work):
+        return [n for n, part in enumerate(parts) if copied(part, host, load, work)]
 """
 
 
@@ -75,19 +78,16 @@ def test_operators_over_caches_touch_the_blocks_that_they_name(emulate):
             scale_value=1.0, block_table=table, context_lens=torch.tensor([9, 16], dtype=INT),
             out=out)
 
-    def found(work, load):
-        return [b for b in range(8) if copied(keys[b], host, load, work)]
-
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         write()
     for work in write, graph.replay:
-        assert found(work, False) == found(work, True) == [3, 4]
-    assert found(read, False) == []
-    assert found(read, True) == [5, 6]
+        assert found(keys, False, work) == found(keys, True, work) == [3, 4]
+    assert found(keys, False, read) == []
+    assert found(keys, True, read) == [5, 6]
     slots.fill_(16 * 7)                               # a replay writes where it is told now
     slots[1:].fill_(-1)
-    assert found(graph.replay, False) == [7]
+    assert found(keys, False, graph.replay) == [7]
     """
     )
     assert run.report["counters"]["hazards"] == 11
@@ -102,20 +102,17 @@ def test_operators_over_rows_touch_those_that_their_index_names(emulate):
     wide = torch.zeros(8, 128, device="npu")
     index, host = torch.tensor([5, 2]).npu(), torch.zeros(64).pin_memory()
 
-    def found(work, load, of=rows):
-        return [row for row in range(8) if copied(of[row], host, load, work)]
-
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         rows.index_copy_(0, index, new)
     for work in lambda: rows.index_copy_(0, index, new), graph.replay:
-        assert found(work, False) == found(work, True) == [2, 5]
-    assert found(lambda: rows.index_select(0, index), False) == []
-    assert found(lambda: rows.index_select(0, index), True) == [2, 5]
+        assert found(rows, False, work) == found(rows, True, work) == [2, 5]
+    assert found(rows, False, lambda: rows.index_select(0, index)) == []
+    assert found(rows, True, lambda: rows.index_select(0, index)) == [2, 5]
     index.fill_(7)                                    # a replay writes where it is told now
-    assert found(graph.replay, False) == [7]
+    assert found(rows, False, graph.replay) == [7]
     half = wide[:, :64]
-    assert len(found(lambda: half.index_copy_(0, index, new), False, half)) == 8
+    assert len(found(half, False, lambda: half.index_copy_(0, index, new))) == 8
     """
     )
     assert run.report["counters"]["hazards"] == 19
@@ -194,22 +191,11 @@ def test_delays_and_hazard_modes_do_what_they_say(emulate):
     assert run.report["counters"]["hazards"] == 1 and "HAZARD" in run.err
 
 
-UNREPORTED = (
-    RACE
-    + """
-    y = x + 1
-    with torch.npu.stream(side):
-        y + 1
-    emulator.let_run()
-    import os; os._exit(0)
-    """
-)
-
-
 def test_scripts_that_are_forked_fail_as_the_command_does(emulate):
     """With a hazard that no sync reports, and with an exception of their own."""
+    unreported = RACE + "    y = x + 1\n    with torch.npu.stream(side):\n        y + 1\n"
     with pytest.raises(AssertionError, match="exit code 3"):
-        emulate(UNREPORTED)
+        emulate(unreported + "    emulator.let_run()\n    import os; os._exit(0)")
     with pytest.raises(AssertionError, match=r"exit code 1\n(.|\n)*ZeroDivisionError"):
         emulate("1 / 0")
 
@@ -221,6 +207,8 @@ def test_kernel_errors_surface_at_the_next_sync(emulate):
         torch.nn.functional.embedding(index, table)   # as on a device, the call itself succeeds
         assert "index out of range" in sync_error()
         assert sync_error() == ""
-        """
+        """,
+        trace=True,
     )
-    assert "FAULT: aten::embedding" in run.err
+    assert "FAULT: aten::embedding" in run.err and "launch aten::embedding" in run.err
+    assert run.report["kernels"]["aten::embedding"] == 1

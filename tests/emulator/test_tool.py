@@ -1,9 +1,11 @@
 """The command itself: exit codes, signals, messages, and what it says when it can't build."""
 
+import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,58 +94,39 @@ def installed(**versions):
 
     def version(name):
         if name not in versions:
-            raise build.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    return version
+    return {"importlib.metadata.version": version}
 
 
-VERSION = "importlib.metadata.version"
+NO_TORCH_NPU = r"pip install --no-deps --target \S+npu-emulator torch_npu==2\.13\.0$"
+TARGET = build.Target("g++", Path(), Path(), ("2.13.0", "2.13.0"))
+NO_CACHE = r"file/ascend_emulator: Not a directory; set XDG_CACHE"
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "message"),
+    ("changes", "message"),
     [
-        ("platform.machine", lambda: "riscv64", "runs on Linux on x86_64 or aarch64"),
-        (VERSION, installed(), "torch is not installed: pip install torch"),
-        (
-            VERSION,
-            installed(torch="2.13.0"),
-            r"pip install --no-deps --target \S+npu-emulator torch_npu==2\.13\.0$",
-        ),
-        (VERSION, installed(torch="2.12.0", torch_npu="2.12.0"), "made for torch_npu 2.13.0"),
-        (
-            VERSION,
-            installed(torch="2.14.0", torch_npu="2.13.0"),
-            "needs torch 2.13.0, but 2.14.0 is installed",
-        ),
-        ("shutil.which", lambda name, path=None: None, "install g\\+\\+ and binutils"),
+        ({"platform.machine": lambda: "riscv64"}, "runs on Linux on x86_64 or aarch64"),
+        (installed(), "torch is not installed: pip install torch"),
+        (installed(torch="2.13.0"), NO_TORCH_NPU),
+        (installed(torch="2.12.0", torch_npu="2.12.0"), "made for torch_npu 2.13.0"),
+        (installed(torch="2.14.0", torch_npu="2.13.0"), "needs torch 2.13.0, but 2.14.0 is"),
+        ({"shutil.which": lambda name, path=None: None}, "install g\\+\\+ and binutils"),
+        ({"_find_target": lambda: TARGET}, NO_CACHE),
+        # torch_npu would end the process from inside of its library
+        ({"_package_folder": lambda package: Path()}, r"is a CUDA build.*PIP_FIND_LINKS"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(monkeypatch, attribute, value, message):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "2.13.0")
-    monkeypatch.setattr(f"ascend_emulator.build.{attribute}", value)
-    with pytest.raises(EmulatorError, match=message):
-        build.ensure_built()
-
-
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch):
+def test_what_is_missing_is_said_in_one_line(monkeypatch, tmp_path, changes, message):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    target = build.Target("g++", tmp_path, tmp_path, ("2.13.0", "2.13.0"))
-    monkeypatch.setattr(build, "_find_target", lambda: target)
-    with pytest.raises(
-        EmulatorError, match=r"file/ascend_emulator: Not a directory; set XDG_CACHE"
-    ):
-        build.ensure_built()
-
-
-def test_a_cuda_build_of_torch_is_refused_in_one_line(tmp_path, monkeypatch):
-    """torch_npu would end the process from inside of its library."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libtorch_cuda.so").touch()
-    monkeypatch.setattr(build, "_package_folder", lambda package: tmp_path)
-    monkeypatch.setattr(build, "_version", lambda package: build.SUPPORTED_TORCH_NPU[0])
-    with pytest.raises(EmulatorError, match=r"is a CUDA build.*PIP_FIND_LINKS"):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for name, value in (installed(torch="2.13.0", torch_npu="2.13.0") | changes).items():
+        monkeypatch.setattr(f"ascend_emulator.build.{name}", value)
+    with pytest.raises(EmulatorError, match=message):
         build.ensure_built()

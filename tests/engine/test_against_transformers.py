@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engine import generate, greedy, make_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.engine import generate, greedy
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states
@@ -34,7 +34,7 @@ def test_chunks_of_prompts_beside_decodes(qwen3, seed, mask, settings, runner_na
         got = generate(llm, prompts, greedy(24))
     expected = reference(qwen3, prompts, 24)
     assert got == expected
-    check_varied(expected)
+    assert is_varied(expected)
     assert {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"} <= set(states)
     assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
 
@@ -72,42 +72,6 @@ def test_one_engine_passes_through_every_state(qwen3, seed, runner_name):
         "ChunkedPrefill",
         "SpecDecoding",
     }
-
-
-GEMMA2 = {
-    "sliding_window": 13,
-    "attn_logit_softcapping": 5.0,
-    "final_logit_softcapping": 8.0,
-    "query_pre_attn_scalar": 16,
-    "tie_word_embeddings": True,
-    "embedding_scale": 0.02,
-}
-
-
-@pytest.mark.parametrize("runner_name", ALSO_V2)
-@pytest.mark.parametrize(
-    ("family", "mask", "config"),
-    [
-        ("Mistral", "dense", {"sliding_window": 13}),
-        ("Gemma2", "compressed", GEMMA2),
-        ("Llama", "compressed", {}),
-    ],
-    ids=["Mistral", "Gemma2", "Llama"],
-)
-def test_windows_and_soft_caps(tmp_path, seed, family, mask, config, runner_name):
-    folder = make_model(tmp_path, family, **config)
-    prompts = prompts_of(seed, [5, 70, 30, 12, 14])
-    with engine_of(
-        runner_name,
-        folder,
-        max_num_batched_tokens=32,
-        block_size=16,
-        additional_config={"npu_prep": {"mask": mask}},
-    ) as llm:
-        got = generate(llm, prompts, greedy(24))
-    expected = reference(folder, prompts, 24)
-    assert got == expected
-    check_varied(expected)
 
 
 BF16_TOLERANCE = 0.15

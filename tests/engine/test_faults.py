@@ -14,8 +14,8 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
 from tests.inspect.test_metrics import scraped
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.record_file import record_files
 from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR, share_folder
+from vllm_npu_prep.records.record_file import record_files
 
 LENGTHS = [30, 5, 41, 17, 90, 9]
 DAY = 24 * 3600.0

@@ -14,11 +14,11 @@ from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep.checks import NOT_CHECKED
+from vllm_npu_prep.prep.checks import Rule
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.runner import model_runner
-from vllm_npu_prep.v2 import runner as v2_runner
-from vllm_npu_prep.v2.order import BatchOrder
+from vllm_npu_prep.runner.v1 import runner as v1_runner
+from vllm_npu_prep.runner.v2 import runner as v2_runner
+from vllm_npu_prep.runner.v2.order import BatchOrder
 
 BLOCK_SIZE = 16
 PROMPT_A, PROMPT_B = list(range(2, 22)), list(range(30, 40))
@@ -133,7 +133,7 @@ class SlotSteps(Steps):
 def steps_of(llm):
     """`Steps` of an engine's runner."""
     runner = runner_of(llm)
-    return (Steps if hasattr(runner, "_prepare_inputs") else SlotSteps)(runner)
+    return (Steps if hasattr(runner, "_model_forward") else SlotSteps)(runner)
 
 
 FAULTS = {}
@@ -345,15 +345,15 @@ def block_that_nobody_handed_out(steps, monkeypatch):
 
 def in_step(monkeypatch, fault):
     """Plant a fault in what is prepared, before it is sent."""
-    prepare_step = model_runner.prepare_step
+    prepare_step = v1_runner.prepare_step
 
     def planted(*args):
         step = prepare_step(*args)
         fault(step)
-        step.rule = NOT_CHECKED  # the pass that wrote it checked it without the fault
+        step.rule = Rule.NOT_CHECKED  # the pass that wrote it checked it without the fault
         return step
 
-    for module in (model_runner, v2_runner):
+    for module in (v1_runner, v2_runner):
         monkeypatch.setattr(module, "prepare_step", planted)
 
 

@@ -72,7 +72,7 @@ FAULTS = {}
 said_of = partial(said, among=FAULTS)
 
 
-@said_of("use before write", "C", "block 7, whose state nobody wrote")
+@said_of("use before write", "C", "block 7, whose recurrent state nobody wrote")
 def state_that_nobody_wrote(steps, monkeypatch):
     new = [request("C", [*PROMPT_A[:16], 5], [7, 8], [3, 9], 16)]
     steps.first().second(counts={"C": 1}, new=new)
@@ -92,7 +92,7 @@ def state_that_was_written_over(steps, monkeypatch):
     steps.step({"C": 1}, new=new, finished={"B"})
 
 
-@said_of("use before write", "C", "block 1, whose state nobody wrote")
+@said_of("use before write", "C", "block 1, whose recurrent state nobody wrote")
 def state_under_k_and_v(steps, monkeypatch):
     """The same, but B has written K and V there."""
     steps.first().step({"B": 7}, {"B": (([11], [1]), 10)}, finished={"A"})

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 from tests.conftest import SEED
 from tests.helpers.cache import CacheWatch
@@ -12,14 +11,12 @@ from tests.helpers.huggingface import reference
 from tests.helpers.logs import record_logs
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
-from tests.helpers.v2 import RUNNERS, engine_of, on_both
+from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
-from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.fake_graph import GraphSafetyError
-from vllm_npu_prep.runner import model_runner
-from vllm_npu_prep.runner.graphs import Graphs
-from vllm_npu_prep.v2 import runner as v2_runner
+from vllm_npu_prep.runner.v1 import runner as v1_runner
+from vllm_npu_prep.runner.v2 import runner as v2_runner
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "150"))
 LONG_RUNS = ["FULL_AND_PIECEWISE", "FULL"] if STEPS > 1000 else ["FULL_AND_PIECEWISE"]
@@ -109,7 +106,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_unsafe_padding_is_caught(qwen3, seed, fault, runner_name, monkeypatch):
     plant, message = FAULTS[fault]
-    prepare_step = model_runner.prepare_step
+    prepare_step = v1_runner.prepare_step
 
     def planted(batch, padding, *args):
         step = prepare_step(batch, padding, *args)
@@ -120,7 +117,7 @@ def test_planted_unsafe_padding_is_caught(qwen3, seed, fault, runner_name, monke
     prompts = prompts_of(seed, [5, 9, 4])
     options = {"additional_config": {"npu_prep": {"check": "off"}}}  # which would see it first
     with engine_of(runner_name, qwen3, **graphs("FULL_DECODE_ONLY", 4, 8), **options) as llm:
-        for each in (model_runner, v2_runner):
+        for each in (v1_runner, v2_runner):
             monkeypatch.setattr(each, "prepare_step", planted)
         with pytest.raises(GraphSafetyError, match=message):
             generate(llm, prompts, greedy(4))
@@ -147,36 +144,6 @@ def test_the_smallest_cache_holds_the_lengths_of_captures(qwen3, monkeypatch):
     assert ([1], [1]) in captured
 
 
-@pytest.mark.parametrize("runner_name", RUNNERS)
-def test_running_out_of_memory_leaves_fewer_sizes(qwen3, seed, runner_name, monkeypatch):
-    lines = record_logs(monkeypatch)
-    one = Graphs._capture
-
-    def scarce(graphs, capture_one, mode, descriptor):
-        if descriptor.num_tokens == 12:
-            raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB\nmore")
-        return one(graphs, capture_one, mode, descriptor)
-
-    monkeypatch.setattr(Graphs, "_capture", scarce)
-    prompts = prompts_of(seed, [5, 9, 4, 7, 3])
-    sizes = graphs("FULL", 1, 2, 4, 6, 8, 12, max_num_seqs=7)
-    with engine_of(runner_name, qwen3, **sizes) as llm:
-        runner = runner_of(llm)
-        kept = runner.compilation_config.cudagraph_capture_sizes
-        got = generate(llm, prompts, greedy(6))
-        counts = runner.padding.counts.by_kind
-    # Every other one of those that are left goes with it, but not the largest decode, 7.
-    assert kept == [2, 6, 7]
-    assert got == reference(qwen3, prompts, 6)
-    assert counts["full graph"] > 0
-    text = "\n".join(lines)
-    assert (
-        "capturing the graph of 12 tokens (NPU out of memory. Tried to allocate 2.00 GiB)" in text
-    )
-    assert "Left out for it: 8, 4, 1" in text
-    assert "Graphs that were captured: 2, 6, 7 tokens" in text
-
-
 def test_the_log_says_sizes_and_once_why_a_step_is_eager(qwen3, seed, monkeypatch):
     lines = record_logs(monkeypatch)
     with engine(qwen3, max_num_batched_tokens=48, **graphs("FULL_AND_PIECEWISE", 2, 8)) as llm:
@@ -200,45 +167,3 @@ def test_capture_with_requests_in_flight_is_refused(qwen3, seed, runner_name):
         core.step()
         with pytest.raises(PrepError, match="with 1 request in flight"):
             runner_of(llm).capture_model()
-
-
-def test_a_dummy_run_that_fails_leaves_no_padding_behind(qwen3, seed, monkeypatch):
-    prompts = prompts_of(seed, [5, 9])
-    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 4, 8)) as llm:
-        runner = runner_of(llm)
-
-        def scarce(layout):
-            raise torch.OutOfMemoryError("none")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(runner.preparer.staging, "acquire", scarce)
-            with pytest.raises(torch.OutOfMemoryError):
-                runner._dummy_run(4, uniform_decode=True)
-        assert generate(llm, prompts, greedy(6)) == reference(qwen3, prompts, 6)
-
-
-@pytest.mark.parametrize(
-    ("what", "runner_name"), on_both({each: each for each in ("arrays", "KV cache", "buffer")})
-)
-def test_what_lies_elsewhere_than_at_the_capture_is_caught(qwen3, seed, what, runner_name):
-    with engine_of(runner_name, qwen3, **graphs("FULL_DECODE_ONLY", 4)) as llm:
-        runner = runner_of(llm)
-        if what == "arrays":
-            tables = runner.block_tables.block_table_flat
-            runner.preparer.staging = StagingRing(runner.prep_device, 1 << 20, block_tables=tables)
-        elif what == "KV cache":
-            for layer in runner.compilation_config.static_forward_context.values():
-                layer.kv_cache = layer.kv_cache.clone()
-        else:
-            for module in runner.get_model().modules():
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = None if buffer is None else buffer.clone()
-        with pytest.raises(GraphSafetyError, match=r"is not where"):
-            generate(llm, prompts_of(seed, [5]), greedy(3))
-
-
-def test_a_capture_outside_of_start_up_is_an_error(qwen3, seed):
-    with engine(qwen3, **graphs("FULL_DECODE_ONLY", 8)) as llm:
-        runner_of(llm).model.clear_graphs()
-        with pytest.raises(RuntimeError, match="inappropriate time"):
-            generate(llm, prompts_of(seed, [3]), greedy(3))

@@ -9,79 +9,53 @@ from typing import Any
 import pytest
 
 from tests.conftest import SEED
-from tests.engine.test_multimodal import MAX_TOKENS as OF_IMAGES
-from tests.engine.test_multimodal import SETTINGS as READS_IMAGES
-from tests.engine.test_multimodal import requests_of
 from tests.engine.test_record import check, records_in
 from tests.helpers.engine import REPLAYED, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.forced_messages import Forced
-from tests.helpers.huggingface import check_varied, reference
-from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT, make_model_that_sees
-from tests.helpers.mtp import add_mtp_layer, make_mtp_model
+from tests.helpers.huggingface import is_varied, reference
+from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
-from tests.helpers.vision import Reference, Request, serve, tokens_of, watch
 from tests.helpers.watch import count_preemptions, count_states, count_verified
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
 
 MAX_TOKENS = 16
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Function of a family: its model, prompts and what transformers makes of them."""
-    kept: dict[str, Any] = {}
-    families = {
-        "Qwen3Next": QWEN3_NEXT,
-        "Qwen3_5": GATED_DELTA,
-        "Qwen3_5Moe": {**GATED_DELTA, **EXPERTS},
-    }
-
-    def make(family: str) -> Any:
-        if family not in kept:
-            folder = make_model(tmp_path_factory.mktemp(family), family, **families[family])
-            prompts = prompts_of(SEED, [3, 1, 90, 40, 17])
-            prompts.append(prompts[2][:80] + prompts[3])
-            expected = reference(folder, prompts, MAX_TOKENS)
-            check_varied(expected)
-            kept[family] = folder, prompts, expected
-        return kept[family]
-
-    return make
-
-
-CASES = {  # family, asynchronous, graph mode, other settings
-    "Qwen3Next-async-graphs": (
-        "Qwen3Next",
-        True,
-        "FULL_AND_PIECEWISE",
-        {"enable_prefix_caching": True},
-    ),
+CASES = {  # family, its config, asynchronous, graph mode, other settings
     "Qwen3Next-sync": (
         "Qwen3Next",
+        QWEN3_NEXT,
         False,
         None,
         {"enable_prefix_caching": False, "num_gpu_blocks_override": 26},
     ),
-    "Qwen3_5-sync-graphs": ("Qwen3_5", False, "FULL_DECODE_ONLY", {"enable_prefix_caching": True}),
-    "Qwen3_5Moe-async": (
+    "Qwen3_5Moe-async-graphs": (
         "Qwen3_5Moe",
+        {**GATED_DELTA, **EXPERTS},
         True,
-        None,
+        "FULL_AND_PIECEWISE",
         {"enable_prefix_caching": True, "num_gpu_blocks_override": 40},
     ),
 }
 
 
-@pytest.mark.parametrize(("family", "asynchronous", "mode", "settings", "runner"), on_both(CASES))
-def test_tokens_equal_transformers(made, tmp_path, family, asynchronous, mode, settings, runner):
+@pytest.mark.parametrize(
+    ("family", "config", "asynchronous", "mode", "settings", "runner"), on_both(CASES)
+)
+def test_tokens_equal_transformers(tmp_path, family, config, asynchronous, mode, settings, runner):
     """In chunks of prompts, mixed with decodes, preempted, from the prefix cache, in graphs.
 
     The full check follows states, and names what is broken in one; core, oracle and upstream
     prepare each step again from its record.
     """
-    folder, prompts, expected = made(family)
-    record = {"dir": str(tmp_path), "steps": "0:1000"}
+    folder, records = make_model(tmp_path / "model", family, **config), tmp_path / "records"
+    prompts = prompts_of(SEED, [3, 1, 90, 40, 17])
+    prompts.append(prompts[2][:80] + prompts[3])
+    expected = reference(folder, prompts, MAX_TOKENS)
+    assert is_varied(expected)
+    record = {"dir": str(records), "steps": "0:1000"}
     with engine_of(
         runner,
         folder,
@@ -98,7 +72,7 @@ def test_tokens_equal_transformers(made, tmp_path, family, asynchronous, mode, s
         forced = Forced(llm)
         got = [generate(llm, prompts, greedy(MAX_TOKENS)) for _ in range(2)]
         counts = runner.padding.counts.by_kind
-        groups = runner.preparer.tables.states.groups
+        groups = runner.preparer.tables.shape.states.groups
         cached = runner.cache_config.mamba_cache_mode
     assert got == [expected] * 2
     assert len(groups) == 3, "the fourth group is attention's"
@@ -107,12 +81,11 @@ def test_tokens_equal_transformers(made, tmp_path, family, asynchronous, mode, s
     assert states["ChunkedPrefill"] > 0 and states["DecodeOnly"] > 0
     assert mode is None or set(counts) >= REPLAYED[mode]
     kinds = ("all", "states", "async" if asynchronous else "sync")
-    assert forced.of(*kinds, *(["full graphs"] if mode else []))
+    assert not forced.wrong(*kinds, *(["full graphs"] if mode else []))
 
-    records = records_in(tmp_path)
-    check(records)
-    states_of = [record.settings.states for record in records]
-    assert all(each is not None and len(each.groups) == 3 for each in states_of)
+    recorded = records_in(records)
+    check(recorded)
+    assert all(len(record.settings.shape.states.groups) == 3 for record in recorded)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -182,60 +155,6 @@ def test_drafts_that_are_looked_up_leave_no_trace_in_states(tmp_path, runner):
         assert (scheduler.reason, scheduler.needs.known) == ("", True), "it is batched"
         assert generate(llm, asked, greedy(40)) == expected
     assert min(verified[what] for what in ("accepted", "partly", "rejected")) > 0
-    assert forced.of("all", "states", "drafts", "states drafts")
+    assert not forced.wrong("all", "states", "drafts", "states drafts")
     for record in records_in(records):
-        assert replay_core(record) is None and replay_oracle(record) is None
-
-
-MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-GRAPHS = graphs("FULL_DECODE_ONLY", 4, 16, 32)
-SEES = {  # family, its config, whether it gets images, other settings
-    "images": ("Qwen3_5", {}, True, GRAPHS),
-    "images, MTP": ("Qwen3_5", {}, True, GRAPHS | MTP),
-    "experts, images": ("Qwen3_5Moe", EXPERTS, True, {}),
-    "text": ("Qwen3_5", {}, False, {"language_model_only": True}),
-    "experts, text": (
-        "Qwen3_5Moe",
-        EXPERTS,
-        False,
-        {"limit_mm_per_prompt": {"image": 0, "video": 0}},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "sees", "settings", "runner"),
-    [
-        *(pytest.param(*case, "V1", id=name) for name, case in SEES.items()),
-        pytest.param(*SEES["images"], "V2", id="images-V2"),
-    ],
-)
-def test_published_checkpoints_name_a_model_that_sees(
-    tmp_path, seed, family, config, sees, settings, runner
-):
-    """With images and videos, cut across chunks and cached; or as a language model only."""
-    folder = make_model_that_sees(tmp_path / "model", family, **config)
-    drafts = "speculative_config" in settings
-    if drafts:
-        add_mtp_layer(folder, family)
-    requests = requests_of(seed)
-    if not sees:
-        texts = ("A slot", "Of a slot mapping. " * 6, "Which blocks does a state take here? " * 2)
-        requests = [Request(f"{text} and a state, number {i}") for i, text in enumerate(2 * texts)]
-    answers = Reference(folder).answers(requests, OF_IMAGES)
-    checked = {"additional_config": {"npu_prep": {"check": "full"}}, "enable_prefix_caching": True}
-    with engine_of(runner, folder, **{**READS_IMAGES, **checked, **settings}) as llm:
-        served, states = runner_of(llm), runner_of(llm).preparer.tables.states
-        watched = watch(llm) if runner == "V1" else None  # the full check has V2's positions
-        verified = count_verified(llm)
-        first = serve(llm, requests, greedy(OF_IMAGES))
-        if watched is not None:
-            watched.check_positions(first, answers)
-        again = serve(llm, requests, greedy(OF_IMAGES))
-    assert tokens_of(first) == tokens_of(again) == [answer.tokens for answer in answers]
-    assert len({tuple(answer.tokens) for answer in answers}) > len(answers) // 2
-    assert max(output.num_cached_tokens for output in again) > 0
-    assert len(states.groups) == (2 if drafts else 3)  # as many layers each, with one that drafts
-    assert (verified["rejected"] > 0) == drafts  # its tokens are hard to guess
-    if watched is not None:
-        assert (watched.cut_items > 1) == sees == (served.inputs.counts.encoded > 0)
+        assert core_difference(record) is None and oracle_difference(record) is None

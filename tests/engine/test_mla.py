@@ -11,10 +11,10 @@ from tests.engine.test_record import DRAFT_ARRAYS, check, records_in
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.forced_messages import Forced
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.latent import GLM_FLASH, GROUPED_EXPERTS, KIMI_K2, LATENT, V3_EXPERTS, as_kimi_k2
 from tests.helpers.prompts import prompts_of
-from tests.helpers.v2 import ALSO_V2, RUNNERS, engine_of, on_both
+from tests.helpers.v2 import ALSO_V2, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
 from vllm_npu_prep.cli import main
 
@@ -34,13 +34,11 @@ def count_halves(llm: Any) -> Counter[str]:
 
     def count(step: Any) -> None:
         latent = step.latent
-        if latent is not None:
+        if step.shape.latent:
             runs["prefills"] += latent.num_prefills > 0
-            runs["decodes"] += latent.num_decodes > 0
             runs["both"] += latent.num_prefills > 0 and latent.num_decodes > 0
-            runs["chunks"] += latent.num_chunks > 0
             runs["several chunks"] += latent.num_chunks > 1
-            short = step.query_lens <= step.layout.latent.decode_threshold
+            short = step.query_lens <= step.shape.latent.decode_threshold
             runs["short prefills"] += int(short.sum()) > latent.num_decodes
 
     on_prepared(llm, count)
@@ -58,46 +56,9 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(MLACommonMetadataBuilder, name, staticmethod(workspace))
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_deepseek_v3_with_experts_in_graphs(tmp_path, seed, runner):
-    """Queries through a low rank; experts by sigmoid, bias and groups; dense masks, async.
-
-    Chunks of prompts, then the same prompts from the prefix cache. The full check names what is
-    broken in a step.
-    """
-    folder = make_model(tmp_path, "DeepseekV3", q_lora_rank=20, **LATENT, **V3_EXPERTS)
-    prompts = prompts_of(seed, [3, 1, 90, 40, 17])
-    with engine_of(
-        runner,
-        folder,
-        block_size=16,
-        max_num_batched_tokens=48,
-        max_num_seqs=7,
-        enable_prefix_caching=True,
-        additional_config={"npu_prep": {"mask": "dense", "check": "full"}},
-        **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
-    ) as llm:
-        served = runner_of(llm)
-        states, watch, runs = count_states(llm), CacheWatch(served), count_halves(llm)
-        forced = Forced(llm)
-        got = [generate(llm, prompts, greedy(16)) for _ in range(2)]
-        shapes = {tuple(plane.shape[1:]) for plane in served.kv_caches}
-        planes, counts = len(served.kv_caches), served.padding.counts.by_kind
-    expected = reference(folder, prompts, 16)
-    assert got == [expected] * 2
-    check_varied(expected)
-    assert forced.of("all", "latent", "full graphs")
-    assert set(states) == {"PrefillNoCache", "ChunkedPrefill", "DecodeOnly"}
-    assert states["PrefillNoCache"] == 1, "the second time, long prompts come from the cache"
-    assert {"full graph", "piecewise graphs"} <= set(counts)
-    assert watch.padding_seen - {0}
-    assert (planes, shapes) == (4, {(16, 1, 24), (16, 1, 8)}), "latent rows and rotated keys"
-    assert runs["prefills"] and runs["decodes"] and runs["both"], dict(runs)
-    assert runs["chunks"], "contexts of prompts' later chunks are read"
-    assert runner == "V1" or not runs["short prefills"], "on V2 all short ones are decodes"
-
-
 MODELS = {
+    # Queries through a low rank; experts by sigmoid, bias and groups
+    "DeepSeek V3": ("DeepseekV3", {"q_lora_rank": 20, **LATENT, **V3_EXPERTS}),
     # Queries without a low rank; experts by softmax and groups, not renormalised
     "DeepSeek V2": ("DeepseekV2", {**V2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
     # Stretches positions by YaRN
@@ -108,7 +69,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("name", "runner"), on_both({name: name for name in MODELS}))
-def test_models_of_the_same_layers(tmp_path, seed, name, runner):
+def test_tokens_are_those_of_transformers(tmp_path, seed, name, runner):
+    """Chunks of prompts, then the same prompts from the prefix cache, in graphs.
+
+    The full check names what is broken in a step.
+    """
     family, config = MODELS[name]
     folder = make_model(tmp_path / "model", family, **config)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
@@ -117,14 +82,22 @@ def test_models_of_the_same_layers(tmp_path, seed, name, runner):
         as_kimi_k2(folder) if name == "Kimi K2" else folder,
         block_size=16,
         max_num_batched_tokens=48,
-        **graphs("FULL_DECODE_ONLY", 1, 4, 8),
+        max_num_seqs=7,
+        enable_prefix_caching=True,
+        additional_config={"npu_prep": {"check": "full"}},
+        **graphs("FULL_AND_PIECEWISE", 1, 4, 8, 16),
     ) as llm:
-        runs = count_halves(llm)
-        got = generate(llm, prompts, greedy(16))
+        watch, runs, forced = CacheWatch(runner_of(llm)), count_halves(llm), Forced(llm)
+        got = [generate(llm, prompts, greedy(16)) for _ in range(2)]
+        counts = runner_of(llm).padding.counts.by_kind
     expected = reference(folder, prompts, 16)
-    assert got == expected
-    check_varied(expected)
-    assert runs["both"] and runs["chunks"], dict(runs)
+    assert got == [expected] * 2
+    assert is_varied(expected)
+    assert not forced.wrong("all", "latent", "full graphs")
+    assert {"full graph", "piecewise graphs"} <= set(counts)
+    assert watch.padding_seen - {0}
+    assert runs["both"] and runs["several chunks"], dict(runs)
+    assert runner == "V1" or not runs["short prefills"], "on V2 all short ones are decodes"
 
 
 @pytest.mark.parametrize("runner", ALSO_V2)

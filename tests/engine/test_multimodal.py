@@ -212,17 +212,12 @@ def check_refused_requests(llm, reference, seed) -> None:
     assert tokens_of(serve(llm, [sees], greedy(4))) == [answer.tokens]
 
 
-def caches(sender, receiver, nbytes: int, **more):
-    """Caches of a client and of an engine for so many bytes of items."""
-    settings = SimpleNamespace(mm_processor_cache_gb=nbytes / 2**30, **more)
-    config = SimpleNamespace(get_multimodal_config=lambda: settings)
-    return sender(config), receiver(config)
-
-
 def test_a_clients_cache_has_what_the_engines_has(seed):
     """In the same order of eviction, whatever is refused, repeated or overtaken by others."""
     believe_only_what_was_sent()
-    sender, receiver = caches(LruKeyReplicatedSenderCache, LruKeyReplicatedReceiverCache, 3000)
+    settings = SimpleNamespace(mm_processor_cache_gb=3000 / 2**30)
+    config = SimpleNamespace(get_multimodal_config=lambda: settings)
+    sender, receiver = LruKeyReplicatedSenderCache(config), LruKeyReplicatedReceiverCache(config)
     rng, processed, outcomes = np.random.default_rng(seed), [], Counter()
     for _ in range(3000):
         if rng.random() < 0.5 or not processed:

@@ -1,6 +1,5 @@
 """Blocks that leave the device's cache come back from the host (``--kv-offloading-size``)."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,7 +16,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.test_kv_transfer import count_tokens
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import GATED_DELTA
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.life_cycle import generate_with_calls
@@ -25,8 +24,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.sessions import send_part
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.windows import THREE_GROUPS
-from vllm_npu_prep.attention.kernels.latent import LatentShape
-from vllm_npu_prep.attention.offloading import PlaneOffloadingWorker, planes_by_block
+from vllm_npu_prep.attention.offloading import PlaneOffloadingWorker
 from vllm_npu_prep.errors import PrepError
 
 BLOCK_SIZE = 4
@@ -94,7 +92,7 @@ def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed,
     model = make_model(tmp_path / "model", family, **config)
     prompts, others = prompts_of(seed, LENGTHS), prompts_of(seed + 1, OTHERS)
     expected = reference(model, prompts, 6)
-    check_varied(expected)
+    assert is_varied(expected)
     chunk = settings.get("block_size", BLOCK_SIZE) * (2 if "kv_transfer_config" in settings else 1)
     with engine_of(runner, model, **offloading(**settings)) as llm:
         again = computed_again(llm, prompts, others, expected)
@@ -180,23 +178,6 @@ def test_jobs_copy_what_plain_books_say(seed, blocks_per_chunk):
         assert torch.equal(planes[index][[30, 20, 21, 10]], planes[index][2:6])
     worker.wait({1, 2})
     worker.shutdown()
-
-
-def test_planes_of_all_forms_are_rows_of_blocks():
-    """K and V, in smaller blocks of kernels, too; latent rows; a row holds its block's bytes."""
-    cache = torch.arange(2 * 6 * 4 * 3, dtype=torch.int16).view(2, 6, 2, 2, 3)
-    keys, values = planes_by_block(cache, None, 3)  # two blocks of kernels in each of vLLM's
-    assert keys.shape == values.shape == (3, 48)
-    assert keys[1].view(torch.int16).tolist() == cache[0, 2:4].flatten().tolist()
-    assert values[2].view(torch.int16).tolist() == cache[1, 4:].flatten().tolist()
-    values[0] = 0
-    assert not cache[1, :2].any() and cache[1, 2:].all()
-
-    shape = LatentShape(1, 4, 2, 1, 1, 1.0)
-    latent = torch.arange(5 * 2 * 6, dtype=torch.float32).view(5, 12)
-    rows, rotated = planes_by_block(latent, SimpleNamespace(impl=SimpleNamespace(shape=shape)), 5)
-    assert rows[1].view(torch.float32).tolist() == list(range(8, 16))
-    assert rotated[0].view(torch.float32).tolist() == list(range(40, 44))
 
 
 def test_memory_that_is_too_small_or_not_there_is_one_line(tmp_path):

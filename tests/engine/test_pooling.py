@@ -83,59 +83,6 @@ def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed, runn
     check_close(got, [normalized(rows) for rows in hidden_states(qwen3, prompts)])
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_classes_of_whole_prompts(folder, seed, runner):
-    from transformers import AutoModelForSequenceClassification
-
-    model = folder("Qwen2", "ForSequenceClassification", num_labels=3)
-    prompts = prompts_of(seed, LENGTHS)
-    prompts += [prompts[2][:140], prompts[4][:80] + prompts[3]]
-    settings = {"enable_chunked_prefill": False, "enable_prefix_caching": True, "block_size": 16}
-    with engine_of(runner, model, **WHOLE_PROMPTS, **settings) as llm:
-        states = count_states(llm)
-        got = pooled(llm, prompts[:10], "classify") + pooled(llm, prompts[10:], "classify")
-    hf = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = [hf(torch.tensor([prompt])).logits[0].softmax(-1) for prompt in prompts]
-    check_close(got, expected)
-    assert set(states) == {"PrefillNoCache", "PrefillCacheHit"}
-
-
-REWARDS = {
-    **WHOLE_PROMPTS,
-    "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
-    "pooler_config": {"step_tag_id": 7},
-}
-
-
-def reward_model(folder):
-    """A process reward model, and the weights of its head."""
-    model, generator = folder("Qwen2"), torch.Generator().manual_seed(SEED)
-    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
-    head = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
-    change_tensors(
-        model, lambda tensors: tensors.update({f"score.{n}": t for n, t in head.items()})
-    )
-    return model, head
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_rewards_of_the_steps_of_a_prompt(folder, seed, runner):
-    """Two numbers for each token that ends a step."""
-    model, head = reward_model(folder)
-    prompts = prompts_of(seed, LENGTHS)
-    for prompt in prompts:
-        prompt[len(prompt) // 2] = prompt[-1] = 7
-    with engine_of(runner, model, **REWARDS) as llm:
-        got = pooled(llm, prompts, "token_classify")
-    expected = []
-    for prompt, rows in zip(prompts, hidden_states(model, prompts)):
-        hidden = torch.nn.functional.linear(rows, head["0.weight"], head["0.bias"]).relu()
-        logits = torch.nn.functional.linear(hidden, head["2.weight"], head["2.bias"])
-        expected.append(logits.softmax(-1)[torch.tensor(prompt) == 7])
-    check_close(got, expected)
-
-
 @pytest.mark.parametrize(("form", "runner"), on_both({each: each for each in ("pieces", "int8")}))
 def test_embeddings_of_an_encoder(bert, tmp_path, seed, form, runner):
     prompts, int8, settings = prompts_of(seed, LENGTHS), None, {}
@@ -164,11 +111,19 @@ def test_an_int8_copy_without_the_head_is_refused(folder, tmp_path, monkeypatch)
 
     upstream = CompressedTensorsLinearMethod.create_weights
     monkeypatch.setattr(CompressedTensorsLinearMethod, "create_weights", what_memory_may_hold)
-    model, _ = reward_model(folder)
+    model, generator = folder("Qwen2"), torch.Generator().manual_seed(SEED)
+    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
+    head = {f"score.{n}": torch.randn(s, generator=generator) / 8 for n, s in shapes.items()}
+    change_tensors(model, lambda tensors: tensors.update(head))
     QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
+    rewards = {
+        **WHOLE_PROMPTS,
+        "hf_overrides": {"architectures": ["Qwen2ForProcessRewardModel"]},
+        "pooler_config": {"step_tag_id": 7},
+    }
     with (
         pytest.raises(PrepError, match="is to be int8, but no file gives it a weight_scale"),
-        engine_of("V1", tmp_path / "int8", **REWARDS),
+        engine_of("V1", tmp_path / "int8", **rewards),
     ):
         pass
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import graphs, greedy, runner_of
@@ -16,13 +17,11 @@ GRAPHS = {"eager": {}, "graphs": graphs("FULL_AND_PIECEWISE", 4, 16)}
 
 @pytest.fixture(scope="module")
 def embedding(qwen3):
-    from safetensors.torch import load_file
-
     return load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"]
 
 
-def run(llm, prompts):
-    outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+def run(llm, prompts, params=None):
+    outputs = llm.generate(prompts, params or greedy(12), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -120,12 +119,8 @@ def test_prompts_have_to_be_finite_in_the_models_dtype(dtype):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_prompt_that_is_unknown_has_no_log_probabilities(qwen3, embedding, seed, runner):
     """Those who ask get none, as from upstream; beside them, prompts of ids have theirs."""
-    from vllm import SamplingParams
-
     ids = prompts_of(seed, [40, 21])
-    asks = SamplingParams(
-        temperature=0, max_tokens=12, prompt_logprobs=1, ignore_eos=True, detokenize=False
-    )
+    asks = greedy(12, prompt_logprobs=1)
     prompts = [{"prompt_embeds": embedding[ids[0]]}, {"prompt_token_ids": ids[1]}]
     with engine_of(runner, qwen3, enable_prompt_embeds=True, max_num_batched_tokens=32) as llm:
         expected = run(llm, prompts)
@@ -138,26 +133,17 @@ def test_a_prompt_that_is_unknown_has_no_log_probabilities(qwen3, embedding, see
 
 def test_penalties_count_no_prompt_that_is_unknown(qwen3, embedding, seed):
     """Rows keep what other requests had in them, placeholders of samples too; V2 gives V1's."""
-    from vllm import SamplingParams
-
     ids = prompts_of(seed, [30, 41, 9, 30])
     embeds = [{"prompt_embeds": embedding[prompt]} for prompt in ids]
-    penalised = SamplingParams(
-        temperature=0, max_tokens=20, repetition_penalty=1.5, ignore_eos=True, detokenize=False
-    )
+    penalised = greedy(20, repetition_penalty=1.5)
 
     def answers(runner):
         with engine_of(runner, qwen3, enable_prompt_embeds=True, max_num_seqs=4) as llm:
-
-            def penalise(prompts):
-                outputs = llm.generate(prompts, penalised, use_tqdm=False)
-                return [list(output.outputs[0].token_ids) for output in outputs]
-
-            first = penalise(embeds)
-            plain = run(llm, embeds)
+            first, plain = run(llm, embeds, penalised), run(llm, embeds)
             run(llm, [{"prompt_token_ids": prompt} for prompt in prompts_of(seed + 1, [60] * 6)])
-            assert penalise(embeds) == first
-            return first, plain, penalise([{"prompt_token_ids": prompt} for prompt in ids])
+            assert run(llm, embeds, penalised) == first
+            with_ids = run(llm, [{"prompt_token_ids": prompt} for prompt in ids], penalised)
+        return first, plain, with_ids
 
     first, plain, with_ids = answers("V1")
     assert all(len(set(tokens)) >= 15 for tokens in first), "outputs are penalised"

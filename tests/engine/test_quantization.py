@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
-from tests.helpers.huggingface import check_varied, greedy_tokens
+from tests.helpers.huggingface import greedy_tokens, is_varied
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mixtures import MIXTURES
-from tests.helpers.mtp import check_accepted, make_mtp_model, record_verified
+from tests.helpers.mtp import make_mtp_model, record_verified, wrong_drafts
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import (
     QUANTIZE,
@@ -62,15 +61,12 @@ QWEN2 = ("Qwen2", {})  # biases: float ones are added to products, ModelSlim's t
 DEEPSEEK = ("DeepseekV3", {"q_lora_rank": 20, **LATENT, **V3_EXPERTS})
 GRAPHS = graphs("FULL_DECODE_ONLY", 1, 4, 8)
 MODELS = {  # family, its config, how an int8 copy is made, settings
-    "compressed-tensors": ("Qwen3", {}, partial(QUANTIZE, **COMPRESSED), GRAPHS),
-    "ModelSlim, dynamic": ("Qwen3", {}, partial(QUANTIZE, **DYNAMIC), {}),
     "ModelSlim, static, a float layer": (
         "Qwen3",
         {},
         partial(QUANTIZE, **STATIC, keep=("layers.0.mlp.down_proj",)),
         {},
     ),
-    "biases, symmetric": (*QWEN2, partial(make_static, symmetric=True), {}),
     "biases, zero points": (*QWEN2, partial(make_static, symmetric=False), {}),
     "biases, ModelSlim": (*QWEN2, partial(QUANTIZE, **STATIC), {}),
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
@@ -79,7 +75,6 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "latent": (*DEEPSEEK, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     # As vllm-ascend wants it
     "latent, ModelSlim": (*DEEPSEEK, partial(QUANTIZE, **DYNAMIC, keep=("kv_b_proj",)), GRAPHS),
-    "latent, static": (*DEEPSEEK, partial(QUANTIZE, **STATIC), GRAPHS),
     "Qwen3-Next": ("Qwen3Next", QWEN3_NEXT, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     "Qwen3.5, static, a float layer": (
         "Qwen3_5",
@@ -120,7 +115,7 @@ def test_tokens_are_those_of_rounded_weights_and_inputs(
         assert generate(llm, prompts, greedy(12)) == old
         after, weights = with_new_weights(llm, copies["new"][1], prompts, 12)
     assert after == new
-    check_varied(old)
+    assert is_varied(old)
     assert weights > 0.9 * nbytes_of(copies["old"][1]), "bytes that sleep"
 
 
@@ -158,8 +153,8 @@ def test_mtp_layers_draft_for_an_int8_model(tmp_path, seed, name):
         got = generate(llm, prompts, greedy(12))
     expected = greedy_tokens(plain.target, prompts, 15)
     assert got == [row[:12] for row in expected]
-    check_varied(expected)
-    check_accepted(plain, records, [a + b for a, b in zip(prompts, expected)])
+    assert is_varied(expected)
+    assert records and not wrong_drafts(plain, records, [a + b for a, b in zip(prompts, expected)])
     assert verified["accepted"] and verified["rejected"]
 
 
@@ -188,18 +183,6 @@ def forget(folder, pattern):
     quantization = config["quantization_config"]
     quantization["ignore"] = [each for each in quantization["ignore"] if pattern not in each]
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_a_float_drafter_drafts_for_an_int8_model(qwen3, static, tmp_path, seed):
-    """In ModelSlim's format, whose description says nothing of the drafter."""
-    head = make_eagle_head(tmp_path, qwen3, "eagle")
-    prompts = prompts_of(seed, [3, 40, 17])
-    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
-    with engine(static, speculative_config=drafts) as llm:
-        verified = count_verified(llm)
-        got = generate(llm, prompts, greedy(12))
-    assert got == greedy_tokens(rounded_model(qwen3, static), prompts, 12)
-    assert verified["accepted"] + verified["rejected"] > 0
 
 
 def test_scales_kept_as_bits_are_those_kept_as_numbers(qwen3, static, tmp_path, seed):
@@ -232,25 +215,16 @@ async def all_at_once(ranks, prompts):
     return await ranks.generate(prompts, 10)
 
 
-EXPERTS_SHARED_OUT = {"enable_expert_parallel": True}
 RANKS = {  # family, its config, how it is quantised, settings
-    "static": ("Qwen3", {}, STATIC, {}),
     # The first layer is dense
-    "experts shared out": (
-        "Qwen3Moe",
-        {"mlp_only_layers": [0], **MOE},
-        DYNAMIC,
-        EXPERTS_SHARED_OUT,
-    ),
     "experts cut": ("Qwen3Moe", {"mlp_only_layers": [0], **MOE}, COMPRESSED, {}),
-    "linear attention": ("Qwen3_5", GATED_DELTA, COMPRESSED, {}),
     "linear attention, static": ("Qwen3_5", GATED_DELTA, STATIC, {}),
-    # With the first seed, a level decides which expert a token takes.
+    # With the first seed, a level decides which expert a token takes
     "linear attention, experts shared out": (
         "Qwen3Next",
         {**QWEN3_NEXT, "seed": 1},
         DYNAMIC,
-        EXPERTS_SHARED_OUT,
+        {"enable_expert_parallel": True},
     ),
 }
 
@@ -272,6 +246,6 @@ def test_two_ranks_compute_with_their_slices(tmp_path, seed, family, config, how
     rounded = rounded_model(model, folder, 2, cut_experts=not settings)
     expected = greedy_tokens(rounded, prompts, 10)
     assert got == expected
-    check_varied(expected)
+    assert is_varied(expected)
     whole = greedy_tokens(rounded_model(model, folder), prompts, 10)
     assert (whole == expected) == (how == STATIC)

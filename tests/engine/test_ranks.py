@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine import REPLAYED, graphs, make_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.mtp import PlainDrafter, make_mtp_model, num_accepted
@@ -42,6 +42,15 @@ LAYOUTS = {  # settings, a model's family, its config; with "MTP" it drafts
 }
 
 
+def model_of(
+    folder: Path, family: str, config: dict[str, Any], drafts: bool
+) -> tuple[Path, PlainDrafter | None]:
+    """A model, and a plain reading of its MTP layer, if it has one."""
+    if drafts:
+        return make_mtp_model(folder, family)
+    return make_model(folder, family, **config), None
+
+
 async def all_at_once(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
     """Tokens of all prompts and what every rank tells; then some steps that sample by chance."""
     await ranks.ask("probe_watch")
@@ -69,15 +78,12 @@ def test_ranks_agree_on_every_step(tmp_path, seed, settings, family, config, dra
     Tokens are those of transformers, and as many drafts are accepted as by a plain reading.
     """
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
-    if drafts:
-        folder, drafter = make_mtp_model(tmp_path, family)
-        settings = settings | DRAFTS
-    else:
-        folder = make_model(tmp_path, family, **config)
+    folder, drafter = model_of(tmp_path, family, config, drafts)
+    settings = settings | (DRAFTS if drafts else {})
     with asked_for(runner):
         got = serve_on_ranks(folder, settings, partial(all_at_once, prompts=prompts))
     expected = reference(folder, prompts, NUM_TOKENS + NUM_DRAFTS)
-    check_varied(expected)
+    assert is_varied(expected)
     assert got["tokens"] == [row[:NUM_TOKENS] for row in expected]
     if drafts:
         assert got["accepted"] == accepted_by_reading(drafter, prompts, expected) > 0
@@ -119,50 +125,60 @@ async def one_engine_idles(ranks: Ranks, prompts: list[list[int]]) -> dict[str, 
     alone = await ranks.generate(prompts[1:], NUM_TOKENS, engine=0)
     after = await ranks.ask("probe_cache")
     again = await ranks.generate(prompts[:1], NUM_TOKENS, engine=1)
-    asked = ("facts", "noted", "expert_tokens")
+    asked = ("facts", "noted", "expert_tokens", "draft_passes")
     told = {name: await ranks.ask(f"probe_{name}") for name in asked}
     return {
         "tokens": {"both": both, "cached": cached, "alone": alone, "again": again},
         "caches": {"before": before, "after": after},
+        "accepted": accepted_drafts(),
         **told,
     }
 
 
-ENGINES = {
-    "experts and tensors": {"data_parallel_size": 2, **TP2, **EXPERTS, **GRAPHS},
-    "experts": {"data_parallel_size": 2, **EXPERTS, **graphs("FULL", 4, 8)},
-    "experts, each cut in two": {"data_parallel_size": 2},
-    "latent attention and experts": {"data_parallel_size": 2, **EXPERTS, **GRAPHS},
+DP2 = {"data_parallel_size": 2}
+ENGINES = {  # settings, a model's family, its config; with "MTP" it drafts
+    "experts and tensors": (DP2 | TP2 | EXPERTS | GRAPHS, "Mixtral", MIXTRAL),
+    "experts": (DP2 | EXPERTS | graphs("FULL", 4, 8), "Mixtral", MIXTRAL),
+    "experts, each cut in two": (DP2, "Mixtral", MIXTRAL),
+    "latent attention and experts": (DP2 | EXPERTS | GRAPHS, "DeepseekV3", DEEPSEEK),
+    "MTP, latent attention": (DP2 | EXPERTS | GRAPHS, "DeepseekV3", {}),
+    "MTP, synchronous": (DP2 | EXPERTS | SYNC, "Glm4Moe", {}),
 }
 
 
-def recording(folder: Path) -> dict[str, Any]:
-    """Settings with which each rank records its steps, and the tokens of each expert."""
-    record = {"dir": str(folder), "steps": "last 400", "expert_tokens": True}
-    return {"additional_config": {"npu_prep": {"check": "full", "record": record}}}
-
-
-@pytest.mark.parametrize(("layout", "runner"), on_both({layout: layout for layout in ENGINES}))
-def test_engines_that_share_experts_step_together(tmp_path, seed, layout, runner):
+@pytest.mark.parametrize(
+    ("settings", "family", "config", "drafts", "runner"),
+    on_both({name: (*each, "MTP" in name) for name, each in ENGINES.items()}),
+)
+def test_engines_that_share_experts_step_together(
+    tmp_path, seed, settings, family, config, drafts, runner
+):
     """The ranks of all engines share the model's experts, so that none can step alone.
 
-    An idle one writes nothing. Engines of two ranks show at once what tensor and data parallelism
-    do together.
+    An idle one makes the other's steps and draft passes, and writes nothing. Engines of two ranks
+    show at once what tensor and data parallelism do together.
     """
-    settings = ENGINES[layout] | recording(tmp_path / "records")
-    family, model = ("DeepseekV3", DEEPSEEK) if "latent" in layout else ("Mixtral", MIXTRAL)
-    folder = make_model(tmp_path / "model", family, **model)
-    prompts = prompts_of(seed, [140, 3, 60, 17])
+    folder, drafter = model_of(tmp_path / "model", family, config, drafts)
+    # One engine has five requests, more than a graph of the idle one's draft passes holds
+    prompts = prompts_of(seed, [140, 3, 60, 17, 25, 9])
+    record = {"dir": str(tmp_path / "records"), "steps": "last 400", "expert_tokens": True}
+    settings = settings | {"additional_config": {"npu_prep": {"check": "full", "record": record}}}
     with asked_for(runner):
-        got = serve_on_ranks(folder, settings, partial(one_engine_idles, prompts=prompts))
-    expected = reference(folder, prompts, NUM_TOKENS)
-    check_varied(expected)
+        traffic = partial(one_engine_idles, prompts=prompts)
+        got = serve_on_ranks(folder, settings | (DRAFTS if drafts else {}), traffic)
+    tokens = reference(folder, prompts, NUM_TOKENS + NUM_DRAFTS)
+    expected = [row[:NUM_TOKENS] for row in tokens]
+    assert is_varied(expected)
     assert got["tokens"] == {
         "both": [expected[0::2], expected[1::2]],
         "cached": expected[:1],
         "alone": expected[1:],
         "again": expected[:1],
     }
+    if drafts:
+        accepted = 2 * accepted_by_reading(drafter, prompts, tokens)
+        accepted += accepted_by_reading(drafter, prompts[:1], tokens[:1])
+        assert got["accepted"] == accepted > 0
 
     assert {fact["runner"] for fact in got["facts"]} == {runner}
     num_ranks = settings.get("tensor_parallel_size", 1)
@@ -173,100 +189,35 @@ def test_engines_that_share_experts_step_together(tmp_path, seed, layout, runner
     decided = [[(s["mode"], s["across"]) for s in steps[0]] for steps in (working, idle)]
     assert all(theirs == mine for mine, theirs in zip(*decided)), "engines agree on every step"
     kinds = Counter((a["is_dummy"], b["is_dummy"]) for a, b in zip(working[0], idle[0]))
-    assert kinds[False, True] >= NUM_TOKENS and kinds[True, False] >= NUM_TOKENS
+    alone = 6 if drafts else NUM_TOKENS
+    assert kinds[False, True] >= alone and kinds[True, False] >= alone
     assert kinds[False, False] > 1, "both worked at once"
     for step in (*working[0], *idle[0]):
         assert step["is_dummy"] or step["padding"] == [step["num_tokens"], step["mode"]]
-    k = model["num_experts_per_tok"]
     for a, b in zip(working[0], idle[0]):
-        pairs = k * (a["num_real_tokens"] + b["num_real_tokens"])
+        pairs = 2 * (a["num_real_tokens"] + b["num_real_tokens"])  # a token has two experts
         assert a["num_pairs"] == b["num_pairs"] == pairs, "padding goes to no expert"
     for steps, counted in zip(got["noted"], got["expert_tokens"], strict=True):
         real = [step for step in steps if not step["is_dummy"]]
         assert all(counted), "no step is without counts, the last one before an idle time either"
         for step, layers in zip(real, counted, strict=True):
             assert {sum(tokens) for tokens in layers.values()} == {step["num_pairs"]}
-    if "compilation_config" in settings:
-        kinds_of_graphs = set(settings["compilation_config"]["cudagraph_mode"].split("_AND_"))
-        assert kinds_of_graphs <= {mode for mode, _ in decided[0]}
+    replays = "compilation_config" in settings
+    if replays:
+        modes = set(settings["compilation_config"]["cudagraph_mode"].split("_AND_"))
+        assert modes & ({"FULL"} if drafts else modes) <= {mode for mode, _ in decided[0]}
         padded = [step for step in working[0] if step["mode"] != "NONE"]
         assert all(len(set(step["across"])) == 1 for step in padded)
 
     before, after = (got["caches"][when] for when in ("before", "after"))
     assert after[num_ranks:] == before[num_ranks:], "the idle engine's cache is as it was"
     assert after[:num_ranks] != before[:num_ranks]
-
-
-async def engines_that_draft(ranks: Ranks, prompts: list[list[int]], on_v2: bool) -> dict[str, Any]:
-    """As above, with the drafts that were accepted."""
-    told = await one_engine_idles(ranks, prompts)
-    passes = await ranks.ask("probe_draft_passes") if on_v2 else []
-    return told | {"accepted": accepted_drafts(), "passes": passes}
-
-
-SHARING = {"data_parallel_size": 2, **EXPERTS}
-DRAFTING_ENGINES = {
-    "DeepseekV3-graphs": SHARING | GRAPHS,
-    "Glm4Moe-sync": SHARING | {"async_scheduling": False},
-}
-
-
-@pytest.mark.parametrize(("which", "runner"), on_both({each: each for each in DRAFTING_ENGINES}))
-def test_engines_that_share_experts_draft_together(tmp_path, seed, which, runner):
-    """MTP layers with experts: an idle engine makes the other's draft passes, and writes nothing.
-
-    As many drafts are accepted as by a plain reading of whole sequences.
-    """
-    folder, drafter = make_mtp_model(tmp_path, which.split("-")[0])
-    # One engine has five requests, more than a graph of the idle one's passes holds
-    prompts = prompts_of(seed, [140, 3, 60, 17, 25, 9])
-    talk = partial(engines_that_draft, prompts=prompts, on_v2=runner == "V2")
-    with asked_for(runner):
-        got = serve_on_ranks(folder, DRAFTING_ENGINES[which] | DRAFTS, talk)
-    tokens = reference(folder, prompts, NUM_TOKENS + NUM_DRAFTS)
-    expected = [row[:NUM_TOKENS] for row in tokens]
-    check_varied(expected)
-    assert got["tokens"] == {
-        "both": [expected[0::2], expected[1::2]],
-        "cached": expected[:1],
-        "alone": expected[1:],
-        "again": expected[:1],
-    }
-    accepted = 2 * accepted_by_reading(drafter, prompts, tokens)
-    accepted += accepted_by_reading(drafter, prompts[:1], tokens[:1])
-    assert got["accepted"] == accepted > 0
-    assert {fact["runner"] for fact in got["facts"]} == {runner}
-    working, idle = got["noted"]
-    kinds = Counter((a["is_dummy"], b["is_dummy"]) for a, b in zip(working, idle))
-    assert kinds[False, True] > 5 and kinds[True, False] > 5 and kinds[False, False] > 1
-    before, after = (got["caches"][when] for when in ("before", "after"))
-    assert after[1] == before[1], "the idle engine's cache is as it was"
-    assert after[0] != before[0]
-    if runner == "V2":
-        passes, others = got["passes"]
+    if drafts and runner == "V2":
+        passes, others = got["draft_passes"]
         assert passes == others, "engines agree on every pass"
-        assert len(passes) >= 2 * len(working)
+        assert len(passes) >= 2 * len(working[0])
         replayed = [across for padded, across in passes if padded]
-        assert bool(replayed) == ("graphs" in which)
+        assert bool(replayed) == replays
         assert all(len(set(across)) == 1 for across in replayed)
         assert any(len(set(across)) > 1 for padded, across in passes if not padded)
-        assert {8} < {0, *(padded for padded, _ in passes)} or "graphs" not in which
-
-
-async def each_engine_alone(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
-    """The same prompts to each engine."""
-    await ranks.ask("probe_watch")
-    tokens = [await ranks.generate(prompts, NUM_TOKENS, engine=engine) for engine in (0, 1)]
-    return {"tokens": tokens, "noted": await ranks.ask("probe_noted")}
-
-
-def test_engines_without_experts_know_nothing_of_one_another(tmp_path, seed):
-    folder = make_model(tmp_path)
-    prompts = prompts_of(seed, [3, 90, 17])
-    traffic = partial(each_engine_alone, prompts=prompts)
-    got = serve_on_ranks(folder, {"data_parallel_size": 2}, traffic)
-    expected = reference(folder, prompts, NUM_TOKENS)
-    assert got["tokens"] == [expected, expected]
-    for steps in got["noted"]:
-        assert len(steps) >= NUM_TOKENS
-        assert not any(step["is_dummy"] or step["across"] for step in steps)
+        assert not replays or {8} < {0, *(padded for padded, _ in passes)}

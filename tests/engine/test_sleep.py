@@ -1,6 +1,5 @@
 """Sleep mode: memory that is given back and mapped again, and the same tokens afterwards."""
 
-import asyncio
 import gc
 import logging
 import shutil
@@ -12,20 +11,16 @@ import psutil
 import pytest
 
 from tests.conftest import SEED
-from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import greedy_tokens, reference
-from tests.helpers.mtp import PlainDrafter, check_accepted, make_mtp_model, record_verified
+from tests.helpers.mtp import PlainDrafter, make_mtp_model, record_verified, wrong_drafts
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, rounded_drafter
-from tests.helpers.ranks import serve_on_ranks
-from tests.helpers.v2 import RUNNERS, asked_for, engine_of, on_both
-from tests.helpers.waiting import LIMIT, until
+from tests.helpers.v2 import RUNNERS, engine_of
 from vllm_npu_prep.runner import new_weights
 
 LENGTHS = [30, 5, 41, 17, 33]
 CACHE = 96 << 20
-MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -82,87 +77,6 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(qwen3, expected, tmp_path, r
         assert generate(llm, prompts, greedy(20)) == reference(other, prompts, 20)
 
 
-MODES = ("keep", "wait", "abort")
-"""What becomes of requests that run when an engine is told to sleep."""
-TOKENS = 100
-RANKS = {
-    "tp2": {"tensor_parallel_size": 2},
-    "pp2": {"pipeline_parallel_size": 2, "async_scheduling": False},
-    "dp2 experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
-}
-
-
-async def sleep_amid(prompts, mode, ranks):
-    """Sleep once a request has a few tokens: all of them, how many came before, and each in sleep.
-
-    Others may still wait, be in a chunk of their prompts or, in another engine, have ended.
-    """
-    tokens, ends = [[] for _ in prompts], [None] * len(prompts)
-    has_begun = asyncio.Event()
-
-    async def run(index):
-        async for output in ranks.stream(prompts[index], TOKENS):
-            tokens[index] = list(output.outputs[0].token_ids)
-            ends[index] = output.outputs[0].finish_reason
-            if len(tokens[index]) >= 3:
-                has_begun.set()
-
-    async def ask_all():
-        """Questions to all engines, between which each could step, and what it sent is read."""
-        for _ in range(20):
-            assert await ranks.llm.is_sleeping()
-        await until(ranks.llm.engine_core.outputs_queue.empty)
-        assert await ranks.llm.is_sleeping()
-
-    def come():
-        return sum(map(len, tokens))
-
-    tasks = [asyncio.create_task(run(index)) for index in range(len(prompts))]
-    await asyncio.wait_for(has_begun.wait(), LIMIT)
-    before = come()
-    await ranks.llm.sleep(level=1, mode=mode)
-    await ask_all()
-    asleep = [len(each) for each in tokens]
-    if mode == "keep":
-        await ask_all()
-        assert [len(each) for each in tokens] == asleep, "nobody computes"
-    await ranks.llm.wake_up(["weights"])
-    await ranks.llm.wake_up(["kv_cache"])
-    await asyncio.gather(*tasks)
-    return {"tokens": tokens, "ends": ends, "before": before, "asleep": asleep}
-
-
-async def sleep_thrice(prompts, ranks):
-    before = await ranks.generate(prompts, 12)
-    slept = {mode: await sleep_amid(prompts, mode, ranks) for mode in MODES}
-    return before, slept, await ranks.generate(prompts, 12)
-
-
-@pytest.mark.parametrize(("layout", "runner"), on_both({name: name for name in RANKS}))
-def test_all_ranks_sleep_and_wake(tmp_path, qwen3, layout, runner):
-    """Requests that run go on after the wake-up, or end before the sleep, or are aborted.
-
-    Those that wait when the sleep is asked for begin after it.
-    """
-    prompts = prompts_of(SEED, LENGTHS)
-    model = make_model(tmp_path, "Qwen3Moe", **MIXTURE) if "experts" in layout else qwen3
-    settings = {"enable_sleep_mode": True, "block_size": 8, **RANKS[layout]}
-    expected = reference(model, prompts, TOKENS)
-    with asked_for(runner):
-        before, slept, after = serve_on_ranks(model, settings, partial(sleep_thrice, prompts))
-    assert before == after == [row[:12] for row in expected]
-    whole = TOKENS * len(prompts)
-    for mode in ("keep", "wait"):
-        assert slept[mode]["tokens"] == expected
-        assert slept[mode]["ends"] == ["length"] * len(prompts)
-    assert slept["keep"]["before"] < whole > sum(slept["keep"]["asleep"])
-    asleep = slept["wait"]["asleep"]
-    assert slept["wait"]["before"] < whole and TOKENS in asleep and {*asleep} <= {0, TOKENS}
-    assert "abort" in slept["abort"]["ends"]
-    for row, end, tokens in zip(slept["abort"]["tokens"], slept["abort"]["ends"], expected):
-        assert (end, row) == ("abort" if len(row) < TOKENS else "length", tokens[: len(row)])
-
-
 def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     prompts = prompts_of(SEED, LENGTHS)
@@ -181,17 +95,15 @@ def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog
 
 
 class Drafting(NamedTuple):
-    """A model, another one of its shape, and a drafter of the first."""
+    """Int8 models that draft with an MTP layer of their own, which shares embeddings and head."""
 
     model: Path
-    other: Path
-    config: dict[str, Any]
-    of_other: PlainDrafter | None = None  # a plain reading of the other's MTP layer
-    without: Path | None = None  # the other without that layer
+    other: Path  # another one of its shape
+    of_other: PlainDrafter  # a plain reading of the other's MTP layer
+    without: Path  # the other without that layer
 
 
-def with_mtp(folder: Path) -> Drafting:
-    """Int8 models that draft with a layer of their own, which shares embeddings and head."""
+def drafting_models(folder: Path) -> Drafting:
     models = [make_mtp_model(folder / str(seed), "DeepseekV3", seed=seed) for seed in (0, 1)]
     (model, _), (other, of_other) = models
     folders = [folder / f"int8 {seed}" for seed in (0, 1)]
@@ -200,7 +112,7 @@ def with_mtp(folder: Path) -> Drafting:
     of_other = rounded_drafter(other, folders[1], of_other)
     without = Path(shutil.copytree(folders[1], folder / "without"))
     change_tensors(without, lambda tensors: forget(tensors, "model.layers.2."))
-    return Drafting(*folders, {"method": "mtp"}, of_other, without)
+    return Drafting(*folders, of_other, without)
 
 
 def forget(tensors: dict[str, Any], prefix: str) -> None:
@@ -209,15 +121,6 @@ def forget(tensors: dict[str, Any], prefix: str) -> None:
         del tensors[name]
 
 
-def with_head(folder: Path) -> Drafting:
-    """Two models, and a head in a folder of its own."""
-    sizes = {"spread": 0.1, "embedding_scale": 20}
-    model, other = (make_model(folder / str(seed), seed=seed, **sizes) for seed in (0, 1))
-    head = make_eagle_head(folder / "head", model)
-    return Drafting(model, other, {"method": "eagle", "model": str(head)})
-
-
-DRAFTERS = {"eagle": with_head, "int8 mtp": with_mtp}
 RELOAD = "reload_weights"
 
 
@@ -246,8 +149,8 @@ def life_cycle(llm, model, other):
     yield "no cache for a while"
 
 
-@pytest.mark.parametrize(("name", "runner"), on_both({name: name for name in DRAFTERS}))
-def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name, runner):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, runner):
     """Tokens would be right without a drafter, too. MTP layers change with the model's weights.
 
     Files that lack such a layer leave the one that was there, and a line says so.
@@ -256,9 +159,9 @@ def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name,
     monkeypatch.setattr(
         new_weights.logger, "warning", lambda text, *args: warned.append(text % args)
     )
-    made, prompts = DRAFTERS[name](tmp_path), prompts_of(SEED, LENGTHS[:3])
+    made, prompts = drafting_models(tmp_path), prompts_of(SEED, LENGTHS[:3])
     settings = graphs("FULL_DECODE_ONLY", 4, 8, 16, enable_sleep_mode=True, block_size=16)
-    settings["speculative_config"] = {"num_speculative_tokens": 3, **made.config}
+    settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
     with engine_of(runner, made.model, **settings) as llm:
         records = record_verified(llm)
 
@@ -274,14 +177,14 @@ def test_drafts_are_accepted_as_before_after_sleeps(tmp_path, monkeypatch, name,
         assert accepted > 0 and 0 in before[1].values()
         for what in life_cycle(llm, made.model, made.other):
             assert verified() == before, what
-        if made.of_other is None:
-            return
         llm.collective_rpc(RELOAD, kwargs={"weights_path": str(made.other)})
         assert llm.reset_prefix_cache()
         expected = greedy_tokens(made.of_other.target, prompts, 15)
         new = verified()
         assert new[0] == [row[:12] for row in expected]
-        check_accepted(made.of_other, records, [a + b for a, b in zip(prompts, expected)])
+        assert records and not wrong_drafts(
+            made.of_other, records, [a + b for a, b in zip(prompts, expected)]
+        )
         assert sum(new[1].values()) > 0
         assert not warned
         llm.sleep(level=2)

@@ -10,17 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 
 from tests.conftest import SEED
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import check_varied, logits_of, reference
+from tests.helpers.huggingface import is_varied, logits_of, reference
 from tests.helpers.life_cycle import generate_with_calls
-from tests.helpers.mtp import make_mtp_model, record_verified
+from tests.helpers.mtp import record_verified
 from tests.helpers.prompts import prompts_of
-from tests.helpers.statistics import check_distribution
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states, count_verified, on_prepared
 from vllm_npu_prep.observe.violation import StepCheckError
@@ -51,25 +48,13 @@ def expected(model):
     prompts = prompts_of(SEED, LENGTHS)
     prompts.append(prompts[2][:64] + prompts[3])
     tokens = reference(model, prompts, 24)
-    check_varied(tokens)
+    assert is_varied(tokens)
     return prompts, tokens
 
 
 def drafted_by(drafters, method, **config):
     spec = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **config}
     return {"speculative_config": {**spec, "model": str(drafters[method])}}
-
-
-def count_ragged(llm):
-    """Count later steps whose requests have different numbers of drafts."""
-    count = Counter()
-
-    def see(step):
-        drafts = step.batch.num_draft_tokens[: step.num_reqs]
-        count["ragged"] += len(set(drafts.tolist())) > 1
-
-    on_prepared(llm, see)
-    return count
 
 
 UNPADDED = "disable_padded_drafter_batch"
@@ -117,7 +102,11 @@ def test_tokens_are_those_without_speculation(
     ) as llm:
         runner = runner_of(llm)
         states, preempted = count_states(llm), count_preemptions(llm)
-        verified, ragged = count_verified(llm), count_ragged(llm)
+        verified, different = count_verified(llm), []  # numbers of drafts in a step
+        on_prepared(
+            llm,
+            lambda step: different.append(len({*step.batch.num_draft_tokens[: step.num_reqs]})),
+        )
         got = generate(llm, prompts, greedy(24))
         again = generate(llm, prompts, greedy(24))
         preempted = Counter(preempted)  # without those that calls ask for
@@ -131,7 +120,7 @@ def test_tokens_are_those_without_speculation(
     assert calls["queues drained"] > 2
     assert verified.keys() >= {"rejected", "partly"}
     assert method == "eagle3" or verified["accepted"] > 0  # that head knows one token ahead
-    assert ragged["ragged"] > 0, "requests with drafts beside others without"
+    assert max(different) > 1, "requests with drafts beside others without"
     assert (preempted["preempted"] > 0) == ("num_gpu_blocks_override" in settings)
     if mode is None:
         assert states["SpecDecoding"] > 10 and states["ChunkedPrefill"] > 0
@@ -235,6 +224,9 @@ def test_chosen_tokens_are_scored_beside_others(
                 assert entry.logprob == pytest.approx(row[each], abs=1e-4)
 
 
+GEMMA = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
     ("asynchronous", "num_layers", "mode"),
     [(True, 1, "PIECEWISE"), (False, 3, None)],
@@ -265,110 +257,3 @@ def test_a_drafter_beside_windows_has_groups_of_its_own(
         assert [step.drafts for step in records] == [
             each[: len(step.drafts)] for each, step in zip(drafts, records)
         ]
-
-
-GEMMA = {"sliding_window": 13, "embedding_scale": 0.02, "tie_word_embeddings": True}
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_head_of_a_tied_model_beside_windows(tmp_path, seed, runner):
-    """Without an ``lm_head``, in one of several KV-cache groups; blocks freed in another.
-
-    Gemma 2 has no ``lm_head`` in vLLM: its head shares its embeddings.
-    """
-    target = make_model(tmp_path / "target", "Gemma2", **GEMMA)
-    head = make_eagle_head(tmp_path / "head", target, "eagle", has_lm_head=False)
-    prompts = prompts_of(seed, [5, 40, 30, 61, 12])
-    prompts.append(prompts[1][:32] + prompts[0])
-    expected = reference(target, prompts, 24)
-    check_varied(expected)
-    with engine_of(
-        runner,
-        target,
-        block_size=4,
-        max_model_len=96,
-        num_gpu_blocks_override=64,
-        max_num_batched_tokens=32,
-        async_scheduling=True,
-        enable_prefix_caching=True,
-        **drafted_by({"eagle": head}, "eagle"),
-        **graphs("FULL_AND_PIECEWISE", 8, 24),
-    ) as llm:
-        served = runner_of(llm)
-        assert len(served.kv_cache_config.kv_cache_groups) == 3
-        drafter = served.drafter if runner == "V1" else served.speculator
-        assert drafter.model.lm_head is served.get_model().model.embed_tokens
-        verified = count_verified(llm)
-        got = [generate(llm, prompts, greedy(24)) for _ in range(2)]
-    assert got == [expected, expected]
-    assert verified["accepted"] + verified["partly"] > 0 and verified["rejected"] > 0
-
-
-VOCAB, SAMPLED, SAMPLES = 8, 3, 4096
-
-
-def distribution_of(model, prompt: list[int], temperature: float) -> np.ndarray:
-    """Probability of every continuation of so many tokens, float64 ``[VOCAB] * SAMPLED``."""
-    grid = np.array(list(np.ndindex(*[VOCAB] * SAMPLED)))
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt + row for row in grid.tolist()])
-    with torch.no_grad():
-        logits = hf(ids).logits[:, len(prompt) - 1 : -1].double() / temperature
-    chosen = logits.log_softmax(-1).gather(2, ids[:, len(prompt) :, None])
-    return chosen.sum((1, 2)).exp().numpy().reshape([VOCAB] * SAMPLED)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "draft_sample_method", "asynchronous", "runner"),
-    [
-        pytest.param("draft_model", "greedy", False, "V1", id="greedy"),
-        *on_both(
-            {
-                "draft_model": ("draft_model", "probabilistic", True),
-                "mtp": ("mtp", "probabilistic", False),
-            }
-        ),
-    ],
-)
-def test_random_samples_follow_the_target(
-    tmp_path, seed, drafter, draft_sample_method, asynchronous, runner
-):
-    """Whole continuations, by what transformers makes of each.
-
-    Half of the requests have a seed each. The drafter is far enough off for its drafts to be
-    accepted and rejected; the last token is followed by a draft, too.
-    """
-    small, drafts = {"vocab_size": VOCAB, "num_hidden_layers": 1}, {"method": "mtp"}
-    if drafter == "mtp":
-        model, _ = make_mtp_model(tmp_path, "MiMo", noise=0.1, embedding_scale=4.0, **small)
-    else:
-        model = make_model(tmp_path / "model", spread=0.1, **small)
-        disturbed = disturb_model(tmp_path / "drafter", model, share=0.5)
-        drafts = {"method": "draft_model", "model": str(disturbed)}
-    drafts |= {"draft_sample_method": draft_sample_method, "num_speculative_tokens": 2}
-    (prompt,) = [[token % VOCAB for token in row] for row in prompts_of(seed, [9])]
-    params = [
-        SamplingParams(
-            temperature=0.8,
-            max_tokens=SAMPLED,
-            ignore_eos=True,
-            detokenize=False,
-            seed=index if index % 2 else None,
-        )
-        for index in range(SAMPLES)
-    ]
-    with engine_of(
-        runner,
-        model,
-        max_num_seqs=256,
-        max_num_batched_tokens=2560,
-        async_scheduling=asynchronous,
-        speculative_config=drafts,
-    ) as llm:
-        verified = count_verified(llm)
-        torch.manual_seed(seed)
-        tokens = generate(llm, [prompt] * SAMPLES, params)
-    assert min(verified[what] for what in ("accepted", "rejected", "partly")) > SAMPLES / 100
-    counts = np.zeros([VOCAB] * SAMPLED)
-    np.add.at(counts, tuple(np.array(tokens).T), 1)
-    check_distribution(counts, distribution_of(model, prompt, 0.8))

@@ -6,12 +6,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.test_ranks import without_pairs
-from tests.helpers.engine import REPLAYED, graphs
-from tests.helpers.grammars import GRAMMAR, REGEX, SCHEMA, check_form, make_text_model
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.engine import REPLAYED, graphs, greedy
+from tests.helpers.grammars import forced, has_form, make_text_model
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.lora import ATTENTION, MLP, make_adapter, merge
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
@@ -29,7 +28,6 @@ ASKED = [  # length of a prompt, its adapter and its form
     (75, "a", "regex"),
 ]
 PLAIN, LONGEST = 16, 60
-GIVEN = {"json": SCHEMA, "regex": REGEX, "grammar": GRAMMAR}
 SETTINGS = {
     "pipeline_parallel_size": 2,
     "async_scheduling": False,
@@ -50,11 +48,8 @@ async def together(
     await ranks.ask("probe_watch")
 
     async def one(prompt: list[int], lora: LoRARequest | None, form: str | None) -> list[int]:
-        params: dict[str, Any] = {}
-        if form is not None:
-            forced = StructuredOutputsParams(**{form: GIVEN[form]})
-            params = {"structured_outputs": forced, "ignore_eos": False}
-        longest = LONGEST if form else PLAIN
+        longest, asked = (LONGEST, forced(form, LONGEST)) if form else (PLAIN, greedy(PLAIN))
+        params = {"structured_outputs": asked.structured_outputs, "ignore_eos": form is None}
         return (await ranks.generate([prompt], longest, loras=[lora], **params))[0]
 
     forms = [form for *_, form in ASKED]
@@ -90,5 +85,5 @@ def test_adapters_and_forced_outputs_in_stages(tmp_path, seed):
             assert tokens == reference(merged[name], [prompt], PLAIN)[0]
             plain.append(tokens)
         else:
-            check_form(form, tokenizer.decode(tokens, skip_special_tokens=True))
-    check_varied(plain)
+            assert has_form(form, tokenizer.decode(tokens, skip_special_tokens=True))
+    assert is_varied(plain)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, greedy, make_model, save_tokenizer
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
-from tests.helpers.watch import count_preemptions, count_verified
+from tests.helpers.watch import count_preemptions
 
 START, END = 5, [7, 8]
 BUDGETS = (0, 1, 3, 12, None)
@@ -71,26 +70,6 @@ def test_v2_ends_thinking_where_v1_does(model, prompts, async_scheduling):
     assert preempted["V2"]["preempted"] > 0 and not preempted["V1"]
     assert found["V2"] == found["V1"]
     assert found["V2"][0] != free and found["V2"][0][-3:] == free[-3:]
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_drafts_change_nothing_of_what_is_thought(tmp_path, prompts, async_scheduling):
-    """The budget ends before a draft, among drafts and after them; some are accepted."""
-    model = make_model(tmp_path / "model", spread=0.1, embedding_scale=20)
-    save_tokenizer(model)
-    head = make_eagle_head(tmp_path / "head", model)
-    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
-    with engine_of("V2", model, **SETTINGS) as llm:
-        expected = [asked(llm, prompts), asked(llm, prompts, allowed_token_ids=ALLOWED)]
-        assert generate(llm, prompts, greedy(40)) != expected[0], "budgets end thoughts"
-    more = {"speculative_config": drafts, "async_scheduling": async_scheduling}
-    more["num_gpu_blocks_override"] = 40  # the head's, too
-    with engine_of("V2", model, **(SETTINGS | more)) as llm:
-        verified, preempted = count_verified(llm), count_preemptions(llm)
-        assert asked(llm, prompts) == expected[0]
-        assert min(verified[kind] for kind in ("accepted", "rejected")) > 0
-        assert asked(llm, prompts, allowed_token_ids=ALLOWED) == expected[1]
-        assert preempted["preempted"] > 0
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import SEED
 from tests.helpers.engine import REPLAYED, generate, graphs, greedy, make_model, runner_of
-from tests.helpers.huggingface import check_varied, reference
+from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states
@@ -25,7 +25,7 @@ def mixed(model):
     first, *others = prompts_of(SEED, [70, 5, 30, 12, 14, 40, 1])
     prompts = [first, first[:61], first[:48] + others[0], *others]
     expected = reference(model, prompts, 24)
-    check_varied(expected)
+    assert is_varied(expected)
     return prompts, expected
 
 
@@ -111,7 +111,7 @@ def test_layers_that_share_k_and_v(tmp_path_factory, seed, mode, runner_name):
         got = generate(llm, prompts, greedy(24))
     expected = reference(model, prompts, 24)
     assert got == expected
-    check_varied(expected)
+    assert is_varied(expected)
     assert [target is not None for target in targets] == [False, False, True, True]
     assert places[:2] == places[2:]
     assert poison.left_behind > 0

@@ -19,7 +19,7 @@ from tests.helpers.huggingface import reference
 from tests.helpers.lora import merge
 from tests.helpers.pooling import check_close, hidden_states, normalized
 from tests.helpers.prompts import chat_prompt
-from vllm_npu_prep.inspect.record_file import read_record, record_files
+from vllm_npu_prep.records.record_file import read_record, record_files
 
 MAX_TOKENS = 64
 LEARNED = dict(tiny_model.exchanges())

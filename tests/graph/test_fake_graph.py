@@ -16,9 +16,10 @@ from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.graph import GraphCall, tensors_of
 from vllm_npu_prep.graph.fake_graph import CheckedGraphPool, GraphSafetyError, check_padding
 from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.layout import largest_step, step_layout
-from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.layout import StepLayout, largest_step
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.state import AttentionState
 
 
@@ -176,12 +177,13 @@ def test_a_kv_cache_that_moved_is_named():
 LOCAL = LocalGroups(4, 1, (0,))
 
 
-def staged_step(padding: Padding, count: int = 2, local: LocalGroups | None = None):
+def staged_step(padding: Padding, count: int = 2, local: LocalGroups = NO_LOCAL_GROUPS):
     """A step of decodes as the runner leaves it, on the CPU fallback."""
     batch = step_batch(decodes(count), block_size=4, max_model_len=16)
-    batch.tables = dataclasses.replace(batch.tables, local=local)
-    ring = StagingRing(CPUDevice(), largest_step(16, 8, 1, 1, 64, local=local), pin_memory=False)
-    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1, 1, local=local)
+    shape = EngineShape(local=local)
+    batch.tables = dataclasses.replace(batch.tables, shape=shape)
+    ring = StagingRing(CPUDevice(), largest_step(shape, 16, 8, 64), pin_memory=False)
+    layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
     staged = ring.acquire(layout)
     step = prepare_step(batch, padding, layout, staged.np)
     ring.submit(step.nbytes)
@@ -237,8 +239,8 @@ OF_CHUNKS = {
     ),
 }
 FAULTS = [
-    *itertools.product([FULL, MIXED, PIECEWISE], [None], IN_ALL.values()),
-    *itertools.product([FULL, MIXED], [None], IN_FULL.values()),
+    *itertools.product([FULL, MIXED, PIECEWISE], [NO_LOCAL_GROUPS], IN_ALL.values()),
+    *itertools.product([FULL, MIXED], [NO_LOCAL_GROUPS], IN_FULL.values()),
     *itertools.product([FULL, MIXED], [LOCAL], OF_CHUNKS.values()),
 ]
 
@@ -248,12 +250,12 @@ def test_unsafe_padding_is_named(padding, local, fault):
     plant, message = fault
     step, staged, tables = staged_step(padding, local=local)
     of_chunks = torch.zeros(8, 1, dtype=torch.int32)
-    if local is not None:
+    if local:
         of_chunks = torch.zeros(len(staged.np.chunk_local_seq_lens), 1, dtype=torch.int32)
     of_chunks[:2, 0] = torch.tensor([2, 4])
-    given = {} if local is None else {0: of_chunks}
+    given = {0: of_chunks} if local else {}
     check_padding(step, staged, tables, given)
-    plant(staged, staged.device, tables[0] if local is None else of_chunks)
+    plant(staged, staged.device, of_chunks if local else tables[0])
     with pytest.raises(GraphSafetyError, match=message):
         check_padding(step, staged, tables, given)
 

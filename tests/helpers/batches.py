@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.latent import LatentSplit
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import (
@@ -18,7 +18,8 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.prep.states import RecurrentGroups
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 LOCAL_GROUPS = (0, 2)
@@ -78,12 +79,14 @@ def step_batch(
     def rows_of(values) -> np.ndarray:
         return np.pad(column(values), (0, rows - len(requests)), constant_values=-7)
 
+    most_drafts = max((request.num_draft_tokens for request in requests), default=0)
     tables = BatchTables(
         num_computed_tokens=rows_of(r.num_computed_tokens for r in requests),
         num_prompt_tokens=rows_of(r.num_prompt_tokens for r in requests),
         num_tokens=rows_of(len(r.token_ids) for r in requests),
         token_ids=token_ids,
         block_sizes=np.array([block_size], np.int32),
+        shape=EngineShape(max_logits_per_req=1 + most_drafts),
         chunked_prefill=chunked_prefill,
         **device_has_all([block_table]),
     )
@@ -121,8 +124,9 @@ def at_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
     moved = {name: np.full_like(getattr(tables, name), -9) for name in names}
     for name, array in moved.items():
         array[slots] = getattr(tables, name)[:count]
-    block_tables = [np.full_like(tables.block_table(g), -9) for g in range(tables.num_groups)]
-    sizes = np.zeros((tables.num_groups, len(tables.token_ids)), np.int32)
+    num_groups = tables.shape.num_groups
+    block_tables = [np.full_like(tables.block_table(g), -9) for g in range(num_groups)]
+    sizes = np.zeros((num_groups, len(tables.token_ids)), np.int32)
     for group, rows in enumerate(block_tables):
         of_batch = tables.block_table(group)[:count]
         rows[slots] = of_batch
@@ -134,19 +138,17 @@ def at_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
     return dataclasses.replace(batch, tables=dataclasses.replace(tables, **moved))
 
 
-def padded_step(step: StepBatch, batch: RandomBatch, padded: bool = True, **parts) -> PreparedStep:
-    """Prepare a step as a full graph of the batch's capture sizes pads it, if it has some.
-
-    `parts` of the layout are those of the tables.
-    """
+def padded_step(step: StepBatch, batch: RandomBatch, padded: bool = True) -> PreparedStep:
+    """Prepare a step as a full graph of the batch's capture sizes pads it, if it has some."""
     tokens, reqs = step.total_num_scheduled_tokens, step.num_reqs
     padding = no_padding(tokens, reqs)
     if padded and batch.capture_sizes is not None:
         uniform = uniform_query_len(step.num_scheduled_tokens, step.num_draft_tokens)
         sizes = tokens, reqs, uniform, batch.capture_sizes, batch.max_model_len
         padding = full_graph_padding(*sizes)
-    sizes = padding.num_input_tokens, padding.num_reqs_padded, step.tables.num_groups
-    return prepare_step(step, padding, step_layout(*sizes, max_logits_per_req=4, **parts))
+    shape = dataclasses.replace(step.tables.shape, max_logits_per_req=4)
+    layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
+    return prepare_step(step, padding, layout)
 
 
 def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
@@ -163,10 +165,10 @@ def local_step(batch: RandomBatch, blocks_per_chunk: int) -> PreparedStep:
     step.tables = dataclasses.replace(
         step.tables,
         block_sizes=np.full(3, batch.block_size, np.int32),
-        local=local,
+        shape=EngineShape(3, local=local),
         **device_has_all(tables),
     )
-    return padded_step(step, batch, local=local)
+    return padded_step(step, batch)
 
 
 def latent_step(
@@ -176,8 +178,8 @@ def latent_step(
     step = batch.batch()
     workspace = workspace_blocks * batch.block_size
     split = LatentSplit(decode_threshold, workspace, batch.block_size, batch.max_model_len)
-    step.tables = dataclasses.replace(step.tables, latent=split)
-    return padded_step(step, batch, padded=False, latent=split), split
+    step.tables = dataclasses.replace(step.tables, shape=EngineShape(latent=split))
+    return padded_step(step, batch, padded=False), split
 
 
 STATE_GROUPS = (0, 2)
@@ -189,7 +191,6 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
 
     `keeps_states`: a state for every block, as with the prefix cache, instead of one.
     """
-    states = StateGroups(STATE_GROUPS, decode_threshold)
     step = batch.batch()
     table = step.tables.block_table(0)
     of_states = table if keeps_states else table[:, :1].copy()
@@ -197,10 +198,10 @@ def state_step(batch: RandomBatch, decode_threshold: int, keeps_states: bool) ->
     step.tables = dataclasses.replace(
         step.tables,
         block_sizes=np.array([size, batch.block_size, size], np.int32),
-        states=states,
+        shape=EngineShape(3, states=RecurrentGroups(STATE_GROUPS, decode_threshold)),
         **device_has_all([of_states, table, of_states + np.int32(1000) * (of_states > 0)]),
     )
-    return padded_step(step, batch, states=states)
+    return padded_step(step, batch)
 
 
 def drafts_step(
@@ -210,7 +211,8 @@ def drafts_step(
 
     `state_size`: tokens of a state, as with the prefix cache; 0: a request has one.
     """
-    states = StateGroups(STATE_GROUPS, 1 + num_drafts, num_drafts)
+    states = RecurrentGroups(STATE_GROUPS, 1 + num_drafts, num_drafts)
+    shape = EngineShape(3, max_logits_per_req=1 + num_drafts, states=states)
     few = [dataclasses.replace(r, block_ids=r.block_ids[: 1 + num_drafts]) for r in requests]
     step = step_batch(few, 16, max_model_len, True)
     width = 1 + num_drafts if not state_size else len(requests[0].block_ids)
@@ -223,13 +225,11 @@ def drafts_step(
     step.tables = dataclasses.replace(
         step.tables,
         block_sizes=np.array([size, 16, size], np.int32),
-        states=states,
+        shape=shape,
         **device_has_all([of_states, table, of_states + np.int32(1000)]),
     )
     sizes = step.total_num_scheduled_tokens + 3, step.num_reqs + 2
-    layout = step_layout(*sizes, 3, 1 + num_drafts, states=states)
-    padding = Padding(*sizes, mode=GraphMode.PIECEWISE)
-    return prepare_step(step, padding, layout)
+    return prepare_step(step, Padding(*sizes, mode=GraphMode.PIECEWISE))
 
 
 @st.composite

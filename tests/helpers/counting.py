@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import ascend_emulator
-from tests.helpers.watch import preparation_of
 
 
 class PreparationCounts:
@@ -18,12 +17,11 @@ class PreparationCounts:
     def __init__(self, runner: Any) -> None:
         self.steps: list[dict[str, int]] = []
         self._start: dict[str, int] = {}
-        name = preparation_of(runner)
         if hasattr(runner, "_model_forward"):
             forwards = [(runner, "_model_forward")]
         else:
             forwards = [(runner.model, "forward"), (runner.cudagraph_manager, "run_fullgraph")]
-        prepare_inputs = getattr(runner, name)
+        prepare_inputs = runner._prepare_inputs
 
         def counted_prepare_inputs(*args: Any) -> Any:
             self._start = asdict(ascend_emulator.counters())
@@ -37,7 +35,7 @@ class PreparationCounts:
                 self._start = {}
             return model_forward(*args, **kwargs)
 
-        setattr(runner, name, counted_prepare_inputs)
+        runner._prepare_inputs = counted_prepare_inputs
         for runs, forward in forwards:
             setattr(runs, forward, partial(counted_model_forward, getattr(runs, forward)))
 

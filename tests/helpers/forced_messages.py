@@ -1,23 +1,21 @@
 """Forces messages of the full check in steps of an engine, and reads every number in them.
 
 A step of real requests is broken in one way after the other, before it runs: each time the check
-has to say what was changed, and what a plain reading of the step, of the oracle or of the
-scheduler's words allows there. Then it has to accept the step as it was.
+has to say what was changed, where, and what was there before. Then it accepts the step as it was.
 """
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 
 from tests.helpers.engine import runner_of
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
 from vllm_npu_prep.prep.padding import GraphMode
 
 
@@ -34,6 +32,29 @@ def ending(
     return f": {place}{': ' if place else ''}given {given}, allowed {allowed}"
 
 
+class Fault(NamedTuple):
+    """What breaks a step as long as it is entered, and what is to be said of it."""
+
+    change: contextlib.AbstractContextManager[Any]
+    given: object
+    allowed: object
+    request: str | None = None
+    token: int | None = None
+    group: int | None = None
+    more: str = ""  # after the text of the rule
+
+
+@contextlib.contextmanager
+def changed(array: Any, place: Any, value: Any) -> Iterator[None]:
+    """Another element in an array, as long as the block runs."""
+    right = array[place].item()
+    array[place] = value
+    try:
+        yield
+    finally:
+        array[place] = right
+
+
 @dataclass
 class At:
     """A step that is about to run."""
@@ -48,60 +69,72 @@ class At:
         self.req_ids = list(self.runner.input_batch.req_ids)
         self.told = [self.runner.step_check.ledger.requests[each] for each in self.req_ids]
         self.ends = np.cumsum(self.step.query_lens).tolist()
-        self.starts = [0, *self.ends[:-1]]
         self.drafts = self.step.batch.num_draft_tokens[: self.step.num_reqs].tolist()
-        has_states, drafts = self.tables.states is not None, self.arrays.draft_token_ids.size > 0
+        shape, drafts = self.tables.shape, self.arrays.draft_token_ids.size > 0
         self.lacks = {
-            *(() if has_states else ("states", "states drafts")),
+            *(() if shape.states else ("states", "states drafts")),
             *(() if drafts else ("drafts", "states drafts", "async drafts")),
-            *(() if self.tables.latent is not None else ("latent",)),
-            *(() if self.tables.local is not None else ("local",)),
+            *(() if shape.latent else ("latent",)),
+            *(() if shape.local else ("local",)),
         }
-
-    def builders(self, kind: str) -> list[tuple[int, Any, list[str]]]:
-        """Builders of layers that "attend", that see "chunks", or that hold "states"."""
-        found = []
-        for group, builder, names in self.runner.preparer.builders:
-            is_kind = "states" if builder.holds_states else "attend"
-            if is_kind == "attend" and builder.attention_chunk_size is not None:
-                is_kind = "chunks"
-            found += [(group, builder, names)] if is_kind == kind else []
-        return found
 
     def last(self, is_wanted: Callable[[int], bool]) -> int | None:
         """The last row of the batch of a kind, which is not its first one."""
         return next((row for row in range(len(self.told) - 1, 0, -1) if is_wanted(row)), None)
 
+    def awaited(self, with_drafts: bool = False) -> int | None:
+        """A row whose sample, and perhaps drafts, are on the device only."""
+        if not self.step.batch.num_sampled_rows:
+            return None
+        rows = self.step.batch.previous_rows
+        return self.last(lambda row: rows[row] >= 0 and (not with_drafts or self.drafts[row] > 0))
 
-@contextlib.contextmanager
-def changed(array: Any, place: Any, value: Any) -> Iterator[None]:
-    """Another element in an array, as long as the block runs."""
-    right = array[place].item()
-    array[place] = value
-    yield
-    array[place] = right
+    def element(
+        self,
+        array: Any,
+        place: Any,
+        row: int | None,
+        token: int | None = None,
+        change: Callable[[Any], Any] = lambda right: right + 1,
+    ) -> Fault:
+        """Another element in an array, of a request."""
+        right = array[place].item()
+        request = None if row is None else self.req_ids[row]
+        other = change(right)
+        return Fault(changed(array, place, other), other, right, request, token)
+
+    def token(self, row: int) -> Fault:
+        """Another token than the one before a request's drafts, on the device."""
+        place = self.ends[row] - 1 - self.drafts[row]
+        return self.element(self.device.input_ids, place, row, place, lambda right: right ^ 1)
+
+    def layers(self, kind: str, index: int = 0) -> tuple[int, list[str], Any]:
+        """Group, names and metadata of layers that "attend", see "chunks" or hold "states"."""
+        found = []
+        for group, builder, names in self.runner.preparer.builders:
+            is_kind = "states" if builder.holds_states else "attend"
+            if is_kind == "attend" and builder.attention_chunk_size is not None:
+                is_kind = "chunks"
+            found += [(group, names, self.metadata[names[0]])] if is_kind == kind else []
+        return found[index]
+
+    def given_to(self, names: list[str], **fields: Any) -> Any:
+        """Layers get other metadata."""
+        other = {name: replace(self.metadata[name], **fields) for name in names}
+        return mock.patch.dict(self.metadata, other)
 
 
-@contextlib.contextmanager
-def given_to(at: At, names: list[str], **fields: Any) -> Iterator[None]:
-    """Layers get other metadata."""
-    other = {name: replace(at.metadata[name], **fields) for name in names}
-    with mock.patch.dict(at.metadata, other):
-        yield
+Case = Callable[[At], Fault | None]
+CASES: dict[str, tuple[str, str, Case]] = {}
 
 
-Broken = Iterator[str]
-CASES: dict[str, tuple[str, str, Callable[[At], Broken]]] = {}
+def forces(rule: str, engines: str = "all") -> Callable[[Case], Case]:
+    """Name a function that breaks a step, or returns None where it has nothing to break so.
 
-
-def forces(rule: str, engines: str = "all") -> Callable:
-    """Name a generator that breaks a step, yields the end of what is said, and mends the step.
-
-    Where the step has nothing to break in this way, it yields nothing. `engines` says which ones
-    have steps that can be broken so.
+    `engines` says which ones have steps that can be broken so.
     """
 
-    def add(case: Callable[[At], Broken]) -> Callable[[At], Broken]:
+    def add(case: Case) -> Case:
         CASES[f"{rule} ({len(CASES)})"] = rule, engines, case
         return case
 
@@ -109,389 +142,290 @@ def forces(rule: str, engines: str = "all") -> Callable:
 
 
 class Forced:
-    """Breaks steps of an engine from now on, in each way once; `names` says in which."""
+    """Breaks steps of an engine from now on, in each way once."""
 
     def __init__(self, llm: Any) -> None:
         runner = runner_of(llm)
-        self.check, self.names = runner.step_check, set[str]()
+        self.check = runner.step_check
+        self.said: dict[str, tuple[str, str]] = {}  # by case: a message, and what it has to be
         self.verify = self.check.verify
         self.check.verify = self._force_all
 
-    def of(self, *engines: str) -> bool:
-        """Whether every message was forced that engines of these kinds can have."""
-        missing = {name for name, (_, kind, _) in CASES.items() if kind in engines} - self.names
-        assert not missing, f"no step could be broken so: {sorted(missing)}"
-        return True
+    def wrong(self, *engines: str) -> dict[str, tuple[str, str] | None]:
+        """Of cases of such engines: messages that are not as they have to be; None if no step could
+        be broken so."""
+        wanted = [name for name, (_, kind, _) in CASES.items() if kind in engines]
+        return {
+            name: said
+            for name, said in ((name, self.said.get(name)) for name in (*wanted, *self.said))
+            if said is None or said[0] != said[1]
+        }
 
     def _force_all(self, runner: Any, output: Any) -> None:
         if runner.in_flight.step.num_reqs:
-            for name in [each for each in CASES if each not in self.names]:
-                self._force(name, At(runner, output))
+            at = At(runner, output)
+            for name, (rule, engines, case) in CASES.items():
+                if name not in self.said and engines not in at.lacks and (fault := case(at)):
+                    self.said[name] = self._force(at, rule, fault)
         self.verify(runner, output)
 
-    def _force(self, name: str, at: At) -> None:
-        rule, engines, case = CASES[name]
-        broken = case(at)
-        expected = None if engines in at.lacks else next(broken, None)
-        if expected is None:
-            return
-        kept = copy.deepcopy(self.check.ledger), self.check._sent
-        said = "nothing"
+    def _force(self, at: At, rule: str, fault: Fault) -> tuple[str, str]:
+        """What is said, without the text of the rule, and what has to be said."""
+        kept, said = (copy.deepcopy(self.check.ledger), self.check._sent), "nothing"
         try:
-            self.verify(at.runner, at.output)
+            with fault.change:
+                self.verify(at.runner, at.output)
         except StepCheckError as error:
             said = str(error)
         self.check.ledger, self.check._sent = kept
-        assert next(broken, None) is None
-        assert said.startswith(f'step check "{rule}": ') and "\n" not in said, (name, said)
-        assert said.endswith(expected), (name, said, expected)
-        self.names.add(name)
+        _, given, allowed, *where, more = fault
+        start, end = f'step check "{rule}": ', more + ending(given, allowed, *where)
+        is_so = said.startswith(start) and said.endswith(end) and "\n" not in said
+        return start + end if is_so else said, start + end
 
 
 @forces("scheduled tokens")
 def scheduled_one_more(at):
-    name = at.req_ids[-1]
-    count = at.output.num_scheduled_tokens[name]
-    with mock.patch.dict(at.output.num_scheduled_tokens, {name: count + 1}):
-        yield ending(count, count + 1, name)
+    name, counts = at.req_ids[-1], at.output.num_scheduled_tokens
+    other = counts[name] + 1
+    return Fault(mock.patch.dict(counts, {name: other}), counts[name], other, name)
 
 
 @forces("layers")
 def layer_without_metadata(at):
     names = sorted(at.metadata)
-    with mock.patch.dict(at.metadata):
-        del at.metadata[names[0]]
-        yield ending(names[1:], names)
+    rest = {name: at.metadata[name] for name in names[1:]}
+    return Fault(mock.patch.dict(at.metadata, rest, clear=True), names[1:], names)
 
 
 @forces("input_ids", "sync")
 def another_token(at):
     """In the place of what a decode continues from, as the host knows it."""
-    row = at.last(lambda row: not at.drafts[row] and at.ends[row] - at.starts[row] == 1)
+    row = at.last(lambda row: not at.drafts[row] and at.step.query_lens[row] == 1)
     if row is None or at.step.batch.num_sampled_rows or at.step.batch.takes_embeds:
-        return
-    if int(at.step.num_computed_tokens[row]) < len(at.told[row].prompt):
-        return  # a prompt's last token, which the ledger knows
-    token = at.starts[row]
-    right = int(at.tables.token_ids[at.step.slots[row], at.step.num_computed_tokens[row]])
-    with changed(at.device.input_ids, token, right ^ 1):
-        yield ending(right ^ 1, right, at.req_ids[row], token)
+        return None
+    is_of_prompt = int(at.step.num_computed_tokens[row]) < len(at.told[row].prompt)
+    return None if is_of_prompt else at.token(row)  # those of prompts the ledger knows
 
 
 @forces("row of the last step's sample", "async")
 def row_of_another_sample(at):
-    if not at.step.batch.num_sampled_rows:
-        return
-    rows = at.step.batch.previous_rows
-    row = at.last(lambda row: rows[row] >= 0)
-    if row is None:
-        return
-    right = int(rows[row])
-    with changed(rows, row, right + 1):
-        yield ending(right + 1, right, at.req_ids[row])
-
-
-def awaited(at: At, with_drafts: bool) -> int | None:
-    """A row whose sample, and perhaps drafts, are on the device only."""
-    if not at.step.batch.num_sampled_rows:
-        return None
-    rows = at.step.batch.previous_rows
-    return at.last(lambda row: rows[row] >= 0 and (not with_drafts or at.drafts[row] > 0))
+    row = at.awaited()
+    return None if row is None else at.element(at.step.batch.previous_rows, row, row)
 
 
 @forces("last step's sample", "async")
 def another_sample(at):
-    row = awaited(at, with_drafts=False)
-    if row is None:
-        return
-    token = at.ends[row] - 1 - at.drafts[row]
-    sampled = at.runner.input_batch.prev_sampled_token_ids
-    right = int(sampled[int(at.step.batch.previous_rows[row]), 0])
-    with changed(at.device.input_ids, token, right ^ 1):
-        yield ending(right ^ 1, right, at.req_ids[row], token)
+    row = at.awaited()
+    return None if row is None else at.token(row)
 
 
 @forces("last step's drafts", "async drafts")
 def another_draft(at):
-    row = awaited(at, with_drafts=True)
+    row = at.awaited(with_drafts=True)
     if row is None:
-        return
-    token = at.ends[row] - 1 - at.drafts[row]
-    made = at.runner._draft_token_ids[int(at.step.batch.previous_rows[row])].tolist()
-    right = [max(each, 0) for each in made[: at.drafts[row]]]
-    with changed(at.device.input_ids, token + 1, right[0] ^ 1):
-        yield ending([right[0] ^ 1, *right[1:]], right, at.req_ids[row], token)
+        return None
+    sample = at.ends[row] - 1 - at.drafts[row]
+    right = at.device.input_ids[sample + 1 : at.ends[row]].tolist()
+    other = [right[0] ^ 1, *right[1:]]
+    change = changed(at.device.input_ids, sample + 1, other[0])
+    return Fault(change, other, right, at.req_ids[row], sample)
 
 
 @forces("discard_request_mask")
 def sample_that_counts_discarded(at):
     row = len(at.told) - 1
-    known = int(at.tables.num_tokens[at.step.slots[row]])
-    right = int(at.step.seq_lens[row]) < known
-    with changed(at.arrays.discard_request_mask, row, not right):
-        yield ending(not right, right, at.req_ids[row])
+    return at.element(at.arrays.discard_request_mask, row, row, change=operator.not_)
 
 
 @forces("logits_indices")
 def logits_of_the_token_before(at):
     """Also in steps in which other requests have several rows of logits."""
-    row = at.last(lambda row: at.ends[row] - at.starts[row] > 1 and not at.drafts[row])
+    row = at.last(lambda row: at.step.query_lens[row] > 1 and not at.drafts[row])
     if row is None:
-        return
+        return None
     index = sum(at.drafts[: row + 1]) + row
-    with changed(at.arrays.logits_indices, index, at.ends[row] - 2):
-        yield ending(at.ends[row] - 2, at.ends[row] - 1, at.req_ids[row])
+    return at.element(at.arrays.logits_indices, index, row, change=lambda right: right - 1)
 
 
 @forces("length of logits_indices")
 def logits_too_few(at):
-    right = sum(at.drafts) + len(at.told)
-    if right > 1:
-        with mock.patch.object(at.step, "num_logits", right - 1):
-            yield ending(right - 1, right)
-
-
-def of_drafts(at: At, name: str, index: int, row: int) -> Broken:
-    array = getattr(at.arrays, name)
-    right = int(array[index])
-    with changed(array, index, right + 1):
-        yield ending(right + 1, right, at.req_ids[row])
+    right = at.step.num_logits
+    if right == 1:
+        return None
+    return Fault(mock.patch.object(at.step, "num_logits", right - 1), right - 1, right)
 
 
 @forces("target_logits_indices", "drafts")
 def logits_of_another_draft(at):
     """Of the last draft; there may be as many as requests, or as tokens."""
-    if sum(at.drafts) and at.drafts[0] != 1:
-        row = max(row for row, count in enumerate(at.drafts) if count)
-        yield from of_drafts(at, "target_logits_indices", sum(at.drafts) - 1, row)
+    if not sum(at.drafts) or at.drafts[0] == 1:
+        return None
+    row = max(row for row, count in enumerate(at.drafts) if count)
+    return at.element(at.arrays.target_logits_indices, sum(at.drafts) - 1, row)
 
 
-def of_last_drafts(at: At, name: str) -> Broken:
-    row = at.last(lambda row: at.drafts[row] > 0)
-    if row is not None:
-        yield from of_drafts(at, name, row, row)
+def of_last_drafts(name: str) -> Case:
+    def case(at: At) -> Fault | None:
+        row = at.last(lambda row: at.drafts[row] > 0)
+        return None if row is None else at.element(getattr(at.arrays, name), row, row)
+
+    return case
 
 
 for array in ("bonus_logits_indices", "cu_num_draft_tokens", "cu_num_sampled_tokens"):
-    forces(array, "drafts")(partial(of_last_drafts, name=array))
+    forces(array, "drafts")(of_last_drafts(array))
 
 
 @forces("states num_prefills", "states")
 def one_prefill_more(at):
-    threshold, right = at.tables.states.decode_threshold, len(at.told)
-    for count in at.step.query_lens:
-        if count > threshold:
-            break
-        right -= 1
-    states = at.step.states
-    if right < at.step.padding.num_reqs_padded:  # there is room for one more border
-        group = at.tables.states.groups[0]
-        with mock.patch.object(at.step, "states", replace(states, num_prefills=right + 1)):
-            yield ending(right + 1, right, group=group)
-
-
-def of_states(at: At, name: str, padding: int) -> Broken:
-    """Layers with states get other values of a list, by one each."""
-    group, _, names = at.builders("states")[0]
-    index = at.tables.states.groups.index(group)
-    array = getattr(at.step, name)
-    right = (array[index] if array.ndim > 1 else array).tolist()
-    given = getattr(at.metadata[names[0]], name)
-    right = (right + [padding] * len(given))[: len(given)]
-    if not right:  # states of tokens, where no request decodes
-        return
-    with given_to(at, names, **{name: given + 1}):
-        yield ending([each + 1 for each in right], right, group=group)
-
-
-for rule, engines, array, padding in (
-    ("state_indices of layers", "states", "state_indices", 0),
-    ("initial_state_indices of layers", "states", "initial_state_indices", 0),
-    ("accepted tokens of layers", "states drafts", "num_accepted_tokens", 1),
-    ("states of tokens", "states drafts", "token_state_indices", 0),
-):
-    forces(rule, engines)(partial(of_states, name=array, padding=padding))
-
-
-@forces("has_initial_state of layers", "states")
-def layers_that_begin_anew(at):
-    group, _, names = at.builders("states")[0]
-    given = at.metadata[names[0]].has_initial_state
-    right = [computed > 0 for computed in at.step.num_computed_tokens.tolist()]
-    right += [False] * (len(given) - len(right))
-    with given_to(at, names, has_initial_state=~given):
-        yield ending([not each for each in right], right, group=group)
-
-
-@forces("in a full graph", "states")
-def states_in_a_graph(at):
-    group, _, names = at.builders("states")[0]
-    right = at.step.padding.mode is GraphMode.FULL
-    with given_to(at, names, in_full_graph=not right):
-        yield ending(not right, right, group=group)
-
-
-@forces("decodes", "states")
-def layers_with_one_decode_more(at):
-    group, _, names = at.builders("states")[0]
-    right = 0
-    while right < len(at.told) and at.step.query_lens[right] <= at.tables.states.decode_threshold:
-        right += 1
-    if at.step.padding.mode is not GraphMode.FULL:
-        with given_to(at, names, num_decodes=right + 1):
-            yield ending(right + 1, right, group=group)
+    right, group = at.step.states.num_prefills, at.tables.shape.states.groups[0]
+    if right == at.step.padding.num_reqs_padded:  # there is no room for one more border
+        return None
+    other = replace(at.step.states, num_prefills=right + 1)
+    return Fault(mock.patch.object(at.step, "states", other), right + 1, right, group=group)
 
 
 @forces("latent num_chunks", "latent")
 def one_chunk_more(at):
     right = at.step.latent.num_chunks
-    with mock.patch.object(at.step, "latent", replace(at.step.latent, num_chunks=right + 1)):
-        yield ending(right + 1, right)
+    other = replace(at.step.latent, num_chunks=right + 1)
+    return Fault(mock.patch.object(at.step, "latent", other), right + 1, right)
 
 
 @forces("latent context_piece_starts", "latent")
 def piece_that_begins_late(at):
-    if at.step.latent.num_pieces:
-        right = at.step.context_piece_starts.tolist()
-        with changed(at.arrays.context_piece_starts, 0, right[0] + 1):
-            yield ending([right[0] + 1, *right[1:]], right)
+    if not at.step.latent.num_pieces:
+        return None
+    right = at.step.context_piece_starts.tolist()
+    other = [right[0] + 1, *right[1:]]
+    return Fault(changed(at.arrays.context_piece_starts, 0, other[0]), other, right)
 
 
 @forces("local block_table", "local")
 def chunk_of_another_request(at):
-    group = at.tables.local.groups[-1]
-    size, chunk = int(at.tables.block_sizes[group]), at.tables.local.attention_chunk_size
-    requests = [
-        OracleRequest(
-            num_computed_tokens=int(computed),
-            num_scheduled_tokens=end - start,
-            num_prompt_tokens=1,
-            token_ids=(),
-            block_ids=told.blocks[group],
-        )
-        for computed, start, end, told in zip(
-            at.step.num_computed_tokens, at.starts, at.ends, at.told
-        )
-    ]
-    right = oracle_local_requests(requests, attention_chunk_size=chunk, block_size=size)
-    right = right["block_table"]
+    group, _, given = at.layers("chunks", -1)
+    right = given.block_tables[: at.step.local.num_reqs].tolist()
     if len(right) == 1 or not all(right[-1]) or not all(right[0]):
-        return
-    rows = at.arrays.chunk_local_table_rows[at.tables.local.groups.index(group)]
-    with changed(rows, len(right) - 1, int(rows[0])):
-        yield ending([*right[:-1], right[0]], right, group=group)
+        return None
+    rows = at.arrays.chunk_local_table_rows[at.tables.shape.local.groups.index(group)]
+    change = changed(rows, len(right) - 1, int(rows[0]))
+    return Fault(change, [*right[:-1], right[0]], right, group=group)
 
 
 @forces("device block table", "local")
 def block_of_a_virtual_request(at):
-    group, _, names = at.builders("chunks")[-1]
-    row, other = at.step.local.num_reqs - 1, at.metadata[names[0]].block_tables.clone()
+    group, names, given = at.layers("chunks", -1)
+    row, other = at.step.local.num_reqs - 1, given.block_tables.clone()
     right, other[row, 0] = int(other[row, 0]), 63
-    with given_to(at, names, block_tables=other):
-        virtual = f"(virtual request {row})"
-        yield f"{virtual}{ending('block 63 at place 0', right, group=group)}"
+    change, more = at.given_to(names, block_tables=other), f" (virtual request {row})"
+    return Fault(change, "block 63 at place 0", right, group=group, more=more)
 
 
 @forces("padding of layers", "local")
 def virtual_request_as_padding(at):
     """Keys that it has computed before are no padding's."""
-    group, _, names = at.builders("chunks")[-1]
-    given, count = at.metadata[names[0]], at.step.local.num_reqs
+    group, names, given = at.layers("chunks", -1)
+    count = at.step.local.num_reqs
     lengths = given.seq_lens_np[count - 1 :].tolist()
     queries = np.diff(given.query_start_loc_np)[count - 1 :].tolist()
-    if lengths != queries:
-        with given_to(at, names, num_reqs=count - 1):
-            yield ending(lengths, queries, group=group)
+    if lengths == queries:
+        return None
+    return Fault(at.given_to(names, num_reqs=count - 1), lengths, queries, group=group)
 
 
-def of_layers(at: At, right: Any, other: Any, **fields: Any) -> Broken:
-    """The first layers that attend get other values."""
-    group, _, names = at.builders("attend")[0]
-    with given_to(at, names, **fields):
-        yield ending(other, right, group=group)
+def one_more(right: Any) -> Any:
+    return right + 1
 
 
-def seen_by(at: At) -> Any:
-    """Metadata of the first layers that attend."""
-    return at.metadata[at.builders("attend")[0][2][0]]
+FIELDS: tuple[tuple[str, str, str, str, Callable[[Any], Any]], ...] = (
+    ("in a full graph", "all", "attend", "in_full_graph", operator.not_),
+    ("queries on the device", "all", "attend", "query_start_loc", one_more),
+    ("requests of layers", "all", "attend", "num_reqs", lambda right: right - 1),
+    ("longest query of layers", "all", "attend", "max_query_len", one_more),
+    ("in a full graph", "states", "states", "in_full_graph", operator.not_),
+    ("state_indices of layers", "states", "states", "state_indices", one_more),
+    ("initial_state_indices of layers", "states", "states", "initial_state_indices", one_more),
+    ("has_initial_state of layers", "states", "states", "has_initial_state", operator.invert),
+    ("accepted tokens of layers", "states drafts", "states", "num_accepted_tokens", one_more),
+    ("states of tokens", "states drafts", "states", "token_state_indices", one_more),
+)
+"""Rule, engines, and a field of what layers of a kind are given, with what it becomes."""
+
+
+def of_layers(kind: str, name: str, change: Callable[[Any], Any]) -> Case:
+    def case(at: At) -> Fault | None:
+        group, names, given = at.layers(kind)
+        right = getattr(given, name)
+        other = change(right)
+        said = [each.tolist() if hasattr(each, "tolist") else each for each in (other, right)]
+        if said[1] == []:  # states of tokens, where no request decodes
+            return None
+        return Fault(at.given_to(names, **{name: other}), *said, group=group)
+
+    return case
+
+
+for rule, engines, kind, name, change in FIELDS:
+    forces(rule, engines)(of_layers(kind, name, change))
+
+
+@forces("decodes", "states")
+def layers_with_one_decode_more(at):
+    group, names, given = at.layers("states")
+    right = given.num_decodes
+    if at.step.padding.mode is GraphMode.FULL:
+        return None
+    return Fault(at.given_to(names, num_decodes=right + 1), right + 1, right, group=group)
 
 
 @forces("dtype of the mask")
 def mask_of_another_type(at):
-    mask = seen_by(at).attn_mask
-    if mask is not None:
-        other = mask.double()
-        yield from of_layers(at, str(mask.dtype), str(other.dtype), attn_mask=other)
+    group, names, given = at.layers("attend")
+    if (mask := given.attn_mask) is None:
+        return None
+    change = at.given_to(names, attn_mask=mask.double())
+    return Fault(change, "torch.float64", str(mask.dtype), group=group)
 
 
-@forces("in a full graph")
-def layers_in_a_graph(at):
-    right = at.step.padding.mode is GraphMode.FULL
-    yield from of_layers(at, right, not right, in_full_graph=not right)
-
-
-def borders(at: At) -> list[int]:
-    """Where queries begin and end, padding included where attention sees it."""
-    starts = [0, *at.ends]
-    more = len(seen_by(at).query_start_loc_np) - len(starts)
-    return starts + at.arrays.query_start_loc[len(starts) : len(starts) + more].tolist()
-
-
-@forces("queries on the device")
-def other_queries_on_the_device(at):
-    right = borders(at)
-    other = [each + 1 for each in right]
-    yield from of_layers(at, right, other, query_start_loc=seen_by(at).query_start_loc + 1)
-
-
-def moved_border(at: At, place: int) -> tuple[list[int], dict[str, Any]]:
-    given, starts = seen_by(at), borders(at)
-    starts[place] -= 1
-    on_host, on_device = given.query_start_loc_np.copy(), given.query_start_loc.clone()
-    on_host[place] -= 1
-    on_device[place] -= 1
-    return starts, {"query_start_loc_np": on_host, "query_start_loc": on_device}
+def moved_border(at: At, place: int) -> tuple[Any, list[int], list[int], int]:
+    """Layers whose queries end a token early, on the host and on the device."""
+    group, names, given = at.layers("attend")
+    fields = {name: getattr(given, name) for name in ("query_start_loc_np", "query_start_loc")}
+    copies = {name: copy.deepcopy(values) for name, values in fields.items()}
+    for values in copies.values():
+        values[place] -= 1
+    right, other = (each["query_start_loc_np"].tolist() for each in (fields, copies))
+    return at.given_to(names, **copies), other, right, group
 
 
 @forces("queries of layers")
 def queries_that_end_early(at):
-    starts, fields = moved_border(at, -1)
-    yield from of_layers(at, starts[-1] + 1, starts[-1], **fields)
+    change, other, right, group = moved_border(at, -1)
+    return Fault(change, other[-1], right[-1], group=group)
 
 
 @forces("queries of layers")
 def query_one_shorter(at):
-    if len(at.told) > 1:
-        starts, fields = moved_border(at, 1)
-        yield from of_layers(at, borders(at), starts, **fields)
+    if len(at.told) == 1:
+        return None
+    change, other, right, group = moved_border(at, 1)
+    return Fault(change, other, right, group=group)
 
 
 @forces("lengths of layers")
 def other_lengths(at):
-    given = seen_by(at)
-    right = at.step.seq_lens.tolist()
-    right += at.arrays.seq_lens[len(right) : len(given.seq_lens_np)].tolist()
-    other = [each + 1 for each in right]
+    group, names, given = at.layers("attend")
+    right = given.seq_lens_np.tolist()
     fields = {"seq_lens_np": given.seq_lens_np + 1, "seq_lens": given.seq_lens + 1}
-    yield from of_layers(at, right, other, **fields)
-
-
-@forces("requests of layers")
-def one_request_less(at):
-    right = len(at.told)
-    yield from of_layers(at, right, right - 1, num_reqs=right - 1)
-
-
-@forces("longest query of layers")
-def longer_query(at):
-    right = max(at.step.query_lens.tolist())
-    yield from of_layers(at, right, right + 1, max_query_len=right + 1)
+    return Fault(at.given_to(names, **fields), [each + 1 for each in right], right, group=group)
 
 
 @forces("null block of padding", "full graphs")
 def padding_with_a_block(at):
-    given = seen_by(at)
-    if given.in_full_graph and len(given.block_tables) > len(at.told):
-        other = given.block_tables.clone()
-        other[-1, 0] = 5
-        yield from of_layers(at, False, True, block_tables=other)
+    group, names, given = at.layers("attend")
+    if not given.in_full_graph or len(given.block_tables) == len(at.told):
+        return None
+    other = given.block_tables.clone()
+    other[-1, 0] = 5
+    return Fault(at.given_to(names, block_tables=other), True, False, group=group)

@@ -8,15 +8,19 @@ import numpy as np
 import torch
 
 
+def load(folder: Path, dtype: torch.dtype = torch.float32, loader: Any = None, **how: Any) -> Any:
+    """A model by transformers, whose attention is its plain code."""
+    from transformers import AutoModelForCausalLM
+
+    how |= {"dtype": dtype, "attn_implementation": "eager"}
+    return (loader or AutoModelForCausalLM).from_pretrained(folder, **how).eval()
+
+
 def reference(
     folder: Path, prompts: list[list[int]], max_tokens: int, dtype: torch.dtype = torch.float32
 ) -> list[list[int]]:
     """Greedy tokens of transformers, a prompt at a time."""
-    from transformers import AutoModelForCausalLM
-
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    hf.eval()
-    return greedy_tokens(hf, prompts, max_tokens)
+    return greedy_tokens(load(folder, dtype), prompts, max_tokens)
 
 
 @torch.no_grad()
@@ -41,9 +45,7 @@ def greedy_tokens(network: Any, prompts: list[list[int]], max_tokens: int) -> li
 
 def logits_of(folder: Path) -> Callable[[list[int]], np.ndarray]:
     """Function of a sequence: logits behind each of its tokens, float64 ``[len, vocab_size]``."""
-    from transformers import AutoModelForCausalLM
-
-    return logits_by(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    return logits_by(load(folder))
 
 
 def logits_by(network: Any) -> Callable[[list[int]], np.ndarray]:
@@ -56,6 +58,6 @@ def logits_by(network: Any) -> Callable[[list[int]], np.ndarray]:
     return run
 
 
-def check_varied(tokens: list[list[int]]) -> None:
-    """A model that repeats itself would be a weak oracle."""
-    assert len({token for row in tokens for token in row}) > 3 * len(tokens)
+def is_varied(tokens: list[list[int]]) -> bool:
+    """Whether there are many different ones: a model that repeats itself would be a weak oracle."""
+    return len({token for row in tokens for token in row}) > 3 * len(tokens)

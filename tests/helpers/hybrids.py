@@ -1,6 +1,5 @@
 """Configs of small models with gated delta nets beside attention."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,31 +56,4 @@ def make_model_that_sees(folder: Path, family: str = "Qwen3_5", **config: Any) -
     )
     model_class(made).save_pretrained(folder)
     recipe.make_processor("qwen3_vl", tokenizer).save_pretrained(folder)
-    return folder
-
-
-def with_a_tower(text: Path, folder: Path, family: str = "Qwen3_5") -> Path:
-    """Save a Qwen3.5 of text in the form of published checkpoints, MTP layers included.
-
-    The tower is random, and there is no processor.
-    """
-    import torch
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    of_text = json.loads((text / "config.json").read_text())
-    vision = {**tiny_vision_model.VISION_CONFIG, "out_hidden_size": of_text["hidden_size"]}
-    model_class = getattr(transformers, f"{family}ForConditionalGeneration")
-    torch.manual_seed(0)
-    marks = dict(zip(("vision_start", "vision_end", "image", "video"), range(508, 512)))
-    ids = {f"{name}_token_id": mark for name, mark in marks.items()}
-    config = model_class.config_class(text_config=dict(of_text), vision_config=vision, **ids)
-    tower = model_class(config).model.visual.state_dict()
-    weights = {f"model.visual.{name}": tensor for name, tensor in tower.items()}
-    for name, tensor in load_file(text / "model.safetensors").items():
-        weights[name.replace("model.", "model.language_model.", 1)] = tensor
-    folder.mkdir()
-    save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors")
-    whole = {**config.to_dict(), "architectures": [model_class.__name__], "text_config": of_text}
-    (folder / "config.json").write_text(json.dumps(whole))
     return folder

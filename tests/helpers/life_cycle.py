@@ -37,26 +37,26 @@ class LifeCycle:
         self._traffic, self.count = traffic, traffic.count
         self._verified = Counter[str]() if verified is None else verified
         self._before: Counter[str] = Counter()  # what had become of drafts at the last call
+        self.lost: list[str] = []  # of each call, as `lost_acceptance` says it
 
     def call(self) -> None:
         """Make one call, of which requests and their answers know nothing."""
-        self.hold_acceptance()
+        self.lost += self.lost_acceptance()
         self._traffic.pick(self._pause, self._pause, self._sleep, self._reset)()
         self._before = Counter(self._verified)
 
-    def hold_acceptance(self) -> None:
-        """Drafts are accepted after a call if they were before, unless that is a chance."""
+    def lost_acceptance(self) -> list[str]:
+        """What to say if no draft was accepted since the last call, though some were before, and
+        that is no chance."""
         since = self._verified - self._before
         before, after = (sum(each.values()) for each in (self._before, since))
-        if not before or not after:
-            return
+        if not after or before <= 50:
+            return []
         rejected = self._before["rejected"] / before
         none_left = since["rejected"] == after
         certain = rejected < 1 and after * math.log(max(rejected, 1e-9)) < math.log(SURELY)
-        assert not (none_left and certain and before > 50), (
-            f"of {after} requests' drafts none was accepted since {dict(self.count)}; before, "
-            f"{rejected:.0%} were rejected"
-        )
+        said = f"of {after} requests' drafts none was accepted since {dict(self.count)}; before, "
+        return [f"{said}{rejected:.0%} were rejected"] if none_left and certain else []
 
     def _pause(self) -> None:
         clear = self._traffic.chance(0.3)

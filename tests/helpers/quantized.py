@@ -17,6 +17,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quantize
 
+from tests.helpers.huggingface import load
 from tests.helpers.mtp import PlainDrafter
 
 QUANTIZE = quantize.quantize
@@ -118,12 +119,7 @@ def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = F
 
     With `cut_experts` each rank has a part of each expert, rather than some of the experts.
     """
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    network.eval()
+    network = load(model, experts_implementation="eager")
     round_modules(network, tensors_in(int8), "", ranks, cut_experts)
     return network
 
@@ -133,7 +129,7 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
     rounded = copy.deepcopy(drafter)
     rounded.target = rounded_model(model, int8)
     prefix = f"model.layers.{rounded.target.config.num_hidden_layers}."
-    if drafter.family.is_qwen:
+    if drafter.is_qwen:
         prefix = "mtp.layers.0."
     elif drafter.is_mimo:
         prefix = "model.mtp_layers.0."

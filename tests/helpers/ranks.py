@@ -16,11 +16,10 @@ from typing import Any
 from unittest import mock
 
 from tests.helpers.v2 import asked_for
-from tests.helpers.watch import preparation_of
 from tests.matrix.collect import add, note
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-from vllm_npu_prep.inspect.record_file import record_files
+from vllm_npu_prep.records.expert_counts import read_expert_counts
+from vllm_npu_prep.records.record_file import record_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
@@ -184,7 +183,7 @@ class RankProbe:
             "pid": os.getpid(),
             "rank": self.rank,
             "local_rank": self.local_rank,
-            "runner": "V2" if preparation_of(runner) == "_prepare_step" else "V1",
+            "runner": "V2" if self.use_v2_model_runner else "V1",
             "device": str(runner.device),
             "num_blocks": runner.kv_cache_config.num_blocks,
             "num_layers": len(runner.attn_groups[0][0].layer_names),
@@ -196,7 +195,7 @@ class RankProbe:
         runner = self.model_runner
         self.probe_steps: list[dict[str, Any]] = []
         self._watch_routers()
-        if preparation_of(runner) != "_prepare_inputs":
+        if self.use_v2_model_runner:
             self._watch_v2(runner)
             return
         prepare, decide = runner._prepare_inputs, runner._determine_batch_execution_and_padding
@@ -223,20 +222,20 @@ class RankProbe:
 
     def _watch_v2(self, runner: Any) -> None:
         """The same of the V2 runner, which decides and prepares in one method."""
-        prepare, shared = runner._prepare_step, runner.shared_decisions
+        prepare, shared = runner._prepare_inputs, runner.dp_decisions
 
         def decided(mode: Any, num_tokens: int) -> dict[str, Any]:
             across = None if shared is None else shared.across
             across = None if across is None else across.tolist()
             return {"mode": mode.name, "num_tokens": num_tokens, "across": across}
 
-        def prepare_step(*args: Any) -> Any:
+        def prepare_inputs(*args: Any) -> Any:
             result = prepare(*args)
             mode, descriptor, _ = runner.in_flight.dispatched
             self.probe_steps.append(_step_of(runner) | decided(mode, descriptor.num_tokens))
             return result
 
-        runner._prepare_step = prepare_step
+        runner._prepare_inputs = prepare_inputs
         if shared is None:
             return
         take = shared.take
@@ -299,7 +298,7 @@ class RankProbe:
 
     def probe_draft_passes(self) -> list[tuple[int, list[int]]]:
         """Draft passes of engines that share experts, on Model Runner V2."""
-        return self.probe_passes
+        return getattr(self, "probe_passes", [])
 
     def probe_cache(self) -> list[str]:
         """A digest of each block of the KV cache but the null block."""

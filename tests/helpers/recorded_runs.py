@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from vllm_npu_prep.config import RecordConfig
-from vllm_npu_prep.inspect.record_settings import RecordGroup
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step
-from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.records.settings import LayerGroup
 
 BLOCK_SIZE = 4
 FULL, PIECEWISE, EAGER = "full graph", "piecewise graphs", "eager: more than 32 tokens"
@@ -55,30 +55,15 @@ class Truth:
 class Traffic:
     """A small scheduler: chunks, decodes, drafts, prefix hits, and preemptions for want of blocks.
 
-    Parameters
-    ----------
-    seed
-        Of everything random.
-    max_num_reqs, max_num_tokens, num_blocks
-        Limits.
-    most_drafts
-        Drafts of a decode, at most; for 16 steps decodes have some, and for 16 none.
+    For 16 steps decodes have up to so many drafts, and for 16 none.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        max_num_reqs: int = 8,
-        max_num_tokens: int = 48,
-        num_blocks: int = 80,
-        most_drafts: int = 0,
-        longest: int = 60,
-    ) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
-        self.num_blocks = num_blocks
-        self.most_drafts, self.longest, model_len = most_drafts, longest, 2 * longest + 8
-        self.free = list(range(num_blocks, 0, -1))
+    max_num_reqs, max_num_tokens, num_blocks, longest = 8, 48, 80, 60
+
+    def __init__(self, seed: int, most_drafts: int = 0) -> None:
+        self.rng, self.most_drafts = np.random.default_rng(seed), most_drafts
+        max_num_reqs, model_len = self.max_num_reqs, 2 * self.longest + 8
+        self.free = list(range(self.num_blocks, 0, -1))
         self.owners: dict[int, int] = {}  # of a block, how many
         self.waiting: deque[Request] = deque()
         self.arrived = 0
@@ -98,12 +83,13 @@ class Traffic:
             num_blocks=np.zeros((1, max_num_reqs), np.int32),
             num_synced_blocks=np.zeros((1, max_num_reqs), np.int32),
             num_device_blocks=np.zeros((1, max_num_reqs), np.int32),
+            shape=EngineShape(max_logits_per_req=1 + most_drafts),
         )
 
     def recorder(self, folder: Path, steps: str = "last 100000", suffix: str = "", **options):
         """A recorder of its steps."""
         config = RecordConfig(dir=str(folder), steps=steps, **options)
-        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE, 1)
+        recorded = Recorded((LayerGroup(group=0),), MaskForm.DENSE, 1)
         manifest = {"config": {"model": "a <model>", "num_blocks": self.num_blocks}}
         return StepRecorder(config, self.tables, recorded, manifest, suffix)
 
@@ -201,15 +187,13 @@ class Traffic:
             tables.num_tokens[row] = request.known
             tables.block_table(0)[row, : len(request.blocks)] = request.blocks
             tables.num_blocks[0, row] = len(request.blocks)
-        total, most = int(counts.sum()), 1 + self.most_drafts
+        total = int(counts.sum())
         padding, kind = Padding(total, len(chosen)), EAGER
         if (counts == 1).all():
             padding, kind = Padding(self.max_num_reqs, self.max_num_reqs, 1, GraphMode.FULL), FULL
         elif total <= 32:
             padding, kind = Padding(32, len(chosen), 0, GraphMode.PIECEWISE), PIECEWISE
-        layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 1, most)
-        batch = StepBatch(tables, counts, drafts, total)
-        step = prepare_step(batch, padding, layout)
+        step = prepare_step(StepBatch(tables, counts, drafts, total), padding)
         blocks = {block for request, _ in chosen for block in request.blocks}
         times = 10 + 0.03125 * number, float(self.rng.integers(1, 64)) / 4096, int(number % 7 == 3)
         self.steps.append(

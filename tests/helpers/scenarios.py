@@ -1,11 +1,14 @@
 """Scenarios for tests of what shows a step."""
 
 import copy
+import json
+from pathlib import Path
 
 from tests.helpers import worked_examples
-from vllm_npu_prep.inspect.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.scenario import parse_scenario
 
+EXAMPLES = Path(__file__).parents[2] / "examples/scenarios"
 IMAGE = {"modality": "image", "offset": 2, "length": 4}
 PATCHES = [
     [0, 1, 2, 2, 2, 2, 4, 5, 6, 7],
@@ -16,6 +19,11 @@ PATCHES = [
 
 def view_of(scenario: dict) -> StepView:
     return StepView.of_scenario(parse_scenario(scenario))
+
+
+def example(name: str, **changes) -> dict:
+    """A scenario of `EXAMPLES`, with other settings."""
+    return json.loads((EXAMPLES / f"{name}.json").read_text()) | changes
 
 
 def small() -> dict:

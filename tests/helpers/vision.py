@@ -99,11 +99,9 @@ class Reference:
         self.model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
-        self.last_logits: list[torch.Tensor] = []  # of the last answer's tokens
 
-    @torch.no_grad()
-    def answer(self, request: Request, max_tokens: int, forced: list[int] | None = None) -> Answer:
-        """Greedy tokens of one request; or those that are forced on it, with the logits of each."""
+    def _inputs(self, request: Request, behind: int) -> tuple[Any, torch.Tensor]:
+        """What the processor makes of a request; positions of it and of so many tokens behind."""
         inputs = self.processor(
             text=[request.text],
             images=request.images or None,
@@ -112,40 +110,41 @@ class Reference:
             do_sample_frames=False,
             return_tensors="pt",
         )
-        prompt, length = inputs.input_ids[0].tolist(), inputs.input_ids.shape[1]
+        length = inputs.input_ids.shape[1]
         positions, delta = torch.arange(length).expand(3, 1, length), 0
         if request.images or request.videos:
             asks = inspect.signature(self.model.model.get_rope_index).parameters
             given = {name: inputs[name] for name in asks if name in inputs}
             positions, delta = self.model.model.get_rope_index(**given)
-        end = length + max_tokens - 1
-        behind = (torch.arange(length, end) + delta).expand(3, 1, max_tokens - 1)
-        positions = torch.cat([positions, behind], dim=2)
+        later = (torch.arange(length, length + behind) + delta).expand(3, 1, behind)
+        return inputs, torch.cat([positions, later], dim=2)
+
+    @torch.no_grad()
+    def answer(self, request: Request, max_tokens: int) -> Answer:
+        """Greedy tokens of one request."""
+        inputs, positions = self._inputs(request, max_tokens - 1)
+        prompt, end = inputs.input_ids[0].tolist(), positions.shape[2]
         # Not `generate`: behind a prompt that ends with an image it counts on in each dimension
         # from the image's last patch, which is not the model's rule.
-        out = self.model(**inputs, position_ids=positions[..., :length], use_cache=True)
-        tokens: list[int] = []
-        self.last_logits = []
-
-        def choose() -> None:
-            self.last_logits.append(out.logits[0, -1])
-            best = int(self.last_logits[-1].argmax())
-            tokens.append(best if forced is None else forced[len(tokens)])
-
-        choose()
-        for at in range(length, end):
+        out = self.model(**inputs, position_ids=positions[..., : len(prompt)], use_cache=True)
+        tokens = [int(out.logits[0, -1].argmax())]
+        for at in range(len(prompt), end):
             out = self.model(
                 input_ids=torch.tensor([tokens[-1:]]),
                 position_ids=positions[..., at : at + 1],
                 past_key_values=out.past_key_values,
             )
-            choose()
+            tokens.append(int(out.logits[0, -1].argmax()))
         return Answer(prompt, tokens, positions[:, 0].numpy())
 
-    def logits_of(self, request: Request, step: int) -> torch.Tensor:
-        """Logits of an answer's token, ``[vocab_size]``."""
-        self.answer(request, step + 1)
-        return self.last_logits[step]
+    @torch.no_grad()
+    def logits_behind(self, request: Request, tokens: list[int]) -> torch.Tensor:
+        """Logits of an answer's tokens, each behind those before it, ``[tokens, vocab_size]``."""
+        inputs, positions = self._inputs(request, len(tokens))
+        ids = torch.cat([inputs.pop("input_ids"), torch.tensor([tokens], dtype=torch.int64)], dim=1)
+        seen = {name: each for name, each in inputs.items() if "pixel" in name or "grid" in name}
+        logits = self.model(input_ids=ids, position_ids=positions, use_cache=False, **seen).logits
+        return logits[0, ids.shape[1] - len(tokens) - 1 : -1]
 
     def answers(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         """One request at a time."""

@@ -7,11 +7,6 @@ from typing import Any
 from tests.helpers.engine import runner_of
 
 
-def preparation_of(runner: Any) -> str:
-    """The method that prepares a step: V1's runner has it under another name than V2's."""
-    return "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "_prepare_step"
-
-
 def around_forward(runner: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
     """Call functions before and after each later forward pass; `after` gets what `before` returned.
 
@@ -48,15 +43,14 @@ def around_forward(runner: Any, before: Callable[[], Any], after: Callable[[Any]
 def on_prepared(llm: Any, do: Callable[[Any], None]) -> None:
     """Call a function with each `PreparedStep` that is served from now on."""
     runner = runner_of(llm)
-    name = preparation_of(runner)
-    prepare_inputs = getattr(runner, name)
+    prepare_inputs = runner._prepare_inputs
 
     def watched(*args: Any) -> Any:
         result = prepare_inputs(*args)
         do(runner.in_flight.step)
         return result
 
-    setattr(runner, name, watched)
+    runner._prepare_inputs = watched
 
 
 def record_states(llm: Any) -> list[str]:
@@ -119,3 +113,17 @@ def record_cached(llm: Any, of_resumed: bool = False) -> list[int]:
 
     manager.get_computed_blocks = recorded
     return cached
+
+
+def record_stored(llm: Any) -> list[int]:
+    """Tokens that a connector has of later requests."""
+    connector, found = llm.llm_engine.engine_core.engine_core.scheduler.connector, []
+    find = connector.get_num_new_matched_tokens
+
+    def recorded(*args: Any) -> Any:
+        told = find(*args)
+        found.append(told[0] or 0)
+        return told
+
+    connector.get_num_new_matched_tokens = recorded
+    return found

@@ -1,254 +1,551 @@
-"""The cheap check: silent on whatever is prepared, and loud on each kind of fault, by name."""
+"""The cheap check: silent on whatever is prepared, and what it says of each kind of fault.
 
-from dataclasses import replace
+Each rule is broken in steps with drafts and without, where rows of the tables are those of the
+batch (vLLM's V1 runner) and where they are not (V2). The numbers of its message are those of the
+step before it was broken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.batches import RandomBatch, local_step, random_batches
-from vllm_npu_prep.observe.check import RULES, StepCheck, explain_fault
+from tests.helpers.batches import (
+    RandomBatch,
+    at_slots,
+    drafts_step,
+    local_step,
+    random_batches,
+    state_step,
+)
+from tests.helpers.forced_messages import ending
+from tests.prep.test_context_shards import shared_step
+from vllm_npu_prep.observe.check import READS, StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
-from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.checks import NOT_CHECKED, Rule, find_fault
+from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
+from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
+from vllm_npu_prep.prep.context_shards import ContextShards
 from vllm_npu_prep.prep.oracle import OracleRequest
-from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.prep.padding import GraphMode, Padding
 
-VOCAB = 150_000
-REQ_IDS = ["one", "two", "three"]
-
-
-def owned(step: PreparedStep) -> PreparedStep:
-    """The step with as many blocks for each request as it needs, as an engine has it."""
-    tables = step.batch.tables
-    for group, block_size in enumerate(tables.block_sizes.tolist()):
-        tables.num_blocks[group, : step.num_reqs] = -(-step.seq_lens // block_size)
-    return step
+VOCAB, BLOCK_SIZE, MAX_MODEL_LEN, NUM_INPUT_TOKENS, NUM_DRAFTS = 150_000, 4, 40, 20, 2
+NAMES = ["one", "two", "three", "four"]
+PADDING = len(NAMES)  # row of the padding request
+ROWS = {"rows in place": [0, 1, 2, 3, 4, 5], "rows elsewhere": [3, 0, 5, 1, 4, 2]}
 
 
-def limits(step: PreparedStep) -> np.ndarray:
-    """Of a cache that just holds the blocks of the tables."""
-    tables = step.batch.tables
-    slots = [
-        (1 + tables.block_table(group).max()) * block_size
-        for group, block_size in enumerate(tables.block_sizes)
+@dataclass
+class Steps:
+    """A step that breaks no rule, until a test breaks one."""
+
+    step: PreparedStep
+    limits: np.ndarray
+    has_drafts: bool
+    starts: list[int]  # of each request's tokens, and where the last ones end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step.arrays, name)
+
+    @property
+    def tables(self) -> Any:
+        return self.step.batch.tables
+
+    @property
+    def slots(self) -> list[int]:
+        """Row of each request in the tables."""
+        return self.step.slots.tolist()
+
+
+def batch_of(has_drafts: bool, sizes: list[int] | None) -> RandomBatch:
+    """Two decodes, a chunk of a prompt and a prompt."""
+    requests = [
+        OracleRequest(
+            num_computed_tokens=computed,
+            num_scheduled_tokens=scheduled + drafts * has_drafts,
+            num_prompt_tokens=prompt,
+            token_ids=list(range(20 * row, 20 * row + max(prompt, computed + scheduled))),
+            block_ids=[10 * row + block for block in (3, 1, 4, 9, 5, 7)],
+            num_draft_tokens=drafts * has_drafts,
+            draft_token_ids=[99] * drafts * has_drafts,
+            num_accepted_tokens=accepted if has_drafts else 1,
+        )
+        for row, (computed, scheduled, prompt, drafts, accepted) in enumerate(
+            [(9, 1, 4, 2, 3), (5, 1, 4, 1, 1), (6, 5, 20, 0, 1), (0, 5, 5, 0, 1)]
+        )
     ]
-    return np.array([VOCAB, *slots], np.int64)
+    return RandomBatch(requests, BLOCK_SIZE, MAX_MODEL_LEN, sizes, None, True)
 
 
-@given(random_batches(), st.booleans())
-def test_prepared_steps_break_no_rule(batch, in_full_graph):
-    step = owned(batch.step())
+def limits_of(step: PreparedStep) -> np.ndarray:
+    """Limits of a cache that just has the tables' blocks; each request gets those that it needs."""
+    tables, limits = step.batch.tables, [VOCAB]
+    holds_states = tables.shape.states.groups
+    for each in range(tables.shape.num_groups):
+        needed = -(-step.seq_lens // tables.tokens_per_block(each))
+        tables.num_blocks[each, step.slots] = needed + NUM_DRAFTS * (each in holds_states)
+        num_slots = (1 + int(tables.block_table(each).max())) * int(tables.block_sizes[each])
+        limits.append(NO_SLOTS if each in holds_states else num_slots)
+    return np.array(limits, np.int64)
+
+
+def finished(step: PreparedStep, slots: list[int], mode: GraphMode = GraphMode.FULL) -> Steps:
+    """The step in its rows."""
+    moved = at_slots(step.batch, slots[: step.num_reqs])
+    step = prepare_step(moved, step.padding, step.layout)
+    step.padding = replace(step.padding, mode=GraphMode.FULL)
+    has_drafts = bool(step.batch.num_draft_tokens.any())
+    made = Steps(step, limits_of(step), has_drafts, step.query_start_loc.tolist())
+    assert find_fault(step, made.limits) is None
+    step.padding = replace(step.padding, mode=mode)
+    return made
+
+
+def attending(has_drafts: bool, slots: list[int]) -> Steps:
+    """A step of attention, the first and the last group in chunks of two blocks; padded."""
+    return finished(local_step(batch_of(has_drafts, [NUM_INPUT_TOKENS]), 2), slots)
+
+
+def holding_states(has_drafts: bool, slots: list[int]) -> Steps:
+    """A step with states of whole blocks, as with the prefix cache; padded."""
+    batch = batch_of(has_drafts, [NUM_INPUT_TOKENS])
+    if has_drafts:
+        step = drafts_step(batch.requests, MAX_MODEL_LEN, NUM_DRAFTS, BLOCK_SIZE)
+    else:
+        step = state_step(batch, 1, keeps_states=True)
+    return finished(step, slots, GraphMode.PIECEWISE)
+
+
+def on_a_rank(has_drafts: bool, slots: list[int]) -> Steps:
+    """A step of the second of two ranks, which keep runs of two tokens in turn; padded."""
+    batch = batch_of(has_drafts, None)
+    scheduled = sum(request.num_scheduled_tokens for request in batch.requests)
+    return finished(
+        shared_step(batch, ContextShards(2, 1, 2), 1, NUM_INPUT_TOKENS - scheduled), slots
+    )
+
+
+class Message(NamedTuple):
+    """What a message has to say."""
+
+    given: object
+    allowed: object
+    req: int | None = None  # row of the batch
+    token: int | None = None
+    group: int | None = None
+    more: str = ""  # after the text of the rule
+
+    def line(self, rule: Rule) -> str:
+        name, text = rule.title, rule.text
+        request = None if self.req is None else NAMES[self.req]
+        end = ending(self.given, self.allowed, request, self.token, self.group)
+        return f'step check "{name}": {text}{self.more}{end}'
+
+
+Plant = Callable[[Steps], Message | list[Message]]
+
+
+class Entry(NamedTuple):
+    """One wrong entry of an array; of several groups, the last one's."""
+
+    array: str
+    req: int
+    token: int | None = None  # among those of the request
+    to: int | None = None
+    said: tuple[str, str] = ("{it}", "{it}")  # of the values after the fault, of those before
+    by: int = 0  # if it has no value of its own
+
+    def __call__(self, step: Steps) -> Message:
+        array, is_padding = getattr(step, self.array), self.req == PADDING
+        index = self.req if self.token is None else step.starts[self.req] + self.token
+        of_group = array[-1] if array.ndim == 2 else array
+        has_group = array.ndim == 2 or self.array.startswith("dcp_")
+        given, allowed = self.said
+        allowed = allowed.format(**self.values(step, of_group[index]))
+        of_group[index] = of_group[index] + self.by if self.to is None else self.to
+        return Message(
+            given.format(**self.values(step, of_group[index])),
+            allowed,
+            None if is_padding else self.req,
+            None if self.token is None else index,
+            step.tables.shape.num_groups - 1 if has_group else None,
+            " (padding request 4)" if is_padding and self.token is None else "",
+        )
+
+    def values(self, step: Steps, it: int) -> dict[str, int]:
+        """What messages tell of a request."""
+        found = {"it": it, "block": it // BLOCK_SIZE, "first": step.starts[self.req]}
+        found |= {"length": step.seq_lens[self.req], "computed": step.num_computed_tokens[self.req]}
+        if step.step.shape.states:
+            found["reads"] = step.initial_state_indices[-1, self.req]
+            found["writes"] = step.state_indices[-1, self.req]
+        if self.array.startswith("dcp_"):
+            found["kept"] = step.dcp_local_seq_lens[self.req]
+            found["before"] = step.dcp_local_context_lens[self.req]
+        return found
+
+
+LENGTH = ("{length} of {computed} computed",) * 2
+IN_BLOCK = "{it}", "{it}, in its block {block}"
+ID = "{it}", f"0 to {VOCAB - 1}"
+PADDED = (
+    "tokens {first} to 20, length {length}, {computed} of them computed",
+    f"tokens that rise to {NUM_INPUT_TOKENS} at most, and a length that is their number, up to "
+    f"max_model_len {MAX_MODEL_LEN}, 0 of them computed",
+)
+BOTH = "reads block {reads}, writes block {writes}"
+BLOCKS = BOTH, f"{BOTH}, and neither is the null block"
+WRITES = "writes block {it}", "writes block {it}, which is not the null block"
+UNUSED, UNUSED_BLOCK = (BOTH, "the null block"), ("block {it}", "the null block")
+KEPT = "{kept}, {before} of them computed", "{kept}, {before} of them computed, which rank 1 keeps"
+ELSEWHERE = "{it} on rank 1", "-1: rank 0 keeps position 8"  # the first one of a run there
+ON_RANK = "{it} on rank 1", IN_BLOCK[1]
+
+ENTRIES = [
+    (Rule.SEQ_LENS, attending, Entry("seq_lens", 2, said=LENGTH, by=1)),
+    (Rule.SEQ_LENS, attending, Entry("num_computed_tokens", 1, said=LENGTH, by=-1)),
+    (Rule.POSITIONS, attending, Entry("positions", 0, 0, by=-1)),
+    (Rule.POSITIONS, attending, Entry("positions", 2, 3, by=1)),
+    (Rule.VOCABULARY, attending, Entry("input_ids", 1, 0, VOCAB, ID)),
+    (Rule.VOCABULARY, attending, Entry("input_ids", 3, 1, -1, ID)),
+    (Rule.LAST_SLOT, attending, Entry("slot_mapping", 3, 4, said=IN_BLOCK, by=BLOCK_SIZE)),
+    (Rule.PADDING_TOKENS, attending, Entry("slot_mapping", PADDING, 4, 5)),
+    (Rule.PADDING_TOKENS, on_a_rank, Entry("slot_mapping", PADDING, 4, 5)),
+    (Rule.PADDING_REQS, attending, Entry("seq_lens", PADDING, to=1, said=PADDED)),
+    (Rule.PADDING_REQS, attending, Entry("seq_lens", PADDING, to=0, said=PADDED)),
+    (Rule.PADDING_REQS, attending, Entry("num_computed_tokens", PADDING, to=3, said=PADDED)),
+    (Rule.NO_SLOT, holding_states, Entry("slot_mapping", 2, 1, 9)),
+    (
+        *(Rule.STATE_BEGINS, holding_states),
+        Entry("has_initial_state", 3, to=1, said=("True", "False, with 0 computed tokens")),
+    ),
+    (
+        *(Rule.STATE_BEGINS, holding_states),
+        Entry("has_initial_state", 2, to=0, said=("False", "True, with 6 computed tokens")),
+    ),
+    # With drafts, the state of its first token is at the end of the block that it fills.
+    (Rule.STATE_BLOCKS, holding_states, Entry("state_indices", 0, to=77, said=BLOCKS)),
+    (Rule.STATE_BLOCKS, holding_states, Entry("initial_state_indices", 0, to=77, said=BLOCKS)),
+    (Rule.STATE_BLOCKS, holding_states, Entry("initial_state_indices", 1, to=77, said=BLOCKS)),
+    (Rule.STATE_BLOCKS, holding_states, Entry("state_indices", 2, to=77, said=BLOCKS)),
+    (Rule.STATE_BLOCKS, holding_states, Entry("state_indices", 3, to=77, said=WRITES)),
+    (Rule.STATE_BLOCKS, holding_states, Entry("token_state_indices", 0, 2, 77, WRITES)),
+    (
+        *(Rule.STATE_PADDING, holding_states),
+        Entry("has_initial_state", PADDING, to=1, said=("an initial state", "none")),
+    ),
+    (Rule.STATE_PADDING, holding_states, Entry("state_indices", PADDING, to=9, said=UNUSED)),
+    (Rule.STATE_PADDING, holding_states, Entry("initial_state_indices", PADDING, None, 9, UNUSED)),
+    (
+        *(Rule.STATE_PADDING, holding_states),
+        Entry("num_accepted_tokens", PADDING, to=2, said=("2 accepted tokens", "1")),
+    ),
+    (Rule.STATE_PADDING, holding_states, Entry("token_state_indices", 3, 1, 9, UNUSED_BLOCK)),
+    (Rule.STATE_PADDING, holding_states, Entry("token_state_indices", PADDING, 1, 9, UNUSED_BLOCK)),
+    (Rule.STATE_ACCEPTED, holding_states, Entry("num_accepted_tokens", 0, to=2)),
+    (Rule.STATE_ACCEPTED, holding_states, Entry("num_accepted_tokens", 3, to=2)),
+    (Rule.SHARDED_SLOTS, on_a_rank, Entry("slot_mapping", 2, 2, 55, ELSEWHERE)),
+    (Rule.SHARDED_SLOTS, on_a_rank, Entry("slot_mapping", 2, 4, said=ON_RANK, by=BLOCK_SIZE)),
+    (Rule.SHARDED_LENS, on_a_rank, Entry("dcp_local_seq_lens", 2, said=KEPT, by=1)),
+    (Rule.SHARDED_LENS, on_a_rank, Entry("dcp_local_context_lens", 0, said=KEPT, by=-1)),
+    (Rule.SHARDED_LENS, on_a_rank, Entry("dcp_local_seq_lens", PADDING, to=3, said=KEPT)),
+]
+OF_DRAFTS = "token_state_indices", "num_accepted_tokens"  # arrays that only steps with drafts have
+CASES: dict[str, tuple[Rule, Callable[[bool, list[int]], Steps], Plant]] = {
+    f"{rule.name} {entry.array} {entry.req} {entry.to} {make.__name__}": (rule, make, entry)
+    for rule, make, entry in ENTRIES
+}
+WITH_DRAFTS = {name for name, case in CASES.items() if case[2].array in OF_DRAFTS}
+
+
+def breaks(rule: Rule, make: Callable = attending, with_drafts: bool = False) -> Callable:
+    """Name a function that breaks a rule in a step, and returns what is to be said of it."""
+
+    def add(plant: Plant) -> Plant:
+        name = f"{plant.__name__} {make.__name__}"
+        CASES[name] = rule, make, plant
+        WITH_DRAFTS.update({name} if with_drafts else ())
+        return plant
+
+    return add
+
+
+@breaks(Rule.STARTS_AT_ZERO)
+def starts_late(step):
+    step.query_start_loc[0] = 1
+    return Message(1, 0)
+
+
+@breaks(Rule.QUERY_LENS)
+def query_one_longer(step):
+    first, end = step.starts[1:3]
+    step.query_start_loc[2] += 1
+    allowed = f"{end - first} scheduled tokens of {NUM_INPUT_TOKENS}"
+    return Message(f"{first} to {end + 1}", allowed, 1)
+
+
+@breaks(Rule.ENDS_AT_TOKENS)
+def fewer_tokens_than_scheduled(step):
+    step.step.batch.total_num_scheduled_tokens += 1
+    return Message(step.starts[4], step.starts[4] + 1)
+
+
+@breaks(Rule.MODEL_LEN)
+def past_the_model(step):
+    step.tables.num_computed_tokens[step.slots[1]] = MAX_MODEL_LEN
+    step.num_computed_tokens[1] = MAX_MODEL_LEN
+    step.seq_lens[1] = end = MAX_MODEL_LEN + step.starts[2] - step.starts[1]
+    return Message(end, f"up to max_model_len {MAX_MODEL_LEN}", 1)
+
+
+@breaks(Rule.BLOCKS)
+@breaks(Rule.BLOCKS, holding_states)
+@breaks(Rule.BLOCKS, on_a_rank)
+def without_its_last_block(step):
+    group = step.tables.shape.num_groups - 1
+    needed = -(-11 // step.tables.tokens_per_block(group))
+    step.tables.num_blocks[group, step.slots[2]] = needed - 1
+    blocks = f"{needed - 1} block{'s' * (needed > 2)}"
+    return Message(11, f"up to 8 in its {blocks}", 2, group=group)
+
+
+@breaks(Rule.SLOTS)
+def slot_past_the_cache(step):
+    token, end = step.starts[3] + 1, int(step.limits[3])
+    step.slot_mapping[2, token] = end
+    return Message(end, f"{BLOCK_SIZE} to {end - 1}", 3, token, 2)
+
+
+@breaks(Rule.SLOTS)
+def slot_of_the_null_block(step):
+    token = step.starts[2]
+    step.slot_mapping[0, token] = BLOCK_SIZE - 1
+    return Message(BLOCK_SIZE - 1, f"{BLOCK_SIZE} to {step.limits[1] - 1}", 2, token, 0)
+
+
+@breaks(Rule.SLOTS, on_a_rank)
+def table_with_the_null_block(step):
+    """Its first token here is that at position 2, the last one of the first run on rank 1."""
+    step.tables.block_table(0)[step.slots[3], 0] = 0
+    token = step.starts[3] + 2
+    step.slot_mapping[0, token] = 0
+    return Message(0, f"{BLOCK_SIZE} to {step.limits[1] - 1}", 3, token, 0)
+
+
+@breaks(Rule.MAX_QUERY_LEN)
+def longest_query_too_short(step):
+    step.step.max_query_len -= 1
+    return Message(4, 5)
+
+
+@breaks(Rule.MAX_SEQ_LEN)
+def longest_sequence_too_short(step):
+    right = step.step.max_seq_len
+    step.step.max_seq_len -= 1
+    return Message(right - 1, right)
+
+
+@breaks(Rule.LOGITS)
+def logits_of_padding(step):
+    return wrong_logits(step, -1, step.starts[4])
+
+
+@breaks(Rule.LOGITS)
+def logits_twice(step):
+    return wrong_logits(step, -1, step.starts[3] - 1)._replace(req=2)
+
+
+@breaks(Rule.LOGITS)
+def logits_before_the_step(step):
+    return wrong_logits(step, 0, -1)
+
+
+def wrong_logits(step: Steps, place: int, token: int) -> Message:
+    indices = step.logits_indices[: step.step.num_logits]
+    indices[place] = token
+    return Message(f"token {token} in {indices.tolist()}", f"rising, below {step.starts[4]}")
+
+
+@breaks(Rule.ENDS_AT_INPUT_TOKENS)
+def graph_that_ends_early(step):
+    step.query_start_loc[4:], step.seq_lens[4:] = step.starts[4], 0
+    return Message(step.starts[4], NUM_INPUT_TOKENS)
+
+
+@breaks(Rule.LOCAL_QUERY_LENS)
+def virtual_requests_that_fall(step):
+    start = step.starts[1]
+    step.chunk_local_query_start_loc[2] = start - 1
+    allowed = f"rising from 0 to {NUM_INPUT_TOKENS} at most"
+    return Message(f"{start} to {start - 1}", allowed, more=" (virtual request 1)")
+
+
+@breaks(Rule.LOCAL_SEQ_LENS)
+def virtual_length_one_more(step):
+    step.chunk_local_seq_lens[2] += 1
+    allowed = "8 of 6 computed, up to a chunk of 8"
+    return Message("9 of 6 computed", allowed, more=" (virtual request 2)")
+
+
+@breaks(Rule.LOCAL_ENDS_AT_TOKENS)
+def virtual_requests_that_end_early(step):
+    end = step.starts[4]
+    step.chunk_local_query_start_loc[5] -= 1
+    step.chunk_local_seq_lens[4] -= 1
+    return Message(end - 1, end, more=" (virtual request 4)")
+
+
+@breaks(Rule.LOCAL_ENDS_AT_INPUT_TOKENS)
+def graph_of_virtual_requests_that_ends_early(step):
+    step.chunk_local_query_start_loc[5:] = step.starts[4]
+    step.chunk_local_seq_lens[5:] = 0
+    return Message(step.starts[4], NUM_INPUT_TOKENS)
+
+
+def shares(step: Steps, row: int, block: int, writer: int, said: str) -> Message:
+    """The tables are wrong, too: a request's own row has the state that another one writes."""
+    taken = step.state_indices[1, writer]
+    own = step.tables.block_table(2)[step.slots[row]]
+    parts = [step.state_indices[1, row : row + 1], step.initial_state_indices[1, row : row + 1]]
+    if step.has_drafts:
+        parts.append(step.token_state_indices[1, step.starts[row] : step.starts[row + 1]])
+    for part in (own, *parts):
+        part[part == block] = taken
+    return Message(said.format(block=taken), "a block of its own", row, group=2)
+
+
+def two_write(step: Steps, row: int, block: int) -> list[Message]:
+    """Of two requests that write a state, either may be the one that is named."""
+    said = "writes block {block}, as request %s does"
+    one = shares(step, row, block, 2, said % NAMES[2])
+    return [one, one._replace(given=one.given.replace(NAMES[2], NAMES[row]), req=2)]
+
+
+@breaks(Rule.STATE_SHARED, holding_states)
+def state_that_two_write(step):
+    return two_write(step, 3, step.state_indices[1, 3].item())
+
+
+@breaks(Rule.STATE_SHARED, holding_states, with_drafts=True)
+def state_of_a_draft_that_two_write(step):
+    return two_write(step, 0, step.token_state_indices[1, 1].item())
+
+
+@breaks(Rule.STATE_SHARED, holding_states)
+def state_that_another_writes(step):
+    row = 1 if step.has_drafts else 2  # the other one reads from where it writes
+    block = step.initial_state_indices[1, row].item()
+    return shares(step, row, block, 3, "reads block {block}, which request four writes")
+
+
+@breaks(Rule.STATE_SHARED, holding_states, with_drafts=True)
+def state_of_two_drafts(step):
+    table = step.tables.block_table(2)[step.slots[0]]
+    kept, lost = step.token_state_indices[1, 1:3].tolist()
+    for array in (table, step.token_state_indices[1]):
+        array[array == lost] = kept
+    return Message(f"writes block {kept} after two of its tokens", "a block of its own", 0, group=2)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("has_drafts", "name"),
+    [
+        pytest.param(has_drafts, name, id=f"{name}-drafts" if has_drafts else name)
+        for name in CASES
+        for has_drafts in (False, True)
+        if has_drafts or name not in WITH_DRAFTS
+    ],
+)
+def test_a_message_has_the_numbers_of_the_step_before(name, has_drafts, rows):
+    rule, make, plant = CASES[name]
+    made = make(has_drafts, ROWS[rows])
+    expected = plant(made)
+    fault = find_fault(made.step, made.limits)
+    assert fault is not None and fault.rule == rule
+    error = explain_fault(made.step, made.limits, fault, NAMES)
+    either = expected if isinstance(expected, list) else [expected]
+    assert str(error) in [message.line(rule) for message in either]
+    names = [None if message.req is None else NAMES[message.req] for message in either]
+    assert error.rule == rule.title and error.request in names
+
+
+def test_the_message_of_every_rule_is_read():
+    rules = {rule for rule in Rule if rule > Rule.HOLDS}
+    assert {rule for rule, _, _ in CASES.values()} == READS.keys() == rules
+
+
+def verify(step: PreparedStep, limits: np.ndarray, **batch: Any) -> None:
+    """Check a step as a runner does that has just prepared it."""
+    flight, batch_of_runner = SimpleNamespace(step=step), SimpleNamespace(**batch)
+    runner = SimpleNamespace(in_flight=flight, input_batch=batch_of_runner)
+    StepCheck(VOCAB, limits[1:].tolist()).verify(runner, None)
+
+
+def test_states_are_checked_even_after_a_pass_without_faults():
+    """It writes, and checks, what comes before them."""
+    made = holding_states(True, ROWS["rows elsewhere"])
+    made.step.rule = Rule.HOLDS
+    verify(made.step, made.limits, req_ids=NAMES)
+    expected = Entry("initial_state_indices", 0, to=77, said=BLOCKS)(made)
+    with pytest.raises(StepCheckError) as raised:
+        verify(made.step, made.limits, req_ids=NAMES)
+    assert str(raised.value) == expected.line(Rule.STATE_BLOCKS)
+
+
+def test_a_fault_in_a_dummy_run_is_named_before_any_request_came():
+    """The batch of V2's runner knows of no request until then."""
+    made = attending(False, ROWS["rows in place"])
+    nothing = np.empty(0, np.int32)
+    batch = StepBatch(made.step.batch.tables, nothing, nothing, 0)
+    step = prepare_step(batch, Padding(4, 1, mode=GraphMode.FULL))
+    verify(step, made.limits)
+    step.arrays.slot_mapping[1, 2] = 6
+    with pytest.raises(StepCheckError) as raised:
+        verify(step, made.limits)
+    assert str(raised.value) == Message(6, -1, None, 2, 1).line(Rule.PADDING_TOKENS)
+
+
+@given(random_batches(), st.booleans(), st.integers(0, 5))
+def test_prepared_steps_break_no_rule(batch, in_full_graph, blocks_per_chunk):
+    step = local_step(batch, blocks_per_chunk) if blocks_per_chunk else batch.step()
     if in_full_graph and batch.capture_sizes is not None:
         step.padding = replace(step.padding, mode=GraphMode.FULL)
-    assert find_fault(step, limits(step)) is None
-
-
-@given(random_batches(), st.integers(1, 5))
-def test_virtual_requests_break_no_rule(batch, blocks_per_chunk):
-    step = owned(local_step(batch, blocks_per_chunk))
-    assert find_fault(step, limits(step)) is None
-
-
-def mixed_step(capture_size: int = 16) -> PreparedStep:
-    """A decode, two prompts of five tokens each, and padding, in a full graph with chunks of 8."""
-    requests = [
-        OracleRequest(9, 1, 4, list(range(10)), [3, 1, 2]),
-        OracleRequest(0, 5, 5, list(range(20, 25)), [5, 4]),
-        OracleRequest(6, 5, 20, list(range(40, 60)), [6, 9, 8]),
-    ]
-    step = owned(local_step(RandomBatch(requests, 4, 40, [capture_size], None, True), 2))
-    step.padding = replace(step.padding, mode=GraphMode.FULL)
-    assert find_fault(step, limits(step)) is None
-    return step
-
-
-def message(step: PreparedStep) -> str:
-    fault = find_fault(step, limits(step))
-    assert fault is not None, "nothing was noticed"
-    error = explain_fault(step, limits(step), fault, REQ_IDS)
-    assert error.rule == RULES[fault.rule][0]
-    return str(error)
+    assert find_fault(step, limits_of(step)) is None
 
 
 def test_the_pass_that_writes_a_step_checks_it():
     """What it says is put into words later; without limits it says nothing."""
     requests = [OracleRequest(9, 1, 4, list(range(10)), [3, 1, 2])]
-    step = owned(RandomBatch(requests, 4, 40, None, None, True).step())
-    told = limits(step)
-    assert step.rule == NOT_CHECKED
-    check = StepCheck(VOCAB, told[1:].tolist())
+    step = RandomBatch(requests, 4, 40, None, None, True).step()
+    told = limits_of(step)
+    assert step.rule == Rule.NOT_CHECKED
 
     def written() -> PreparedStep:
         return prepare_step(replace(step.batch, check_limits=told), step.padding)
 
-    def verify(written: PreparedStep) -> None:
-        batch = SimpleNamespace(req_ids=REQ_IDS)
-        flight = SimpleNamespace(step=written)
-        check.verify(SimpleNamespace(in_flight=flight, input_batch=batch), None)
-
     right = written()
     assert right.rule == Rule.HOLDS
-    verify(right)
+    verify(right, told, req_ids=["one"])
     step.batch.tables.token_ids[0, 9] = VOCAB
     wrong = written()
     assert wrong.rule == Rule.VOCABULARY
     with pytest.raises(StepCheckError, match=f"request one, token 0: given {VOCAB}"):
-        verify(wrong)
+        verify(wrong, told, req_ids=["one"])
     step.batch.tables.token_ids[0, 9] = VOCAB - 1
     step.batch.tables.num_blocks[0, 0] = 1
     assert written().rule == Rule.BLOCKS
 
 
-def beyond_max_model_len(step):
-    for lengths in (step.batch.tables.num_computed_tokens, step.arrays.num_computed_tokens):
-        lengths[0] = 40
-    step.arrays.seq_lens[0] = 41
-
-
-def without_its_last_block(step):
-    step.batch.tables.num_blocks[0, 2] -= 1
-
-
-def of_another_block(step):
-    step.arrays.slot_mapping[0, 0] += 4
-
-
-def requests_without_padding(step):
-    step.arrays.query_start_loc[step.num_reqs :] = 11
-    step.arrays.seq_lens[step.num_reqs :] = 0
-
-
-def virtual_requests_without_padding(step):
-    step.arrays.chunk_local_query_start_loc[step.local.num_reqs :] = 11
-    step.arrays.chunk_local_seq_lens[step.local.num_reqs :] = 0
-
-
-def changed(name, index, value):
-    """A fault that writes one entry of an array."""
-
-    def fault(step):
-        getattr(step.arrays, name)[index] = value
-
-    return fault
-
-
-FAULTS = [  # the rule, what breaks it, and what is said of it, some left out at " ... "
-    ("starts", changed("query_start_loc", 0, 1), "given 1, allowed 0"),
-    (
-        "query lengths",
-        changed("query_start_loc", 2, 7),
-        "request two: given 1 to 7, allowed 5 scheduled",
-    ),
-    (
-        "end",
-        lambda step: setattr(step.batch, "total_num_scheduled_tokens", 12),
-        "given 11, allowed 12",
-    ),
-    (
-        "lengths",
-        changed("seq_lens", 2, 12),
-        "request three: given 12 of 6 computed, allowed 11 of 6",
-    ),
-    (
-        "lengths",
-        changed("num_computed_tokens", 0, 8),
-        "request one: given 10 of 8 computed, allowed 10 of 9",
-    ),
-    (
-        "model length",
-        beyond_max_model_len,
-        "request one ... given 41, allowed up to max_model_len 40",
-    ),
-    (
-        "blocks",
-        without_its_last_block,
-        "request three ... group 0: given 11, allowed up to 8 in its 2 blocks",
-    ),
-    ("positions", changed("positions", 3, 3), "request two, token 3: given 3, allowed 2"),
-    ("positions", changed("positions", 0, 8), "request one, token 0: given 8, allowed 9"),
-    (
-        "vocabulary",
-        changed("input_ids", 7, VOCAB),
-        f"request three, token 7: given {VOCAB}, allowed 0 to {VOCAB - 1}",
-    ),
-    ("vocabulary", changed("input_ids", 0, -1), "request one, token 0: given -1"),
-    (
-        "slots",
-        changed("slot_mapping", (0, 2), 3),
-        "request two, token 2, KV-cache group 0: given 3, allowed 4 to 39",
-    ),
-    (
-        "slots",
-        changed("slot_mapping", (1, 2), 40),
-        "request two, token 2, KV-cache group 1: given 40",
-    ),
-    (
-        "table",
-        of_another_block,
-        "request one, token 0, KV-cache group 0: given 13, allowed 9, in its block 2",
-    ),
-    ("longest query", lambda step: setattr(step, "max_query_len", 4), "given 4, allowed 5"),
-    ("longest sequence", lambda step: setattr(step, "max_seq_len", 10), "given 10, allowed 11"),
-    ("logits", changed("logits_indices", 2, 11), "given token 11 in [0, 5, 11], allowed rising"),
-    ("logits", changed("logits_indices", 1, 0), "token 0 in [0, 0, 10], allowed rising, below 11"),
-    ("logits", changed("logits_indices", 0, -1), "given token -1 in [-1, 5, 10]"),
-    (
-        "padding",
-        changed("slot_mapping", (2, 13), 4),
-        "slot: token 13, KV-cache group 2: given 4, allowed -1",
-    ),
-    ("padding requests", changed("seq_lens", 3, 2), "padding request 3 ... length 2"),
-    (
-        "padding requests",
-        changed("seq_lens", 3, 0),
-        "padding request 3 ... tokens 11 to 16, length 0",
-    ),
-    ("TND end", requests_without_padding, "given 11, allowed 16"),
-    (
-        "local queries",
-        changed("chunk_local_query_start_loc", 2, 0),
-        "virtual request 1 ... given 1 to 0",
-    ),
-    (
-        "local lengths",
-        changed("chunk_local_seq_lens", 0, 9),
-        "virtual request 0 ... given 9 of 1 computed, allowed 2 of 1 computed",
-    ),
-    ("local TND end", virtual_requests_without_padding, "given 11, allowed 16"),
-]
-
-
-@pytest.mark.parametrize(("rule", "plant", "told"), FAULTS, ids=[fault[2] for fault in FAULTS])
-def test_a_planted_fault_is_named(rule, plant, told):
-    step = mixed_step()
-    plant(step)
-    said = message(step)
-    assert said.startswith(f'step check "{rule}": ') and "\n" not in said
-    for part in told.split(" ... "):
-        assert part in said
-
-
-def test_virtual_requests_end_at_the_tokens_of_the_step():
-    step = mixed_step()
-    starts, last = step.arrays.chunk_local_query_start_loc, step.local.num_reqs
-    starts[last] -= 1
-    step.arrays.chunk_local_seq_lens[last - 1] -= 1
-    assert 'step check "local end"' in message(step)
-
-
 def test_only_samples_on_the_device_may_be_placeholders():
-    step = mixed_step()
-    step.batch.num_sampled_rows, step.batch.previous_rows = 3, np.array([1, -1, -1], np.int64)
-    step.arrays.input_ids[0] = -1
-    assert find_fault(step, limits(step)) is None
-    step.batch.previous_rows = np.array([-1, 0, -1], np.int64)
-    assert find_fault(step, limits(step)).rule == Rule.VOCABULARY
-
-
-def test_every_rule_of_attention_has_a_fault():
-    planted = {rule for rule, *_ in FAULTS} | {"local end"}
-    planted |= {RULES[rule][0] for rule in Rule if rule >= Rule.NO_SLOT}  # prep/test_states.py
-    assert planted == {name for name, _ in RULES.values()}
+    made = attending(False, ROWS["rows in place"])
+    batch = made.step.batch
+    batch.num_sampled_rows, batch.previous_rows = 4, np.array([1, -1, -1, -1], np.int64)
+    made.input_ids[0] = -1
+    assert find_fault(made.step, made.limits) is None
+    batch.previous_rows = np.array([-1, 0, -1, -1], np.int64)
+    assert find_fault(made.step, made.limits).rule == Rule.VOCABULARY

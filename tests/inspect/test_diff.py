@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers import worked_examples
-from tests.helpers.scenarios import PATCHES, in_chunks, small, view_of, with_an_image
+from tests.helpers.scenarios import PATCHES, example, in_chunks, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.diff import diff_json, diff_text, differences
@@ -32,7 +32,9 @@ def changed(scenario: dict, row: int, **fields) -> dict:
 
 
 def test_a_step_does_not_differ_from_itself(capsys):
-    for scenario in (small(), with_an_image(), in_chunks(), small() | {"capture_sizes": [8]}):
+    kinds = [example(name) for name in ("latent", "states", "shared-context")]
+    padded = small() | {"capture_sizes": [8]}
+    for scenario in (small(), with_an_image(), in_chunks(), padded, *kinds):
         assert found(scenario, scenario) == []
     path = str(worked_examples.path_of("all-prefill"))
     assert main(["explain", path, "--diff", path]) == 0
@@ -95,19 +97,11 @@ def test_images_mrope_and_groups_differ_where_they_do():
     scenario = with_an_image()
     patches = copy.deepcopy(PATCHES)
     patches[1][4] = 7
-    other = changed(scenario, 0, mrope_positions=patches)
-    (entry,) = found(scenario, other)
-    assert entry == {
-        "name": "mrope_positions 1",
-        "a": [3],
-        "b": [7],
-        "req_id": "a",
-        "positions": (4, 5),
-    }
+    told = {"name": "mrope_positions 1", "a": [3], "b": [7], "req_id": "a", "positions": (4, 5)}
+    assert found(scenario, changed(scenario, 0, mrope_positions=patches)) == [told]
     other = copy.deepcopy(scenario)
     other["more_kv_cache_groups"][0]["block_ids"][1] = [9, 11]
-    entries = found(scenario, other)
-    assert [(e["name"], e.get("group")) for e in entries] == [
+    assert [(e["name"], e.get("group")) for e in found(scenario, other)] == [
         ("block_table of group 1", None),
         ("block_numbers", 1),
         ("slot_mapping", 1),
@@ -116,23 +110,52 @@ def test_images_mrope_and_groups_differ_where_they_do():
     assert "multimodal" in {e["name"] for e in found(scenario, other)}
 
 
-def test_padding_that_differs_alone_is_found():
-    padded = small() | {"capture_sizes": [8]}
-    a, b = view_of(padded), view_of(padded)
-    b.step.arrays.slot_mapping[0, 6] = 3
-    (entry,) = differences(a, b)
-    assert (entry.name, entry.a, entry.b) == (
-        "padding of slot_mapping 0",
-        [-1, -1, -1],
-        [-1, 3, -1],
-    )
+OTHER_KINDS = [  # a setting that another engine has, and what differs of the step
+    ("latent", "latent", {"decode_threshold": 1, "workspace_blocks": 3}, "latent.workspace_tokens"),
+    ("latent", "latent", {"decode_threshold": 2, "workspace_blocks": 2}, "latent.num_decodes"),
+    ("latent", "latent", None, "latent.num_chunks"),
+    ("shared-context", "dcp", {"world_size": 2, "rank": 0}, "dcp.rank"),
+    ("shared-context", "dcp", {"world_size": 2, "rank": 0}, "dcp_local_seq_lens"),
+    ("shared-context", "dcp", {"world_size": 2, "rank": 1}, "dcp_ranks"),
+    ("states", "more_kv_cache_groups", [], "groups with states"),
+    ("states", "more_kv_cache_groups", [], "states.num_prefills"),
+]
 
 
-def test_virtual_requests_that_differ_alone_are_found():
-    a, b = view_of(in_chunks()), view_of(in_chunks())
-    b.step.arrays.chunk_local_seq_lens[0] += 1
+@pytest.mark.parametrize(("name", "key", "value", "expected"), OTHER_KINDS)
+def test_other_kinds_of_attention_differ(name, key, value, expected):
+    assert expected in {e["name"] for e in found(example(name), example(name, **{key: value}))}
+
+
+def test_states_in_other_blocks_differ():
+    other = example("states")
+    other["more_kv_cache_groups"][0]["block_ids"][1] = [12, 15]
+    assert found(example("states"), other) == [
+        {"name": "block_table of states of group 1", "a": [12, 13], "b": [12, 15], "req_id": "b"},
+        {"name": "state_indices of states of group 1", "a": 13, "b": 15, "req_id": "b"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "array", "place"),
+    [
+        (small() | {"capture_sizes": [8]}, "slot_mapping", (0, 6)),  # of padding
+        (in_chunks(), "chunk_local_seq_lens", 0),
+        (example("latent"), "context_piece_chunks", 1),
+        (example("latent"), "prefill_query_start_loc", 1),
+        (example("states"), "has_initial_state", 1),
+        (example("states"), "initial_state_indices", (0, 1)),
+        (example("shared-context"), "dcp_local_context_lens", 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_array_that_differs_alone_is_found(scenario, array, place):
+    a, b = view_of(scenario), view_of(scenario)
+    values = getattr(b.step.arrays, array)
+    values[place] = values[place] == 0
     (entry,) = differences(a, b)
-    assert (entry.name, entry.group) == ("seq_lens of virtual requests", 0)
+    names = {"slot_mapping": "padding of slot_mapping 0", "chunk_local_seq_lens": "seq_lens"}
+    assert names.get(array, array) in entry.name
 
 
 SCENARIOS = st.builds(
@@ -170,18 +193,20 @@ def test_nothing_differs_only_if_all_variables_are_equal(a, b):
 
 
 def test_the_exit_code_says_whether_anything_differs(tmp_path, capsys):
-    path = str(worked_examples.path_of("chunked-prefill"))
-    other = tmp_path / "other.json"
+    path, other = str(worked_examples.path_of("chunked-prefill")), tmp_path / "other.json"
     other.write_text(json.dumps(changed(small(), 2, block_ids=[4, 5, 6, 9]) | {"name": "other"}))
-    assert main(["explain", path, "--diff", str(other)]) == 1
+    command = ["explain", path, "--diff", str(other)]
+    assert main(command) == 1
     shown = capsys.readouterr().out
     for part in ("A  chunked-prefill", "B  other", "4 5 6 8", "16 17", "18 19"):
         assert part in shown
-    assert main(["explain", path, "--diff", str(other), "--json"]) == 1
+    assert main([*command, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert (data["a"], data["b"]) == ("chunked-prefill", "other")
-    assert len(data["differences"]) == 3
-    for wrong in (["--html", "x.html"], ["--request", "1"]):
-        assert main(["explain", path, "--diff", str(other), *wrong]) == 2
+    assert (data["a"], data["b"], len(data["differences"])) == ("chunked-prefill", "other", 3)
+    for wrong in (
+        ["--html", "x.html"],
+        ["--request", "1"],
+        ["--diff", str(tmp_path / "none.json")],
+    ):
+        assert main([*command, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    assert main(["explain", path, "--diff", str(tmp_path / "none.json")]) == 2

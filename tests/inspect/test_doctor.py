@@ -36,8 +36,10 @@ def by_name(host: Host) -> dict[str, Finding]:
 
 @pytest.mark.parametrize("name", hosts.HOSTS)
 def test_table_of_a_made_up_host(name, tmp_path):
-    shown = table(examine(hosts.HOSTS[name](tmp_path)))
-    assert shown == (TABLES / f"{name}.txt").read_text()
+    findings = examine(hosts.HOSTS[name](tmp_path))
+    assert table(findings) == (TABLES / f"{name}.txt").read_text()
+    for finding in findings:
+        assert finding.found and bool(finding.do) == (finding.status is not Status.OK), finding
 
 
 def test_a_release_that_pins_another_torch_is_told(tmp_path):
@@ -46,13 +48,6 @@ def test_a_release_that_pins_another_torch_is_told(tmp_path):
     assert finding.status is Status.OK
     assert finding.found.startswith("0.33.0+empty; vLLM 0.33.0 pins torch 2.14.0")
     assert finding.found.endswith(f"tested here with torch {TORCH} alone")
-
-
-@pytest.mark.parametrize("name", hosts.HOSTS)
-def test_what_is_not_well_says_what_to_do(name, tmp_path):
-    for finding in examine(hosts.HOSTS[name](tmp_path)):
-        assert bool(finding.do) == (finding.status is not Status.OK), finding
-        assert finding.found
 
 
 @pytest.mark.parametrize(
@@ -91,79 +86,104 @@ def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
     return by_name(replace(hosts.ascend_910b(tmp_path), **changes))
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "status", "said"),
-    [
-        ("NPU_PREP_DEVICE", "gpu", "failure", "auto, npu or cpu"),
-        ("NPU_PREP_DEVICE", "NPU", "ok", ""),
-        ("VLLM_PLUGINS", "lora_filesystem_resolver", "failure", "add npu_prep"),
-        ("VLLM_PLUGINS", "a,npu_prep", "ok", ""),
-        ("VLLM_USE_V2_MODEL_RUNNER", "1", "warning", "V1 is the plugin's default"),
-        ("VLLM_USE_V2_MODEL_RUNNER", "0", "ok", ""),
-        ("VLLM_TARGET_DEVICE", "cuda", "warning", "empty"),
-        ("VLLM_WORKER_MULTIPROC_METHOD", "fork", "warning", "spawn"),
-        ("PYTHONDONTWRITEBYTECODE", "1", "warning", "unset"),
-        ("NUMBA_DISABLE_JIT", "1", "warning", "unset"),
-        ("ASCEND_RT_VISIBLE_DEVICES", "", "failure", "unset"),
-        ("ASCEND_RT_VISIBLE_DEVICES", "all", "failure", "0,1"),
-        ("ASCEND_RT_VISIBLE_DEVICES", "1,2", "failure", "remove 2"),
-        ("ASCEND_HOME_PATH", "/opt/gone", "failure", "set_env.sh"),
-        ("LD_LIBRARY_PATH", "/usr/lib", "warning", "set_env.sh"),
-        ("NUMBA_CACHE_DIR", "/var/cache/numba", "ok", ""),
-        ("TASK_QUEUE_ENABLE", "1", "ok", ""),
-        ("TASK_QUEUE_ENABLE", "2", "warning", "workers take for 1"),
-        ("TASK_QUEUE_ENABLE", "3", "failure", "set it to 1"),
-        ("ASCEND_LAUNCH_BLOCKING", "0", "ok", ""),
-        ("ASCEND_LAUNCH_BLOCKING", "1", "warning", "full graphs are off"),
-        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "ok", ""),
-        (
-            "PYTORCH_NPU_ALLOC_CONF",
-            "pin_memory_expandable_segments:True",
-            "failure",
-            "no graph can be captured",
-        ),
-        ("HCCL_CONNECT_TIMEOUT", "600", "ok", ""),
-        ("HCCL_CONNECT_TIMEOUT", "60", "failure", "from 120 to 7200"),
-        ("HCCL_EXEC_TIMEOUT", "0", "ok", ""),
-        ("HCCL_EXEC_TIMEOUT", "long", "failure", "whole number"),
-        ("HCCL_BUFFSIZE", "0", "failure", "from 1 on"),
-        ("HCCL_IF_BASE_PORT", "80", "failure", "from 1024 to 65520"),
-        ("HCCL_IF_IP", "eth0", "failure", "IP address"),
-        ("VLLM_HOST_IP", "fe80::1", "ok", ""),
-        ("HCCL_SOCKET_FAMILY", "ipv6", "failure", "AF_INET or AF_INET6"),
-        ("HCCL_DETERMINISTIC", "STRICT", "ok", ""),
-        ("HCCL_DETERMINISTIC", "1", "failure", "false, true or strict"),
-        ("HCCL_OP_EXPANSION_MODE", "AIV", "ok", ""),
-        ("HCCL_OP_EXPANSION_MODE", "aiv", "failure", "AICPU_CacheDisable or AIV"),
-        ("HCCL_SOCKET_IFNAME", "enp", "ok", ""),
-        ("HCCL_SOCKET_IFNAME", "=enp1s0,eth9", "ok", ""),
-        ("HCCL_SOCKET_IFNAME", "=enp", "failure", "enp1s0, lo"),
-        ("HCCL_SOCKET_IFNAME", "^lo", "ok", ""),
-        ("HCCL_SOCKET_IFNAME", "^=enp1s0,lo", "failure", "enp1s0, lo"),
-        ("GLOO_SOCKET_IFNAME", "lo", "ok", ""),
-        ("GLOO_SOCKET_IFNAME", "enp", "failure", "enp1s0, lo"),
-    ],
-)
-def test_environment_variables(variable, value, status, said, tmp_path):
-    finding = changed(tmp_path, environment=hosts.SOURCED | {variable: value})[variable]
+AIV = {"HCCL_OP_EXPANSION_MODE": "AIV"}
+VARIABLES = [
+    ("NPU_PREP_DEVICE", "gpu", "failure", "auto, npu or cpu"),
+    ("NPU_PREP_DEVICE", "NPU", "ok", ""),
+    ("VLLM_PLUGINS", "lora_filesystem_resolver", "failure", "add npu_prep"),
+    ("VLLM_PLUGINS", "a,npu_prep", "ok", ""),
+    ("VLLM_USE_V2_MODEL_RUNNER", "1", "warning", "V1 is the plugin's default"),
+    ("VLLM_USE_V2_MODEL_RUNNER", "0", "ok", ""),
+    ("VLLM_TARGET_DEVICE", "cuda", "warning", "empty"),
+    ("VLLM_WORKER_MULTIPROC_METHOD", "fork", "warning", "spawn"),
+    ("PYTHONDONTWRITEBYTECODE", "1", "warning", "unset"),
+    ("NUMBA_DISABLE_JIT", "1", "warning", "unset"),
+    ("ASCEND_RT_VISIBLE_DEVICES", "", "failure", "unset"),
+    ("ASCEND_RT_VISIBLE_DEVICES", "all", "failure", "0,1"),
+    ("ASCEND_RT_VISIBLE_DEVICES", "1,2", "failure", "remove 2"),
+    ("ASCEND_HOME_PATH", "/opt/gone", "failure", "set_env.sh"),
+    ("LD_LIBRARY_PATH", "/usr/lib", "warning", "set_env.sh"),
+    ("NUMBA_CACHE_DIR", "/var/cache/numba", "ok", ""),
+    ("TASK_QUEUE_ENABLE", "1", "ok", ""),
+    ("TASK_QUEUE_ENABLE", "2", "warning", "workers take for 1"),
+    ("TASK_QUEUE_ENABLE", "3", "failure", "set it to 1"),
+    ("ASCEND_LAUNCH_BLOCKING", "0", "ok", ""),
+    ("ASCEND_LAUNCH_BLOCKING", "1", "warning", "full graphs are off"),
+    ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "ok", ""),
+    ("PYTORCH_NPU_ALLOC_CONF", "pin_memory_expandable_segments:True", "failure", "no graph can"),
+    ("HCCL_CONNECT_TIMEOUT", "600", "ok", ""),
+    ("HCCL_CONNECT_TIMEOUT", "60", "failure", "from 120 to 7200"),
+    ("HCCL_EXEC_TIMEOUT", "0", "ok", ""),
+    ("HCCL_EXEC_TIMEOUT", "long", "failure", "whole number"),
+    ("HCCL_EXEC_TIMEOUT", "0.05", "ok", "", AIV),
+    ("HCCL_EXEC_TIMEOUT", "1091", "ok", "", AIV),
+    ("HCCL_EXEC_TIMEOUT", "0", "failure", "", AIV),
+    ("HCCL_EXEC_TIMEOUT", "1092", "failure", "", AIV),
+    ("HCCL_BUFFSIZE", "0", "failure", "from 1 on"),
+    ("HCCL_IF_BASE_PORT", "80", "failure", "from 1024 to 65520"),
+    ("HCCL_IF_IP", "eth0", "failure", "IP address"),
+    ("VLLM_HOST_IP", "fe80::1", "ok", ""),
+    ("HCCL_SOCKET_FAMILY", "ipv6", "failure", "AF_INET or AF_INET6"),
+    ("HCCL_DETERMINISTIC", "STRICT", "ok", ""),
+    ("HCCL_DETERMINISTIC", "1", "failure", "false, true or strict"),
+    ("HCCL_OP_EXPANSION_MODE", "AIV", "ok", ""),
+    ("HCCL_OP_EXPANSION_MODE", "aiv", "failure", "AICPU_CacheDisable or AIV"),
+    ("HCCL_SOCKET_IFNAME", "enp", "ok", ""),
+    ("HCCL_SOCKET_IFNAME", "=enp1s0,eth9", "ok", ""),
+    ("HCCL_SOCKET_IFNAME", "=enp", "failure", "enp1s0, lo"),
+    ("HCCL_SOCKET_IFNAME", "^lo", "ok", ""),
+    ("HCCL_SOCKET_IFNAME", "^=enp1s0,lo", "failure", "enp1s0, lo"),
+    ("GLOO_SOCKET_IFNAME", "lo", "ok", ""),
+    ("GLOO_SOCKET_IFNAME", "enp", "failure", "enp1s0, lo"),
+]
+
+
+@pytest.mark.parametrize("row", VARIABLES, ids=lambda row: "-".join(row[:2]))
+def test_environment_variables(row, tmp_path):
+    variable, value, status, said, *beside = row
+    environment = hosts.SOURCED | {variable: value} | dict(*beside)
+    finding = changed(tmp_path, environment=environment)[variable]
     assert finding.status == status
     assert said in finding.do
 
 
+WELL = hosts.loads(hosts.SEEN, hosts.FIA)
+IN_USE = hosts.smi(("910B3", "OK", 3360, 65536), ("910B3", "OK", 60000, 65536))
+LACKS = {"npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule", "npu_swiglu": "aclnnSwiGlu"}
+DEAD = replace(hosts.probe(torch={"version": "2.13.0"}), code=-11, err="x\nFatal")
+
+
 @pytest.mark.parametrize(
-    ("seconds", "status"), [("0.05", "ok"), ("1091", "ok"), ("0", "failure"), ("1092", "failure")]
+    ("run", "name", "status", "words"),
+    [
+        (hosts.run(Ran(0, IN_USE), WELL), "device memory", "warning", ["chip 1:"]),
+        (hosts.run(Ran(None, ""), WELL), "npu-smi", "failure", ["20 seconds"]),
+        (hosts.run(Ran(0, "nothing"), DEAD), "npu-smi", "failure", ["lists no NPU: nothing"]),
+        (hosts.run(Ran(0, "nothing"), DEAD), "import torch", "ok", []),
+        (
+            *(hosts.run(Ran(0, "nothing"), DEAD), "torch_npu sees", "failure"),
+            ["the process that imports them ended with exit code -11: Fatal"],
+        ),
+        (
+            hosts.run(None, hosts.loads(hosts.SEEN | {"missing": LACKS}, hosts.FIA)),
+            *("CANN's functions", "warning"),
+            [
+                "aclnnChunkGatedDeltaRule (npu_chunk_gated_delta_rule), which CANN 9.1 has",
+                "aclnnSwiGlu (npu_swiglu), which CANN 8.5 has",
+                "install CANN 9.1 or newer",
+            ],
+        ),
+        (
+            hosts.run(None, hosts.loads(hosts.SEEN | {"missing": {}}, hosts.FIA)),
+            *("CANN's functions", "ok", []),
+        ),
+    ],
+    ids=["in use", "hangs", "no NPU", "torch", "dies", "lacks functions", "has functions"],
 )
-def test_timeouts_of_the_vector_cores(tmp_path, seconds, status):
-    environment = {"HCCL_EXEC_TIMEOUT": seconds, "HCCL_OP_EXPANSION_MODE": "AIV"}
-    found = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_EXEC_TIMEOUT"]
-    assert found.status == status
-
-
-def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
-    environment = {"HCCL_ALGO": "x", "HCCL_RDMA_TC": "1"}
-    finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
-    assert finding.status == "ok"
-    assert "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
+def test_what_commands_and_probes_say_is_told(run, name, status, words, tmp_path):
+    finding = changed(tmp_path, run=run)[name]
+    assert finding.status == status
+    assert all(each in f"{finding.found} {finding.do}" for each in words)
 
 
 def test_npus_without_torch_npu(tmp_path):
@@ -175,50 +195,18 @@ def test_npus_without_torch_npu(tmp_path):
     assert by_name(asked)["torch_npu"].status == "failure"
 
 
+def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
+    environment = {"HCCL_ALGO": "x", "HCCL_RDMA_TC": "1"}
+    finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
+    assert finding.status == "ok" and "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
+
+
 def test_nothing_of_ascend_is_missed_where_the_cpu_is_asked_for(tmp_path):
     host = hosts.container_without_devices(tmp_path)
     devices = {"visible": False, "reason": "torch_npu is installed, but sees no NPU"}
     probed = hosts.loads(devices, hosts.REFERENCE)
     host = replace(host, environment={"NPU_PREP_DEVICE": "cpu"}, run=hosts.run(None, probed))
     assert {finding.status for finding in examine(host)} == {Status.OK}
-
-
-def test_a_device_that_others_use(tmp_path):
-    chips = hosts.smi(("910B3", "OK", 3360, 65536), ("910B3", "OK", 60000, 65536))
-    ran = hosts.run(Ran(0, chips), hosts.loads(hosts.SEEN, hosts.FIA))
-    finding = changed(tmp_path, run=ran)["device memory"]
-    assert finding.status == "warning"
-    assert "chip 1:" in finding.do
-
-
-def test_functions_that_cann_lacks_are_named_with_a_release(tmp_path):
-    lacks = {"npu_chunk_gated_delta_rule": "aclnnChunkGatedDeltaRule", "npu_swiglu": "aclnnSwiGlu"}
-    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": lacks}, hosts.FIA))
-    finding = changed(tmp_path, run=ran)["CANN's functions"]
-    assert finding.status == "warning"
-    assert "aclnnChunkGatedDeltaRule (npu_chunk_gated_delta_rule), which CANN 9.1 has" in (
-        finding.found
-    )
-    assert "aclnnSwiGlu (npu_swiglu), which CANN 8.5 has" in finding.found
-    assert "install CANN 9.1 or newer" in finding.do
-    (tmp_path / "b").mkdir()
-    ran = hosts.run(None, hosts.loads(hosts.SEEN | {"missing": {}}, hosts.FIA))
-    assert changed(tmp_path / "b", run=ran)["CANN's functions"].status == "ok"
-
-
-def test_a_driver_that_hangs_and_a_probe_that_dies(tmp_path):
-    hung = changed(tmp_path, run=hosts.run(Ran(None, ""), hosts.loads(hosts.SEEN, hosts.FIA)))
-    assert hung["npu-smi"].status == "failure"
-    assert "20 seconds" in hung["npu-smi"].found
-    (tmp_path / "b").mkdir()
-    began = hosts.probe(torch={"version": "2.13.0"})
-    dead = changed(
-        tmp_path / "b", run=hosts.run(Ran(0, "nothing"), replace(began, code=-11, err="x\nFatal"))
-    )
-    assert "lists no NPU: nothing" in dead["npu-smi"].found
-    assert dead["import torch"].status == "ok"
-    why = "the process that imports them ended with exit code -11: Fatal"
-    assert dead["torch_npu sees"].found == why
 
 
 @pytest.mark.parametrize(
@@ -231,11 +219,9 @@ def test_a_driver_that_hangs_and_a_probe_that_dies(tmp_path):
 )
 def test_a_plugin_that_is_inactive_says_why(environment, plugins, said, tmp_path):
     ran = hosts.run(None, hosts.loads({"visible": False, "reason": "none"}, hosts.REFERENCE, "o.P"))
-    host = hosts.bare(tmp_path)
-    host = replace(host, environment=environment, platform_plugins=plugins, run=ran)
-    finding = by_name(host)["platform"]
-    assert finding.status == "failure"
-    assert said in finding.do
+    changes = {"environment": environment, "platform_plugins": plugins, "run": ran}
+    finding = by_name(replace(hosts.bare(tmp_path), **changes))["platform"]
+    assert finding.status == "failure" and said in finding.do
 
 
 FILES = (

@@ -30,16 +30,17 @@ def step(state: AttentionState, num_tokens: int, padded: int, num_reqs: int = 1)
     )
 
 
+DECODE = step(AttentionState.DecodeOnly, 5, 8)
+
+
 def scraped(folder: Path) -> dict[str, float]:
     """Samples that differ from zero, as a server's registry reads them."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(folder))
     samples = {}
-    for family in registry.collect():
-        for sample in family.samples:
-            labels = " ".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-            name = sample.name.removeprefix("vllm:npu_prep_")
-            samples[f"{name} {labels}"] = sample.value
+    for sample in (sample for family in registry.collect() for sample in family.samples):
+        labels = " ".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+        samples[f"{sample.name.removeprefix('vllm:npu_prep_')} {labels}"] = sample.value
     return {name: value for name, value in samples.items() if value}
 
 
@@ -56,7 +57,7 @@ def test_an_ended_engine_keeps_its_counts_and_no_descriptor(folder):
     """Whoever holds its runner still."""
     before = len(os.listdir("/proc/self/fd"))
     counts = StepMetrics(CONFIG)
-    counts.add(step(AttentionState.DecodeOnly, 5, 8), "full graph", 0, perf_counter())
+    counts.add(DECODE, "full graph", 0, perf_counter())
     assert len(os.listdir("/proc/self/fd")) == before + 4
     counts.close()
     counts.close()
@@ -67,16 +68,14 @@ def test_an_ended_engine_keeps_its_counts_and_no_descriptor(folder):
 def test_other_ranks_of_an_engine_count_for_themselves_only(folder):
     parallel = SimpleNamespace(data_parallel_index=3, rank=1)
     config = SimpleNamespace(model_config=CONFIG.model_config, parallel_config=parallel)
-    decode = step(AttentionState.DecodeOnly, 5, 8)
-    StepMetrics(config).add(decode, "full graph", 0, perf_counter())
+    StepMetrics(config).add(DECODE, "full graph", 0, perf_counter())
     assert not scraped(folder)
 
 
 def test_a_step_is_counted_once_in_each_way(folder):
     counts = StepMetrics(CONFIG)
-    decode = step(AttentionState.DecodeOnly, 5, 8)
-    counts.add(decode, "full graph", 0, perf_counter())
-    counts.add(decode, "full graph", 2, perf_counter())
+    counts.add(DECODE, "full graph", 0, perf_counter())
+    counts.add(DECODE, "full graph", 2, perf_counter())
     counts.add(step(AttentionState.ChunkedPrefill, 9, 9), "eager: too large", 2, perf_counter())
     counts.add(step(AttentionState.DecodeOnly, 0, 8, num_reqs=0), "full graph", 3, perf_counter())
     counts.add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 3, perf_counter() - 60)
@@ -99,10 +98,9 @@ def test_a_step_is_counted_once_in_each_way(folder):
 def test_more_reasons_than_a_file_starts_with_room_for(folder):
     """The file grows under the counts; those that were there before go on counting."""
     counts = StepMetrics(CONFIG)
-    decode = step(AttentionState.DecodeOnly, 1, 1)
     for index in range(600):
-        counts.add(decode, f"eager: reason {index}", 0, perf_counter())
-    counts.add(decode, "eager: reason 0", 0, perf_counter())
+        counts.add(DECODE, f"eager: reason {index}", 0, perf_counter())
+    counts.add(DECODE, "eager: reason 0", 0, perf_counter())
     found = scraped(folder)
     assert max(file.stat().st_size for file in folder.iterdir()) > metrics.FILE_BYTES
     assert found[f"eager_steps_total {OWN} reason=reason 0"] == 2
@@ -112,31 +110,24 @@ def test_more_reasons_than_a_file_starts_with_room_for(folder):
 
 def test_two_engines_of_a_process_add_up(folder):
     for _ in range(2):
-        StepMetrics(CONFIG).add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 1, 0.0)
-    assert scraped(folder)[f"steps_total attn_state=DecodeOnly {OWN}"] == 2
+        StepMetrics(CONFIG).add(DECODE, "full graph", 1, 0.0)
+    assert scraped(folder)[f"tokens_total {OWN}"] == 10
     assert scraped(folder)[f"staging_waits_total {OWN}"] == 2
 
 
-@pytest.mark.parametrize("where", ["/proc/nowhere", None])
-def test_without_a_folder_steps_go_on_uncounted(where, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
-    monkeypatch.delenv(FOLDER_ENV_VAR, raising=False)
-    if where:
-        monkeypatch.setenv(FOLDER_ENV_VAR, where)
-    counts = StepMetrics(CONFIG)
-    counts.add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 1, perf_counter())
-    assert scraped(tmp_path) == {}
-
-
-def test_a_full_disk_leaves_steps_uncounted(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["/proc/nowhere", None, "a full disk"])
+def test_without_a_place_for_them_steps_go_on_uncounted(where, monkeypatch, tmp_path):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
-    monkeypatch.setenv(FOLDER_ENV_VAR, str(tmp_path))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    StepMetrics(CONFIG).add(step(AttentionState.DecodeOnly, 1, 1), "full graph", 1, perf_counter())
+    monkeypatch.delenv(FOLDER_ENV_VAR, raising=False)
+    if where == "a full disk":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    if where:
+        monkeypatch.setenv(FOLDER_ENV_VAR, where if where[0] == "/" else str(tmp_path))
+    StepMetrics(CONFIG).add(DECODE, "full graph", 1, perf_counter())
     assert scraped(tmp_path) == {}
 
 
@@ -152,8 +143,8 @@ def test_a_server_takes_a_folder_of_its_own_and_clears_it_away(tmp_path):
         "open(os.path.join(folder, 'a'), 'w').close()\n"
         "metrics.expose()\n"
         "metrics.expose()\n"
-        "from tests.inspect.test_metrics import CONFIG, AttentionState, StepMetrics, step\n"
-        "StepMetrics(CONFIG).add(step(AttentionState.DecodeOnly, 1, 1), 'full graph', 0, 0.0)\n"
+        "from tests.inspect.test_metrics import CONFIG, DECODE, StepMetrics\n"
+        "StepMetrics(CONFIG).add(DECODE, 'full graph', 0, 0.0)\n"
         "print(generate_latest(REGISTRY).decode().count('steps_total{attn_state=\"DecodeOnly\"'))\n"
         "print(folder)"
     )

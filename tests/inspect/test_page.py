@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import re
+from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,13 +19,12 @@ from PIL import Image
 
 from tests.helpers import worked_examples
 from tests.helpers.browser import needs_browser, opened
-from tests.helpers.scenarios import in_chunks, many, small, view_of, with_an_image
+from tests.helpers.scenarios import example, in_chunks, many, small, view_of, with_an_image
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.explain import explain_json, select, shard_table
 from vllm_npu_prep.inspect.page import explain_html
 
-SCENARIOS = Path(__file__).parents[2] / "examples/scenarios"
 VOID = {"meta", "img", "input"}
 
 
@@ -35,7 +36,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.texts: list[str] = []
-        self.of_tags: dict[str, str] = {}  # texts by the elements that are open around them
+        self.of_tags = defaultdict(str)  # texts by the elements that are open around them
         self.tables: list[list[list[str]]] = []  # cells, of headings first
         self.feed(html)
         self.close()
@@ -58,16 +59,12 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.texts.append(data)
         for tag in set(self.open):
-            self.of_tags[tag] = self.of_tags.get(tag, "") + data
+            self.of_tags[tag] += data
         if {"td", "th"} & set(self.open):
             self.tables[-1][-1][-1] += data
 
     def of_class(self, name: str) -> list[dict[str, str]]:
         return [a for _, a in self.elements if name in (a.get("class") or "").split()]
-
-    def text_in(self, tag: str) -> str:
-        """Texts of all elements of a tag."""
-        return self.of_tags.get(tag, "")
 
     def tokens(self) -> dict[str, list[str]]:
         """Columns of the token tables by their headings."""
@@ -88,21 +85,16 @@ def axis(page_html: str, side: str) -> list[tuple[float, str]]:
     return [(float(place), number) for place, number in found]
 
 
-def test_the_sides_of_a_mask_say_what_they_are():
+def test_the_sides_of_masks_say_what_they_are():
     html = explain_html(view_of(small()))
     texts = Page(html).texts
     assert "query tokens by request" in texts and "key positions" in texts
     assert axis(html, "top") == [(10.0 + 20 * row, str(row)) for row in range(5)]
     assert axis(html, "left") == [(6.25 + 12.5 * column, str(column)) for column in range(8)]
     names = re.findall(r'<div style="top:([\d.]+)%" title="(\w+)">', html)
-    assert [(float(top), name) for top, name in names] == [(0, "0"), (20, "1"), (40, "2")]
-
-
-def test_the_sides_of_other_masks_say_what_they_are():
-    chunks = explain_html(view_of(in_chunks()))
-    assert "key positions in their chunk" in Page(chunks).texts
-    matrix = explain_html(view_of(worked_examples.load("all-prefill")[0]))
-    assert "query positions" in Page(matrix).texts
+    assert names == [("0.000", "0"), ("20.000", "1"), ("40.000", "2")]
+    assert "key positions in their chunk" in page_of(in_chunks()).texts
+    assert "query positions" in page_of(worked_examples.load("all-prefill")[0]).texts
     some = explain_html(view_of(small()), None, (2, 4))
     assert [number for _, number in axis(some, "top")] == ["2", "3"], "tokens of the step"
 
@@ -115,28 +107,24 @@ def page_of(scenario: dict, *args) -> Page:
 def test_every_variable_of_the_worked_examples_is_on_the_page(name):
     scenario, expected = worked_examples.load(name)
     page = page_of(scenario)
-    for variable, column in page.tokens().items():
+    columns = page.tokens()
+    assert len(columns) == 10
+    for variable, column in columns.items():
         want = range(len(column)) if variable == "token" else expected[variable]
         assert column == [str(value) for value in want], variable
-    assert len(page.tokens()) == 10
-    heads, *requests = page.tables[0]
-    for variable in ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens"):
-        column = [int(row[heads.index(variable)]) for row in requests]
-        assert column == expected[variable]
-    assert [row[0] for row in requests] == [r["req_id"] for r in scenario["requests"]]
-    spans = [row[heads.index("query_start_loc")] for row in requests]
-    starts = expected["query_start_loc"]
-    assert spans == [f"{a}:{b}" for a, b in itertools.pairwise(starts)]
-    logits = [int(row[heads.index("logits_indices")]) for row in requests]
-    assert logits == expected["logits_indices"]
+    of_requests = dict(zip(page.tables[0][0], map(list, zip(*page.tables[0][1:]))))
+    names = ("query_lens", "cu_num_tokens", "seq_lens", "num_computed_tokens", "logits_indices")
+    for variable in names:
+        assert of_requests[variable] == [str(value) for value in expected[variable]]
+    assert page.tables[0][1][0] == scenario["requests"][0]["req_id"]
+    spans = [f"{a}:{b}" for a, b in itertools.pairwise(expected["query_start_loc"])]
+    assert of_requests["query_start_loc"] == spans
     text = " ".join(page.texts)
     for variable in ("attn_state", "num_input_tokens", "max_query_len", "max_seq_len"):
         assert str(expected[variable]) in text
     drawn = [a["data-at"] for a in page.of_class("block")]
-    blocks = [[b for b in row if b] for row in expected["block_table"]]
-    owned = [r["block_ids"] for r in scenario["requests"]]
-    assert owned == blocks
-    assert drawn == [f"0-{row}-{block}" for row, own in enumerate(owned) for block in own]
+    blocks = enumerate(expected["block_table"])
+    assert drawn == [f"0-{row}-{block}" for row, own in blocks for block in own if block]
 
 
 @pytest.mark.parametrize("name", worked_examples.NAMES)
@@ -162,24 +150,19 @@ def test_the_constant_is_drawn_as_what_tokens_see():
 
 
 def test_slots_that_the_step_writes_are_drawn_where_they_are():
-    """Blocks of 2 slots; those of requests 0 and 2 are as in test_pictures.py."""
-    titles: dict[str, str] = {}
-    bars: dict[str, list[tuple[str, str]]] = {}
+    """Blocks of 2 slots."""
+    drawn: dict[str, list[str]] = {}
     for _, attributes in page_of(small()).elements:
         if "data-at" in attributes:
-            titles[attributes["data-at"]] = attributes["title"].partition("writes ")[2]
-            own = bars.setdefault(attributes["data-at"], [])
-        elif attributes.get("class") in ("computed", "written") and bars:
-            own.append((attributes["class"], attributes["style"]))
+            own = drawn[attributes["data-at"]] = [attributes["title"].partition("writes ")[2]]
+        elif attributes.get("class") in ("computed", "written") and drawn:
+            own.append(f"{attributes['class']} {attributes['style']}")
     left, right = "left:0.000%;width:50.000%", "left:50.000%;width:50.000%"
     whole = "left:0.000%;width:100.000%"
-    for block, title, drawn in (
-        ("0-0-1", "", [("computed", whole)]),
-        ("0-0-2", "5 to 5", [("computed", left), ("written", right)]),
-        ("0-2-6", "13 to 13", [("computed", left), ("written", right)]),
-        ("0-2-8", "16 to 17", [("written", whole)]),
-    ):
-        assert (titles[block], bars[block]) == (title, drawn)
+    assert drawn["0-0-1"] == ["", f"computed {whole}"]
+    assert drawn["0-0-2"] == ["5 to 5", f"computed {left}", f"written {right}"]
+    assert drawn["0-2-6"] == ["13 to 13", f"computed {left}", f"written {right}"]
+    assert drawn["0-2-8"] == ["16 to 17", f"written {whole}"]
 
 
 def test_groups_images_mrope_and_padding_are_on_the_page():
@@ -202,17 +185,16 @@ def test_groups_images_mrope_and_padding_are_on_the_page():
 
 
 def test_what_ranks_keep_of_contexts_is_on_the_page():
-    scenario = json.loads((SCENARIOS / "shared-context.json").read_text())
-    view = view_of(scenario)
-    (table,) = [table for table in page_of(scenario).tables if "rank 1 (this one)" in table[0]]
+    view = view_of(example("shared-context"))
+    (table,) = [t for t in Page(explain_html(view)).tables if "rank 1 (this one)" in t[0]]
     assert table[1:] == [list(map(str, row)) for row in shard_table(view, select(view)).rows]
 
 
 def test_virtual_requests_are_on_the_page():
-    page = page_of(in_chunks())
-    local = explain_json(view_of(in_chunks()))["kv_cache_groups"][0]["local_requests"]
+    page, view = page_of(in_chunks()), view_of(in_chunks())
     (table,) = [table for table in page.tables if table[0][0] == "query_start_loc"]
-    assert [row[1] for row in table[1:]] == [str(length) for length in local["seq_lens"]]
+    lengths = view.step.local_requests(0)["seq_lens"]
+    assert [row[1] for row in table[1:]] == [str(length) for length in lengths]
     assert page.of_class("mask")[0]["data-chunk"] == "4"
 
 
@@ -222,12 +204,8 @@ def test_a_shared_block_and_a_stray_token_are_marked():
     other = {"req_id": "3", "block_ids": [4, 5, 9, 10], "num_computed_tokens": 4}
     scenario["requests"] = [first, first | other]
     view = view_of(scenario)
-    assert [a["data-at"] for a in Page(explain_html(view)).of_class("shared")] == [
-        "0-0-4",
-        "0-0-5",
-        "0-1-4",
-        "0-1-5",
-    ]
+    marked = [a["data-at"] for a in Page(explain_html(view)).of_class("shared")]
+    assert marked == ["0-0-4", "0-0-5", "0-1-4", "0-1-5"]
     view.step.slot_mapping[0][1] = 40  # as a record of something broken may have it
     text = " ".join(Page(explain_html(view)).texts)
     assert "1 token writes blocks that this request doesn't own: 1" in text
@@ -245,39 +223,31 @@ HOSTILE = (
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_stay_text(name):
-    scenario = with_an_image()
-    view = view_of(scenario)
+    view = view_of(with_an_image())
     plain = Page(explain_html(view))
-    requests = [replace(view.requests[0], req_id=name), *view.requests[1:]]
-    items = [replace(item, modality=name) for item in requests[0].items]
-    requests[0] = replace(requests[0], items=items)
-    view = replace(view, name=name, requests=requests)
-    html = explain_html(view)
+    first, *others = view.requests
+    items = [replace(item, modality=name) for item in first.items]
+    requests = [replace(first, req_id=name, items=items), *others]
+    html = explain_html(replace(view, name=name, requests=requests))
     page = Page(html)
-    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
-    assert [set(a) for _, a in page.elements] == [set(a) for _, a in plain.elements]
+    shapes = [[(tag, set(a)) for tag, a in each.elements] for each in (page, plain)]
+    assert shapes[0] == shapes[1]
     seen = name.replace("\u202e", "\\u202e").replace("\u2066", "\\u2066")
-    assert page.tables[0][1][0] == seen
-    assert page.of_class("owner")[0]["title"] == seen
+    assert page.tables[0][1][0] == page.of_class("owner")[0]["title"] == seen
+    assert page.of_tags["title"] == page.of_tags["h1"] == seen
     assert not set("\u202e\u2066") & set(html)
-    lines = [a for _, a in page.elements if "data-name" in a]
-    assert lines[0]["data-name"] == seen
-    assert [a["title"] for _, a in page.elements if a.get("class") == "item"] == [
-        f"{seen} 0 of its request"
-    ] * 3
-    for tag, written in (("title", seen), ("h1", seen)):
-        assert written == page.text_in(tag)
+    assert next(a["data-name"] for _, a in page.elements if "data-name" in a) == seen
+    titles = [a["title"] for _, a in page.elements if a.get("class") == "item"]
+    assert titles == [f"{seen} 0 of its request"] * 3
 
 
 def test_the_page_loads_nothing():
     page = page_of(with_an_image())
-    for tag, attributes in page.elements:
-        assert tag not in ("link", "iframe", "base", "form", "object")
-        for name, value in attributes.items():
-            assert name in ("content", "src") or "//" not in value
-            assert not name.startswith("on")
-            if name in ("src", "href"):
-                assert value.startswith("data:image/png;base64,")
+    assert not {tag for tag, _ in page.elements} & {"link", "iframe", "base", "form", "object"}
+    for name, value in (each for _, attributes in page.elements for each in attributes.items()):
+        assert name in ("content", "src") or "//" not in value
+        assert not name.startswith("on")
+        assert name not in ("src", "href") or value.startswith("data:image/png;base64,")
     assert "url(" not in "".join(page.texts)
     (policy,) = [a["content"] for _, a in page.elements if "http-equiv" in a]
     assert policy.startswith("default-src 'none'; ")
@@ -291,12 +261,10 @@ def few_lines(monkeypatch):
 
 def test_big_batches_are_folded_and_say_what_is_left_out(few_lines):
     page = page_of(many(600, 20, 12))
-    rows = [a for tag, a in page.elements if tag == "tr" and "data-t" in a]
-    assert len(rows) == 2 * 512
+    assert sum(tag == "tr" and "data-t" in a for tag, a in page.elements) == 2 * 512
     text = " ".join(page.texts)
     notes = ("88 lines are left out", "18 tokens are left out: --tokens 1:19", "the tokens of 88 ")
-    for note in notes:
-        assert note in text, note
+    assert [note for note in notes if note not in text] == []
     page = page_of(many(30, 20, 12) | {"max_num_batched_tokens": 600})
     assert len(page.tokens()["token"]) == 600  # all of them, in folds
     assert page.elements.count(("details", {})) > 3
@@ -305,13 +273,10 @@ def test_big_batches_are_folded_and_say_what_is_left_out(few_lines):
 def test_a_long_prompt_and_its_blocks_are_folded(few_lines):
     html = explain_html(view_of(many(1, 40_000, 0)))
     page = Page(html)
-    assert len(html) < 1 << 20
-    assert len(page.of_class("block")) < 30
+    assert len(html) < 1 << 20 and len(page.of_class("block")) < 30
     text = " ".join(page.texts)
-    assert "12-2489" in text
-    assert "1-2500" in text
+    assert "12-2489" in text and "1-2500" in text
     (drawn,) = page.masks()
-    assert drawn.shape == (640, 640)
     assert np.array_equal(drawn, ~np.tri(640, dtype=bool))
 
 
@@ -327,29 +292,26 @@ def test_one_request_or_some_tokens_are_shown_alone():
 
 
 def test_files_are_written_whole_or_refused_with_one_line(tmp_path, capsys):
-    path = str(worked_examples.path_of("chunked-prefill"))
+    command = ["explain", str(worked_examples.path_of("chunked-prefill"))]
     page, picture = tmp_path / "a.html", tmp_path / "a.png"
     page.write_text("old")
-    assert main(["explain", path, "--html", str(page), "--png", str(picture)]) == 0
+    assert main([*command, "--html", str(page), "--png", str(picture)]) == 0
     assert page.read_text() == explain_html(view_of(small()))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a.html", "a.png"]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("expected: the step agrees")
     for bad in (tmp_path, tmp_path / "none" / "a.html", page / "b.html", Path("/dev/null")):
-        assert main(["explain", path, "--html", str(bad)]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert str(bad) in error
-    assert main(["explain", path, "--json", "--html", str(page)]) == 0
+        assert main([*command, "--html", str(bad)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(bad) in line
+    assert main([*command, "--json", "--html", str(page)]) == 0
     assert json.loads(capsys.readouterr().out)["num_reqs"] == 3
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("vllm_npu_prep.inspect.files.os.replace", full)
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr("vllm_npu_prep.files.os.replace", full)
     path = str(worked_examples.path_of("chunked-prefill"))
     assert main(["explain", path, "--html", str(tmp_path / "a.html")]) == 2
     assert "can't be written: No space left on device" in capsys.readouterr().err
@@ -378,15 +340,11 @@ def test_a_browser_shows_the_page_and_traces_a_token(name, dark, network, tmp_pa
     traced = re.findall(r'<div class="block[^"]* traced" data-at="([^"]*)"', document)
     assert traced == [f"0-{row}-{block}"]
 
-    assert picture.size == (1400, 900)
     pixels = np.array(picture)
     ground = pixels[2, 2]
     assert (ground.max() < 60) if dark else (ground.min() > 200)
-    drawn = (np.abs(pixels.astype(int) - ground).sum(axis=2) > 60).mean(axis=1)
-    assert (drawn > 0).mean() > 0.4  # lines of the picture that something is drawn on
     colours = np.ptp(pixels, axis=2) > 80  # hues are those of requests: masks and blocks
     assert colours[:, 800:].mean() > 0.005
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100
 
 
 @needs_browser
@@ -428,8 +386,7 @@ const press = (key) => {
 at(line(1), 0.5, 0.5, "mouseover");
 at(line(2), 0.5, 0.5, "click");
 at(line(0), 0.5, 0.5, "mouseover");
-press("ArrowDown");
-press("ArrowUp");
+["ArrowDown", "ArrowUp"].forEach(press);
 at(document.querySelector(".mask"), 0.1, 0.9, "click");
 at(document.querySelector('[data-at="0-0-2"] .slots'), 0.9, 0.5, "click");
 at(document.querySelector('[data-at="0-2-8"] .slots'), 0.2, 0.5, "click");

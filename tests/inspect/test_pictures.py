@@ -12,8 +12,6 @@ from vllm_npu_prep.inspect.drawing import axis_ticks, block_map, row_names
 from vllm_npu_prep.inspect.explain import select
 from vllm_npu_prep.inspect.pictures import (
     ITEM_COLOUR,
-    MATRIX_COLOUR,
-    block_rows,
     mask_picture,
     png_bytes,
     request_colour,
@@ -23,24 +21,6 @@ from vllm_npu_prep.inspect.png import MAX_HEIGHT, explain_png
 
 def picture_of(scenario: dict, *args) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(explain_png(view_of(scenario), *args))))
-
-
-def number_of(picture: np.ndarray, colour) -> int:
-    return int((picture == np.array(colour, np.uint8)).all(axis=-1).sum())
-
-
-@pytest.mark.parametrize("name", worked_examples.NAMES)
-def test_masks_and_blocks_of_each_request_are_in_the_picture(name):
-    scenario, expected = worked_examples.load(name)
-    picture = picture_of(scenario)
-    assert 500 < picture.shape[1] < 800
-    assert 300 < len(picture) < 1200
-    assert (number_of(picture, MATRIX_COLOUR) > 1000) == (name == "all-prefill")
-    cells = [number_of(picture, request_colour(row)) for row in range(len(scenario["requests"]))]
-    # Slots that are written: 54 of 60 pixels wide and 18 high, or a part of that.
-    for row, count in enumerate(cells):
-        written = expected["query_lens"][row] / scenario["block_size"]
-        assert count > 54 * 18 * written * 0.4, row
 
 
 @pytest.mark.parametrize(
@@ -64,23 +44,20 @@ def test_rows_of_a_mask_are_named_near_their_first_one(height):
     picture = mask_picture(view, 0, select(view))
     places, rows = zip(*row_names(view, picture, height, 16))
     assert rows == (0, 1, 2, 3, 4)
-    assert min(np.diff(places)) >= 16
-    assert max(places) <= height - 16
+    assert min(np.diff(places)) >= 16 and max(places) <= height - 16
     wanted = view.step.query_start_loc[:-1] * height / 200
-    assert places[0] == wanted[0]
-    if height == 480:
-        assert np.allclose(places[3:], wanted[3:])
+    near = [0, 3, 4] if height == 480 else [0]
+    assert np.allclose(np.array(places)[near], wanted[near])
     # Those with the most rows, where there is no place for all.
     assert {row for _, row in row_names(view, picture, 60, 16)} == {2, 3, 4}
 
 
-def test_images_and_padding_have_their_colours():
-    picture = picture_of(with_an_image() | {"capture_sizes": [8]})
-    assert number_of(picture, ITEM_COLOUR) > 1000
-    without = with_an_image()
+def test_images_have_their_colour():
+    with_it, without = with_an_image() | {"capture_sizes": [8]}, with_an_image()
     for request in without["requests"]:
         del request["multimodal"]
-    assert number_of(picture_of(without), ITEM_COLOUR) == 0
+    pixels = [(picture_of(each) == np.array(ITEM_COLOUR)).all(-1) for each in (with_it, without)]
+    assert pixels[0].sum() > 1000 and not pixels[1].any()
 
 
 def test_big_batches_and_long_names_stay_in_bounds():
@@ -114,16 +91,6 @@ def test_a_picture_in_a_page_is_a_png(channels, seed):
 
 def test_a_scenario_without_some_requests_draws_the_rest():
     assert picture_of(small(), "1", (0, 1)).shape[1] < 1200  # none of them: no mask to draw
-
-
-def test_slots_of_a_block_are_computed_written_or_empty():
-    first, last = block_rows(view_of(small()), 0, [0, 2])
-    assert [(b.number, b.computed, b.written) for b in first.blocks] == [
-        (1, 2, None),
-        (2, 1, (1, 2)),
-    ]
-    assert [b.computed for b in last.blocks] == [2, 2, 1, 0]
-    assert [b.written for b in last.blocks] == [None, None, (1, 2), (0, 2)]
 
 
 def test_a_stray_token_is_named_on_pages_and_pictures():

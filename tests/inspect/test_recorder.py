@@ -7,25 +7,27 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from tests.helpers.batches import step_batch
 from tests.helpers.records import EAGER
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import read_expert_counts
-from vllm_npu_prep.inspect.record_file import read_record, record_files
-from vllm_npu_prep.inspect.record_settings import RecordGroup
-from vllm_npu_prep.inspect.replay import replay_core, replay_oracle
 from vllm_npu_prep.observe import recorder as recorder_module
 from vllm_npu_prep.observe.recorder import StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
-from vllm_npu_prep.prep.arrays import PADDING_ROWS
-from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.batch import prepare_step
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.mask import MaskForm
+from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.expert_counts import read_expert_counts
+from vllm_npu_prep.records.record_file import read_record, record_files
+from vllm_npu_prep.records.settings import LayerGroup
 
 NUM_REQS, MODEL_LEN, BLOCK_SIZE = 6, 96, 4
 
@@ -34,58 +36,44 @@ class Decodes:
     """Requests that grow by a token a step, in one staging buffer, and change rows now and then."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        width = MODEL_LEN // BLOCK_SIZE
-        lengths = self.rng.integers(1, 20, NUM_REQS).astype(np.int32)
-        self.tables = BatchTables(
-            num_computed_tokens=lengths,
-            num_prompt_tokens=lengths.copy(),
-            num_tokens=lengths + np.int32(1),
-            token_ids=self.rng.integers(2, 500, (NUM_REQS, MODEL_LEN)).astype(np.int32),
-            block_table_flat=np.full((NUM_REQS + PADDING_ROWS) * width, 7777, np.int32),  # stale
-            max_num_blocks=np.array([width], np.int32),
-            block_sizes=np.array([BLOCK_SIZE], np.int32),
-            num_blocks=np.zeros((1, NUM_REQS), np.int32),
-            num_synced_blocks=np.zeros((1, NUM_REQS), np.int32),
-            num_device_blocks=np.zeros((1, NUM_REQS), np.int32),
-        )
-        self.table = self.tables.block_table(0)
-        self.next_block = 1
-        self.layout = step_layout(NUM_REQS, NUM_REQS, 1)
-        buffer = np.zeros(-(-self.layout.nbytes(0, NUM_REQS * width) // 64) * 64, np.uint8)
+        rng = np.random.default_rng(seed)
+        blocks = np.arange(1, 1 + NUM_REQS * MODEL_LEN // BLOCK_SIZE).reshape(NUM_REQS, -1)
+        requests = [
+            OracleRequest(
+                num_computed_tokens=length,
+                num_scheduled_tokens=1,
+                num_prompt_tokens=length,
+                token_ids=rng.integers(2, 500, MODEL_LEN).tolist(),
+                block_ids=own,  # those past `num_blocks` are stale
+            )
+            for length, own in zip(rng.integers(1, 20, NUM_REQS).tolist(), blocks.tolist())
+        ]
+        self.batch = step_batch(requests, BLOCK_SIZE, MODEL_LEN, extra_columns=0)
+        self.tables = self.batch.tables
+        self.tables.num_tokens[:NUM_REQS] = self.tables.num_computed_tokens[:NUM_REQS] + 1
+        self.table = self.tables.block_table(0)[:NUM_REQS]
+        self.layout = StepLayout(NUM_REQS, NUM_REQS)
+        buffer = np.zeros(-(-self.layout.nbytes(0, self.table.size) // 64) * 64, np.uint8)
         self.arrays = self.layout.views(buffer)
         self.steps: list[dict[str, list]] = []
 
     def step(self):
         """Prepare the next step, and note what it was."""
         tables = self.tables
-        if self.steps:
-            tables.num_computed_tokens[:] += 1
-            tables.num_tokens[:] += 1
+        lengths = [tables.num_computed_tokens, tables.num_tokens]
+        for each in lengths:
+            each[:NUM_REQS] += bool(self.steps)
         if len(self.steps) % 5 == 3:  # two requests change places: their rows are sent again
-            for array in (
-                tables.num_computed_tokens,
-                tables.num_prompt_tokens,
-                tables.num_tokens,
-                tables.token_ids,
-                self.table,
-                tables.num_blocks[0],
-            ):
+            for array in (*lengths, tables.num_prompt_tokens, tables.token_ids, self.table):
                 array[[0, 4]] = array[[4, 0]]
             tables.num_synced_blocks[0, [0, 4]] = 0
-        for row, length in enumerate(tables.num_computed_tokens + 1):
-            while tables.num_blocks[0, row] * BLOCK_SIZE < length:
-                self.table[row, tables.num_blocks[0, row]] = self.next_block
-                tables.num_blocks[0, row] += 1
-                self.next_block += 1
-        batch = StepBatch(
-            tables, np.ones(NUM_REQS, np.int32), np.zeros(NUM_REQS, np.int32), NUM_REQS
-        )
-        step = prepare_step(batch, Padding(NUM_REQS, NUM_REQS), self.layout, self.arrays)
-        owned = np.arange(self.table.shape[1]) < tables.num_blocks[0][:, None]
+        owned = tables.num_blocks[0, :NUM_REQS]
+        owned[:] = -(-tables.num_tokens[:NUM_REQS] // BLOCK_SIZE)
+        step = prepare_step(self.batch, Padding(NUM_REQS, NUM_REQS), self.layout, self.arrays)
+        is_owned = np.arange(self.table.shape[1]) < owned[:, None]
         self.steps.append(
             {
-                "block_table": np.where(owned, self.table, 0).tolist(),
+                "block_table": np.where(is_owned, self.table, 0).tolist(),
                 "input_ids": step.input_ids.tolist(),
                 "slot_mapping": step.slot_mapping[0].tolist(),
                 "seq_lens": step.seq_lens.tolist(),
@@ -106,7 +94,7 @@ def make(tmp_path, seed):
     def recorder(steps: str, **options) -> tuple[StepRecorder, Decodes]:
         decodes = Decodes(seed)
         config = RecordConfig(dir=str(tmp_path / "records"), steps=steps, **options)
-        recorded = Recorded((RecordGroup(group=0),), MaskForm.DENSE, 1)
+        recorded = Recorded((LayerGroup(group=0),), MaskForm.DENSE, 1)
         made.append(StepRecorder(config, decodes.tables, recorded, {"versions": {"vllm": "0"}}))
         return made[-1], decodes
 
@@ -123,7 +111,7 @@ def check(folder: Path, decodes: Decodes, numbers: Sequence[int]) -> None:
         record = read_record(file)
         for name, expected in decodes.steps[number].items():
             assert record.prepared[name].tolist() == expected, (name, number)
-        assert replay_core(record) is None and replay_oracle(record) is None
+        assert core_difference(record) is None and oracle_difference(record) is None
     assert not list(folder.glob(".*"))
 
 
@@ -134,17 +122,10 @@ def test_a_span_of_steps_is_written_as_it_comes(make, caplog):
     with caplog.at_level(logging.INFO, logger=recorder_module.logger.name):
         decodes.record(recorder, 20)
     check(recorder.folder, decodes, range(4, 9))
-    assert [record.message for record in caplog.records] == [
-        f"Recording stopped: steps 4:9 are in {recorder.folder}"
-    ]
+    assert caplog.messages == [f"Recording stopped: steps 4:9 are in {recorder.folder}"]
+    told = {"steps": "4:9", "reason": "asked for", "request_ids": "hashed"}
     manifest = json.loads((recorder.folder / "manifest.json").read_text())
-    assert manifest == {
-        "format": 2,
-        "steps": "4:9",
-        "reason": "asked for",
-        "request_ids": "hashed",
-        "versions": {"vllm": "0"},
-    }
+    assert manifest == {"format": 2, **told, "versions": {"vllm": "0"}}
 
 
 def test_the_ring_holds_tables_as_they_were_at_each_step(make):
@@ -256,8 +237,8 @@ def test_files_take_no_more_than_max_bytes(make, caplog):
     sizes = [file.stat().st_size for file in files]
     assert (1 << 16) - 2 * max(sizes) < sum(sizes) <= 1 << 16
     check(recorder.folder, decodes, range(len(files)))
-    (line,) = [record.message for record in caplog.records]
-    assert line == f"Recording stopped: step {len(files)} would exceed max_bytes 65,536"
+    line = f"Recording stopped: step {len(files)} would exceed max_bytes 65,536"
+    assert caplog.messages == [line]
 
 
 @pytest.mark.parametrize("steps", ["0:50", "last 5"])
@@ -265,41 +246,29 @@ def test_a_full_disk_stops_recording_with_one_line(make, caplog, monkeypatch, st
     recorder, decodes = make(steps)
     decodes.record(recorder, 2)
     recorder.dump("asked for")
-    fsync = os.fsync
-    calls = []
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) > 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fsync = Mock(side_effect=[None, full])
+    monkeypatch.setattr(os, "fsync", fsync)
     caplog.clear()
-    decodes.record(recorder, 3)
-    recorder.dump("asked for")
-    decodes.record(recorder, 3)
-    recorder.dump("asked for")
-    assert len(calls) == 2
-    stopped = [r.message for r in caplog.records if "stopped" in r.message]
+    for _ in range(2):
+        decodes.record(recorder, 3)
+        recorder.dump("asked for")
+    assert fsync.call_count == 2
     file = recorder.folder / "step-000003.npz"
-    assert stopped == [f"Recording stopped: {file}: can't be written: No space left on device"]
+    assert [line for line in caplog.messages if "stopped" in line] == [
+        f"Recording stopped: {file}: can't be written: No space left on device"
+    ]
     check(recorder.folder, decodes, range(3))  # and nothing half written
 
 
 @pytest.mark.parametrize("place", ["of_step", "record"])
 def test_a_bug_in_the_recorder_is_one_line_in_the_log(make, caplog, monkeypatch, place):
     recorder, decodes = make("1:50")
-
-    def broken(*_):
-        raise RuntimeError("a bug\nin two lines")
-
+    broken = Mock(side_effect=RuntimeError("a bug\nin two lines"))
     monkeypatch.setattr(recorder_module.StepSnapshot, place, broken)
     decodes.record(recorder, 5)
     recorder.dump("asked for")
-    assert [record.message for record in caplog.records] == [
-        "Recording stopped: RuntimeError: a bug in two lines"
-    ]
+    assert caplog.messages == ["Recording stopped: RuntimeError: a bug in two lines"]
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_start_up(tmp_path):

@@ -76,12 +76,9 @@ def test_arrow_keys_go_from_step_to_step(press, run):
 
 @needs_node
 def test_up_and_down_choose_a_rank_or_a_request(press, run):
-    down, far, up = press(key("ArrowDown"), key("ArrowDown", "lane 1"), key("ArrowUp", "lane 1"))[
-        1:
-    ]
-    assert (down["title"], down["focus"]) == ("step 0, rank 1", 1)
-    assert (far["title"], far["focus"]) == ("step 0, rank 1", 1)
-    assert (up["title"], up["focus"]) == ("step 0, rank 0", 0)
+    lanes = press(key("ArrowDown"), key("ArrowDown", "lane 1"), key("ArrowUp", "lane 1"))[1:]
+    assert [each["focus"] for each in lanes] == [1, 1, 0]
+    assert [each["title"] for each in lanes] == [f"step 0, rank {rank}" for rank in (1, 1, 0)]
     names = [f"request {request.name}" for request in run[1].requests if request.done]
     *down, up, gone = press(
         *[key("ArrowDown", "rows")] * 3, key("ArrowUp", "rows"), key("Escape", "rows")
@@ -140,8 +137,10 @@ def test_pages_of_steps_lead_to_each_other_and_back(run):
         (("--step-pages",), "--step-pages goes with --html and a folder of records"),
         (("--html", "o.html", "--step", "3", "--step-pages"), "--step-pages goes with --html"),
         (("--html", "there/o.html", "--step-pages"), "there/o-steps: can't be made: No such"),
+        (("--html", "o.html", "--json"), "takes no other option; choose a step by --step N"),
+        (("--html", "."), "not a file that can be replaced; name another"),
     ],
-    ids=["no such step", "no page", "one step", "no folder"],
+    ids=["no such step", "no page", "one step", "no folder", "JSON", "a folder"],
 )
 def test_what_is_asked_for_in_vain_is_one_line(run, tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)

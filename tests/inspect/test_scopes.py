@@ -10,7 +10,6 @@ import pytest
 
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.v2 import RUNNERS, engine_of
-from tests.helpers.watch import preparation_of
 from vllm_npu_prep.observe import scopes
 
 PHASES = ["prepare_inputs", *scopes.PHASES]
@@ -49,7 +48,7 @@ def numbers(events: list[dict]) -> list[dict[str, int]]:
 
 def is_wrapped(runner) -> list[str]:
     methods = {
-        runner: ("_update_states", "update_requests", preparation_of(runner)),
+        runner: ("_update_states", "update_requests", "_prepare_inputs"),
         runner.padding: ("decide",),
         runner.preparer: ("build_metadata",),
         runner.preparer.staging: ("acquire", "send"),

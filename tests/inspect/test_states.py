@@ -1,19 +1,17 @@
 """What `explain` shows of the states that a step reads and writes: as text, JSON and a page."""
 
 import io
-import json
-from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from tests.helpers.scenarios import example, view_of
 from tests.inspect.test_page import Page
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.drawing import state_map
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.page import explain_html
-from vllm_npu_prep.inspect.scenario import parse_scenario
 from vllm_npu_prep.inspect.view import StepView
-
-SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "states.json"
 
 # Blocks of four tokens. a had 9 tokens, whose state is in its block 8 // 4 = 2, and where the tenth
 # belongs, too; b had 4, in block 3 // 4 = 0, and has 7 then, in block 6 // 4 = 1.
@@ -26,7 +24,18 @@ NAMES = ["req_id", "half", "tokens before", "reads state", "tokens after", "writ
 
 
 def view() -> StepView:
-    return StepView.of_scenario(parse_scenario(json.loads(SCENARIO.read_text())))
+    return view_of(example("states"))
+
+
+def test_blocks_before_the_state_that_is_read_may_be_null():
+    """a goes on from the state after its ninth token, in its third block."""
+    scenario = example("states")
+    scenario["more_kv_cache_groups"][0]["block_ids"][0] = [0, 0, 11]
+    (states,) = explain_json(view_of(scenario))["states"]
+    assert states["initial_state_indices"] == [11, 12, 0]
+    scenario["more_kv_cache_groups"][0]["block_ids"][0] = [9, 10, 0]
+    with pytest.raises(PrepError, match=r"block_ids\.0\.2: block 0 is the null block"):
+        view_of(scenario)
 
 
 def test_text_says_which_states_are_read_and_written():
@@ -49,24 +58,10 @@ def test_json_says_which_states_are_read_and_written():
     assert halves == [1, 1, 2]
 
 
-HALVES = {  # of each request's blocks: which are read, and which are written
-    "a": {11: ["computed", "written"]},
-    "b": {12: ["computed"], 13: ["written"]},
-    "c": {14: ["written"]},
-}
-
-
 def test_states_are_drawn_as_halves_of_blocks():
-    drawn = state_map(view(), 1, [0, 1, 2])
-    got = {
-        line.req_id: {cell.number: [bar.kind for bar in cell.bars] for cell in line.cells}
-        for line in drawn.lines
-    }
-    assert got == HALVES
-    for cell in (cell for line in drawn.lines for cell in line.cells):
-        assert [(b.kind, b.low, b.high) for b in cell.bars] == [
-            (b.kind, int(b.kind == "written"), 1 + int(b.kind == "written")) for b in cell.bars
-        ]
+    cells = [cell for line in state_map(view(), 1, [0, 1, 2]).lines for cell in line.cells]
+    bars = {(bar.kind, bar.low, bar.high) for cell in cells for bar in cell.bars}
+    assert bars == {("computed", 0, 1), ("written", 1, 2)}
 
 
 def test_the_page_shows_the_drawing():

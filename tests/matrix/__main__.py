@@ -6,21 +6,22 @@
 A slice runs, of the tests that start engines, those that fill a cell by an older package or failed,
 and those that were never run here; under the emulator, those of `tests/matrix/test_rows.py` alone.
 With --merge nothing runs: what tests have collected meanwhile, those of `make test` say, is taken
-in.
+in. Either way cells of tests that pytest no longer collects are dropped.
 """
 
-import json
 import os
+import subprocess
 import sys
-from pathlib import Path
 
+from tests.helpers.models import MODELS
 from tests.matrix import page
+from tests.matrix.asked import answer
 from tests.matrix.cells import FEATURES
-from tests.matrix.collect import FILE, commit
-from tests.matrix.results import RESULTS, Matrix, collected_in
-from tests.resume.plugin import Recorder
-from tests.resume.slice import Slice, slice_parser
-from tests.resume.suite import run_tests
+from tests.matrix.collect import FILE, ROOT, commit
+from tests.matrix.plan import OWN, no_use
+from tests.matrix.results import Matrix, lines_of
+from tests.resume.log import Slice, slice_parser
+from tests.resume.plugin import Recorder, files_of
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make matrix"
@@ -29,47 +30,54 @@ FOLDERS = {"cpu": ("tests/engine", "tests/npu", ROWS), "npu": (ROWS,)}
 """Tests that start engines, by the device that they are started on."""
 
 
-def merge(collected: Path = FILE, results: Path = RESULTS) -> Matrix:
+def merge() -> Matrix:
     """Take in what was collected, ask start-up about every cell, and write the results."""
-    matrix = Matrix.read(results)
-    matrix.merge(collected_in(collected), commit()[1])
+    matrix, collected = Matrix.read(), lines_of(FILE)
+    matrix.merge(collected, commit()[1], existing_tests(matrix.engines + collected))
     ask(matrix)
-    matrix.write(results)
+    matrix.write()
     return matrix
+
+
+def existing_tests(lines: list[dict]) -> set[str]:
+    """Ids of tests that pytest collects, and of engines of the models that there are.
+
+    Which of the latter are collected depends on the device, and on the results themselves.
+    """
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    own = {line["test"] for line in lines if line["test"].startswith(OWN)}
+    own = {test for test in own if test.partition("[")[2].partition(",")[0] in MODELS}
+    return own.union(collected.stdout.splitlines())
 
 
 def ask(matrix: Matrix) -> None:
     """Ask start-up for each model with each feature, with the release that is installed."""
-    from tests.matrix.asked import answers
-    from tests.matrix.subjects import SUBJECTS, folder_of
-
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    names = [feature.name for feature in FEATURES]
+    tables = matrix.tables()
     matrix.answers = {
-        key: told for key, told in matrix.answers.items() if key[1] in matrix.models(key[0])
+        (table, model): told
+        for (table, model), told in matrix.answers.items()
+        if model in tables.get(table, ())
     }
-    for table in matrix.tables():
-        release, device, runner = table
-        for model in matrix.models(table) if release == installed_vllm() else ():
-            config = matrix.configs.get((model, device))
-            if config is None and model in SUBJECTS:  # it is refused there, whatever it is asked
-                config = json.loads((folder_of(model) / "config.json").read_text())
-                matrix.configs[model, device] = config
-            if config is None:
-                matrix.answers.pop((table, model), None)
-            else:
-                matrix.answers[table, model] = answers(config, names, device, runner)
+    for table, models in tables.items():
+        for model in models if table[0] == installed_vllm() else ():
+            matrix.answers[table, model] = {
+                feature.name: answer(model, feature.name, *table[1:])
+                for feature in FEATURES
+                if not no_use(model, feature.name)
+            }
 
 
 def fill(part: Slice, processes: str, chosen: tuple[str, ...]) -> int:
     """Run a slice."""
     package, recorder = commit()[1], Recorder(part)
-    matrix, seen = Matrix.read(), collected_in(FILE)
+    matrix, seen = Matrix.read(), lines_of(FILE)
     fresh = {line["test"] for line in (*matrix.engines, *seen) if line["package"] == package}
     stale = matrix.stale(package) - {line["test"] for line in seen if line["package"] == package}
     done = (set(recorder.share["done"]) | fresh) - stale
-    recorder.share |= {"done": sorted(done), "first": sorted(stale)}
-    whole = run_tests(recorder, processes, chosen)
+    recorder.share |= {"done": sorted(done), "first": files_of(stale)}
+    whole = recorder.run(processes, chosen)
     return part.finish(recorder.left() if whole else None, COMMAND) or int(not whole)
 
 
@@ -85,7 +93,7 @@ def main(words: list[str]) -> int:
             sys.exit(f"{COMMAND}: commit what you changed first: a cell names a commit")
         # What ran here, in slices: for this machine only. The cells are what is committed.
         run = FILE.with_suffix(f".{device}.jsonl")
-        with Slice(run, args.minutes, fresh=args.fresh, retry=args.retry) as part:
+        with Slice(run, args) as part:
             code = fill(part, args.processes, FOLDERS[device])
     if device == "cpu":
         matrix = merge()

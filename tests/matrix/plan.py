@@ -1,123 +1,51 @@
 """Which features go into one engine: as many as fit together, so that few engines are started."""
 
-from collections.abc import Iterable
 from itertools import product
 
-from tests.matrix.cells import FEATURES, IMAGES, MTP, STRUCTURED
+from tests.helpers.models import POOLS, SEES, is_a
+from tests.matrix.cells import IMAGES, RANKS, STRUCTURED, W8A8
 from tests.matrix.results import Matrix
 from vllm_npu_prep.compat.releases import installed_vllm
 
-DTYPES = ("float32", "bfloat16", "float16")
-DRAFTS = ("ngram", "draft model", "EAGLE", "EAGLE-3", MTP)
-CONNECTORS = ("KV connector", "KV offloading")
-RANKS = {
-    "tensor parallelism",
-    "pipeline parallelism",
-    "data parallelism",
-    "expert parallelism",
-    "decode context parallelism",
-}
-"""Features of engines of several ranks, which take long to start and are tried last."""
-ONE_OF = (
-    DTYPES,
-    DRAFTS,
-    CONNECTORS,
-    ("synchronous scheduling", "asynchronous scheduling"),
-    ("without graphs", "piecewise graphs"),
-    ("without graphs", "full graphs"),
-    ("tensor parallelism", "pipeline parallelism", "data parallelism"),
-    ("pipeline parallelism", "expert parallelism"),
-    ("pipeline parallelism", "decode context parallelism"),
-    ("data parallelism", "decode context parallelism"),
+OWN = "tests/matrix/test_rows.py::test_answers_agree"
+DRAFTS = ("ngram", "draft model", "EAGLE", "EAGLE-3", "MTP")
+TOGETHER = (
+    (
+        *("without graphs", "synchronous scheduling", "chunked prefill", "prefix caching", "LoRA"),
+        *("ngram", "sleep mode", STRUCTURED, "float32"),
+    ),
+    ("piecewise graphs", "full graphs", "asynchronous scheduling", "draft model", IMAGES),
+    ("EAGLE", "bfloat16"),
+    ("EAGLE-3", "float16"),
+    ("MTP", W8A8),
+    # It knows prompts by their token ids, and takes them whole. Drafters' caches it doesn't store
+    ("KV connector",),
+    ("KV offloading",),
+    ("prompt embeddings",),
+    ("pooling",),
+    ("tensor parallelism", "expert parallelism", "decode context parallelism"),
+    ("pipeline parallelism",),
+    ("data parallelism",),
 )
-"""Of each of these an engine has one at most."""
-OF_ANY_ENGINE = {
-    *DTYPES,
-    "synchronous scheduling",
-    "asynchronous scheduling",
-    "without graphs",
-    "piecewise graphs",
-    "full graphs",
-    "chunked prefill",
-    "prefix caching",
-}
-"""Features that go with ranks and with pooling. Others are left out there."""
-APART: tuple[tuple[set[str], set[str]], ...] = (
-    ({"pooling"}, {*DRAFTS, *CONNECTORS, STRUCTURED, IMAGES, "prompt embeddings", "LoRA"}),
-    ({"pooling"}, {"int8 weights and inputs (W8A8)"}),
-    # Drafters have KV caches that no connector stores
-    (set(CONNECTORS), {*DRAFTS, "prompt embeddings", IMAGES, "sleep mode"}),
-    # It knows prompts by their token ids, and takes them whole
-    ({"KV connector"}, {"LoRA", "chunked prefill", "full graphs"}),
-    ({"prompt embeddings"}, {*DRAFTS, IMAGES, STRUCTURED, "LoRA"}),
-    ({"int8 weights and inputs (W8A8)"}, {"LoRA", IMAGES, "draft model", "EAGLE", "EAGLE-3"}),
-    ({"ngram", "pipeline parallelism"}, {"asynchronous scheduling"}),
-    ({"LoRA"}, {IMAGES}),
-)
-"""Features of the first set of a pair go with none of the second."""
-SEES = (
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-POOLS = (
-    "BertForSequenceClassification",
-    "BertModel",
-    "ModernBertModel",
-    "Qwen2ForProcessRewardModel",
-    "Qwen2ForSequenceClassification",
-)
-OWN = ("tests/matrix/test_rows.py::test_answers_agree", "tests/matrix/combined.py::agrees")
-"""Where engines that are started on purpose say they come from; the second, until 2026-11-28."""
+"""Features that an engine may have together. Those of several ranks, which take long to start, come
+last."""
 
 
-def without_sense(model: str, feature: str) -> str:
-    """Why a model has no use for a feature: nobody refuses it, and nothing could show it."""
-    if feature == IMAGES and model not in SEES:
+def no_use(model: str, feature: str) -> str:
+    """Why a feature isn't tried with a model: nobody refuses it, and nothing could show it."""
+    if feature == IMAGES and not is_a(SEES, model):
         return "the model reads text alone"
-    if model in POOLS and feature in (*DRAFTS, STRUCTURED, *CONNECTORS):
+    if is_a(POOLS, model) and feature in (*DRAFTS, STRUCTURED, "KV connector", "KV offloading"):
         return "the model generates no tokens"
+    if is_a(POOLS, model) and feature in RANKS:
+        return "engines of several ranks generate"
     return ""
 
 
-def go_together(one: str, other: str) -> bool:
-    """Whether an engine may have both features."""
-    if any(one in group and other in group for group in ONE_OF):
-        return False
-    for features, others in ((one, other), (other, one)):
-        if features in RANKS and others not in RANKS | OF_ANY_ENGINE:
-            return False
-        if any(features in first and others in second for first, second in APART):
-            return False
-    return True
-
-
-def engines_for(wanted: Iterable[str]) -> list[list[str]]:
-    """Share features out among few engines, in their order.
-
-    Dtypes come last, to engines that have the fewest: without one an engine of the fallback
-    computes in float32, where tokens are compared exactly.
-    """
-    wanted = list(wanted)
-    dtypes = [feature for feature in wanted if feature in DTYPES]
-    engines: list[list[str]] = []
-    for feature in sorted((f for f in wanted if f not in DTYPES), key=lambda f: f in RANKS):
-        for engine in engines:
-            if all(go_together(feature, each) for each in engine):
-                engine.append(feature)
-                break
-        else:
-            engines.append([feature])
-    for dtype in dtypes:
-        free = [e for e in engines if not set(e) & {*DTYPES, *RANKS}]
-        if dtype == "float32":
-            free = free[:1]
-        if free:
-            min(free, key=len).append(dtype)
-        else:
-            engines.append([dtype])
-    return sorted(engines, key=lambda engine: bool(set(engine) & RANKS))
+def engines_for(wanted: set[str]) -> list[list[str]]:
+    """Share features out among few engines."""
+    engines = ([name for name in together if name in wanted] for together in TOGETHER)
+    return [engine for engine in engines if engine]
 
 
 def engines_of(matrix: Matrix, device: str) -> list[str]:
@@ -125,22 +53,17 @@ def engines_of(matrix: Matrix, device: str) -> list[str]:
 
     Those that did so before, and new ones for cells that nothing has filled yet.
     """
-    found, filled = [], matrix.filled()
+    release, known, found = installed_vllm(), {*matrix.filled(), *matrix.tried}, list[str]()
     for line in matrix.engines:
-        test, _, named = line["test"].partition("[")
-        if test in OWN and (line["release"], line["device"]) == (installed_vllm(), device):
-            found.append(named.removesuffix("]"))
-    for runner, model in product(("V1", "V2"), sorted({model for model, _ in matrix.configs})):
-        table = installed_vllm(), device, runner
-        told = matrix.answers.get((table, model), {})
-        wanted = [
+        if line["test"].startswith(OWN) and (line["release"], line["device"]) == (release, device):
+            found.append(line["test"].partition("[")[2].removesuffix("]"))
+    models = sorted({model for _, model in matrix.answers})
+    for runner, model in product(("V1", "V2"), models):
+        table = release, device, runner
+        wanted = {
             name
-            for name in (feature.name for feature in FEATURES)
-            if name in told
-            and not told[name]
-            and (table, model, name) not in {*filled, *matrix.tried}
-            and not without_sense(model, name)
-            and not (name in RANKS and model in POOLS)  # those only generate
-        ]
+            for name, told in matrix.answers.get((table, model), {}).items()
+            if not told and (table, model, name) not in known and not no_use(model, name)
+        }
         found += [", ".join([model, device, runner, *each]) for each in engines_for(wanted)]
     return list(dict.fromkeys(found))

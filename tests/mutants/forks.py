@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 BARE = ("pytest", "hypothesis", "numba", "torch", "transformers", "vllm")
@@ -27,27 +28,44 @@ WARM = (
 )
 """These do: parts of the plugin are imported with them, and can't be changed afterwards."""
 IMPORTED = {"light": ("pytest",), "bare": BARE, "warm": WARM}
-PACKAGE = "vllm_npu_prep"
+BUSY, WAITING = 240, 1800
+"""Seconds of a test with its fixtures, of a processor and by the clock."""
+FIRST = "first failure: "
+"""Begins the line that names the test which failed first."""
 
 
-def start(names: tuple[str, ...]) -> dict[str, Any]:
-    """Import modules; tell which files of the package came with them, and how many threads run."""
-    for name in names:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # children leave these objects to the memory that they share
-    files = [
-        module.__file__
-        for name, module in sys.modules.items()
-        if name.partition(".")[0] == PACKAGE and getattr(module, "__file__", None)
-    ]
-    # A thread does not live on in a child, and what it held stays locked there.
-    return {"files": files, "threads": len(os.listdir("/proc/self/task"))}
+class Planted:
+    """Plugin of pytest for planted bugs: the time of each test, and which one failed.
+
+    A test that does not end, even in compiled code, ends the process: a loop by its processor time,
+    as others may use the machine, and what waits by the clock.
+    """
+
+    failed = ""
+
+    def pytest_configure(self) -> None:
+        """Take any example that fails: to look for the smallest would take longer than all else."""
+        from hypothesis import Phase, settings
+
+        phases = [Phase.explicit, Phase.generate]
+        settings.register_profile("npu_prep_planted", settings(), phases=phases)
+        settings.load_profile("npu_prep_planted")
+
+    def pytest_runtest_logstart(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, BUSY)  # nobody handles these: the process ends
+        signal.alarm(WAITING)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def play(words: list[str], output: str, environment: dict[str, str]) -> int:
     """In a child: run pytest, as a process of its own would."""
     os.setsid()  # with all that its tests start, it can be ended
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(output, "wb") as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
@@ -61,7 +79,11 @@ def play(words: list[str], output: str, environment: dict[str, str]) -> int:
     sys.argv = ["pytest", *words]
     import pytest
 
-    return int(pytest.main(words))
+    planted = Planted()
+    code = int(pytest.main(words, plugins=[planted]))
+    if planted.failed:
+        print(f"\n{FIRST}{planted.failed}", flush=True)
+    return code
 
 
 def fork(order: dict[str, Any]) -> int | None:
@@ -75,27 +97,34 @@ def fork(order: dict[str, Any]) -> int | None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    poll = select.poll()
-    descriptor = os.pidfd_open(pid)
-    poll.register(descriptor, select.POLLIN)
-    ended = bool(poll.poll(1000 * order["limit"]))
-    os.close(descriptor)
+    ended = []
     try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it left no process behind, or had not come to its own session yet
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
+        descriptor = os.pidfd_open(pid)
+        ended = select.select([descriptor], [], [], order["limit"])[0]
+        os.close(descriptor)
+    finally:
+        for end in (os.kill, os.killpg):  # it may not have come to its own session yet
+            with suppress(ProcessLookupError):
+                end(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    """Import modules; answer with the files of the package that came with them, then with codes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what imports print is no answer
-    answers.write(json.dumps(start(IMPORTED[sys.argv[1]])) + "\n")
-    answers.flush()
+    for name in IMPORTED[sys.argv[1]]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # children leave these objects to the memory that they share
+    # A thread does not live on in a child, and what it held stays locked there.
+    assert len(os.listdir("/proc/self/task")) == 1, "threads run after imports: none can be forked"
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    answers.write(json.dumps([file for file in files if file]) + "\n")
     for line in sys.stdin:
-        answers.write(json.dumps({"code": fork(json.loads(line))}) + "\n")
-        answers.flush()
+        answers.write(json.dumps(fork(json.loads(line))) + "\n")
 
 
 if __name__ == "__main__":

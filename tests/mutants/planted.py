@@ -9,9 +9,8 @@ BOOKS = ("tests/runner/test_bookkeeping.py",)
 UPDATES = ("tests/runner/test_request_updates.py",)
 COUNTS = ("tests/npu/on_device/test_counts.py",)
 ON_NPU = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers"
-FIA = (f"{ON_NPU}[fia]",)
+FIA = FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
 ATB = (f"{ON_NPU}[atb]",)
-FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
 EXPERTS = ("tests/npu/on_device/test_experts.py",)
 DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_states.py",)
@@ -61,7 +60,7 @@ RECORDS = ("tests/inspect/test_record.py", "tests/inspect/test_recorder.py")
 RUN_PAGES = ("tests/inspect/test_run_page.py",)
 RUN_KEYS = ("tests/inspect/test_run_keys.py",)
 CHECKS = ("tests/inspect/test_cheap_check.py", "tests/engine/test_full_check.py")
-MESSAGES = ("tests/inspect/test_check_messages.py",)
+MESSAGES = ("tests/inspect/test_cheap_check.py",)
 CHECKS_OF_STATES = ("tests/engine/test_full_check_of_states.py",)
 SERVERS = ("tests/server/test_record_command.py", "tests/server/test_processes.py")
 PAGES = ("tests/test_explain_command.py", "tests/inspect/test_page.py")
@@ -79,8 +78,10 @@ V2_DRAFT_MODEL = (
     "tests/engine/test_speculation.py::test_a_draft_model_drafts_the_same_for_either_runner",
 )
 RANKS = "tests/engine/test_ranks.py::test_"
-V2_DRAFTING_ENGINES = (f"{RANKS}engines_that_share_experts_draft_together[DeepseekV3-graphs-V2]",)
 V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[experts-V2]",)
+V2_DRAFTING_ENGINES = (
+    f"{RANKS}engines_that_share_experts_step_together[MTP, latent attention-V2]",
+)
 V2_EPISODES = (
     "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
 )
@@ -96,7 +97,6 @@ V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_slot_sampling.py",)
 DRAWN_DRAFTS = ("tests/ops/test_slot_rejection.py",)
 FAULTS = ("tests/engine/test_faults.py",)
-RESETS = ("tests/engine/test_weights_and_resets.py",)
 
 
 @dataclass(frozen=True)
@@ -373,14 +373,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
         ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
     ],
+    "inspect/diff.py": [
+        ("explain --diff takes states in other blocks for the same", "    for group in view.state_groups:\n        where, own", "    for group in ():\n        where, own", ("tests/inspect/test_diff.py",)),
+    ],
     "inspect/doctor/collectives.py": [
         ("HCCL takes a mode that it does not know", "    if given in choices:\n", "    if given:\n", ("tests/inspect/test_doctor.py",)),
     ],
     "inspect/page.py": [
         ("a page traces tokens to the first group's slots only", "[step.slot_mapping[table] for table in view.tables.values()]", "[step.slot_mapping[0] for table in view.tables.values()]", PAGES),
-    ],
-    "inspect/record_file.py": [
-        ("an archive is read however much it holds", "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:", "if False:", RECORDS),
     ],
     "inspect/run.js": [
         ("Shift and an arrow key go one step on the page of a run", "ArrowRight: event.shiftKey ? 10 : 1,", "ArrowRight: 1,", RUN_KEYS),
@@ -398,20 +398,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the page of a run links to one step too few", "if first <= run.numbers[index] < end]", "if first <= run.numbers[index] < end - 1]", RUN_KEYS),
         ("the page of a step leads back to another", "pages[at - 1], pages[at + 1])", "pages[at + 1], pages[at - 1])", RUN_KEYS),
     ],
-    "inspect/scenario.py": [
-        ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
-    ],
     "inspect/view.py": [
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
     ],
     "observe/check.py": [
-        ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "row, size = tables.block_table(group)[step.slots[req]]", "row, size = tables.block_table(group)[req]", MESSAGES),
-        ("a message about states names the block behind the right one", "row[state_column(start, token, size, num_drafts)]", "row[state_column(start, token, size, num_drafts) + 1]", MESSAGES),
-        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == HOLDS and step.local is None and step.states is None", "step.rule == HOLDS and step.local is None", MESSAGES),
+        ("a message about states reads the row of the batch, where V2 keeps requests elsewhere", "at.tables.block_table(at.group)[at.row]", "at.tables.block_table(at.group)[at.req]", MESSAGES),
+        ("a message about states names the block behind the right one", "row[state_column(first, token, *sizes)]", "row[state_column(first, token, *sizes) + 1]", MESSAGES),
+        ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups", "step.rule == Rule.HOLDS and not shape.local.groups", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
-    ],
-    "observe/full_check.py": [
-        ("a message about drafts names the request whose row is the draft's number", "        if level in counts:  # the request that has the element\n", "        if level is Level.TOKEN:\n", ("tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",)),
     ],
     "observe/ledger.py": [
         ("the ledger takes the scheduler's count for one before drafts are verified", "told = min(told, request.certain - 1 + num_kept)", "pass", SPECULATION),
@@ -426,7 +420,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self._load_of(request.adapter)) != request.load:", "if False:", CHECKS),
     ],
     "observe/metrics.py": [
-        ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py", "tests/server/test_server.py")),
+        ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py",)),
         ("an engine that has ended keeps the files of its metrics open", "            file.close()\n        self._files = {}", "            pass", ("tests/inspect/test_metrics.py",)),
     ],
     "observe/record_client.py": [
@@ -532,14 +526,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "prep/arrays.py": [
         ("padding writes slot 0", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0", CORE),
-        ("padding not marked", 'is_padding: A = array(bool_, "T", TOKEN, True,', 'is_padding: A = array(bool_, "T", TOKEN, False,', CORE),
+        ("padding not marked", 'is_padding: A = array(bool_, "tokens", TOKEN, True,', 'is_padding: A = array(bool_, "tokens", TOKEN, False,', CORE),
     ],
     "prep/batch.py": [
         ("a full graph takes the batch's own state", "in_full_graph = padding.mode is GraphMode.FULL", "in_full_graph = False", ("tests/prep/test_graph_padding.py",)),
     ],
     "prep/bookkeeping.py": [
         ("drafts are written before a request's last token", "token_ids[row, end + draft] = draft", "token_ids[row, end - 1 + draft] = draft", UPDATES),
-        ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", ("tests/runner/test_books.py",)),
+        ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", UPDATES),
         ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", ENGINE),
     ],
     "prep/capture_sizes.py": [
@@ -547,10 +541,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "prep/checks.py": [
         ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", SHARDS),
-        ("states are checked at a request's place in the batch, not in its row", "row = first_entries[index] + slots[req] * widths[index]", "row = first_entries[index] + req * widths[index]", STATES),
+        ("states are checked at a request's place in the batch, not in its row", "row = first_entry + t.slots[req] * t.max_num_blocks[group]", "row = first_entry + req * t.max_num_blocks[group]", STATES),
         ("a decode's wrong position goes unnoticed", "is_wrong = out.positions[start] != first or token_id < 0", "is_wrong = token_id < 0", CHECKS),
         ("rows of logits out of order go unnoticed", "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]", "is_wrong |= False", CHECKS),
-        ("a shared state goes unnoticed", "                return STATE_SHARED, writers[order[place]], -1, group", "                return HOLDS, writers[order[place]], -1, group", STATES),
+        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", STATES),
     ],
     "prep/embeds.py": [
         ("embeddings of a prompt's start in every chunk", "return token_indices, reqs[token_indices], positions[token_indices]", "return token_indices, reqs[token_indices], step.query_pos[token_indices]", EMBEDS),
@@ -584,17 +578,17 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts count as tokens of a prompt", "if start - num_drafts != num_reqs:", "if start != num_reqs:", ("tests/prep/test_against_oracle.py",)),
     ],
     "prep/latent.py": [
-        ("starts of prefills are the step's", "query_start_loc[req] - num_decode_tokens", "query_start_loc[req]", ("tests/prep/test_latent.py",)),
+        ("starts of prefills are the step's", "step.query_start_loc[req] - num_decode_tokens", "step.query_start_loc[req]", ("tests/prep/test_latent.py",)),
         ("a context is cut inside of a block", "length = room // block_size * block_size", "length = room", ("tests/prep/test_latent.py",)),
         ("a prefill without context leaves a chunk open", "        if context_len == 0:\n            is_open = False\n", "", ("tests/prep/test_latent.py",)),
     ],
     "prep/local_attention.py": [
         ("a token of the next chunk in a virtual request", "min(seq_len, chunk_start + attention_chunk_size)", "min(seq_len, chunk_start + attention_chunk_size + 1)", CHUNKS),
-        ("blocks of a virtual request begin a chunk late", "req * chunks_per_req[group] + chunk", "req * chunks_per_req[group] + chunk + 1", CHUNKS),
-        ("blocks of a virtual request are the first group's", "row = first_table_rows[group] + req", "row = first_table_rows[0] + req", CHUNKS),
-        ("padding virtual requests have a request's blocks", "null_req * chunks_per_req[group]", "0 * chunks_per_req[group]", CHUNKS),
-        ("padding virtual requests leave tokens out", "chunk_local_query_start_loc[padding + 1] = end", "chunk_local_query_start_loc[padding + 1] = start", CHUNKS),
-        ("one virtual request too few has a place", "return 2 * num_reqs_padded + spare // attention_chunk_size", "return 2 * num_reqs_padded + spare // attention_chunk_size - 1", CHUNKS),
+        ("blocks of a virtual request begin a chunk late", "req * t.chunks_per_req[group] + chunk", "req * t.chunks_per_req[group] + chunk + 1", CHUNKS),
+        ("blocks of a virtual request are the first group's", "row = t.first_local_rows[group] + req", "row = t.first_local_rows[0] + req", CHUNKS),
+        ("padding virtual requests have a request's blocks", "t.num_tokens.shape[0] * t.chunks_per_req[group]", "0 * t.chunks_per_req[group]", CHUNKS),
+        ("padding virtual requests leave tokens out", "out.chunk_local_query_start_loc[padding + 1] = end", "out.chunk_local_query_start_loc[padding + 1] = start", CHUNKS),
+        ("one virtual request too few has a place", "return 2 * num_reqs_padded + spare // self.attention_chunk_size", "return 2 * num_reqs_padded + spare // self.attention_chunk_size - 1", CHUNKS),
     ],
     "prep/mask.py": [
         ("a token can't see itself", "columns > rows", "columns >= rows", CORE),
@@ -614,12 +608,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "prep/states.py": [
-        ("states of the next block", "first = num_computed_tokens[req] if speculates else seq_lens[req] - 1", "first = num_computed_tokens[req] if speculates else seq_lens[req]", STATES),
-        ("states are looked up at a request's place in the batch, not in its row", "row = first_entries[index] + slots[req] * widths[index]", "row = first_entries[index] + req * widths[index]", STATES),
-        ("a state index is shifted by one", "            state_indices[index, req] = block_table_flat[row + column]\n            if num_drafts", "            state_indices[index, req] = block_table_flat[row + column] + 1\n            if num_drafts", STATES),
-        ("every request has an initial state", "has_initial_state[req] = num_computed_tokens[req] > 0", "has_initial_state[req] = True", STATES),
-        ("a state is read from the block of the step's last token", "column = state_column(num_computed_tokens[req] - kept, kept - 1, size, num_drafts)", "column = state_column(seq_lens[req] - kept, kept - 1, size, num_drafts)", STATES),
-        ("accepted tokens are ignored: the first state is read", "kept = num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
+        ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),
+        ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.slots[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
+        ("a state index is shifted by one", "            out.state_indices[index, req] = t.block_table_flat[row + column]\n            if num_drafts", "            out.state_indices[index, req] = t.block_table_flat[row + column] + 1\n            if num_drafts", STATES),
+        ("every request has an initial state", "out.has_initial_state[req] = out.num_computed_tokens[req] > 0", "out.has_initial_state[req] = True", STATES),
+        ("a state is read from the block of the step's last token", "column = read_column(out.num_computed_tokens[req], kept, size, num_drafts)", "column = read_column(out.seq_lens[req], kept, size, num_drafts)", STATES),
+        ("accepted tokens are ignored: the first state is read", "kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
         ("the state at the end of a block stays among those of drafts", "    if ends <= num_drafts:", "    if ends < 0:", STATES),
     ],
     "quantization/checkpoint.py": [
@@ -660,6 +654,17 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: a model that drafts forgets which of its modules are fused", 'getattr(self, "_fused", FUSED_MODULES)', "FUSED_MODULES", INT8_MTP),
         ("int8: a module that the model lacks is not looked for", "if start and start in layers and module not in made and not is_experts:", "if start in () and module not in made and not is_experts:", INT8_FILES),
     ],
+    "records/comparison.py": [
+        ("a message about drafts names the request whose row is the draft's number", "        req = int(np.searchsorted(np.cumsum(rows), index[0], side=\"right\"))\n", "        req = index[0]\n", ("tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",)),
+    ],
+    "records/record_file.py": [
+        ("an archive is read however much it holds", "if sum(member.file_size for member in members) > MAX_RECORD_BYTES:", "if False:", RECORDS),
+    ],
+    "records/scenario.py": [
+        ("shared block that is written is accepted", "if not (is_prefix and other_is_prefix):", "if False:", CORE),
+        ("a null block before the state that is read is refused", "        group.holds_states,\n    )\n    for place", "    )\n    for place", ("tests/inspect/test_states.py",)),
+        ("unknown keys of latent name the scenario's", "if part in OBJECTS]", "if part in (\"requests\", \"multimodal\")]", ("tests/test_explain_command.py",)),
+    ],
     "runner/accepted.py": [
         ("a decode continues after all of its last drafts", "counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)", "counts = np.where(computed == 0, np.int32(1), states.decode_threshold).astype(np.int32)", ("tests/runner/test_accepted.py",)),
         ("a request that is resumed counts from where it was preempted", "starts[[req_id in begin for req_id in req_ids]] = UNKNOWN", "pass", ("tests/runner/test_accepted.py",)),
@@ -667,11 +672,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a request that returns is taken for a new one", "[self._left.pop(req_id, UNKNOWN) for req_id in req_ids]", "[UNKNOWN for req_id in req_ids]", ("tests/runner/test_accepted.py",)),
         ("a session's next part counts drafts of its last answer", "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n", "        begin: set[str] = set()\n", ("tests/runner/test_accepted.py",)),
     ],
-    "runner/bookkeeping.py": [
-        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
+    "runner/v1/bookkeeping.py": [
         ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
-    "runner/drafters.py": [
+    "runner/common.py": [
+        ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
+        ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
+        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
+    ],
+    "runner/v1/drafters.py": [
         ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
         ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
         ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
@@ -681,22 +690,25 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
     ],
     "runner/graphs.py": [
-        ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", GRAPHS),
+        ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),
         ("sizes that are given up keep their streams", "                                _delete_graphs(given_up)  # which", "                                # which", ("tests/runner/test_graphs.py",)),
         ("each rank gives up sizes of its own", "        given_up = self.agree(given_up)\n", "", ("tests/runner/test_graphs.py",)),
     ],
-    "runner/inputs.py": [
+    "runner/v1/inputs.py": [
         ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
         ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
         ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
         ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
     ],
     "runner/lora.py": [
-        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("prompts are scored by the adapters of the samples", "with alone(req_id), logits_of(manager, lora_id):", "with alone(req_id):", LORA),
         ("a mapping of other samples is taken for the old one", "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n", "", LORA),
-        ("prompts are scored by the adapters of the samples", "        with logits_of(manager, lora_id):\n", "        if True:\n", LORA),
     ],
-    "runner/model_runner.py": [
+    "runner/v1/runner.py": [
+        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
+        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
         ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
         ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
@@ -709,20 +721,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("drafters keep vLLM's routers", 'models_of(self.get_model(), getattr(self, "drafter", None))', "models_of(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
-        ("steps with embeddings replay graphs", "force_eager=eager or batch.takes_embeds", "force_eager=eager", EMBEDS),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
-        ("layers that share K and V have caches of their own", "caches[layer_name] = caches[target]", "caches[layer_name] = caches[target].clone()", WINDOWS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
-        ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
-        ("states: requests that begin with drafts stay behind prompts", "put_drafts_first(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
+        ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
-        ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
-        ("MTP layers without new weights lose their old ones", "            finalize_layerwise_reload(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[int8 mtp]",)),
+        ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
+        ("MTP layers without new weights lose their old ones", "            _keep_old_weights(drafter, of_drafter)\n", "", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
+        ("a reload that fails leaves tensors at new addresses", "        finally:\n            _put_back(model, before)\n", "        _put_back(model, before)\n", ("tests/device/test_sleep.py",)),
+        ("a reload that fails leaves layers with no weights", "            _keep_old_weights(model, model_config)\n", "", ("tests/device/test_sleep.py",)),
         ("a reload looks for layers under the names that adapters give them", "        setattr(owner, name, child.base_layer)\n", "        setattr(owner, name, child)\n", ("tests/device/test_sleep.py",)),
     ],
     "runner/outputs.py": [
@@ -731,12 +741,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/padding.py": [
         ("a full graph with more blocks than the cache", "return blocks <= self.num_blocks", "return True", ("tests/runner/test_padding.py",)),
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
-        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ENGINE),
+        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
         ("graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", GRAPHS),
         ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_GRAPHS),
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
+        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", V2_SHARES),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [
@@ -744,7 +755,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts of embeddings keep the ids of their row's last request", "    if new.prompt_embeds is None:", "    if True:", EMBEDS),
         ("token ids beside embeddings count as unknown", "new.prompt_is_token_ids or [False]", "[False]", EMBEDS),
     ],
-    "runner/request_updates.py": [
+    "runner/v1/request_updates.py": [
         ("lost tokens are overlooked", "stays &= has_outputs <= outputs", "stays &= has_outputs >= 0", BOOKS),
         ("drafts of the last step stay in a request's state", "            spec_token_ids[:] = draft_token_ids\n", "            spec_token_ids.extend(draft_token_ids)\n", UPDATES),
         ("drafts that were assumed are not taken back", "batch.num_computed_tokens_cpu[rows[verified]] = computed", "pass", UPDATES),
@@ -753,18 +764,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a step in which a request left is taken for a quiet one", "len(scheduler_output.num_scheduled_tokens) == batch.num_reqs\n        and len(", "True or len(", UPDATES),
         ("a call for each request when a step is updated", "computed = np.array(cached.num_computed_tokens, np.int32)", "computed = np.array([abs(n) for n in cached.num_computed_tokens], np.int32)", ("tests/benchmarks/test_benchmarks.py",)),
         ("new blocks are not entered in the request", "                block_ids.extend(new_ids)\n", "                pass\n", ENGINE),
-        ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", RESETS),
+        ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", UPDATES),
     ],
-    "runner/sampling.py": [
+    "runner/v1/sampling.py": [
         ("chosen tokens are scored in the rows of other requests", "repeat_interleave(len(logprobs) // num_reqs, dim=0)", "repeat(len(logprobs) // num_reqs, 1)", SPECULATION),
         ("a budget of thinking tokens stays in the row of a request that left", "            holder._state.pop(row, None)\n", "            pass\n", ("tests/engine/test_thinking.py",)),
         ("whoever chose fewer tokens gets others' likeliest in their place", "torch.where(is_chosen, wanted, ids[:, columns])", "wanted", SPECULATION),
     ],
-    "runner/speculation.py": [
+    "runner/v1/speculation.py": [
         ("async: tokens known are the scheduler's guess", "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n", "", SPECULATION),
         ("drafts of other rows", "torch.cat((sampled_token_ids, drafts, drafts), 1)", "torch.cat((sampled_token_ids, drafts, drafts.flip(0)), 1)", ("tests/runner/test_speculation.py",)),
     ],
-    "runner/upstream_buffers.py": [
+    "runner/v1/upstream_buffers.py": [
         ("seq_lens not bound", '            "seq_lens": device.seq_lens,\n', "", ENGINE),
     ],
     "scheduling/blocks.py": [
@@ -856,7 +867,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("admission does not know of decodes", "if throttle_prefills or (anyone_waits and asks):", "if throttle_prefills:", SCHEDULING),
         ("throttled prefills run beside decodes", "if throttle_prefills or (anyone_waits and asks):", "if anyone_waits and asks:", SCHEDULING),
         ("decodes run while all are paused", "            or self._pause_state == PauseState.PAUSED_ALL\n", "", SCHEDULING),
-        ("a preempted request keeps its notes on blocks", '        forget_blocks(cast("NotedRequest", request))\n', "        pass\n", SCHEDULING),
+        ("a preempted request keeps its notes on blocks", '        forget_blocks(cast("BatchedRequest", request))\n', "        pass\n", SCHEDULING),
         ("streamed input keeps its old length", "        note(session, self.max_model_len)\n", "        pass\n", SCHEDULING),
         ("drafts of a prompt's chunk are verified", "                or request.is_prefill_chunk\n", "", SCHEDULING),
         ("drafts that a grammar refuses are verified", "                or request.traits & GRAMMAR\n", "", SCHEDULING),
@@ -909,73 +920,73 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "startup/subjects/states.py": [
         ("gated delta nets load their weights on a CANN that lacks them", "        lambda c: c.functions_missing_for(*OPERATORS),\n", "        lambda c: False,\n", ("tests/startup/test_refusals.py",)),
     ],
-    "v2/adapters.py": [
+    "runner/v2/adapters.py": [
         ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
-        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
-        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of |= worker.token_id_scores", "            pass", V2_LORA),
         ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
     ],
-    "v2/block_tables.py": [
+    "runner/v2/block_tables.py": [
         ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
     ],
-    "v2/buffers.py": [
+    "runner/v2/buffers.py": [
         ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
         ("V2: values are sent once only", "not np.array_equal(self._sent, self.np)", "not self._sent.any()", V2),
     ],
-    "v2/draft_passes.py": [
+    "runner/v2/draft_passes.py": [
         ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
         ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
     ],
-    "v2/drafters.py": [
+    "runner/v2/drafters.py": [
         ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
         ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
     ],
-    "v2/drawing.py": [
+    "runner/v2/drawing.py": [
         ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
         ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
         ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
     ],
-    "v2/engines.py": [
+    "runner/v2/engines.py": [
         ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
     ],
-    "v2/graphs.py": [
+    "runner/v2/graphs.py": [
         ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
         ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
     ],
-    "v2/kept_tokens.py": [
+    "runner/v2/kept_tokens.py": [
         ("V2: penalties count discarded samples alone", "is_kept = (~is_discarded)", "is_kept = is_discarded", V2_ENGINE),
         ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
         ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()", "pass", V2_THINKING),
     ],
-    "v2/limits.py": [
+    "runner/v2/limits.py": [
         ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
     ],
-    "v2/ngram.py": [
+    "runner/v2/ngram.py": [
         ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
     ],
-    "v2/order.py": [
+    "runner/v2/order.py": [
         ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
-    "v2/output.py": [
+    "runner/v2/output.py": [
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
         ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
         ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
     ],
-    "v2/prompt_embeds.py": [
+    "runner/v2/prompt_embeds.py": [
         ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(slots[row])] for row in rows}", "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}", V2),
     ],
-    "v2/rope.py": [
+    "runner/v2/prompt_scores.py": [
+        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
+        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
+    ],
+    "runner/v2/rope.py": [
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
-    "v2/runner.py": [
-        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts-V2]",)),
-        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
+    "runner/v2/runner.py": [
+        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
-        ("V2: each rank keeps whole contexts", "            dcp=find_context_shards(self.parallel_config),", "            dcp=None,", V2_SHARES),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
         ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
         ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
@@ -983,17 +994,17 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
         ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
     ],
-    "v2/sampler.py": [
+    "runner/v2/sampler.py": [
         ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
         ("V2: NaNs of a request's drafts go to the requests after it", "if len(row_slots) == len(slots):", "if True:", V2),
         ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
     ],
-    "v2/speculator.py": [
+    "runner/v2/speculator.py": [
         ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
         ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
         ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
     ],
-    "v2/states.py": [
+    "runner/v2/states.py": [
         ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
         ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
         ("V2: samples of requests that sit a step out are not put aside", "        self.rows[slots] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
@@ -1008,25 +1019,25 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
         ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
     ],
-    "v2/step_inputs.py": [
+    "runner/v2/step_inputs.py": [
         ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
     ],
-    "v2/thinking.py": [
+    "runner/v2/thinking.py": [
         ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
     ],
-    "v2/verification.py": [
+    "runner/v2/verification.py": [
         ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
         ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
         ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),
     ],
-    "v2/watched.py": [
+    "runner/v2/watched.py": [
         ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, slot", "int(states.samples.rows[slot])\n            for req_id, slot", ("tests/engine/test_full_check.py",)),
     ],
     "verify/command.py": [
         ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_without_a_folder_is_refused_before_any_row",)),
     ],
-    "verify/probe.py": [
-        ("an operator that computes wrongly stays on", "        if outcome.verdict.is_bad:\n            log(", "        if False:\n            log(", FUSED),
+    "verify/fused.py": [
+        ("an operator that computes wrongly stays on", "return not outcome.verdict.is_bad", "return True", FUSED),
     ],
     "worker.py": [
         ("models without a cache are first traced over a step", "        if not self.model_runner.kv_caches:", "        if False:", POOLING),

@@ -11,20 +11,28 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_npu_prep"
 POOLS = {
-    "steps": ("prep", "attention", "attention/kernels", "runner"),
+    "steps": ("prep", "attention", "attention/kernels", "runner", "runner/v1"),
     "scheduling": ("scheduling",),
-    "served": ("runner", "v2", "attention", "attention/kernels", "scheduling", "ops"),
+    "served": (
+        "runner",
+        "runner/v1",
+        "runner/v2",
+        "attention",
+        "attention/kernels",
+        "scheduling",
+        "ops",
+    ),
 }
 """Folders of the package from which changes are drawn. A new folder gets a pool of its own, so that
 the draws of others stay as they are."""
 
-COMPARED = {
+OPERATORS = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
     ast.Gt: (">", ">="),
@@ -35,8 +43,6 @@ COMPARED = {
     ast.IsNot: ("is not", "is"),
     ast.In: ("in", "not in"),
     ast.NotIn: ("not in", "in"),
-}
-COMPUTED = {
     ast.Add: ("+", "-"),
     ast.Sub: ("-", "+"),
     ast.Mult: ("*", "+"),
@@ -47,8 +53,9 @@ COMPUTED = {
     ast.BitOr: ("|", "&"),
     ast.LShift: ("<<", ">>"),
     ast.RShift: (">>", "<<"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
 }
-EXTREMES = {"min": "max", "max": "min"}
 CONFUSED = (ast.Name, ast.Attribute, ast.Subscript)
 """Arguments that are swapped: a literal in the wrong place would be found by any call."""
 
@@ -62,13 +69,12 @@ class Site:
 
     path: str
     function: str
-    kind: str
     before: str
     after: str
-    nth: int
     start: int
     end: int
     text: str
+    nth: int = 1
 
     @property
     def key(self) -> str:
@@ -89,146 +95,100 @@ class Site:
         return source[first:last].decode(), changed[first : last + grown].decode()
 
 
-class _Finder(ast.NodeVisitor):
-    """Walks over a file and notes its changes."""
+class _File:
+    """Changes of a file, each a place in its bytes and the text to put there."""
 
-    def __init__(self, path: str, source: bytes) -> None:
-        self.path, self.source = path, source
-        self.lines = [0]
-        for line in source.splitlines(keepends=True):
-            self.lines.append(self.lines[-1] + len(line))
-        self.names: list[str] = []
-        self.found: list[Site] = []
+    def __init__(self, source: bytes) -> None:
+        self.source = source
+        self.lines = list(accumulate(map(len, source.splitlines(keepends=True)), initial=0))
 
-    # ------------------------------------------------------------- places
+    def start(self, node: ast.expr) -> int:
+        return self.lines[node.lineno - 1] + node.col_offset
 
-    def _start(self, node: ast.AST) -> int:
-        return self.lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+    def end(self, node: ast.expr) -> int:
+        return self.lines[node.end_lineno - 1] + node.end_col_offset
 
-    def _end(self, node: ast.AST) -> int:
-        return self.lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+    def text(self, node: ast.expr) -> str:
+        return self.source[self.start(node) : self.end(node)].decode()
 
-    def _text(self, node: ast.AST) -> str:
-        return self.source[self._start(node) : self._end(node)].decode()
+    def walk(self, node: ast.AST, names: str = "") -> Iterator[tuple[str, int, int, str]]:
+        """Changes in a node, each with the names of the functions and classes around it.
 
-    def _note(self, kind: str, start: int, end: int, text: str) -> None:
-        first = self.source.rfind(b"\n", 0, start) + 1
-        last = self.source.find(b"\n", end)
-        before = self.source[first:last].decode()
-        after = (self.source[first:start] + text.encode() + self.source[end:last]).decode()
-        joined = (" ".join(each.split()) for each in (before, after))
-        function = ".".join(self.names)
-        self.found.append(Site(self.path, function, kind, *joined, 1, start, end, text))
+        Decorators, annotations and imports have none, nor texts of errors, which have own tests.
+        """
+        inside = ast.iter_child_nodes(node)
+        match node:
+            case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
+                return
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                return
+            case ast.AnnAssign(value=value):
+                inside = iter([value] if value else [])
+            case ast.FunctionDef(name=name, args=args, body=body):
+                names = f"{names}.{name}".lstrip(".")
+                inside = chain(args.defaults, filter(None, args.kw_defaults), body)
+            case ast.ClassDef(name=name, body=body):
+                names, inside = f"{names}.{name}".lstrip("."), iter(body)
+        for change in self.changes(node):
+            yield names, *change
+        for each in inside:
+            yield from self.walk(each, names)
 
-    def _between(self, kind: str, left: ast.AST, right: ast.AST, old: str, new: str) -> None:
-        """Replace an operator that stands between two expressions."""
-        start, end = self._end(left), self._start(right)
-        words = old.split()
-        word = r"\s+".join(map(re.escape, words))
-        pattern = rf"\b{word}\b" if words[0].isalpha() else word
-        found = re.search(pattern.encode(), re.sub(rb"#[^\n]*", _blank, self.source[start:end]))
+    def changes(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
+        match node:
+            case ast.Compare(left=left, ops=operators, comparators=others):
+                for operator, a, b in zip(operators, [left, *others], others):
+                    yield from self.between(a, b, *OPERATORS[type(operator)])
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
+                if not isinstance(left, ast.Constant | ast.JoinedStr):
+                    yield from self.between(left, right, *OPERATORS[type(operator)])
+            case ast.AugAssign(target=left, op=operator, value=right):
+                if type(operator) in OPERATORS:
+                    old, new = OPERATORS[type(operator)]
+                    yield from self.between(left, right, f"{old}=", f"{new}=")
+            case ast.BoolOp(op=operator, values=values):
+                for a, b in pairwise(values):
+                    yield from self.between(a, b, *OPERATORS[type(operator)])
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                yield self.start(node), self.start(operand), ""
+            case ast.Constant(value=bool(value)):
+                yield self.start(node), self.end(node), str(not value)
+            case ast.Constant(value=int(value)):
+                for other in (value + 1, value - 1)[: 1 + (value > 0)]:
+                    yield self.start(node), self.end(node), str(other)
+            case ast.Call(func=ast.Name("min" | "max" as name) as function):
+                other = "max" if name == "min" else "min"
+                yield self.start(function), self.end(function), other
+            case ast.Call(args=arguments):
+                for a, b in pairwise(arguments):
+                    one, two = self.text(a), self.text(b)
+                    if isinstance(a, CONFUSED) and isinstance(b, CONFUSED) and one != two:
+                        between = self.source[self.end(a) : self.start(b)].decode()
+                        if "\n" not in one + two:
+                            yield self.start(a), self.end(b), f"{two}{between}{one}"
+
+    def between(
+        self, left: ast.expr, right: ast.expr, old: str, new: str
+    ) -> Iterator[tuple[int, int, str]]:
+        """Replace an operator that stands between two expressions, and maybe comments."""
+        start = self.end(left)
+        told = self.source[start : self.start(right)]
+        told = re.sub(rb"#[^\n]*", lambda found: b" " * len(found[0]), told)
+        word = r"\s+".join(map(re.escape, old.split()))
+        found = re.search((rf"\b{word}\b" if old[0].isalpha() else word).encode(), told)
         if found is not None:
-            self._note(kind, start + found.start(), start + found.end(), new)
-
-    # ------------------------------------------------------------- what is walked over
-
-    def _visit_definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        """Without decorators, bases and annotations."""
-        self.names.append(node.name)
-        if isinstance(node, ast.FunctionDef):
-            for default in [*node.args.defaults, *node.args.kw_defaults]:
-                if default is not None:
-                    self.visit(default)
-        for statement in node.body:
-            self.visit(statement)
-        self.names.pop()
-
-    visit_FunctionDef = visit_ClassDef = _visit_definition  # noqa: N815
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        """Texts of errors have tests of their own."""
-
-    visit_Assert = visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Raise  # noqa: N815
-
-    def visit_If(self, node: ast.If) -> None:
-        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            self.generic_visit(node)
-
-    # ------------------------------------------------------------- changes
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        left = node.left
-        for operator, right in zip(node.ops, node.comparators):
-            self._between("comparison", left, right, *COMPARED[type(operator)])
-            left = right
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        if type(node.op) in COMPUTED and not isinstance(node.left, ast.Constant | ast.JoinedStr):
-            self._between("arithmetic", node.left, node.right, *COMPUTED[type(node.op)])
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if type(node.op) in COMPUTED:
-            old, new = COMPUTED[type(node.op)]
-            self._between("arithmetic", node.target, node.value, f"{old}=", f"{new}=")
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        words = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        for left, right in zip(node.values, node.values[1:]):
-            self._between("boolean", left, right, *words)
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.Not):
-            self._note("dropped not", self._start(node), self._start(node.operand), "")
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        start, end = self._start(node), self._end(node)
-        if isinstance(node.value, bool):
-            self._note("constant", start, end, str(not node.value))
-        elif isinstance(node.value, int):
-            self._note("off by one", start, end, str(node.value + 1))
-            if node.value > 0:
-                self._note("off by one", start, end, str(node.value - 1))
-
-    def visit_Call(self, node: ast.Call) -> None:
-        is_extreme = isinstance(node.func, ast.Name) and node.func.id in EXTREMES
-        for left, right in [] if is_extreme else zip(node.args, node.args[1:]):
-            named = isinstance(left, CONFUSED) and isinstance(right, CONFUSED)
-            texts = self._text(left), self._text(right)
-            if named and texts[0] != texts[1] and "\n" not in "".join(texts):
-                between = self.source[self._end(left) : self._start(right)].decode()
-                swapped = texts[1] + between + texts[0]
-                self._note("swapped arguments", self._start(left), self._end(right), swapped)
-        if is_extreme:
-            self._note(
-                "extreme",
-                self._start(node.func),
-                self._end(node.func),
-                EXTREMES[self._text(node.func)],
-            )
-        self.generic_visit(node)
-
-
-def _blank(found: re.Match[bytes]) -> bytes:
-    """A comment as spaces."""
-    return b" " * len(found[0])
+            yield start + found.start(), start + found.end(), new
 
 
 @functools.cache
 def sites_of(path: str, source: bytes) -> list[Site]:
     """All changes of a file."""
-    finder = _Finder(path, source)
-    finder.visit(ast.parse(source))
     same, sites = Counter[str](), []
-    for site in finder.found:
+    for names, start, end, text in _File(source).walk(ast.parse(source)):
+        first, last = source.rfind(b"\n", 0, start) + 1, source.find(b"\n", end)
+        after = source[first:start] + text.encode() + source[end:last]
+        told = [" ".join(each.decode().split()) for each in (source[first:last], after)]
+        site = Site(path, names, *told, start, end, text)
         same[site.key] += 1
         sites.append(replace(site, nth=same[site.key]))
     return sites

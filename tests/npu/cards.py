@@ -22,19 +22,18 @@ ON_A_CARD = "NPU_EMULATOR_DEVICES" in os.environ or os.environ.get("NPU_PREP_DEV
 FOLDERS = {"on_device": "", "on_8_5": "8.5", "on_docs": "docs"}
 """Folders of tests, and the profile of their card; the last two are links to the first."""
 UNDER_EVERY_PROFILE = (
-    *("counts", "fused", "fused_families", "graphs", "kernels", "latent", "local_attention"),
+    *("counts", "fused", "fused_families", "graphs", "kernels", "latent"),
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
-    *("shared_prefix", "structured_output", "tokens", "verify_device", "windows"),
+    *("served", "shared_prefix", "tokens", "verify_device", "windows"),
 )
 LAYERS = ("experts", "fused", "hybrids", "latent", "quantization", "sleep", "tokens")
-OF_FILES = {"memory": "small", "ranks": "four", **dict.fromkeys(LAYERS, "layers")}
+OF_FILES = {"memory": "small", "ranks": "skewed", **dict.fromkeys(LAYERS, "layers")}
 SKEWED = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers[fia"
-"""Beginning of the ids of tests that need streams of very different speed."""
+"""Beginning of the ids of tests that need streams of very different speed, as those of ranks do."""
 OPTIONS = {
     "equal": ("--memory", "1G", "--delay", "equal"),
     "layers": ("--memory", "1G", "--delay", "equal"),
-    "skewed": ("--memory", "1G", "--delay", "skewed"),
-    "four": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
+    "skewed": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
     "small": ("--memory", "170M", "--delay", "equal"),
     "8.5": ("--delay", "equal", "--profile", "8.5"),
     "docs": ("--delay", "equal", "--profile", "docs"),

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from vllm import platforms
 
 from tests.helpers.emulator import why_no_emulator
 from tests.npu.cards import FOLDERS, ON_A_CARD, OPTIONS, UNDER_EVERY_PROFILE, Card, card_of
@@ -24,7 +25,13 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests of cards come first, those of each together; without the emulator they are skipped."""
+    """Tests of cards come first, those of each together; without the emulator they are skipped.
+
+    On a card vLLM's platform is chosen now: what it sets in the environment (how ranks start, no
+    compilation ahead of time) would be gone after a test that began it under a patch of others.
+    """
+    if ON_A_CARD:
+        assert platforms.current_platform.device_type == "npu"
     cards = [*OPTIONS, ""]
     items.sort(key=lambda item: cards.index(card_of(item.nodeid)))
     if not ON_A_CARD and (why := why_no_emulator()):

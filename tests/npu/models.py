@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers.engine import make_model
+from tests.helpers.engine import LLAMA4, make_model
 from tests.helpers.huggingface import logits_of
 from tests.helpers.hybrids import EXPERTS, ON_NPUS
 from tests.helpers.latent import (
@@ -31,10 +31,12 @@ CLEARER = {"spread": 0.2, "embedding_scale": 10}
 STATES = {**ON_NPUS, "head_dim": HEAD_SIZE}  # a state fills the K of 512 tokens: four blocks
 OF_128 = {**ON_NPUS, "head_dim": 256}  # of 128 tokens
 GEMMA = {"head_dim": HEAD_SIZE, "query_pre_attn_scalar": HEAD_SIZE}
+LOCAL = {key: value for key, value in LLAMA4.items() if key != "family"}
 GLM = {"head_dim": HEAD_SIZE, "n_group": 1, "topk_group": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3", CLEAR),
     "Gemma 3": ("Gemma3", {**THREE_GROUPS, **GEMMA}),  # three groups, one of full attention
+    "Llama 4": ("Llama4", {**LOCAL, "attention_chunk_size": 256, "spread": 0.15}),
     "Gemma 3n": ("Gemma3n", SHARED_LAYERS),  # layers that share K and V
     **{family: (family, {**CLEAR, **config}) for family, config in MIXTURES.items()},
     "DeepSeek V2 Lite": ("DeepseekV2", {**LATENT_ON_NPUS, **V2_LITE, **CLEARER}),
@@ -66,6 +68,9 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BOUND = {"float16": 0.1, "bfloat16": 0.3}
 """By how many standard deviations of logits a token may lack the best one's."""
+CLOSE, CLOSE_IN_INT8 = 0.1, 0.25
+"""How near two logits are where either may be taken, in bfloat16, and of int8 models, whose inputs
+may come to lie a level higher or lower."""
 PARTED = 4
 """One token of so many may be another than the best one."""
 

@@ -136,22 +136,6 @@ def test_batches_are_limited_where_the_card_limits_them(profile):
         assert verdict.accepted != RULES[profile].limits([call]).apply
 
 
-@pytest.mark.parametrize("profile", RULES)
-def test_what_padding_holds_is_taken_and_defined(profile):
-    """As many keys as queries; without keys the decode kernel of 9.x writes nothing."""
-    sizes = {"dtype": torch.bfloat16, "heads": 8, "kv_heads": 2}
-    sizes |= {"head_size": 128, "block_size": 128}
-    rows = 64
-    padded = {"query_lens": [1] * rows, "kv_lens": [200] * 3 + [1] * (rows - 3)}
-    verdict = fused_route.explain(profile, form="decode", **sizes, **padded)
-    assert verdict.accepted and verdict.undefined == ()
-    mixed = {"query_lens": [5, 1, 58], "kv_lens": [40, 200, 58]}
-    assert fused_route.explain(profile, form="chunk", **sizes, **mixed).accepted
-    empty = {"query_lens": [1] * rows, "kv_lens": [200] * 3 + [0] * (rows - 3)}
-    verdict = fused_route.explain("9.1", form="decode", **sizes, **empty)
-    assert verdict.undefined == tuple(range(3, rows))
-
-
 def test_a_release_before_8_5_has_one_kernel():
     rules = FusedRules(release_of("8.3.RC1"))
     call = FusedCall(Form.DECODE, "torch.bfloat16", 8, 2, 128, 128)

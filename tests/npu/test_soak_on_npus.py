@@ -6,22 +6,23 @@ Streams are slow in different ways. Tokens are held against transformers in floa
 import pytest
 
 from tests.helpers.emulator import emulate, why_no_emulator
-from tests.soak.kinds import FILES, HOST
-from tests.soak.models import NPU
+from tests.soak.kinds import FILES, HOST, NPU
 from tests.soak.test_engines import first, kept
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
 STEPS = 30
 SEEDS = {
-    "hybrid": first(NPU, family="Qwen3_5", runner="V2", int8="", sleeps=True).seed,
-    "drafts": first(NPU, family="Qwen3Next", runner="V1", drafts="mtp", int8="").seed,
-    "latent": first(NPU, family="DeepseekV3", runner="V2", drafts="mtp", connector="").seed,
-    "int8": first(NPU, family="Qwen3Moe", int8="compressed-tensors").seed,
+    "hybrid": first(NPU, model="Qwen3_5ForCausalLM", runner="V2", int8="", sleeps=True).seed,
+    "drafts": first(NPU, model="Qwen3NextForCausalLM", runner="V1", drafts="mtp", int8="").seed,
+    "latent": first(
+        NPU, model="DeepseekV3ForCausalLM", runner="V2", drafts="mtp", connector=""
+    ).seed,
+    "int8": first(NPU, model="Qwen3MoeForCausalLM", int8="compressed-tensors").seed,
     "adapters": first(NPU, adapters=True, runner="V2", sleeps=True).seed,
     "files": first(NPU, connector=FILES, runner="V1").seed,
     "host": first(NPU, connector=HOST, runner="V2").seed,
-    "images": first(NPU, family="Qwen3-VL", runner="V1").seed,
+    "images": first(NPU, model="Qwen3VLForConditionalGeneration", runner="V1").seed,
     "ranks": first(NPU, layout="tp2", runner="V2").seed,
     "stages": first(NPU, layout="pp2").seed,
     "engines": first(NPU, layout="dp2").seed,

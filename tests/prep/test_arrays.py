@@ -13,10 +13,11 @@ from vllm_npu_prep.observe import step_snapshot
 from vllm_npu_prep.prep import bookkeeping, checks, compiled, fused_pass
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level, PaddingRule
 from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.layout import StepLayout, step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.tables import device_has_all
 
 PACKAGE = Path(fused_pass.__file__).parents[1]
@@ -26,7 +27,8 @@ def test_arrays_of_tokens_come_first():
     levels = [line.level for line in STEP_ARRAYS.values()]
     of_tokens = levels.count(Level.TOKEN)
     assert levels[:of_tokens] == [Level.TOKEN] * of_tokens
-    few, many = StepLayout(40, 2, 2, 2, 0, 3).arrays, StepLayout(40, 40, 2, 40, 9, 3).arrays
+    shapes = (EngineShape(2, drafts, mrope_dims=3) for drafts in (1, 2))
+    few, many = (StepLayout(40, *sizes).arrays for sizes in zip((2, 40), shapes))
     names = list(few)
     assert [few[n].offset for n in names[:of_tokens]] == [many[n].offset for n in names[:of_tokens]]
     assert [few[n].offset for n in names[of_tokens:]] != [many[n].offset for n in names[of_tokens:]]
@@ -35,7 +37,7 @@ def test_arrays_of_tokens_come_first():
 @pytest.mark.parametrize("num_tokens", [15, 16, 17])
 def test_spare_elements_belong_to_no_array(num_tokens):
     """Also where the array fills its last line of 64 bytes."""
-    layout = step_layout(num_tokens, 4, 1)
+    layout = StepLayout(num_tokens, 4)
     (name,) = (name for name, line in STEP_ARRAYS.items() if line.spare)
     spare = layout.offset_int32(name) + num_tokens
     ends = [4 * spare, 4 * spare + 4]
@@ -51,9 +53,10 @@ def test_past_the_batch_is_the_padding_that_the_table_names(batch: RandomBatch):
     two_groups = dataclasses.replace(
         tables,
         block_sizes=np.repeat(tables.block_sizes, 2),
+        shape=EngineShape(2, max_logits_per_req=4),
         **device_has_all([tables.block_table(0)] * 2),
     )
-    layout = step_layout(padding.num_input_tokens, padding.num_reqs_padded, 2, 4)
+    layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, two_groups.shape)
     buffer = np.full(-(-layout.nbytes() // 64) * 64, 0x55, np.uint8)  # what an older step left
     step = prepare_step(
         dataclasses.replace(planned.batch, tables=two_groups), padding, layout, layout.views(buffer)
@@ -86,7 +89,7 @@ def test_compiled_code_finds_every_array_where_the_layout_has_it():
         sizes = out.buffer_int32.shape[0], out.mrope_positions.strides
         return out.input_ids_offset, out.draft_token_ids_offset, sizes
 
-    layout = dataclasses.replace(step_layout(8, 2, 2, 3, 3), local=LocalGroups(4, 1, (0, 1)))
+    layout = StepLayout(8, 2, EngineShape(2, 3, 3, local=LocalGroups(4, 1, (0, 1))))
     views = layout.views(np.zeros(layout.nbytes(4), np.uint8))
     offsets = layout.offset_int32("input_ids"), layout.offset_int32("draft_token_ids")
     sizes = layout.nbytes(4) // 4, views.mrope_positions.strides
@@ -113,7 +116,7 @@ def test_code_that_was_compiled_for_another_table_is_not_loaded(tmp_path, monkey
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
     assert compiled._digest() == compiled.DIGEST
     text = (tmp_path / "arrays.py").read_text()
-    (tmp_path / "arrays.py").write_text(text.replace('"R", REQUEST, 0', '"R", REQUEST, 1'))
+    (tmp_path / "arrays.py").write_text(text.replace('"reqs", REQUEST, 0', '"reqs", REQUEST, 1'))
     assert compiled._digest() != compiled.DIGEST
 
 
@@ -121,5 +124,5 @@ def test_tables_that_disagree_on_a_size_are_refused():
     request = OracleRequest(5, 1, 3, list(range(6)), [1, 2])
     batch = step_batch([request], block_size=4, max_model_len=16)
     tables = dataclasses.replace(batch.tables, num_tokens=np.full(2, 6, np.int32))
-    with pytest.raises(ValueError, match=r"num_tokens is \[2\], but M is 3"):
+    with pytest.raises(ValueError, match=r"num_tokens is \[2\], but rows is 3"):
         prepare_step(dataclasses.replace(batch, tables=tables), no_padding(1, 1))

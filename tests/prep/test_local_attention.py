@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 
 from tests.helpers.batches import LOCAL_GROUPS, RandomBatch, local_step, random_batches, step_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.layout import step_layout
-from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
+from vllm_npu_prep.prep.layout import StepLayout
+from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_local_requests
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.state import AttentionState
 
 
 def gathered(step: PreparedStep) -> np.ndarray:
     """Block tables of the virtual requests, as a device gathers them; ``[2, V, blocks]``."""
     tables = step.batch.tables
-    chunks = tables.block_table_flat.reshape(-1, tables.local.blocks_per_chunk)
+    chunks = tables.block_table_flat.reshape(-1, tables.shape.local.blocks_per_chunk)
     return chunks[step.arrays.chunk_local_table_rows]
 
 
@@ -104,11 +105,11 @@ def test_the_layout_has_places_for_all_virtual_requests():
             for batch in batches
             if sum(batch) == num_tokens
         )
-        assert max_local_reqs(num_tokens, num_reqs, chunk_size) == real
+        assert LocalGroups(chunk_size, 1, (0,)).max_reqs(num_tokens, num_reqs) == real
 
 
 def test_an_engine_without_chunks_has_nothing_of_them():
-    layout = step_layout(16, 4, 2)
+    layout = StepLayout(16, 4, EngineShape(2))
     for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "table_rows"):
         assert layout.arrays[f"chunk_local_{name}"].nbytes == 0
 
@@ -116,7 +117,7 @@ def test_an_engine_without_chunks_has_nothing_of_them():
 def test_rows_that_are_no_whole_chunks_are_refused():
     requests = step_batch([], block_size=4, max_model_len=16, extra_columns=1)
     with pytest.raises(ValueError, match="not whole chunks"):
-        dataclasses.replace(requests.tables, local=LocalGroups(8, 2, (0,)))
+        dataclasses.replace(requests.tables, shape=EngineShape(local=LocalGroups(8, 2, (0,))))
 
 
 def test_more_virtual_requests_than_places_are_refused():
@@ -124,6 +125,6 @@ def test_more_virtual_requests_than_places_are_refused():
     request = OracleRequest(0, 16, 16, range(16), range(1, 9))
     step = local_step(RandomBatch([request], 2, 32, None, None, True), 1)
     assert step.local.num_reqs == 8
-    layout = step_layout(16, 1, 3, 4, local=LocalGroups(32, 1, LOCAL_GROUPS))
+    layout = StepLayout(16, 1, EngineShape(3, 4, local=LocalGroups(32, 1, LOCAL_GROUPS)))
     with pytest.raises(ValueError, match="more virtual requests"):
         prepare_step(step.batch, Padding(16, 1), layout)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from tests.helpers.batches import RandomBatch, random_batches
 from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
+from vllm_npu_prep.prep.shape import EngineShape
 
 
 def with_images(batch: RandomBatch, seed: int, num_dims: int) -> list[OracleRequest]:
@@ -43,9 +44,10 @@ def tables_of(requests: list[OracleRequest], num_dims: int, strided: bool = Fals
 def test_positions_equal_the_oracle(batch, seed, num_dims, strided):
     requests = with_images(batch, seed, num_dims)
     plain = batch.step()
-    tables = replace(plain.batch.tables, mrope=tables_of(requests, num_dims, strided))
-    sizes = plain.num_input_tokens, plain.padding.num_reqs_padded, 1, 4
-    layout = step_layout(*sizes, mrope_dims=num_dims)
+    shape = EngineShape(max_logits_per_req=4, mrope_dims=num_dims)
+    mrope = tables_of(requests, num_dims, strided)
+    tables = replace(plain.batch.tables, shape=shape, mrope=mrope)
+    layout = StepLayout(plain.num_input_tokens, plain.padding.num_reqs_padded, shape)
     buffer = np.full(layout.variable_offset + 64, 0x7F, np.uint8)  # what was there before
     step = prepare_step(
         replace(plain.batch, tables=tables), plain.padding, layout, layout.views(buffer)
@@ -58,13 +60,14 @@ def test_positions_equal_the_oracle(batch, seed, num_dims, strided):
 
 
 def test_tokens_alone_decide_where_they_are_in_the_buffer():
-    few, many = step_layout(16, 2, 1, mrope_dims=3), step_layout(16, 9, 3, mrope_dims=3)
+    few = StepLayout(16, 2, EngineShape(mrope_dims=3))
+    many = StepLayout(16, 9, EngineShape(3, mrope_dims=3))
     assert few.arrays["mrope_positions"] == many.arrays["mrope_positions"]
     spec = few.arrays["mrope_positions"]
     assert spec.shape == (3, 16) and spec.dtype == np.int64 and spec.end <= few.nbytes()
     views = few.views(np.zeros(few.nbytes() // 64 * 64 + 64, np.uint8))
     assert views.mrope_positions.flags.c_contiguous
-    assert step_layout(16, 2, 1).arrays["mrope_positions"].nbytes == 0
+    assert StepLayout(16, 2).arrays["mrope_positions"].nbytes == 0
 
 
 def test_rows_that_get_other_requests_forget_the_old_ones():
@@ -73,7 +76,7 @@ def test_rows_that_get_other_requests_forget_the_old_ones():
     tables = MropeTables(3, 2)
     tables.set_rows([(image, 5), (None, 0)])
     tables.set_rows([(None, 0), (image, 5)])
-    layout = step_layout(4, 2, 1, mrope_dims=3)
+    layout = StepLayout(4, 2, EngineShape(mrope_dims=3))
     arrays = layout.views(np.zeros(layout.variable_offset + 64, np.uint8))
     arrays.query_start_loc[:] = 0, 2, 4
     arrays.num_computed_tokens[:] = 0, 7

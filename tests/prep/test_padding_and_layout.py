@@ -8,8 +8,9 @@ import pytest
 
 from tests.helpers.batches import decodes, step_batch
 from vllm_npu_prep.prep.batch import StepBatch, device_has_all, prepare_step
-from vllm_npu_prep.prep.layout import ALIGNMENT, largest_step, step_layout, targets_per_row
+from vllm_npu_prep.prep.layout import ALIGNMENT, StepLayout, largest_step, targets_per_row
 from vllm_npu_prep.prep.padding import Padding, full_graph_padding, no_padding, uniform_query_len
+from vllm_npu_prep.prep.shape import EngineShape
 
 
 def with_tables(batch: StepBatch, **tables) -> StepBatch:
@@ -56,7 +57,7 @@ def test_uniform_query_len_tells_decodes_from_equal_prompts():
 
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
-    layout = step_layout(37, 5, num_groups)
+    layout = StepLayout(37, 5, EngineShape(num_groups))
     arrays = list(layout.arrays.values())
     for left, right in pairwise(arrays):
         assert left.end <= right.offset
@@ -65,7 +66,7 @@ def test_layout_arrays_are_aligned_and_do_not_overlap(num_groups):
 
 
 def test_parts_of_the_tail_do_not_overlap():
-    layout = step_layout(37, 5, 2)
+    layout = StepLayout(37, 5, EngineShape(2))
     assert layout.nbytes() == layout.variable_offset
     targets, indices, ids = layout.variable_part(3, 7)
     assert targets.start * 8 == layout.variable_offset
@@ -75,30 +76,31 @@ def test_parts_of_the_tail_do_not_overlap():
     assert (ids.stop - ids.start, ids.stop * 4) == (7, layout.nbytes(3, 7))
 
 
-def test_same_sizes_give_the_same_layout_and_addresses():
-    assert step_layout(33, 4, 1) is step_layout(33, 4, 1)
-    buffer = np.zeros(step_layout(64, 8, 1).nbytes(), np.uint8)
-    first, second = (step_layout(33, 4, 1).views(buffer) for _ in range(2))
+def test_same_sizes_give_the_same_addresses():
+    buffer = np.zeros(StepLayout(64, 8).nbytes(), np.uint8)
+    first, second = (StepLayout(33, 4).views(buffer) for _ in range(2))
     assert first.addresses.tolist() == second.addresses.tolist()
 
 
 def test_logits_are_bounded_by_tokens_and_by_requests():
-    assert step_layout(4096, 2, 1).max_logits == 2
-    assert step_layout(4096, 2, 1, max_logits_per_req=4).max_logits == 8
-    assert step_layout(5, 2, 1, max_logits_per_req=4).max_logits == 5
-    assert step_layout(4096, 2, 1, max_logits_per_req=4).max_drafts == 6
+    assert StepLayout(4096, 2).max_logits == 2
+    three_drafts = EngineShape(max_logits_per_req=4)
+    assert StepLayout(4096, 2, three_drafts).max_logits == 8
+    assert StepLayout(5, 2, three_drafts).max_logits == 5
+    assert StepLayout(4096, 2, three_drafts).max_drafts == 6
 
 
 def test_a_buffer_too_small_is_refused():
     with pytest.raises(ValueError, match="needs"):
-        step_layout(10, 2, 1).views(np.zeros(8, np.uint8))
+        StepLayout(10, 2).views(np.zeros(8, np.uint8))
 
 
 def test_largest_step_holds_every_step():
-    largest = largest_step(64, 8, 2, 3, 100)
+    shape = EngineShape(2, max_logits_per_req=3)
+    largest = largest_step(shape, 64, 8, 100)
     for tokens in (1, 17, 64):
         for reqs in range(1, 11):
-            assert step_layout(tokens, reqs, 2, 3).nbytes(8 * targets_per_row(2), 100) <= largest
+            assert StepLayout(tokens, reqs, shape).nbytes(8 * targets_per_row(2), 100) <= largest
 
 
 def test_groups_get_slots_of_their_own_tables():
@@ -108,6 +110,7 @@ def test_groups_get_slots_of_their_own_tables():
         with_tables(
             batch,
             block_sizes=np.array([4, 2], np.int32),
+            shape=EngineShape(2),
             **device_has_all([table, np.pad(table + 10, ((0, 0), (0, 3)))]),
         ),
         no_padding(2, 2),
@@ -144,7 +147,7 @@ def test_tables_of_another_type_are_refused():
 def test_a_step_that_does_not_fit_writes_past_no_end(wrong, message):
     """The fused pass works on addresses: nothing else would stop it."""
     batch = step_batch(decodes(3), block_size=4, max_model_len=16)
-    layout = step_layout(3, 3, 1)
+    layout = StepLayout(3, 3)
     arrays = layout.views(np.zeros(layout.nbytes(3), np.uint8))
     batch.previous_rows, batch.num_sampled_rows = np.zeros(3, np.int64), 3
     prepare_step(batch, no_padding(3, 3), layout, arrays)
@@ -207,7 +210,7 @@ def test_a_place_kept_for_a_draft_is_no_token_and_never_accepted():
 
 
 def test_without_speculation_nothing_of_it_is_laid_out():
-    assert step_layout(8, 4, 1).max_drafts == 0
-    arrays = step_layout(8, 4, 1).arrays
+    assert StepLayout(8, 4).max_drafts == 0
+    arrays = StepLayout(8, 4).arrays
     drafts = ("target_logits_indices", "draft_token_ids", "bonus_logits_indices")
     assert [arrays[name].nbytes for name in drafts] == [0, 0, 0]

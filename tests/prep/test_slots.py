@@ -1,5 +1,7 @@
 """Requests at slots of their own, as vLLM's V2 runner keeps them: the step is that of rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,9 +9,9 @@ from tests.helpers.batches import at_slots, step_batch
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import find_fault
-from vllm_npu_prep.prep.layout import step_layout
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.prep.shape import EngineShape
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 32
 
@@ -29,10 +31,10 @@ def requests() -> list[OracleRequest]:
     ]
 
 
-def prepare(batch: StepBatch, has_slots: bool):
-    padding = no_padding(batch.total_num_scheduled_tokens, batch.num_reqs)
-    sizes = padding.num_input_tokens, padding.num_reqs_padded, 1
-    return prepare_step(batch, padding, step_layout(*sizes, has_slots=has_slots))
+def prepare(batch: StepBatch, has_request_rows: bool):
+    shape = EngineShape(has_request_rows=has_request_rows)
+    batch.tables = dataclasses.replace(batch.tables, shape=shape)
+    return prepare_step(batch, no_padding(batch.total_num_scheduled_tokens, batch.num_reqs))
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [5, 0, 3, 1], [2, 4, 1, 5]])

@@ -21,13 +21,14 @@ from tests.helpers.batches import (
     state_step,
 )
 from tests.prep.test_latent import sorted_batch
-from vllm_npu_prep.observe.check import RULES, explain_fault
+from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.prep.states import RecurrentGroups
 
 LINES = ("initial_state_indices", "state_indices", "has_initial_state", "prefill_query_start_loc")
 thresholds = st.integers(1, 4)
@@ -51,7 +52,6 @@ def test_every_array_equals_the_oracle(batch, threshold, keeps_states, is_sorted
     step = state_step(batch, threshold, keeps_states)
     size = batch.block_size if keeps_states else batch.max_model_len
     expected = oracle_state_step(batch.requests, decode_threshold=threshold, block_size=size)
-    assert step.states is not None
     for name, value in dataclasses.asdict(step.states).items():
         assert value == expected[name], name
     assert step.prefill_query_start_loc.tolist() == expected["prefill_query_start_loc"]
@@ -223,7 +223,6 @@ def test_every_array_with_drafts_equals_the_oracle(given_batch):
     expected = oracle_state_step(
         requests, decode_threshold=1 + num_drafts, block_size=MAX_MODEL_LEN, num_drafts=num_drafts
     )
-    assert step.states is not None
     for name, value in dataclasses.asdict(step.states).items():
         assert value == expected[name], name
     assert step.has_initial_state.tolist() == expected["has_initial_state"]
@@ -257,7 +256,6 @@ def test_with_the_prefix_cache_states_end_with_blocks(given_batch, size):
     expected = oracle_state_step(requests, **kinds)
     for name in ("initial_state_indices", "state_indices", "token_state_indices"):
         assert getattr(step, name)[0].tolist() == expected[name], name
-    assert step.states is not None
     for row, request in enumerate(requests):
         start, stop = step.query_start_loc[row : row + 2].tolist()
         computed = request.num_computed_tokens
@@ -325,9 +323,9 @@ def test_every_array_with_drafts_equals_upstream_s(given_batch):
 
 
 def test_an_engine_without_states_has_none_of_their_arrays():
-    layout = step_layout(64, 8, 2)
+    layout = StepLayout(64, 8, EngineShape(2))
     assert all(layout.arrays[name].nbytes == 0 for name in LINES)
-    sizes = step_layout(64, 8, 3, states=StateGroups((0, 2))).arrays
+    sizes = StepLayout(64, 8, EngineShape(3, states=RecurrentGroups((0, 2)))).arrays
     assert sizes["state_indices"].shape == sizes["initial_state_indices"].shape == (2, 8)
     assert (sizes["has_initial_state"].shape, sizes["prefill_query_start_loc"].shape) == (
         (8,),
@@ -337,12 +335,11 @@ def test_an_engine_without_states_has_none_of_their_arrays():
 
 
 @pytest.mark.parametrize(
-    ("groups", "sizes", "message"),
-    [((), (1,), "no groups"), ((0,), (0,), "at least one"), ((0,), (2, 3), "decodes of 2 tokens")],
+    ("sizes", "message"), [((0,), "at least one"), ((2, 3), "decodes of 2 tokens")]
 )
-def test_sizes_that_make_no_sense_are_refused(groups, sizes, message):
+def test_sizes_that_make_no_sense_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        StateGroups(groups, *sizes)
+        RecurrentGroups((0,), *sizes)
 
 
 # ------------------------------------------------------------------- the check
@@ -428,7 +425,7 @@ def test_a_wrong_value_is_found(make, name, place, value, fault):
     found = find_fault(step, limits)
     assert found == fault
     said = str(explain_fault(step, limits, found, ["a", "b", "c"]))
-    assert said.startswith(f'step check "{RULES[fault[0]][0]}": ') and "\n" not in said
+    assert said.startswith(f'step check "{fault[0].title}": ') and "\n" not in said
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["one reads it", "both write it"])

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.resume.log import Result, Results
+from tests.resume.log import Log, Result
 from tests.resume.tree import RESULTS, ROOT
 
 RESULTS_FILE = RESULTS / "registry.jsonl"
@@ -12,51 +12,50 @@ MARKED = re.compile(r"(<!-- architectures -->\n).*(<!-- architectures: end -->)"
 
 def latest() -> dict[str, Result]:
     """Last result of each architecture, of the run that was begun last."""
-    results = Results(RESULTS_FILE)
-    runs = results.runs()
-    return results.latest(runs[-1]) if runs else {}
+    return Log(RESULTS_FILE).latest
 
 
 def group_of(result: Result) -> str:
     """What came of an architecture, as the page's table says it."""
     what, how, said = (str(result.more[each]) for each in ("what", "how", "where"))
+    if what == "served" and how.startswith("pools"):
+        return "served: finite values, twice the same"
     if what == "served":
-        return {"tokens of transformers": "served: the tokens of transformers"}.get(
-            how,
-            "served: finite values, twice the same"
-            if how.startswith("pools")
-            else "served: tokens twice the same, with made-up weights",
-        )
+        with_weights = how == "tokens of transformers"
+        return "served: the tokens of transformers" if with_weights else MADE_UP
     if what == "refused" and how == "while layers are made":
-        if "is refused by vLLM's own code of it" in said:
-            return "refused before weights: vLLM's code of it does not take the tiny config"
-        return "refused before weights: by what its layers ask for"
+        own = "is refused by vLLM's own code of it" in said
+        why = (
+            "vLLM's code of it does not take the tiny config"
+            if own
+            else "by what its layers ask for"
+        )
+        return f"refused before weights: {why}"
     if what == "refused":
         return f"refused at start-up: `{how.split()[-1]}`"
     if what == "refused by vLLM":
         return "refused at start-up by vLLM itself"
     if what == "not made":
-        reason = how.partition(":")[0]
-        return "not tried: " + ("its config is remote code" if "remote" in how else reason)
+        return "not tried: " + (
+            "its config is remote code" if "remote" in how else how.split(":")[0]
+        )
     return "**a fault**"
+
+
+MADE_UP = "served: tokens twice the same, with made-up weights"
+ORDER = ("served", "refused", "not", "**a")
+"""First words of groups, as the table has them."""
 
 
 def render(page: str) -> str:
     """The page with its table written anew."""
     groups: dict[str, list[str]] = {}
     for unit, result in sorted(latest().items()):
-        groups.setdefault(group_of(result), []).append(unit)
+        groups.setdefault(group_of(result), []).append(f"`{unit}`")
     rows = ["| what came of it | number | architectures |", "| --- | --- | --- |"]
-    for group in sorted(
-        groups, key=lambda each: (ORDER.index(each.split(":")[0].split(" ")[0]), each)
-    ):
-        names = ", ".join(f"`{each}`" for each in groups[group])
-        rows.append(f"| {group} | {len(groups[group])} | {names} |")
+    for group in sorted(groups, key=lambda each: (ORDER.index(re.split("[: ]", each)[0]), each)):
+        rows.append(f"| {group} | {len(groups[group])} | {', '.join(groups[group])} |")
     return MARKED.sub(lambda match: match[1] + "\n" + "\n".join(rows) + "\n\n" + match[2], page)
-
-
-ORDER = ["served", "refused", "not", "**a"]
-"""First words of groups, as the table has them."""
 
 
 def write() -> None:

@@ -35,47 +35,28 @@ SIZES: tuple[tuple[str, int], ...] = (
 MAMBA = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
 """Heads, their size and what a state is wider than hidden states, which have to fit."""
 
-UNSET: dict[str, int] = {
-    "num_key_value_heads": 2,
-    "n_group": 1,
-    "num_experts_per_tok": 2,
-    "topk_group": 1,
-    "max_position_embeddings": 2048,
-}
+UNSET = ("num_key_value_heads", "n_group", "num_experts_per_tok", "topk_group")
+UNSET += ("max_position_embeddings",)
 """Fields that may be None by default, and that vLLM counts with."""
 
+ON = ("mla_scale_kv_lora", "mla_scale_q_lora", "norm_topk_prob", "original_rope", "route_norm")
+OFF = ("tie_word_embeddings", "use_qk_norm", "zero_expert_num")
 FIELDS: dict[str, Any] = {
+    **dict.fromkeys(ON, True),
+    **dict.fromkeys(OFF, False),
+    **dict.fromkeys(("score_func", "scoring_func"), "sigmoid"),
+    **dict.fromkeys(("first_k_dense_replace", "route_scale"), 1),
     "activation_function": "gelu",
-    "block_dim": 64,
-    "embed_dim": 64,
-    "expert_hidden_dim": 32,
-    "first_k_dense_replace": 1,
     "force_image_size": 224,
-    "head_dim": 16,
     "hybrid_layer_pattern": [0, 1],
-    "max_position_embeddings": 2048,
     "layernorm_epsilon": 1e-5,
-    "mla_scale_kv_lora": True,
-    "n_group": 1,
-    "mla_scale_q_lora": True,
     "mlp_ratio": 4,
-    "norm_topk_prob": True,
-    "original_rope": True,
-    "padded_vocab_size": VOCABULARY,
     "position_embedding_type": "absolute",
-    "rotary_dim": 8,
-    "route_norm": True,
-    "route_scale": 1.0,
-    "score_func": "sigmoid",
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_qk_norm": False,
     "vision_feature_layer": -1,
-    "zero_expert_num": 0,
     "zero_expert_type": "identity",
 }
-"""Fields that files of checkpoints have, vLLM reads, and some configs of transformers lack."""
+"""Fields that files of checkpoints have, vLLM reads, and some configs of transformers lack, beside
+those of `SIZES`."""
 
 LAYERS = {
     "Lfm2": ["conv", "full_attention"],
@@ -84,8 +65,7 @@ LAYERS = {
 }
 """Kinds of layers of hybrids, by how their names begin: few layers would be of one kind."""
 
-NOT_SIZES = ("transformers_version", "_name_or_path", "architectures", "dtype")
-NOT_SIZES += ("output_attentions",)
+NOT_SIZES = "transformers_version", "_name_or_path", "architectures", "dtype", "output_attentions"
 END = re.compile(r"(For[A-Z]\w*|Model|LMHeadModel|ChatModel)$")
 """What a class's name has after that of its family."""
 
@@ -114,56 +94,49 @@ def model_class_of(architecture: str) -> Any | None:
     return found if getattr(found, "config_class", None) is not None else None
 
 
-def _configs() -> dict[str, Any]:
-    """Classes of configs that transformers and vLLM have, by their plain names."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-    from vllm.transformers_utils import config
+def _stand_in(architecture: str) -> str:
+    """A config for names of vLLM's that no model has: drafters, and runs of transformers' code."""
+    from vllm.model_executor.models import registry
 
-    names = {plain(name): (lambda name=name: CONFIG_MAPPING[name]) for name in CONFIG_MAPPING_NAMES}
-    ours = config._CONFIG_REGISTRY
-    names |= {plain(name): (lambda name=name: ours[name]) for name in ours}
-    return names
+    if architecture in registry._TRANSFORMERS_BACKEND_MODELS:
+        kinds = {"MultiModal": "LlavaConfig", "MoE": "MixtralConfig", "": "LlamaConfig"}
+        return next(config for part, config in kinds.items() if part in architecture)
+    return "LlamaConfig" if architecture in registry._SPECULATIVE_DECODING_MODELS else ""
 
 
 def _config_by_name(architecture: str) -> Any | None:
-    found = model_class_of(architecture)
-    if found is not None:
+    """The config of the class of this name in transformers, or of its type there or in vLLM."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    if (found := model_class_of(architecture)) is not None:
         return found.config_class
-    make = _configs().get(plain(END.sub("", architecture)))
-    return None if make is None else make()
-
-
-def _stand_in(architecture: str) -> Any | None:
-    """A config for names of vLLM's that no model has: drafters, and runs of transformers' code."""
-    import transformers
-    from vllm.model_executor.models import registry
-
-    if architecture in registry._SPECULATIVE_DECODING_MODELS:
-        return transformers.LlamaConfig
-    if architecture in registry._TRANSFORMERS_BACKEND_MODELS:
-        several = transformers.LlavaConfig if "MultiModal" in architecture else None
-        return several or getattr(
-            transformers, f"{'Mixtral' * ('MoE' in architecture) or 'Llama'}Config"
-        )
+    family = plain(END.sub("", architecture))
+    for mapping, names in (
+        (_CONFIG_REGISTRY, _CONFIG_REGISTRY),
+        (CONFIG_MAPPING, CONFIG_MAPPING_NAMES),
+    ):
+        for name in names:
+            if plain(name) == family:
+                return mapping[name]
     return None
 
 
-def _config_that_its_code_names(module: str) -> Any | None:
+def _config_that_its_code_names(module: str) -> str:
     """The one config of transformers that a module of vLLM imports."""
     import transformers
 
     name = module if "." in module else f"vllm.model_executor.models.{module}"
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        return None
+    text = Path(spec.origin).read_text() if spec is not None and spec.origin is not None else ""
     named = {
         alias.name
-        for node in ast.walk(ast.parse(Path(spec.origin).read_text()))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
         for alias in node.names
         if alias.name.endswith("Config") and getattr(transformers, alias.name, None) is not None
     } - {"PretrainedConfig", "PreTrainedConfig"}
-    return getattr(transformers, named.pop()) if len(named) == 1 else None
+    return named.pop() if len(named) == 1 else ""
 
 
 def config_class_of(architecture: str) -> Any:
@@ -172,30 +145,33 @@ def config_class_of(architecture: str) -> Any:
     Found by the class of the same name in transformers, by the config of its name, by another
     architecture that vLLM runs with the same class, or by what vLLM's code of it imports.
     """
-    if stand_in := _stand_in(architecture):
-        return stand_in
-    models = registered()
-    module, name = models[architecture]
-    for other in [architecture, *(each for each in models if models[each] == (module, name))]:
-        found = _config_by_name(other)
-        if found is not None:
+    import transformers
+
+    models, name = registered(), _stand_in(architecture)
+    same = (each for each in models if models[each] == models[architecture])
+    for other in (architecture, *same) if not name else ():
+        if (found := _config_by_name(other)) is not None:
             return found
-    found = _config_that_its_code_names(module)
-    if found is None:
+    name = name or _config_that_its_code_names(models[architecture][0])
+    if not name:
         raise CannotBeMadeError("its config is remote code")
-    return found
+    return getattr(transformers, name)
+
+
+def size_of(name: str) -> int | None:
+    """How large a field of this name may be, if it is a size."""
+    return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
 
 
 def _small(name: str, value: Any) -> Any:
     """A field's value, made small."""
+    if isinstance(value, list) and re.search(r"token_ids?$", name):
+        return [_small(name, each) for each in value]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if re.search(r"token_?(id|ids|index)$|_id$", name):
         return value if value < VOCABULARY else VOCABULARY - 2 - value % 97
-    for pattern, size in SIZES:
-        if re.fullmatch(pattern, name):
-            return min(value, size)
-    return value
+    return min(value, size_of(name) or value)
 
 
 def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
@@ -203,27 +179,21 @@ def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
 
     Lists with an entry for each layer are left out: configs make them by the number of layers.
     """
-    counts = [
-        fields[each] for each in ("num_hidden_layers", "n_layer", "num_layers") if each in fields
-    ]
+    counts = [fields.get(each) for each in ("num_hidden_layers", "n_layer", "num_layers")]
     found: dict[str, Any] = {}
     for key, value in fields.items():
         name = str(key)
-        if name == "per_layer_config":  # made by the number of layers
-            continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name != "per_layer_config":
             found[name] = shrunk(value)
-        elif isinstance(value, list) and len(value) in counts and len(value) > 2:
-            continue
         elif value is None and name in UNSET:
-            found[name] = UNSET[name]
+            found[name] = size_of(name)
         elif name == "num_key_value_heads" and fields.get("kv_lora_rank"):
             found[name] = _small("num_attention_heads", value)
         elif name == "mrope_section":
             found[name] = [2, 3, 3]
-        elif isinstance(value, list) and re.search(r"token_ids?$", name):
-            found[name] = [_small(name, each) for each in value]
-        else:
+        elif name != "per_layer_config" and not (
+            isinstance(value, list) and len(value) in counts and len(value) > 2
+        ):
             found[name] = _small(name, value)
     for heads, size, expand in MAMBA:
         if all(isinstance(found.get(each), int) for each in (heads, size, expand, "hidden_size")):
@@ -270,11 +240,16 @@ def save_config(folder: Path, architecture: str, config: Any) -> None:
     path.write_text(json.dumps({**written, "architectures": [architecture], "dtype": "float32"}))
 
 
+def field_of(name: str) -> Any | None:
+    """What a config that lacks a field may have there, if that is known."""
+    return FIELDS.get(name, size_of(name))
+
+
 def add_field(folder: Path, name: str) -> None:
-    """Add a field of `FIELDS` to ``config.json``, and to the configs inside of it."""
+    """Add a field that is known to ``config.json``, and to the configs inside of it."""
 
     def add(part: dict[str, Any]) -> None:
-        part.setdefault(name, FIELDS[name])
+        part.setdefault(name, field_of(name))
         for inner in part.values():
             if isinstance(inner, dict) and "model_type" in inner:
                 add(inner)
@@ -294,15 +269,12 @@ def save_model(folder: Path, architecture: str, config: Any) -> Any | None:
     import torch
 
     kind, model = model_class_of(architecture), None
-    if kind is not None and kind.__name__.endswith(
-        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    ):
+    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    if kind is not None and kind.__name__.endswith(ends):
         torch.manual_seed(0)
+        parts = [config, *(each for each in vars(config).values() if hasattr(each, "model_type"))]
         try:
-            for part in [
-                config,
-                *(each for each in vars(config).values() if hasattr(each, "model_type")),
-            ]:
+            for part in parts:
                 if getattr(part, "initializer_range", None):
                     part.initializer_range = 0.2
             model = kind(config).float().eval()
@@ -313,21 +285,3 @@ def save_model(folder: Path, architecture: str, config: Any) -> Any | None:
             folder.mkdir()
     save_config(folder, architecture, config)
     return model
-
-
-def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]] | str:
-    """The most probable tokens by transformers; why there are none, where its class fails."""
-    import torch
-
-    found = []
-    for prompt in prompts:
-        ids = list(prompt)
-        try:
-            for _ in range(count):
-                with torch.no_grad():
-                    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
-                ids.append(int(logits[0, -1].argmax()))
-        except Exception as error:
-            return first_line(error)
-        found.append(ids[len(prompt) :])
-    return found

@@ -1,31 +1,36 @@
-"""Results of a long run, one JSON object a line, appended to a file that is committed.
+"""Results of long runs, one JSON object a line, in files that are committed.
 
-A line is one of four things; the first three refer to each other by the id of the slice, so that
-lines of two branches may be merged in any order::
+A slice of a run appends its header, then a line for each unit that ended. Both name the slice, so
+that lines of two branches may be merged in any order::
 
     {"slice": "4f2a91", "run": "4f2a91", "begun": "2026-11-22T15:02:11Z", "commit": "097a18a3c1",
-     "dirty": false, "source": "6b1f0c22d9ae", "seed": 20240607, "settings": {"examples": 10000}}
+     "source": "6b1f0c22d9ae", "seed": 20240607, "settings": {"examples": 10000}}
     {"slice": "4f2a91", "unit": "tests/prep/test_state.py::test_rule[3]", "outcome": "passed",
      "seconds": 1.5}
-    {"slice": "4f2a91", "ended": "2026-11-22T15:32:40Z", "left": 312, "changed": false}
-    {"folded": "4f2a91", "begun": "2026-11-22T15:02:11Z", "commits": ["097a18a3c1"],
-     "outcomes": {"passed": 2611, "failed": 1}, "failed": ["tests/..."], ...}
 
-A run has the id of its first slice. The last line is a whole run before the current one.
+A run has the id of its first slice. The run that was begun last counts; lines of earlier runs are
+passed over, and so are other kinds of lines, which older versions wrote.
 """
 
+import argparse
+import fcntl
 import json
 import os
-from collections import Counter
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from tests.resume.tree import tree_state
 
 GOOD = {"passed", "skipped", "caught", "equivalent", "agreed", "gone"}
 """Outcomes that are no failure: of tests, of planted bugs and random changes, of random episodes;
 and what became of a unit that had failed and was removed."""
-ENDLESS = "endless"
-"""What is left of a run that has no end."""
 
 
 @dataclass(frozen=True)
@@ -48,81 +53,169 @@ class Result:
         return self.outcome not in GOOD
 
 
-class Results:
-    """What a file of results holds: headers, ends and results of slices by their ids."""
+class Log:
+    """The run of a file that was begun last: headers of its slices, and results in their order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.slices: dict[str, dict[str, Any]] = {}
-        self.ends: dict[str, dict[str, Any]] = {}
-        self.by_slice: dict[str, list[Result]] = {}
-        self.folded: list[dict[str, Any]] = []
-        self.unreadable = 0  # lines that a killed process was writing
+        headers, results = [], defaultdict(list)
         for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-            try:
-                self._take(json.loads(line))
-            except json.JSONDecodeError:
-                self.unreadable += bool(line.strip())
+            with suppress(json.JSONDecodeError):  # which a killed process was writing
+                entry = json.loads(line)
+                if "run" in entry:
+                    headers.append(entry)
+                elif "unit" in entry:
+                    known = [entry.pop(name) for name in ("unit", "outcome", "seconds", "slice")]
+                    result = Result(*known, version=entry.pop("version", ""), more=entry)
+                    results[result.slice].append(result)
+        headers.sort(key=lambda header: header["begun"])
+        self.run = next((h["run"] for h in reversed(headers) if h["slice"] == h["run"]), "")
+        self.slices = {h["slice"]: h for h in headers if h["run"] == self.run}
+        self.results: list[Result] = [each for name in self.slices for each in results[name]]
 
-    def _take(self, entry: dict[str, Any]) -> None:
-        if "folded" in entry:
-            self.folded.append(entry)
-        elif "unit" in entry:
-            known = {name: entry.pop(name) for name in ("unit", "outcome", "seconds", "slice")}
-            result = Result(**known, version=entry.pop("version", ""), more=entry)
-            self.by_slice.setdefault(result.slice, []).append(result)
-        elif "ended" in entry:
-            self.ends[entry["slice"]] = entry
+    @property
+    def latest(self) -> dict[str, Result]:
+        """The last result of each unit."""
+        return {result.unit: result for result in self.results}
+
+    def summary(self) -> str:
+        """What the run has come to, in a few lines."""
+        latest = self.latest.values()
+        hours = sum(result.seconds for result in latest) / 3600
+        commits = Counter(self.slices[result.slice]["commit"] for result in latest)
+        outcomes = Counter(result.outcome for result in latest)
+        first = self.slices[self.run]
+        lines = [
+            f"run {self.run}, begun {first['begun']} with seed {first['seed']}: {hours:.1f} h",
+            f"  {len(latest):,} done: "
+            + ", ".join(f"{n:,} {name}" for name, n in outcomes.items()),
+            "  at commits: " + ", ".join(f"{commit} ({n:,})" for commit, n in commits.items()),
+        ]
+        for each in latest:
+            if each.failed:
+                commit = self.slices[each.slice]["commit"]
+                lines.append(f"  {each.outcome.upper()} at {commit}: {each.unit}")
+        return "\n".join(lines)
+
+
+class Slice(Log, AbstractContextManager):
+    """A slice of a long run: it takes what has no result yet, until its time is up.
+
+    A slice goes on with the run that was begun last, whatever was committed meanwhile: a run of
+    hours would never end if each commit began it anew. Each result names its slice, and with it the
+    commit. Units that failed are run again, first, as soon as any file has changed, or with
+    ``--retry``. A run keeps its seed; one that begins takes `seed` if the options have none.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        options: argparse.Namespace,
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._lock = path.with_suffix(".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another process is adding to {path.name}: wait for it") from None
+        super().__init__(path)
+        self.deadline = time.time() + 60 * options.minutes
+        self.id, self.retry, self.interrupted = secrets.token_hex(3), options.retry, False
+        chosen = getattr(options, "seed", None)
+        if options.fresh or not self.run:
+            self.run, self.slices, self.results = self.id, {}, []
+            self.seed = seed if chosen is None else chosen
         else:
-            self.slices[entry["slice"]] = entry
+            self.seed = self.slices[self.run]["seed"]
+        if chosen not in (None, self.seed):
+            raise SystemExit(
+                f"the run of {path.name} was begun with seed {self.seed}, not {chosen}: leave the"
+                " seed away to go on with it, or begin another run (FRESH=1)"
+            )
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.slices[self.id] = {"slice": self.id, "run": self.run, "begun": now}
+        self.slices[self.id] |= tree_state()._asdict()
+        self.slices[self.id] |= {"seed": self.seed, "settings": dict(settings or {})}
+        append(path, self.slices[self.id])
 
-    def runs(self) -> list[str]:
-        """Ids of the runs that aren't folded, by when they were begun."""
-        first = [header for header in self.slices.values() if header["slice"] == header["run"]]
-        return [header["run"] for header in sorted(first, key=lambda header: header["begun"])]
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def slices_of(self, run: str) -> list[dict[str, Any]]:
-        """Headers of a run's slices, by when they were begun."""
-        found = [header for header in self.slices.values() if header["run"] == run]
-        return sorted(found, key=lambda header: header["begun"])
+    def close(self) -> None:
+        self._lock.close()
 
-    def latest(self, run: str) -> dict[str, Result]:
-        """The last result of each unit of a run."""
-        return {
-            result.unit: result
-            for header in self.slices_of(run)
-            for result in self.by_slice.get(header["slice"], [])
-        }
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.time()
 
-    def left(self, run: str) -> int | str | None:
-        """How many units lacked a result when the last slice ended, or `ENDLESS`.
+    @property
+    def played(self) -> list[Result]:
+        """Results of this slice."""
+        return [result for result in self.results if result.slice == self.id]
 
-        None if it isn't known: a slice that was killed has no end.
+    def again(self, result: Result) -> bool:
+        """Whether a unit that has a result is to be run again: it failed, and things changed."""
+        source = self.slices[result.slice]["source"]
+        changed = self.retry or source != self.slices[self.id]["source"]
+        return result.failed and result.slice != self.id and changed
+
+    def pending(self, units: Mapping[str, str]) -> list[str]:
+        """Units to run, given with their versions: those that failed, then those without result.
+
+        A failed unit that is none any longer is recorded as gone.
         """
-        return self.ends.get(self.slices_of(run)[-1]["slice"], {}).get("left")
+        latest = self.latest
+        for unit, result in latest.items():
+            if result.failed and unit not in units:
+                self.record(unit, "gone", 0)
+        known = {unit for unit in units if unit in latest and latest[unit].version == units[unit]}
+        failed = [unit for unit in units if unit in known and self.again(latest[unit])]
+        return failed + [unit for unit in units if unit not in known]
 
-    def fold(self, run: str) -> dict[str, Any]:
-        """One line for a whole run."""
-        slices, latest = self.slices_of(run), self.latest(run).values()
-        return {
-            "folded": run,
-            "begun": slices[0]["begun"],
-            "commits": sorted({header["commit"] for header in slices}),
-            "dirty": any(header["dirty"] for header in slices),
-            "seed": slices[0]["seed"],
-            "settings": slices[0]["settings"],
-            "outcomes": dict(Counter(result.outcome for result in latest)),
-            "failed": [result.unit for result in latest if result.failed],
-            "left": self.left(run),
-            "seconds": round(sum(result.seconds for result in latest)),
-        }
+    def record(self, unit: str, outcome: str, seconds: float, **more: Any) -> Result:
+        """Append what came of a unit; `version` among `more` is the unit's own."""
+        entry = {"slice": self.id, "unit": unit, "outcome": outcome, "seconds": round(seconds, 2)}
+        append(self.path, entry | more)
+        version = more.pop("version", "")
+        self.results.append(Result(unit, outcome, seconds, self.id, version, more))
+        return self.results[-1]
+
+    def play(self, units: Iterable[str], one: Callable[[str], object]) -> None:
+        """Run units one after another, by `one`, which records each, until the time is up."""
+        try:
+            for number, unit in enumerate(units, 1):
+                if self.seconds_left <= 0:
+                    break
+                one(unit)
+                last = self.results[-1]
+                outcome = last.outcome.upper() if last.failed else last.outcome
+                by = f", {last.more['by']}" if last.more.get("by") else ""
+                left = f"{max(self.seconds_left, 0) / 60:.0f} min left"
+                print(f"{number}: {outcome} ({unit}{by}; {last.seconds:.0f} s), {left}", flush=True)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            print("\ninterrupted: the unit under way is lost, the others are recorded")
+
+    def finish(self, left: int | None, command: str) -> int:
+        """Say what is done, failed and left, and the `command` that goes on: the exit code.
+
+        It is 1 while units of the run have failed. `left` is how many have no result, None where
+        that isn't known, or where there are always more.
+        """
+        if tree_state().source != self.slices[self.id]["source"]:
+            print("files were changed while this slice ran: its results may mix two states")
+        print(self.summary())
+        failed = sum(result.failed for result in self.latest.values())
+        if left == 0:
+            print(f"  complete, {failed} failed; another run: {command} FRESH=1")
+        else:
+            print(f"  {'more' if left is None else left} left; go on with: {command}")
+        return 130 if self.interrupted else int(failed > 0)
 
 
-def dumps(entry: dict[str, Any]) -> str:
-    return json.dumps(entry, ensure_ascii=False) + "\n"
-
-
-def append(path: Path, entry: dict[str, Any]) -> None:
+def append(path: Path, entry: Mapping[str, Any]) -> None:
     """Add one line, in one write: a killed process loses that line at most.
 
     What it leaves of a line is closed first, and stays unreadable.
@@ -130,14 +223,20 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-        os.write(file.fileno(), ("\n" * torn + dumps(entry)).encode())
+        line = json.dumps(entry, ensure_ascii=False)
+        os.write(file.fileno(), f"{chr(10) * torn}{line}\n".encode())
 
 
-def fold_runs(path: Path) -> None:
-    """Make each run of the file one line; git's history keeps the units of earlier ones."""
-    results = Results(path)
-    if results.slices:
-        lines = results.folded + [results.fold(run) for run in results.runs()]
-        new = path.with_suffix(".new")
-        new.write_text("".join(map(dumps, lines)))
-        new.replace(path)
+def slice_parser(module: str, about: str | None, seed: str = "") -> argparse.ArgumentParser:
+    """What every long run is told; `about` is the docstring of its module, `seed` what one does."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    told = "no unit is begun after these; those under way come to their end"
+    parser.add_argument("--minutes", type=float, default=30, help=told)
+    told = "begin a new run instead of going on with the last one"
+    parser.add_argument("--fresh", action="store_true", help=told)
+    told = "run failed units again, though nothing changed"
+    parser.add_argument("--retry", action="store_true", help=told)
+    if seed:
+        parser.add_argument("--seed", type=int, help=seed)
+    return parser

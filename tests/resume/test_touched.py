@@ -4,11 +4,9 @@ import subprocess
 
 import pytest
 
-from tests.resume import touched
+from tests.resume import log, touched
 from tests.resume.graph import Graph
-from tests.resume.log import Results
-from tests.resume.touched import base_of, changed_since, nearest
-from tests.resume.tree import ROOT, git
+from tests.resume.tree import git, tree_state
 
 PACKAGE = "vllm_npu_prep"
 FILES = {
@@ -18,34 +16,22 @@ FILES = {
     f"{PACKAGE}/deep/__init__.py": "",
     f"{PACKAGE}/deep/mask.py": '"""Beside vllm_npu_prep.deep.alone."""\n',
     f"{PACKAGE}/deep/alone.py": "import vllm.config\n",
-    "examples/tiny.py": "",
-    "tests/conftest.py": """
-from tests.helpers.demo import make
-from tests.helpers.plugin import note
-import tests.helpers.clock
-
-def pytest_configure():
-    note()
-
-def demo():
-    return make("tiny.py")
-""",
-    "tests/helpers/demo.py": "",
+    "examples/tiny_model.py": "",
+    "tests/conftest.py": "import tests.helpers.plugin\n",
     "tests/helpers/plugin.py": "",
     "tests/helpers/start.py": "def start():\n    from vllm import LLM\n",
     "tests/helpers/child.py": "from vllm_npu_prep.deep import alone\n",
     "tests/a/test_mask.py": "from vllm_npu_prep.deep.mask import mask\n",
-    "tests/a/test_engine.py": "from tests.helpers import start\n",
-    "tests/a/test_child.py": 'command = ["-m", "tests.helpers.child"]\n',
-    "tests/a/test_demo.py": "def test_it(demo):\n    ...\n",
-    "tests/a/test_list.py": 'lines = open("lines.txt")\n',
+    "tests/a/test_child.py": 'PROGRAM = """\nimport tests.helpers.child\n"""\n',
+    "tests/a/test_list.py": 'lines = """\n"""\nopen("lines.txt")  # not step.txt\n""" """\n',
     "tests/a/lines.txt": "",
+    "tests/engine/test_engine.py": "from tests.helpers import start\n",
     "tests/golden/step.txt": "",
     "tests/test_golden.py": 'folder = ROOT / "golden"\n',
     "tests/docs/test_pages.py": "",
     "docs/page.md": "",
 }
-TESTS = {file for file in FILES if "/test_" in file}
+NAMED = {file.rpartition("/test_")[2][:-3]: file for file in FILES if "/test_" in file}
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +51,9 @@ def graph(tmp_path_factory):
         (f"{PACKAGE}/platform.py", {"engine": 3}),
         (f"{PACKAGE}/deep/alone.py", {"child": 2}),
         ("tests/helpers/start.py", {"engine": 1}),
-        ("examples/tiny.py", {"demo": 1}),
-        ("tests/helpers/demo.py", {"demo": 1}),
+        ("examples/tiny_model.py", {"engine": 1, "pages": 1}),
         ("tests/helpers/plugin.py", {}),
-        ("tests/conftest.py", dict.fromkeys(TESTS, 1)),
+        ("tests/conftest.py", dict.fromkeys(NAMED, 1)),
         ("tests/a/lines.txt", {"list": 1}),
         ("tests/golden/step.txt", {"golden": 1}),
         ("docs/page.md", {"pages": 1}),
@@ -77,15 +62,13 @@ def graph(tmp_path_factory):
     ],
 )
 def test_a_change_selects_what_leads_to_it(graph, changed, expected):
-    named = {name.rpartition("/test_")[2].removesuffix(".py"): name for name in TESTS}
-    far = nearest(graph, [changed])
-    assert far == {named.get(name, name): steps for name, steps in expected.items()}
+    far = touched.nearest(graph, [changed])
+    assert far == {NAMED[name]: steps for name, steps in expected.items()}
     assert list(far.values()) == sorted(far.values()), "the nearest first"
 
 
 def test_engines_reach_the_package_and_nearer_tests_come_first():
-    files = git("ls-files", "-co", "--exclude-standard").splitlines()
-    far = nearest(Graph(ROOT, files), [f"{PACKAGE}/prep/mask.py"])
+    far = touched.nearest(touched.graph_of_tree(), [f"{PACKAGE}/prep/mask.py"])
     assert far["tests/attention/test_mask_cache.py"] < far["tests/engine/test_windows.py"]
     assert "tests/emulator/test_copies.py" not in far
 
@@ -105,20 +88,22 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(touched, "git", lambda *words: git(*words, root=tmp_path))
     monkeypatch.setattr(touched, "ROOT", tmp_path)
     monkeypatch.setattr(touched, "FILE", tmp_path / ".cache" / "touched.jsonl")
+    for module in (log, touched):
+        monkeypatch.setattr(module, "tree_state", lambda: tree_state(tmp_path))
     return tmp_path, run
 
 
 def test_a_change_differs_from_main_or_the_commit_before(repository):
     folder, run = repository
     (folder / "new").touch()
-    assert changed_since(base_of("")) == {"second", "new"}
-    assert changed_since(base_of("HEAD")) == {"new"}
+    assert touched.changed_since(touched.base_of("")) == {"second", "new"}
+    assert touched.changed_since(touched.base_of("HEAD")) == {"new"}
     run("checkout", "-b", "branch")
     for name in ("third", "fourth"):
         (folder / name).touch()
         run("add", name)
         run("commit", "-m", name)
-    assert changed_since(base_of("")) == {"third", "fourth", "new"}
+    assert touched.changed_since(touched.base_of("")) == {"third", "fourth", "new"}
 
 
 def test_an_unknown_commit_is_one_line(repository, capsys):
@@ -127,31 +112,22 @@ def test_an_unknown_commit_is_one_line(repository, capsys):
 
 
 def test_slices_run_what_is_left_until_a_file_changes(repository, monkeypatch):
-    """Two files a slice; a change begins anew."""
     folder, _ = repository
     for name in "abc":
         (folder / f"test_{name}.py").touch()
     asked = []
 
-    def run_tests(recorder, processes, files):
-        ran = [file for file in files if file not in recorder.share["done"]]
-        asked.extend(ran)
-        recorder.collected = ran
-        for file in ran:
+    def run(recorder, processes, files):
+        """Run tests until the time is up, in the second one."""
+        recorder.collected = [file for file in files if file not in recorder.share["done"]]
+        for file in recorder.collected[:2]:
+            asked.append(file)
             recorder.part.record(file, "passed", 1.0)
-        if ran and len(asked) == 2:
-            recorder.part.deadline = 0
         return True
 
-    monkeypatch.setattr(touched, "run_tests", run_tests)
-    monkeypatch.setattr(touched, "AT_A_TIME", 1)
-    monkeypatch.setattr("tests.resume.slice.tree_state.__defaults__", (folder,))
+    monkeypatch.setattr(touched.Recorder, "run", run)
     assert touched.main([]) == 0 and asked == ["test_a.py", "test_b.py"]
     assert touched.main([]) == 0 and asked == ["test_a.py", "test_b.py", "test_c.py"]
     assert touched.main([]) == 0 and len(asked) == 3
     (folder / "test_d.py").touch()
-    asked.clear()
-    touched.main([])
-    assert asked == ["test_a.py", "test_b.py"]
-    results = Results(touched.FILE)
-    assert len(results.folded) == 1 and results.left(results.runs()[-1]) is None
+    assert touched.main([]) == 0 and asked[3:] == ["test_a.py", "test_b.py"]

@@ -15,23 +15,29 @@ import sys
 from collections.abc import Iterable
 
 from tests.resume.graph import Graph
-from tests.resume.log import Results
+from tests.resume.log import Log, Slice, slice_parser
 from tests.resume.plugin import Recorder
-from tests.resume.slice import Slice, slice_parser
-from tests.resume.suite import SEED, run_tests
 from tests.resume.tree import ROOT, git, tree_state
 
 COMMAND = "make test-touched"
 FILE = ROOT / ".cache" / "touched.jsonl"
-SETTINGS = {"NPU_PREP_TEST_EXAMPLES": 300}
-AT_A_TIME = 16
-"""Files that are collected together: fewer would leave processes idle."""
+DEMOS = (
+    "tests/docs",
+    "tests/engine",
+    "tests/examples",
+    "tests/npu",
+    "tests/server",
+    "tests/startup",
+)
 OTHERS = {
     "docs/": ("tests/docs",),
     "README.md": ("tests/docs",),
     "tests/README.md": ("tests/docs",),
     "tests/brief.txt": ("tests/resume",),
     "tests/soak/seeds": ("tests/soak", "tests/npu"),
+    "tests/helpers/demo.py": DEMOS,
+    "examples/tiny_": DEMOS,
+    "examples/": ("tests/examples",),
     "examples/deploy/": ("tests/deploy",),
     "scripts/": ("tests/deploy",),
     "Dockerfile": ("tests/deploy",),
@@ -40,7 +46,7 @@ OTHERS = {
     "pyproject.toml": ("tests",),
     "setup.py": ("tests",),
 }
-"""What to run for files that no test names, by how their paths begin."""
+"""What to run for files that no test names, or fixtures alone, by how their paths begin."""
 
 
 def base_of(chosen: str) -> str:
@@ -53,6 +59,10 @@ def base_of(chosen: str) -> str:
 def changed_since(base: str) -> set[str]:
     new = git("ls-files", "--others", "--exclude-standard")
     return set(f"{git('diff', '--name-only', base)}{new}".splitlines())
+
+
+def graph_of_tree() -> Graph:
+    return Graph(ROOT, git("ls-files", "-co", "--exclude-standard").splitlines())
 
 
 def nearest(graph: Graph, changed: Iterable[str]) -> dict[str, int]:
@@ -73,32 +83,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--since", default="", help="commit that a change is compared with")
     parser.add_argument("--processes", default="auto", help="of pytest-xdist; 0 for none")
     parser.add_argument("--list", action="store_true", help="print files of tests, and run none")
-    args = parser.parse_args(arguments)
-    base = base_of(args.since)
+    options = parser.parse_args(arguments)
+    base = base_of(options.since)
     if not base:
-        print(f"{COMMAND}: git knows no commit {args.since or 'HEAD~1'}; give one", file=sys.stderr)
+        known = options.since or "HEAD~1"
+        print(f"{COMMAND}: git knows no commit {known}; give one", file=sys.stderr)
         return 2
     changed = changed_since(base)
-    graph = Graph(ROOT, git("ls-files", "-co", "--exclude-standard").splitlines())
-    tests = nearest(graph, changed)
+    tests = nearest(graph_of_tree(), changed)
     print(f"{len(changed)} files changed since {base[:10]} lead to {len(tests)} files of tests")
-    if args.list or not tests:
+    if options.list or not tests:
         print(*(f"{far} {file}" for file, far in tests.items()), sep="\n")
         return 0
-    headers = list(Results(FILE).slices.values())
-    fresh = args.fresh or not headers or headers[-1]["source"] != tree_state().source
-    with Slice(FILE, args.minutes, default_seed=SEED, fresh=fresh, retry=args.retry) as part:
-        os.environ.update({name: str(value) for name, value in SETTINGS.items()})
-        whole, left = True, len(tests)
-        for first in range(0, len(tests), AT_A_TIME):
-            files = list(tests)[first : first + AT_A_TIME]
-            if part.seconds_left > 0:
-                recorder = Recorder(part)
-                whole &= run_tests(recorder, args.processes, files)
-                left -= len(files) * (recorder.left() == 0)
-        print(f"{len(tests) - left} of {len(tests)} files of tests are done")
-        failed = part.finish(None if left else 0, COMMAND)
-    return failed or int(not whole)
+    sources = [header["source"] for header in Log(FILE).slices.values()]
+    options.fresh |= sources[-1:] != [tree_state().source]
+    with Slice(FILE, options) as part:
+        os.environ["NPU_PREP_TEST_EXAMPLES"] = "300"
+        recorder = Recorder(part)
+        recorder.share["first"] += tests
+        whole = recorder.run(options.processes, list(tests))
+        return part.finish(recorder.left(), COMMAND) or int(not whole)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,12 @@ PRODUCTS = (
 
 
 class TreeState(NamedTuple):
-    """What was tried: ten digits of the commit, and whether files differ from it.
+    """The commit, with a plus where files differ from it, and a hash over all files but `PRODUCTS`.
 
-    `source` is a hash over all files but `PRODUCTS`: two states with the same one behave the same,
-    whatever their commits.
+    Two states with the same `source` behave the same, whatever their commits.
     """
 
     commit: str
-    dirty: bool
     source: str
 
 
@@ -34,16 +32,17 @@ def tree_state(root: Path = ROOT) -> TreeState:
     files = ("--", ".", *(f":(exclude){folder}" for folder in PRODUCTS))
     commit = git("rev-parse", "--short=10", "HEAD", root=root).strip()
     if not commit:
-        return TreeState("unknown", dirty=True, source="unknown")
-    dirty = bool(git("status", "--porcelain", *files, root=root))
-    listed = git("ls-files", "-z", "-c", "-o", "--exclude-standard", *files, root=root)
+        return TreeState("unknown", "unknown")
+    if git("status", "--porcelain", *files, root=root):
+        commit += "+"
     source = hashlib.sha256()
-    for name in sorted(set(listed.split("\0")) - {""}):
+    listed = git("ls-files", "-z", "-c", "-o", "--exclude-standard", *files, root=root)
+    for name in sorted({*listed.split("\0")} - {""}):
         path = root / name
         if path.is_file():  # neither deleted nor a folder that a link stands for
             content = path.read_bytes()
             source.update(f"{name}\0{len(content)}\0".encode() + content)
-    return TreeState(commit, dirty, source.hexdigest()[:12])
+    return TreeState(commit, source.hexdigest()[:12])
 
 
 def git(*words: str, root: Path = ROOT) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.prep.states import RecurrentGroups
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 
 DRAFTS = 3
@@ -15,12 +16,14 @@ DRAFTS = 3
 class Batch:
     """Requests whose rows a test changes."""
 
-    def __init__(self, states: StateGroups | None = None) -> None:
+    def __init__(self, states: RecurrentGroups | None = None) -> None:
         self.accepted = AcceptedTokens(8)
-        states = states or StateGroups((0,), 1 + DRAFTS, DRAFTS)
+        states = states or RecurrentGroups((0,), 1 + DRAFTS, DRAFTS)
         self.slots = np.arange(8)
         self.tables = SimpleNamespace(
-            states=states, num_computed_tokens=np.zeros(8, np.int32), slots=self.slots
+            shape=EngineShape(states=states),
+            num_computed_tokens=np.zeros(8, np.int32),
+            slots=self.slots,
         )
 
     def step(
@@ -117,4 +120,4 @@ def test_requests_that_ended_are_forgotten():
 
 
 def test_an_engine_without_drafts_counts_nothing():
-    assert Batch(StateGroups((0,))).step(("a", 3, 1)) == []
+    assert Batch(RecurrentGroups((0,))).step(("a", 3, 1)) == []

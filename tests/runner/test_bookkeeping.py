@@ -1,7 +1,5 @@
 """What a scheduler rarely does to requests in the batch: ours and upstream's runner beside it."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from tests.helpers.stepping import (
     scheduler_output,
     upstream_twin,
 )
-from vllm_npu_prep.runner import model_runner
+from vllm_npu_prep.runner import common
 
 
 @pytest.fixture(scope="module")
@@ -66,41 +64,6 @@ def test_output_tokens_that_were_lost_are_dropped(runners):
     output = scheduler_output({"a": 1, "b": 1}, cached=cached)
     step(runners, output, {"a": 12, "b": 22})
     assert len(runners[0].requests["a"].output_token_ids) == 2
-
-
-def test_a_request_preempted_and_resumed_in_one_step_comes_back(runners):
-    """Resetting the prefix cache does this to requests that run."""
-    start(runners)
-    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([7, 8], 4, 2), "b": ([], 5, 2)})
-    output.scheduled_cached_reqs = dataclasses.replace(
-        output.scheduled_cached_reqs,
-        resumed_req_ids={"a"},
-        all_token_ids={"a": [2, 3, 4, 10, 11]},
-    )
-    step(runners, output, {"a": 12, "b": 22})
-    assert runners[0].requests["a"].block_ids == ([7, 8],)
-    step(
-        runners,
-        scheduler_output({"a": 1, "b": 1}, cached={"a": ([], 5, 3), "b": ([], 6, 3)}),
-        {"a": 13, "b": 23},
-    )
-
-
-def test_a_request_left_out_of_a_step_comes_back(runners):
-    start(runners)
-    step(runners, scheduler_output({"b": 1}, cached={"b": ([], 5, 2)}), {"b": 22})
-    output = scheduler_output({"a": 1, "b": 1}, cached={"a": ([9], 4, 2), "b": ([], 6, 3)})
-    output.scheduled_cached_reqs.all_token_ids = {"a": [2, 3, 4, 10, 11]}
-    step(runners, output, {"a": 12, "b": 23})
-
-
-def test_a_finished_request_makes_room_for_the_last_row(runners):
-    start(runners)
-    output = scheduler_output({"b": 1}, cached={"b": ([], 5, 2)}, finished={"a"})
-    step(runners, output, {"b": 22})
-    new = [new_request("c", [9], [4])]
-    cached = {"b": ([], 6, 3)}
-    step(runners, scheduler_output({"b": 1, "c": 1}, new=new, cached=cached), {"b": 23, "c": 30})
 
 
 def test_samples_are_placed_whatever_rows_their_requests_got(runners):
@@ -201,7 +164,5 @@ def test_log_probabilities_of_samples_come_out(model, asynchronous, monkeypatch)
             assert len(completion.logprobs) == len(completion.token_ids) == 6
             for token, logprobs in zip(completion.token_ids, completion.logprobs):
                 assert logprobs[token].rank == 1  # greedy
-        monkeypatch.setattr(
-            model_runner.logger, "info", lambda text, *args: said.append(text % args)
-        )
+        monkeypatch.setattr(common.logger, "info", lambda text, *args: said.append(text % args))
     assert said[-1] == "Staging: 0 of 7 steps waited for an earlier copy to the device."

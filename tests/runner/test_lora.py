@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_npu_prep.compat.adapters import AdapterLoads
 from vllm_npu_prep.runner import lora
-from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.v2.adapters import SlotAdapters
+from vllm_npu_prep.runner.lora import activate_adapters
+from vllm_npu_prep.runner.v1.runner import NPUModelRunner
+from vllm_npu_prep.runner.v2.adapters import NPULoraState
+from vllm_npu_prep.runner.v2.prompt_scores import PromptScores, score_with_adapters
 
 
 def batch_of(lora_ids: list[int], adapters: dict[int, LoRARequest]) -> SimpleNamespace:
@@ -72,7 +75,7 @@ def test_two_adapters_of_one_name_are_both_told():
     adapters = {number: LoRARequest("one", number, "/path") for number in (5, 6)}
     activate_adapters(manager, batch_of([5, 6], adapters), np.array([2, 3]))
     assert [each.lora_int_id for each in told] == [5, 6]
-    slots = SlotAdapters(4)
+    slots = NPULoraState(4)
     for slot, (number, adapter) in enumerate(adapters.items()):
         slots.add_request(f"of {number}", slot, adapter)
     assert [each.lora_int_id for each in slots.get_activate_loras(["of 6", "of 5"])] == [6, 5]
@@ -93,19 +96,44 @@ def logits(monkeypatch):
     return whose
 
 
-def test_prompts_are_scored_one_at_a_time_until_they_are_done(logits):
-    wanted = {"a": 1, "b": 2, "c": 3}
-
+def test_prompts_are_scored_one_at_a_time_until_they_are_done(logits, monkeypatch):
     batch = batch_of([7, 0, 9], {})
     batch.req_id_to_index = {"c": 0, "a": 1, "b": 2}
+    runner = NPUModelRunner.__new__(NPUModelRunner)
+    runner.num_prompt_logprobs = {"a": 1, "b": 2, "c": 3}
+    runner.lora_config, runner.lora_manager, runner.input_batch = True, None, batch
 
-    def score(some):
-        (req_id,) = some
+    def score(self, hidden_states, num_scheduled_tokens):
+        (req_id,) = self.num_prompt_logprobs
         assert logits == [{"a": 0, "b": 9}[req_id]]
         if req_id == "b":
-            del some["b"]  # its prompt is done
+            del self.num_prompt_logprobs["b"]  # its prompt is done
         return {req_id: "scores"}
 
-    result = score_prompts(None, batch, wanted, {"a": 4, "b": 4}, score)
+    monkeypatch.setattr(GPUModelRunner, "_get_prompt_logprobs_dict", score)
+    result = runner._get_prompt_logprobs_dict(None, {"a": 4, "b": 4})
     assert result == {"a": "scores", "b": "scores"}
-    assert wanted == {"a": 1, "c": 3}
+    assert runner.num_prompt_logprobs == {"a": 1, "c": 3}
+
+
+def test_scores_of_named_tokens_stay_with_their_request(logits):
+    """Of requests by row: b has no adapter and named tokens, c is not scored."""
+    worker = SimpleNamespace(
+        uses_prompt_logprobs=np.array([True, False, False]), token_id_scores={"b": [5]}
+    )
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], idx_mapping_np=np.array([0, 2, 1]))
+    adapters = SimpleNamespace(lora_ids=np.array([7, 9, 0]))
+    scored = []
+
+    def score():
+        scored.append((worker.uses_prompt_logprobs.tolist(), dict(worker.token_id_scores), *logits))
+        if worker.token_id_scores:
+            worker.token_id_scores["b"] = [5, 6]  # of the next chunk
+        return PromptScores({len(scored): "most likely"}, {len(scored): "named"})
+
+    wanted, tokens_of = worker.uses_prompt_logprobs, worker.token_id_scores
+    result = score_with_adapters(None, adapters, worker, batch, score)
+    assert scored == [([True, False, False], {}, 7), ([False] * 3, {"b": [5]}, 0)]
+    assert result == ({1: "most likely", 2: "most likely"}, {1: "named", 2: "named"})
+    assert (worker.uses_prompt_logprobs, worker.token_id_scores) == (wanted, tokens_of)
+    assert tokens_of == {"b": [5, 6]}

@@ -4,7 +4,7 @@ import inspect
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_npu_prep.runner.model_runner import NPUModelRunner
+from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 
 
 def parameters_of(method) -> dict[str, inspect.Parameter]:

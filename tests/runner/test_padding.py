@@ -26,9 +26,11 @@ class Dispatcher:
     def __init__(self, answer=FULL) -> None:
         self.answer, self.asked = answer, []
 
-    def __call__(self, batch, max_query_len, num_encoder_reqs, eager):
-        assert not eager, "no limits of the cache"
-        self.asked.append((batch.num_reqs, max_query_len, num_encoder_reqs, batch.takes_embeds))
+    def __call__(self, batch, counts):
+        assert not counts.eager, "no limits of the cache"
+        asked = counts.num_reqs, counts.max_query_len, counts.num_encoder_reqs, counts.takes_embeds
+        assert asked[0] == batch.num_reqs
+        self.asked.append(asked)
         return (*self.answer, False, None, None)
 
 
@@ -73,6 +75,7 @@ def test_the_dispatcher_is_asked_once_for_the_same_counts():
         (batch(1, 2), 0, 0),  # tokens, and the longest query
         (batch(2, 2), 0, 0),
         (batch(1, 3), 0, 0),  # as many tokens and requests, another longest query
+        (batch(2, 1, 1), 0, 0),  # as many tokens, no longer query, another request
         (batch(1, 1, 1), 1, 0),  # an image
         (batch(1, 1, 1), 0, 1),  # an adapter
         (batch(1, 1, 1, takes_embeds=True), 0, 0),
@@ -123,9 +126,9 @@ def test_a_step_with_more_blocks_than_the_cache_runs_eagerly():
     """Shared blocks count for each request: 3 requests of 5 blocks, padded to 8 requests."""
     asked = []
 
-    def dispatch(batch, max_query_len, num_encoder_reqs, eager):
-        asked.append(eager)
-        return NONE if eager else FULL
+    def dispatch(batch, counts):
+        asked.append(counts.eager)
+        return NONE if counts.eager else FULL
 
     padding = StepPadding(dispatch, lambda: (GraphMode.FULL_DECODE_ONLY, 16))
     step = batch(1, 1, 1)

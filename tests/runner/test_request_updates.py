@@ -23,8 +23,8 @@ from tests.helpers.engine import engine, make_model, runner_of
 from tests.helpers.stepping import counted_exactly, new_request, scheduler_output, upstream_twin
 from tests.helpers.traffic import Traffic
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
-from vllm_npu_prep.runner.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.request_updates import RequestUpdates, put_drafts_first
+from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
+from vllm_npu_prep.runner.v1.request_updates import RequestUpdates, put_drafts_among_decodes
 
 STEPS = 6 * int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
 MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB, DRAFTS = 8, 64, 4, 100, 3
@@ -225,10 +225,12 @@ class Scheduled(Traffic):
 
 
 def append(runner: Any, output: Any, rows: list[list[int]], num_drafts: int) -> Any:
-    """Let a runner book samples as after a forward pass."""
+    """Let a runner book samples as after a forward pass; no token has the end of the vocabulary."""
     batch, width = runner.input_batch, 1 + max((len(d) for d in output[1].values()), default=0)
     filled = [row or [7] for row in rows]
-    sampled = torch.tensor([row + [-1] * (width - len(row)) for row in filled], dtype=torch.int32)
+    nothing = (-1, batch.vocab_size)[len(batch.req_ids) % 2]
+    filled = [row + [nothing] * (width - len(row)) for row in filled]
+    sampled = torch.tensor(filled, dtype=torch.int32)
     runner.discard_request_mask.np[: len(rows)] = [not row for row in rows]
     batch.prev_sampled_token_ids = None
     if runner.use_async_scheduling and num_drafts:  # its drafter has set it
@@ -252,7 +254,7 @@ def update_as_upstream(runner: Any, output: Any, waited: bool) -> None:
                 batch.num_tokens_no_spec[row] = batch.num_computed_tokens_cpu[row] + 1
 
 
-def state_of(runner: Any, states_are_read: bool) -> dict[str, Any]:
+def state_of(runner: Any, request_states_are_read: bool) -> dict[str, Any]:
     """All that an update or its step's samples left, of requests and of rows."""
     batch = runner.input_batch
     num_reqs = batch.num_reqs
@@ -276,7 +278,7 @@ def state_of(runner: Any, states_are_read: bool) -> dict[str, Any]:
         left[name] = {
             field.name: copy.deepcopy(getattr(state, field.name))
             for field in dataclasses.fields(state)
-            if states_are_read or field.name != "num_computed_tokens"
+            if request_states_are_read or field.name != "num_computed_tokens"
         }
         if (row := batch.req_id_to_index.get(name)) is not None:
             assert batch.req_output_token_ids[row] is state.output_token_ids
@@ -388,5 +390,5 @@ def test_requests_with_drafts_stand_behind_leading_decodes(order, resumed, expec
         ],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
     )
-    put_drafts_first(step, batch, decode_threshold=3)
+    put_drafts_among_decodes(step, batch, decode_threshold=3)
     assert batch.req_ids == expected.split()

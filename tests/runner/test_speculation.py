@@ -1,4 +1,4 @@
-"""What is still on the device after a step, and what the sampler verifies."""
+"""What is still on the device after a step."""
 
 from types import SimpleNamespace
 
@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.batches import step_batch
 from vllm_npu_prep.device.cpu import CPUDevice
-from vllm_npu_prep.device.staging import StagingRing
-from vllm_npu_prep.prep.batch import prepare_step
-from vllm_npu_prep.prep.layout import step_layout
-from vllm_npu_prep.prep.oracle import OracleRequest
-from vllm_npu_prep.prep.padding import no_padding
-from vllm_npu_prep.runner.speculation import NO_SAMPLES, Speculation
+from vllm_npu_prep.runner.v1.speculation import NO_SAMPLES, Speculation
 
 
 def speculation(**settings) -> Speculation:
@@ -80,42 +74,3 @@ def test_kept_tokens_travel_to_the_host_if_somebody_waits(num_spec_tokens, async
     assert part.num_valid_tokens.started == copies
     if copies:
         assert part.num_valid_tokens.read().tolist() == [2, 1]
-
-
-def prepared(num_drafts: int):
-    """A decode with drafts, and one without."""
-    requests = [
-        OracleRequest(
-            num_computed_tokens=2,
-            num_scheduled_tokens=1 + drafts,
-            num_prompt_tokens=2,
-            token_ids=[5, 6, 7],
-            block_ids=[1, 2],
-            num_draft_tokens=drafts,
-            draft_token_ids=[8] * drafts,
-        )
-        for drafts in (num_drafts, 0)
-    ]
-    batch = step_batch(requests, block_size=4, max_model_len=16)
-    padding = no_padding(batch.total_num_scheduled_tokens, 2)
-    layout = step_layout(padding.num_input_tokens, 2, 1, 1 + num_drafts)
-    staged = StagingRing(CPUDevice(), layout.nbytes()).acquire(layout)
-    step = prepare_step(batch, padding, layout, staged.np)
-    return step, staged.cpu
-
-
-def test_the_sampler_gets_the_last_token_of_each_request():
-    logits_indices, metadata, most = speculation().sampling_inputs(*prepared(0))
-    assert (logits_indices.tolist(), metadata, most) == ([0, 1], None, 1)
-
-
-def test_the_sampler_gets_what_verifies_drafts():
-    logits_indices, metadata, most = speculation(num_spec_tokens=2).sampling_inputs(*prepared(2))
-    assert logits_indices.tolist() == [0, 1, 2, 3]
-    assert most == 3
-    assert metadata.num_draft_tokens == [2, 0]
-    assert metadata.draft_token_ids.tolist() == [8, 8]
-    assert metadata.target_logits_indices.tolist() == [0, 1]
-    assert metadata.bonus_logits_indices.tolist() == [2, 3]
-    assert metadata.cu_num_draft_tokens.tolist() == [2, 2]
-    assert metadata.cu_num_sampled_tokens.tolist() == [3, 4]

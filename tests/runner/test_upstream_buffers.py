@@ -7,8 +7,9 @@ import torch
 
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.device.staging import StagingRing
-from vllm_npu_prep.prep.layout import step_layout
-from vllm_npu_prep.runner.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
+from vllm_npu_prep.prep.layout import StepLayout
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
 
 TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")
 
@@ -46,7 +47,7 @@ def test_names_are_bound_to_the_step_and_given_back(mrope):
     names = dict(vars(runner))
     names.pop("other")
     buffers = UpstreamBuffers(vars(runner), **({"mrope_positions": None} | names))
-    layout = step_layout(4, 2, 1, mrope_dims=3 if mrope else 0)
+    layout = StepLayout(4, 2, EngineShape(mrope_dims=3 if mrope else 0))
     staged = StagingRing(CPUDevice(), layout.nbytes()).acquire(layout)
     buffers.bind(staged)
     bound = places(runner)

@@ -5,7 +5,6 @@ import functools
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.helpers.engine import make_model
+from tests.helpers.engine import engine_config, make_model
 from vllm_npu_prep.compat.schedulers import begin_parts_of_sessions_with_what_was_computed
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
@@ -35,36 +34,28 @@ EOS = 5
 VOCAB = 400
 
 
-class Speculation:
+def speculation(num: int, method: str) -> Any:
     """What schedulers ask of a speculative config: a method with `num` drafts."""
 
-    num_speculative_tokens_per_batch_size = None
+    def has_method(*names: str) -> Any:
+        return lambda: method in names
 
-    def __init__(self, num: int, method: str) -> None:
-        self.num_speculative_tokens = num
-        self.method = method
-
-    @property
-    def max_num_new_slots_for_drafting(self) -> int:
-        """As in vLLM's table: a draft model keeps one token more."""
-        return int(self.method == "draft_model")
-
-    def use_eagle(self) -> bool:
-        return self.method in ("eagle", "mtp")
-
-    def uses_draft_model(self) -> bool:
-        return self.method == "draft_model"
-
-    def use_multi_module_mtp(self) -> bool:
-        return self.method == "mtp"
-
-    use_eagle_block_drop = needs_eagle_block_drop = use_eagle
-    disable_eagle_block_drop = disable_lookahead_block_hashes = False
-
-    def use_dflash(self) -> bool:
-        return False
-
-    use_dspark = use_dflash
+    eagle = has_method("eagle", "mtp")
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=num,
+        num_speculative_tokens_per_batch_size=None,
+        max_num_new_slots_for_drafting=int(method == "draft_model"),  # it keeps one token more
+        use_eagle=eagle,
+        use_eagle_block_drop=eagle,
+        needs_eagle_block_drop=eagle,
+        disable_eagle_block_drop=False,
+        disable_lookahead_block_hashes=False,
+        uses_draft_model=has_method("draft_model"),
+        use_multi_module_mtp=has_method("mtp"),
+        use_dflash=has_method(),
+        use_dspark=has_method(),
+    )
 
 
 class Grammars:
@@ -81,49 +72,14 @@ class Grammars:
         return not request.use_structured_output or all(token % 89 for token in tokens)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What an engine is made of; drawn from a seed by `draw`."""
-
-    seed: int
-    asynchronous: bool
-    depth: int
-    max_num_seqs: int
-    budget: int
-    max_model_len: int
-    blocks: int
-    block_size: int
-    groups: tuple[str, ...]
-    caching: bool
-    priorities: bool
-    num_drafts: int
-    method: str
-    loras: int
-    media: bool
-    v2: bool
-    stagger: int
-    threshold: int
-    watermark: float
-    whole_prompts: bool
-    finished_sets: bool
-    log_stats: bool
-    kv_events: bool
-    throttle: bool
-    fewest: int
-
-
 GROUPS: Sequence[tuple[str, ...]] = (
-    ("full",),
-    ("full",),
-    ("full",),
-    ("full", "window"),
-    ("full", "window", "window"),
-    ("window",),
-    ("full", "chunk"),
+    *[("full",)] * 3,
+    *[("full", "window"), ("full", "window", "window"), ("window",), ("full", "chunk")],
 )
 
 
-def draw(seed: int) -> Settings:
+def draw(seed: int, **fixed: Any) -> SimpleNamespace:
+    """What an engine is made of, but for settings that are not left to the seed."""
     rng = np.random.default_rng(seed)
 
     def one_in(n: int) -> bool:
@@ -146,7 +102,7 @@ def draw(seed: int) -> Settings:
     per_request = -(-max_model_len // block_size) + 2
     least = len(groups) * per_request + 2
     blocks = int(least * rng.choice([1.5, 3, max_num_seqs]))
-    drawn = Settings(
+    drawn = SimpleNamespace(
         seed=seed,
         asynchronous=asynchronous,
         depth=int(rng.choice([2, 2, 3])) if asynchronous else 1,
@@ -174,28 +130,21 @@ def draw(seed: int) -> Settings:
         fewest=int(rng.choice([1, 1, 4])),
     )
     if not drawn.caching and one_in(2):  # drawn last: kept seeds stay what they were
-        return replace(drawn, groups=(*groups, "states"), blocks=2 * blocks)
+        drawn.groups, drawn.blocks = (*groups, "states"), 2 * blocks
+    vars(drawn).update(fixed)
     return drawn
 
 
 @functools.cache
 def base_config() -> Any:
     """A config of vLLM's, to be copied."""
-    from vllm.engine.arg_utils import EngineArgs
-
     folder = Path(tempfile.mkdtemp(prefix="npu-prep-scheduling-"))
     make_model(folder, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-    return EngineArgs(
-        model=str(folder),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 64}
+    return engine_config(folder, enforce_eager=True, **sizes)
 
 
-def config_of(settings: Settings) -> Any:
+def config_of(settings: SimpleNamespace) -> Any:
     config = copy.deepcopy(base_config())
     config.model_config.max_model_len = settings.max_model_len
     scheduling, cache = config.scheduler_config, config.cache_config
@@ -212,26 +161,23 @@ def config_of(settings: Settings) -> Any:
     cache.block_size = settings.block_size
     cache.enable_prefix_caching = settings.caching
     if settings.num_drafts:
-        config.speculative_config = Speculation(settings.num_drafts, settings.method)
+        config.speculative_config = speculation(settings.num_drafts, settings.method)
     if settings.loras:
         config.lora_config = SimpleNamespace(max_loras=settings.loras)
     return config
 
 
-def spec_of(group: str, settings: Settings) -> Any:
-    common = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 8}
-    if group == "window":
-        return SlidingWindowSpec(**common, dtype=torch.float32, sliding_window=24)
-    if group == "chunk":
-        return ChunkedLocalAttentionSpec(**common, dtype=torch.float32, attention_chunk_size=32)
-    if group == "states":  # as vLLM makes them without the prefix cache
-        return MambaSpec(
-            block_size=settings.max_model_len,
-            shapes=((8,),),
-            dtypes=(torch.float32,),
-            num_speculative_blocks=settings.num_drafts,
-        )
-    return FullAttentionSpec(**common, dtype=torch.float32)
+def spec_of(group: str, settings: SimpleNamespace) -> Any:
+    of = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 8}
+    of["dtype"] = torch.float32
+    states = {"block_size": settings.max_model_len, "num_speculative_blocks": settings.num_drafts}
+    return {
+        "full": lambda: FullAttentionSpec(**of),
+        "window": lambda: SlidingWindowSpec(**of, sliding_window=24),
+        "chunk": lambda: ChunkedLocalAttentionSpec(**of, attention_chunk_size=32),
+        # As vLLM makes them without the prefix cache
+        "states": lambda: MambaSpec(**states, shapes=((8,),), dtypes=(torch.float32,)),
+    }[group]()
 
 
 class Published(list):
@@ -241,7 +187,7 @@ class Published(list):
         self.append(batch.events)
 
 
-def make(settings: Settings, *, ours: bool) -> Any:
+def make(settings: SimpleNamespace, *, ours: bool) -> Any:
     """One of the two schedulers."""
     init_none_hash(sha256)
     begin_parts_of_sessions_with_what_was_computed()  # as a process does when it starts
@@ -252,10 +198,8 @@ def make(settings: Settings, *, ours: bool) -> Any:
     ]
     sizes = [group.kv_cache_spec.block_size for group in groups]
     alignment = math.lcm(*sizes)  # vLLM's resolve_kv_cache_block_sizes
-    if settings.asynchronous:
-        kind = BatchedAsyncScheduler if ours else AsyncScheduler
-    else:
-        kind = BatchedScheduler if ours else Scheduler
+    kinds = (Scheduler, AsyncScheduler, BatchedScheduler, BatchedAsyncScheduler)
+    kind = kinds[2 * ours + settings.asynchronous]
     scheduler = kind(
         config,
         KVCacheConfig(settings.blocks, [], groups),

@@ -12,9 +12,9 @@ from vllm.v1.engine import EngineCoreEvent
 from vllm.v1.request import Request
 from vllm.v1.utils import ConstantList
 
-from vllm_npu_prep.scheduling.requests import NotedRequest
+from vllm_npu_prep.scheduling.requests import BatchedRequest
 
-NOTES = set(NotedRequest.__annotations__)
+NOTES = set(BatchedRequest.__annotations__)
 """What only our scheduler notes on a request."""
 OURS = {"needs", "rules", "decodes", "books", "reason", "num_taken", "num_left", "active_loras"}
 OURS |= {"plain_drafts", "fewest", "counts_nans"}
@@ -33,12 +33,11 @@ SKIPPED = {"timestamp", "_block_hasher", "interval_start_time"}
 
 def view(value: Any) -> Any:
     """A value as numbers, strings and containers; requests and blocks by their ids."""
-    kind = type(value)
-    if kind in ATOMS:
+    if type(value) in ATOMS:
         return value
-    if kind in (list, tuple, deque, ConstantList):
+    if isinstance(value, list | tuple | deque | ConstantList):
         return [each if type(each) in ATOMS else view(each) for each in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return [(view(key), view(each)) for key, each in value.items()]
     if isinstance(value, Request):
         return value.request_id
@@ -52,10 +51,6 @@ def view(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, set | frozenset):
         return sorted(map(repr, map(view, value)))
-    if isinstance(value, Mapping):
-        return [(view(key), view(each)) for key, each in value.items()]
-    if isinstance(value, tuple):
-        return [view(each) for each in value]
     if callable(value):
         return None
     fields = getattr(value, "__struct_fields__", None)

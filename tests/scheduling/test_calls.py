@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter, deque
-from dataclasses import replace
 from operator import attrgetter
 
 import pytest
@@ -14,7 +13,7 @@ from vllm.v1.request import Request
 from tests.scheduling.engines import EOS, draw, hasher, make
 
 REQUESTS = 256
-BUDGETS = {"asynchronous": (75, 50), "synchronous": (75, 50), "drafts": (75, 50)}
+BUDGETS = dict.fromkeys(("asynchronous", "synchronous", "drafts"), (75, 50))
 """Most calls that ``schedule`` and ``update_from_output`` may make in a step where no request gets
 a block, for 256 decodes."""
 
@@ -45,8 +44,8 @@ def steady(
     *, ours: bool, asynchronous: bool, num_drafts: int = 0, number: int = REQUESTS, waiting: int = 0
 ):
     """A scheduler with that many decodes and requests that wait; a function that runs a step."""
-    settings = replace(
-        draw(0),
+    settings = draw(
+        0,
         asynchronous=asynchronous,
         max_num_seqs=number,
         budget=max(8192, number * (1 + num_drafts)),
@@ -95,13 +94,11 @@ def steady(
     return step
 
 
-def uncounted(name, call):
-    return call()
-
-
-def calls_of(step) -> Counter:
-    """Python calls of a step, by method of the scheduler."""
+def calls_of(step, before: int = 6) -> Counter:
+    """Python calls of a step, by method of the scheduler, after some others."""
     calls = Counter()
+    for _ in range(before):
+        step(lambda name, call: call())
 
     def count(name, call):
         def profile(frame, event, argument):
@@ -113,6 +110,7 @@ def calls_of(step) -> Counter:
         finally:
             sys.setprofile(None)
 
+    LOOKED_AT.clear()
     step(count)
     return calls
 
@@ -120,10 +118,7 @@ def calls_of(step) -> Counter:
 @pytest.mark.parametrize("case", BUDGETS)
 def test_a_step_of_decodes_makes_no_call_for_each_request(case):
     options = {"asynchronous": case != "synchronous", "num_drafts": 3 * (case == "drafts")}
-    step = steady(ours=True, **options)
-    for _ in range(6):
-        step(uncounted)
-    calls = calls_of(step)
+    calls = calls_of(steady(ours=True, **options))
     print(case, dict(calls))
     schedule, update = BUDGETS[case]
     # An output is an object for each request, made without a call of Python code
@@ -133,47 +128,25 @@ def test_a_step_of_decodes_makes_no_call_for_each_request(case):
 
 def test_upstream_s_scheduler_calls_some_dozen_for_each_request():
     """What is counted is what it seems to be."""
-    step = steady(ours=False, asynchronous=True)
-    for _ in range(6):
-        step(uncounted)
-    calls = calls_of(step)
+    calls = calls_of(steady(ours=False, asynchronous=True))
     assert calls["schedule"] > 10 * REQUESTS
     assert calls["update_from_output"] > 5 * REQUESTS
 
 
-def test_calls_do_not_grow_with_requests_that_wait():
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_step_looks_at_no_request_that_waits(asynchronous):
+    """Nor does it make a call for any."""
     counts = {}
     for waiting in (100, 10_000):
-        step = steady(ours=True, asynchronous=True, number=64, waiting=waiting)
-        for _ in range(6):
-            step(uncounted)
+        step = steady(ours=True, asynchronous=asynchronous, number=64, waiting=waiting)
         counts[waiting] = calls_of(step)
+        assert len(set(LOOKED_AT)) <= 1
     assert counts[100] == counts[10_000]
 
 
 def test_calls_do_not_grow_with_requests():
-    counts = {}
-    for number in (64, 4096):
-        step = steady(ours=True, asynchronous=True, number=number)
-        for _ in range(16):  # prompts of 4096 requests take ten steps
-            step(uncounted)
-        counts[number] = calls_of(step)
-    assert counts[64] == counts[4096]
-
-
-def looked_at(step) -> set[str]:
-    """Requests that wait and that a step looks at."""
-    for _ in range(6):
-        step(uncounted)
-    LOOKED_AT.clear()
-    step(uncounted)
-    return set(LOOKED_AT)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_step_looks_at_no_request_that_waits(asynchronous):
-    step = steady(ours=True, asynchronous=asynchronous, number=64, waiting=10_000)
-    assert len(looked_at(step)) <= 1
+    few, many = (steady(ours=True, asynchronous=True, number=number) for number in (64, 4096))
+    assert calls_of(few) == calls_of(many, before=16)  # prompts of 4096 take ten steps
 
 
 @pytest.mark.parametrize("scan", [list, lambda queue: any(map(attrgetter("priority"), queue))])
@@ -182,4 +155,5 @@ def test_a_scan_of_those_who_wait_is_seen_even_if_c_makes_it(scan):
     scheduler = step.scheduler
     end_of_prefix = scheduler._end_of_prefix
     scheduler._end_of_prefix = lambda *args: (scan(scheduler.waiting), end_of_prefix(*args))[1]
-    assert len(looked_at(step)) == 1000
+    calls_of(step)
+    assert len(set(LOOKED_AT)) == 1000

@@ -1,7 +1,6 @@
 """Which scheduler an engine gets, what start-up says of it, and that vLLM doesn't warn of ours."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -51,16 +50,15 @@ def choose(model, caplog, monkeypatch):
 def test_the_option_chooses_the_scheduler(choose, scheduler, asynchronous, kind, said):
     chosen, log = choose(scheduler, async_scheduling=asynchronous)
     assert chosen is kind
-    assert f"scheduling    {said}" in log
-    assert "not public" not in log
+    assert f"scheduling    {said}" in log and "not public" not in log
 
 
 @pytest.mark.parametrize(
     ("caches", "asynchronous", "kind", "said"),
     [
-        (True, True, AsyncScheduler, "asynchronous, by vLLM's scheduler: the prefix cache holds"),
-        (False, False, BatchedScheduler, "synchronous, batched"),
-        (False, True, BatchedAsyncScheduler, "asynchronous, batched"),
+        (True, True, AsyncScheduler, "by vLLM's scheduler: the prefix cache holds"),
+        (False, False, BatchedScheduler, "batched"),
+        (False, True, BatchedAsyncScheduler, "batched"),
     ],
 )
 def test_states_in_the_prefix_cache_are_vllm_s_scheduler_s(
@@ -70,16 +68,15 @@ def test_states_in_the_prefix_cache_are_vllm_s_scheduler_s(
     how = {"enable_prefix_caching": caches, "async_scheduling": asynchronous}
     chosen, log = choose("batched", folder, **how)
     assert chosen is kind
-    assert f"scheduling    {said}" in log
-    assert ("batched" in log) == (not caches)
+    assert f"synchronous, {said}" in log and ("batched" in log) == (not caches)
 
 
 @pytest.mark.parametrize("caches", [False, True])
 def test_states_are_batched_where_no_prefix_cache_holds_them(caches):
     sizes = {"block_size": 16, "max_model_len": 96, "budget": 96}
-    settings = replace(draw(2), groups=("full", "states"), caching=caches, **sizes)
-    scheduler = make(settings, ours=True)
-    assert scheduler.reason == ("states in the prefix cache end at blocks" if caches else "")
+    scheduler = make(draw(2, groups=("full", "states"), caching=caches, **sizes), ours=True)
+    reason = "recurrent states in the prefix cache end at blocks"
+    assert scheduler.reason == (reason if caches else "")
     assert scheduler.needs.known
 
 
@@ -91,21 +88,28 @@ def test_a_scheduler_of_the_user_s_wins_with_a_warning(choose):
 
 
 @pytest.mark.parametrize(
-    ("change", "part"),
+    ("name", "value", "part"),
     [
-        ({"connector": object()}, "a connector reads every step"),
-        ({"num_sampled_tokens_per_step": 0}, "samples no tokens"),
-        ({"is_encoder_decoder": True}, "has an encoder"),
-        ({"dynamic_sd_lookup": [1]}, "follows the batch"),
-        ({"perf_metrics": object()}, "MFU"),
-        ({"return_sampling_mask": True}, "masks of sampling"),
-        ({"defer_block_free": True}, "blocks wait"),
+        ("connector", object(), "a connector reads every step"),
+        ("num_sampled_tokens_per_step", 0, "samples no tokens"),
+        ("is_encoder_decoder", True, "has an encoder"),
+        ("dynamic_sd_lookup", [1], "follows the batch"),
+        ("perf_metrics", object(), "MFU"),
+        ("return_sampling_mask", True, "masks of sampling"),
+        ("defer_block_free", True, "blocks wait"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_engines_that_are_left_to_upstream_say_why(change, part):
+def test_engines_that_are_left_to_upstream_say_why(monkeypatch, name, value, part):
     scheduler = make(draw(2), ours=True)
     assert scheduler.reason == ""
-    for name, value in change.items():
-        setattr(scheduler, name, value)
+    monkeypatch.setattr(scheduler, name, value, raising=False)
     assert part in scheduler._reason_for_upstream()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_synchronous_engines_with_stages_are_left_to_upstream(monkeypatch, asynchronous):
+    """Their scheduler sends the tokens that a stage has sampled to the first one."""
+    scheduler = make(draw(0, asynchronous=asynchronous), ours=True)
+    monkeypatch.setattr(scheduler, "use_pp", True)
+    sent = "pipeline stages send tokens to each other"
+    assert (sent in scheduler._reason_for_upstream()) is not asynchronous

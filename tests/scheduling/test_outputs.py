@@ -1,6 +1,5 @@
 """What traffic rarely shows: the order of outputs, decodes with nothing to compute, odd rows."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,9 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from tests.scheduling.engines import draw, hasher, make
-from vllm_npu_prep.scheduling.outputs import Handed, Rows
+from vllm_npu_prep.scheduling.outputs import Rows, UpstreamRow
 from vllm_npu_prep.scheduling.requests import SPECIAL, note
-from vllm_npu_prep.scheduling.running import Taken
+from vllm_npu_prep.scheduling.running import DecodeBatch
 
 NOT_READ: Any = None
 
@@ -25,7 +24,7 @@ def joined(theirs: EngineCoreOutput) -> list[str]:
     rows = Rows(NOT_READ, NOT_READ, NOT_READ)
     rows.outputs = {0: [EngineCoreOutput("a", [1]), EngineCoreOutput("b", [2])]}
     rows.first = {0: 0}
-    rows.handed = [Handed("c", 0, before=1)]
+    rows.handed = [UpstreamRow("c", 0, before=1)]
     outputs = rows.join({0: EngineCoreOutputs(outputs=[theirs])})
     return [each.request_id for each in outputs[0].outputs]
 
@@ -69,7 +68,7 @@ def test_the_last_decode_with_something_to_compute_is_found():
 
 
 def test_a_decode_that_is_kept_apart_has_nothing_to_compute_yet():
-    decodes = make(replace(draw(2), asynchronous=True, v2=True), ours=True).decodes
+    decodes = make(draw(2, asynchronous=True, v2=True), ours=True).decodes
     assert decodes._staggers
     now, later = decode(10, 1, last_length=40), decode(10, 1, last_length=40)
     now.next_decode_eligible_step = decodes.scheduler.current_step + 1
@@ -80,7 +79,7 @@ def test_a_decode_that_is_kept_apart_has_nothing_to_compute_yet():
 def test_tokens_of_resumed_and_of_taken_requests_are_joined():
     step = SchedulerOutput.make_empty()
     step.scheduled_cached_reqs.all_token_ids = {"resumed": [1]}
-    Taken(all_token_ids={"taken": [2]}).join(step)
+    DecodeBatch(all_token_ids={"taken": [2]}).join(step)
     assert list(step.scheduled_cached_reqs.all_token_ids.items()) == [
         ("taken", [2]),
         ("resumed", [1]),

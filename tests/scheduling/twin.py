@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.helpers.traffic import Traffic
-from tests.scheduling.engines import EOS, VOCAB, Settings, draw, hasher, make
+from tests.scheduling.engines import EOS, VOCAB, draw, hasher, make
 from tests.scheduling.state import compare, view, view_scheduler
 
 SHARES = {
@@ -35,12 +35,20 @@ SHARES = {
 """Features of requests; of those from the fourth on, engines have as many, fewer or none."""
 
 
+PAUSED = (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)
+
+
 def features(places: list[tuple[str, int, int]]) -> list[MultiModalFeatureSpec]:
     """Images: name, position and tokens of each."""
     return [
         MultiModalFeatureSpec(None, "image", name, PlaceholderRange(start, size))
         for name, start, size in places
     ]
+
+
+def as_drafts(drafts: dict[str, list[int]]) -> DraftTokenIds:
+    """Drafts of requests, for one scheduler, which may change them."""
+    return DraftTokenIds(list(drafts), copy.deepcopy(list(drafts.values())))
 
 
 class UpstreamFailedError(Exception):
@@ -53,7 +61,7 @@ class Twin(Traffic):
     States are compared in `every` so many steps; what is returned, in each.
     """
 
-    def __init__(self, settings: Settings, every: int = 1) -> None:
+    def __init__(self, settings: SimpleNamespace, every: int = 1) -> None:
         super().__init__((settings.seed, 1), vocab=(10, VOCAB), room=settings.max_model_len)
         self.settings, self.every = settings, every
         self.upstream, self.ours = (make(settings, ours=ours) for ours in (False, True))
@@ -61,26 +69,18 @@ class Twin(Traffic):
         self.flight: deque[tuple[Any, Any, dict[str, bool]]] = deque()
         self.sessions: set[str] = set()
         rate = settings.max_num_seqs / 40
-        self.calls = {
-            "arrived": self.arrive,
-            "streamed on": self.stream,
-            "aborted": self.abort,
-            "prefix cache reset": lambda: self.reset(whole=self.chance(0.6)),
-            "slept": self.sleep,
-            "paused": lambda: self.pause(self.pick(PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)),
-            "went on": lambda: self.pause(PauseState.UNPAUSED),
-            "grammar compiled": self.compile,
+        calls: dict[str, tuple[Callable[[], Any], float]] = {
+            "arrived": (self.arrive, self.pick(rate / 2, rate, 3 * rate)),
+            "streamed on": (self.stream, 0.1),
+            "aborted": (self.abort, self.pick(0.0, 0.02, 0.1)),
+            "prefix cache reset": (lambda: self.reset(whole=self.chance(0.6)), 0.004),
+            "slept": (self.sleep, 0.01),
+            "paused": (lambda: self.pause(self.pick(*PAUSED)), 0.004),
+            "went on": (lambda: self.pause(PauseState.UNPAUSED), 0.2),
+            "grammar compiled": (self.compile, 0.5),
         }
-        self.rates = {
-            "arrived": self.pick(rate / 2, rate, 3 * rate),
-            "streamed on": 0.1,
-            "aborted": self.pick(0.0, 0.02, 0.1),
-            "prefix cache reset": 0.004,
-            "slept": 0.01,
-            "paused": 0.004,
-            "went on": 0.2,
-            "grammar compiled": 0.5,
-        }
+        self.calls = {name: call for name, (call, _) in calls.items()}
+        self.rates = {name: often for name, (_, often) in calls.items()}
         special = self.pick(0.0, 0.3, 1.0)
         self.shares = {
             name: share if number < 3 else share * special
@@ -98,27 +98,22 @@ class Twin(Traffic):
         if len(self.upstream.requests) >= 3 * self.settings.max_num_seqs:
             return False
         name, prompt, asked, params, adapter, priority = self.request()
-        client, failing, compiled = (
-            self.number(1, self.clients) - 1,
-            self.chance(0.2),
-            self.chance(0.5),
-        )
+        client = self.number(1, self.clients) - 1
+        failing, compiled = self.chance(0.2), self.chance(0.5)
         places = self.places(len(prompt)) if self.settings.media and self.chance(0.4) else []
         for scheduler in self.both:
-            sampling = SamplingParams(**params)
+            sampling, pooling = SamplingParams(**params), PoolingParams(task="embed")
             sampling._eos_token_id = EOS if "stops at the end" in asked else None
+            lora = LoRARequest(f"adapter {adapter}", adapter, "no/path") if adapter else None
             request = Request(
                 name,
                 list(prompt),
-                None if "pooling" in asked else sampling,
-                PoolingParams(task="embed") if "pooling" in asked else None,
+                *((None, pooling) if "pooling" in asked else (sampling, None)),
                 client_index=client,
                 arrival_time=float(self.count["arrived"] // 3),
                 priority=priority if self.settings.priorities else 0,
                 trace_headers={"traceparent": name} if "traced" in asked else None,
-                lora_request=LoRARequest(f"adapter {adapter}", adapter, "no/path")
-                if adapter
-                else None,
+                lora_request=lora,
                 mm_features=features(places),
                 block_hasher=hasher(self.settings.block_size) if self.settings.caching else None,
                 resumable="streamed" in asked,
@@ -167,17 +162,9 @@ class Twin(Traffic):
             params["logprobs"] = 1
         places = self.places(len(part)) if self.settings.media and self.chance(0.4) else []
         for scheduler in self.both:
-            scheduler.add_request(
-                Request(
-                    session,
-                    list(part),
-                    SamplingParams(**params),
-                    None,
-                    mm_features=features(places),
-                    resumable=not ends,
-                    arrival_time=0.0,
-                )
-            )
+            how = {"mm_features": features(places), "resumable": not ends, "arrival_time": 0.0}
+            part_of = Request(session, list(part), SamplingParams(**params), None, **how)
+            scheduler.add_request(part_of)
         if ends:
             self.sessions.discard(session)
         return True
@@ -190,11 +177,8 @@ class Twin(Traffic):
 
     def compile(self) -> bool:
         """A grammar that a request waits for is there."""
-        waiting = [
-            name
-            for name, request in self.upstream.requests.items()
-            if (grammar := request.structured_output_request) and grammar.grammar is None
-        ]
+        grammars = {n: r.structured_output_request for n, r in self.upstream.requests.items()}
+        waiting = [name for name, each in grammars.items() if each and each.grammar is None]
         for scheduler in self.both if waiting else ():
             scheduler.requests[waiting[0]].structured_output_request._grammar = "grammar"
         return bool(waiting)
@@ -311,24 +295,24 @@ class Twin(Traffic):
             if self.chance(0.1):
                 tokens = [self.number(10, 11)] * len(tokens)
             sampled.append(tokens if samples[each] else [])
-        find = self.upstream.requests.get
-        known = {each: find(each) for each in rows}
-        asked = [each for each in known.values() if each is not None and each.sampling_params]
+        known = [self.upstream.requests.get(each) for each in rows]
+        asked = [each for each in known if each is not None and each.sampling_params]
         total = sum(map(len, sampled))
-        pooled = any(each is not None and each.pooling_params for each in known.values())
-        starts = np.cumsum([0, *map(len, sampled)]).tolist()
+        logprobs = LogprobsLists(
+            np.arange(2 * total).reshape(total, 2),
+            np.arange(2.0 * total).reshape(total, 2),
+            np.arange(total),
+            np.cumsum([0, *map(len, sampled)]).tolist(),
+        )
+        wanted = any(each.sampling_params.num_logprobs is not None for each in asked)
+        pools = [each is not None and each.pooling_params for each in known]
+        ends = [each is not None and not each.is_prefill_chunk for each in known]
+        pooled = [torch.arange(2) if p and end else None for p, end in zip(pools, ends)]
         return ModelRunnerOutput(
             req_ids=rows,
             req_id_to_index={each: rows.index(each) for each in step.num_scheduled_tokens},
             sampled_token_ids=sampled,
-            logprobs=LogprobsLists(
-                np.arange(2 * total).reshape(total, 2),
-                np.arange(2.0 * total).reshape(total, 2),
-                np.arange(total),
-                starts,
-            )
-            if any(each.sampling_params.num_logprobs is not None for each in asked)
-            else None,
+            logprobs=logprobs if wanted else None,
             prompt_logprobs_dict={
                 each.request_id: torch.arange(3)
                 for each in asked
@@ -337,16 +321,7 @@ class Twin(Traffic):
                 and each.prefill_stats is not None
                 and not each.num_stale_output_tokens
             },
-            pooler_output=[
-                torch.arange(2)
-                if known[each] is not None
-                and known[each].pooling_params
-                and not known[each].is_prefill_chunk
-                else None
-                for each in rows
-            ]
-            if pooled
-            else None,
+            pooler_output=pooled if any(pools) else None,
             num_nans_in_logits=dict.fromkeys(rows, 1)
             if self.nans and self.chance(0.5)
             else self.no_nans,
@@ -361,19 +336,15 @@ class Twin(Traffic):
             for each, tokens in upstream.scheduled_spec_decode_tokens.items()
         }
         for scheduler, step in zip(self.both, (upstream, ours), strict=True):
-            own = copy.deepcopy(list(drafts.values()))
             step.scheduled_spec_decode_tokens = dict(step.scheduled_spec_decode_tokens)
-            scheduler.update_draft_token_ids_in_output(DraftTokenIds(list(drafts), own), step)
+            scheduler.update_draft_token_ids_in_output(as_drafts(drafts), step)
 
     def give_drafts(self, step: Any) -> None:
         """The drafter's tokens for the next step, of some requests none."""
-        drafts = {
-            each: self.tokens(self.number(0, self.settings.num_drafts))
-            for each in step.num_scheduled_tokens
-        }
+        most = self.settings.num_drafts
+        drafts = {each: self.tokens(self.number(0, most)) for each in step.num_scheduled_tokens}
         for scheduler in self.both:
-            own = copy.deepcopy(list(drafts.values()))
-            scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), own))
+            scheduler.update_draft_token_ids(as_drafts(drafts))
 
     def compare_states(self, when: str) -> None:
         """Compare all that both keep."""
@@ -393,7 +364,7 @@ def play(
     An error names seed and step. A difference in the states is found at the next comparison; with
     `every` 1, where it begins.
     """
-    twin = Twin(replace(draw(seed), **(engine or {})), every)
+    twin = Twin(draw(seed, **(engine or {})), every)
     for name, value in (traffic or {}).items():
         drawn = getattr(twin, name)
         setattr(twin, name, drawn | value if isinstance(value, dict) else value)
@@ -403,6 +374,6 @@ def play(
     except UpstreamFailedError:
         twin.count["upstream failed"] += 1
     except Exception as error:
-        error.add_note(f"seed {seed}, step {twin.count['steps']}, {asdict(twin.settings)}")
+        error.add_note(f"seed {seed}, step {twin.count['steps']}, {vars(twin.settings)}")
         raise
     return twin

@@ -16,12 +16,10 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-from tests.helpers.engine import engine
 from tests.helpers.prompts import chat_prompt
 from tests.server.hostile import tool
-from tests.server.process import CHAT, COMPLETIONS, QUESTIONS, TOKENS, XGRAMMAR, Server
+from tests.server.process import CHAT, COMPLETIONS, QUESTIONS, TOKENS, Server
 
 FIELDS: dict[str, list[str]] = {
     TOKENS: [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")],
@@ -29,9 +27,6 @@ FIELDS: dict[str, list[str]] = {
     COMPLETIONS: list(CompletionRequest.model_fields),
 }
 """By path: fields that a client may set."""
-
-LEAST = -9999.0
-"""What vLLM's servers tell of a token that a grammar leaves no probability."""
 
 MOST, PARALLEL = 8, 16
 """Tokens of an answer; requests at once."""
@@ -131,30 +126,19 @@ NEEDS: dict[str, dict[str, Any]] = {
 """By field: others without which it is refused or has no effect."""
 
 LEFT_OUT = {
-    "messages": "every chat has them",
-    "model": "a server has one",
-    "prompt": "every completion has one",
-    "prompt_embeds": "off unless --enable-prompt-embeds",
-    **dict.fromkeys(("request_id", "session_id", "user"), "a name"),
-    **dict.fromkeys(
-        (
-            *("add_generation_prompt", "continue_final_message", "documents"),
-            *("chat_template", "chat_template_kwargs"),
-        ),
-        "another prompt, made before the engine is asked",
-    ),
-    **dict.fromkeys(
-        ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
-        "for images and the like",
-    ),
-    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params"), "for connectors"),
-    **dict.fromkeys(("return_token_offsets", "return_prompt_text"), "of the prompt's text"),
-    "parallel_tool_calls": "read when the answer is there",
-    "suffix": "refused by vLLM for every model",
-    "trace_decode_token_ids": "refused by a plain ValueError, which is status 500, and here its "
-    "option, too",
+    "every request has one": "messages model prompt",
+    "off unless --enable-prompt-embeds": "prompt_embeds",
+    "a name": "request_id session_id user",
+    "another prompt": "add_generation_prompt chat_template chat_template_kwargs "
+    "continue_final_message documents",
+    "for images": "media_io_kwargs mm_payload mm_processor_kwargs return_mm_kwargs",
+    "for connectors": "ec_transfer_params kv_transfer_params",
+    "of the prompt's text": "return_prompt_text return_token_offsets",
+    "read when the answer is there": "parallel_tool_calls",
+    "refused for every model": "suffix",
+    "refused with status 500, and here its option, too": "trace_decode_token_ids",
 }
-"""By field: why it is not asked for."""
+"""By reason: fields that are not asked for."""
 
 REFUSED = {"logit_bias", "min_p"}
 """Fields that vLLM refuses beside drafts."""
@@ -167,13 +151,7 @@ class Case(NamedTuple):
 
     path: str
     names: tuple[str, ...]
-    set: dict[str, Any]  # with what those fields need
     body: dict[str, Any]
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether its tokens can be told beforehand."""
-        return "temperature" not in self.set and "use_beam_search" not in self.set
 
 
 def cases(path: str, model: Path, pairs: int | None, seed: int) -> list[Case]:
@@ -182,29 +160,25 @@ def cases(path: str, model: Path, pairs: int | None, seed: int) -> list[Case]:
     rng = random.Random(seed)
     names = [name for name in FIELDS[path] if name in VALUES]
     drawn = list(itertools.combinations(names, 2))
-    if pairs is not None:
-        drawn = rng.sample(drawn, pairs)
-    every = [(name,) for name in names] + drawn
+    every = [(name,) for name in names] + (drawn if pairs is None else rng.sample(drawn, pairs))
     rng.shuffle(every)
     made = []
     for each, (question, _) in zip(every, itertools.cycle(QUESTIONS)):
         ids = chat_prompt(tokenizer, question)
-        fields: dict[str, Any] = {}
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": MOST}
         for name in each:
-            fields |= NEEDS.get(name, {})
-        fields |= {name: VALUES[name] for name in each}
-        if path == CHAT and "logprobs" in fields:
-            fields["logprobs"] = True
-        if "prompt_logprob_start" in fields:  # the last rows of the prompt
-            fields["prompt_logprob_start"] = len(ids) - 3
-        body = {"temperature": 0, "max_tokens": MOST, **fields}
-        if path == TOKENS:
-            body = {"token_ids": ids, "sampling_params": body}
-        elif path == CHAT:
-            body = {"messages": [{"role": "user", "content": question}], **body}
-        else:
-            body = {"prompt": ids, **body}
-        made.append(Case(path, each, fields, body))
+            body |= NEEDS.get(name, {})
+        body |= {name: VALUES[name] for name in each}
+        if path == CHAT and "logprobs" in body:
+            body["logprobs"] = True
+        if "prompt_logprob_start" in body:  # the last rows of the prompt
+            body["prompt_logprob_start"] = len(ids) - 3
+        by_path = {
+            TOKENS: {"token_ids": ids, "sampling_params": body},
+            CHAT: {"messages": [{"role": "user", "content": question}], **body},
+            COMPLETIONS: {"prompt": ids, **body},
+        }
+        made.append(Case(path, each, by_path[path]))
     return made
 
 
@@ -227,35 +201,3 @@ def statuses(status: int, answer: Any) -> set[int]:
     """Of an answer: a refusal may come in a stream, too."""
     pieces = answer if isinstance(answer, list) else []
     return {status} | {piece["error"]["code"] for piece in pieces if "error" in piece}
-
-
-def without_drafts(model: Path, made: list[Case]) -> list[Any]:
-    """What V1 answers to requests of `TOKENS` without drafts."""
-    params = [GenerateRequest.model_validate(case.body).sampling_params for case in made]
-    for each in params:  # all that a stream would tell in pieces
-        each.output_kind = type(each.output_kind).FINAL_ONLY
-    with engine(
-        model,
-        skip_tokenizer_init=False,
-        max_num_seqs=PARALLEL,
-        reasoning_config=json.loads(REASONING),
-        structured_outputs_config=json.loads(XGRAMMAR),
-    ) as llm:
-        prompts = [{"prompt_token_ids": case.body["token_ids"]} for case in made]
-        return llm.generate(prompts, params, use_tqdm=False)
-
-
-def log_probabilities(case: Case, answer: Any, output: Any) -> list[tuple[dict, dict]]:
-    """Those of a request's tokens and prompt, a row each: as a server told, and as they are."""
-    rows = []
-    if "logprobs" in case.set:
-        told = answer["choices"][0]["logprobs"]["content"]
-        told = [{e["token_id"]: e["logprob"] for e in (t, *t["top_logprobs"])} for t in told]
-        rows += zip(told, output.outputs[0].logprobs, strict=True)
-    if "prompt_logprobs" in case.set:
-        told = answer["prompt_logprobs"][1:]
-        told = [{int(t): entry["logprob"] for t, entry in row.items()} for row in told]
-        rows += zip(told, output.prompt_logprobs[1:], strict=True)
-    return [
-        (row, {token: max(entries[token].logprob, LEAST) for token in row}) for row, entries in rows
-    ]

@@ -3,14 +3,12 @@
 import http.client
 import json
 import os
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 QUESTIONS = tiny_model.exchanges()
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true, "enable_in_reasoning": true}'
+JSON = {"Content-Type": "application/json"}
 ENDLESS = {"prompt": "one, two,", "ignore_eos": True, "temperature": 0}
 """A completion that is as long as it may be."""
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -89,18 +88,16 @@ class Server:
         connection = self.connect()
         try:
             payload = json.dumps(body) if body is not None else None
-            headers = {"Content-Type": "application/json", **headers}
-            connection.request(method, path, payload, headers)
+            connection.request(method, path, payload, JSON | headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
             connection.close()
 
-    def stream(self, **body: Any) -> http.client.HTTPConnection:
+    def stream(self, connection: Any = None, **body: Any) -> http.client.HTTPConnection:
         """A connection on which a completion was asked for in pieces; nothing of it is read."""
-        connection = self.connect()
-        payload = json.dumps(ENDLESS | {"stream": True} | body)
-        connection.request("POST", COMPLETIONS, payload, {"Content-Type": "application/json"})
+        connection = connection or self.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(ENDLESS | {"stream": True} | body), JSON)
         return connection
 
     def complete(self, prompt: Any, engine: int | None = None, **params: Any) -> dict:
@@ -124,31 +121,34 @@ class Server:
     def chat(self, question: str, **params: Any) -> str:
         return self.choice(question, **params)["message"]["content"]
 
-    def metrics(self, engine: int = 0) -> dict[str, float]:
-        """The plugin's samples of an engine at ``/metrics``: name and own labels, to value."""
+    def samples(self) -> Iterator[Any]:
+        """What ``/metrics`` has: each with a name, labels and a value."""
         status, text = self.request("GET", "/metrics")
         assert status == 200
-        samples = {}
         for family in text_string_to_metric_families(text.decode()):
-            for sample in family.samples:
-                labels = dict(sample.labels)
-                of = labels.pop("engine", None), labels.pop("model_name", None)
-                if sample.name.startswith("vllm:npu_prep_") and of == (str(engine), self.model):
-                    own = "".join(f" {key}={value}" for key, value in labels.items())
-                    samples[sample.name.removeprefix("vllm:npu_prep_") + own] = sample.value
-        return samples
+            yield from family.samples
+
+    def metrics(self, engine: int = 0) -> dict[str, float]:
+        """The plugin's samples of an engine: name and own labels, to value."""
+        found = {}
+        for sample in self.samples():
+            labels = dict(sample.labels)
+            of = labels.pop("engine", None), labels.pop("model_name", None)
+            if sample.name.startswith("vllm:npu_prep_") and of == (str(engine), self.model):
+                own = "".join(f" {key}={value}" for key, value in labels.items())
+                found[sample.name.removeprefix("vllm:npu_prep_") + own] = sample.value
+        return found
 
     def of_vllm(self) -> list[psutil.Process]:
         """Processes that vLLM has started, without helpers of Python's."""
         return [each for each in self.children if each.name().startswith("VLLM::")]
 
-    def held(self) -> dict[str, float]:
+    def held(self) -> list[float]:
         """What vLLM's metrics say of requests that run or wait, and of the blocks they have."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        lines = self.request("GET", "/metrics")[1].decode().splitlines()
-        found = [line for line in lines if line.startswith(tuple(f"vllm:{n}{{" for n in names))]
+        found = [each.value for each in self.samples() if each.name in {f"vllm:{n}" for n in names}]
         assert len(found) >= len(names)
-        return {line: float(line.rpartition(" ")[2]) for line in found}
+        return found
 
     def left(self, *more: psutil.Process) -> list[psutil.Process]:
         """Those of its processes, and of others that belong to it, that do not end."""
@@ -162,21 +162,3 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-
-
-def hang_up(server: Server, seed: int, question: str) -> str:
-    """Clients hang up at any moment; what another is told meanwhile.
-
-    Before an answer begins, in its midst, and while they wait for their turn.
-    """
-    rng, connections = random.Random(seed), []
-    for number in range(24):  # the engine runs 16
-        connections.append(server.stream(max_tokens=400))
-        if number < 8:
-            connections[-1].getresponse().read(20)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(server.chat, question)
-        while connections:
-            connections.pop(rng.randrange(len(connections))).close()
-            time.sleep(rng.random() / 20)
-        return other.result()

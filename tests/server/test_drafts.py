@@ -1,26 +1,15 @@
 """`vllm serve` that drafts, on either runner: fields in pairs, and its last steps recorded."""
 
 import json
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.helpers.command import command
-from tests.helpers.waiting import wait_until
 from tests.server import fields, hostile
-from tests.server.process import (
-    COMPLETIONS,
-    FORKED,
-    QUESTIONS,
-    TOKENS,
-    XGRAMMAR,
-    Server,
-    hang_up,
-)
+from tests.server.process import COMPLETIONS, FORKED, QUESTIONS, XGRAMMAR, Server
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
-from vllm_npu_prep.inspect.record_file import read_record, record_files
+from vllm_npu_prep.records.record_file import read_record, record_files
 
 REFUSED = {"V1": fields.REFUSED | fields.REFUSED_BY_V1, "V2": fields.REFUSED}
 
@@ -62,12 +51,6 @@ def test_each_step_is_counted_once_however_many_drafts_it_has(server, runner):
         assert sum(value for name, value in counted.items() if name.startswith(kinds)) == steps
 
 
-@pytest.fixture(scope="module")
-def sent(server):
-    """What came of each hostile request, by its advisory."""
-    return hostile.send_all(server, QUESTIONS[4][0])
-
-
 @pytest.mark.parametrize("request_", hostile.HOSTILE, ids=[each[0] for each in hostile.HOSTILE])
 def test_a_hostile_request_is_answered_beside_drafts(sent, request_):
     status, told, others = sent[request_.advisory].result()
@@ -89,36 +72,11 @@ def test_fields_in_pairs_are_served(server, runner, demo_model, seed, path, pair
     assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
 
 
-@pytest.mark.parametrize("pairs", [12, None], ids=["a dozen", "all pairs"])
-def test_beside_other_fields_drafts_change_no_token(server, demo_model, seed, pairs):
-    """Greedy tokens and log-probabilities are those of V1 without drafts."""
-    made = fields.cases(TOKENS, demo_model, pairs, seed)
-    made = [c for c in made if c.is_greedy and not fields.REFUSED_BY_V1 & c.set.keys()]
-    answers = zip(made, fields.ask(server, made), strict=True)
-    served = [(case, answer) for case, (status, answer) in answers if status == 200]
-    known = fields.without_drafts(demo_model, [case for case, _ in served])
-    wrong = {}
-    for (case, answer), output in zip(served, known, strict=True):
-        (choice,), (wanted,) = answer["choices"], output.outputs
-        told = choice["token_ids"], choice["finish_reason"]
-        if told != (expected := (list(wanted.token_ids), wanted.finish_reason)):
-            wrong[case.names] = told, expected
-    assert wrong == {}
-    for (case, answer), output in zip(served, known, strict=True):
-        for found, wanted in fields.log_probabilities(case, answer, output):
-            assert found == pytest.approx(wanted, abs=1e-3), case
-
-
 def test_every_field_of_vllm_has_a_value_or_a_reason_to_lack_one():
-    known = fields.VALUES.keys() | fields.LEFT_OUT.keys()
-    assert known == {name for names in fields.FIELDS.values() for name in names}
-    assert not fields.VALUES.keys() & fields.LEFT_OUT.keys()
-
-
-def test_clients_that_hang_up_leave_the_server_well(server, seed):
-    question, answer = QUESTIONS[7]
-    assert hang_up(server, seed, question) == answer
-    wait_until(lambda: not any(server.held().values()))
+    left_out = {name for names in fields.LEFT_OUT.values() for name in names.split()}
+    known = {name for names in fields.FIELDS.values() for name in names}
+    assert fields.VALUES.keys() | left_out == known
+    assert not fields.VALUES.keys() & left_out
 
 
 def test_its_last_steps_are_recorded_when_asked_and_replayed(server):
@@ -133,15 +91,9 @@ def test_its_last_steps_are_recorded_when_asked_and_replayed(server):
     assert done.stdout == f"40 steps are in {folder} (vllm-npu-prep record)\n"
     assert len(record_files(folder)) == 40
     (engine,) = (each for each in server.children if each.name() == "VLLM::EngineCore")
-    for pid in (server.process.pid, engine.pid):
-        before = len(record_files(folder))
-        assert server.chat(QUESTIONS[0][0]) == QUESTIONS[0][1]
-        os.kill(pid, signal.SIGUSR1)
-        wait_until(lambda before=before: len(record_files(folder)) > before)
-    done = command("record", engine.pid, "--json")
-    (rank,) = json.loads(done.stdout)["ranks"]
+    (rank,) = json.loads(command("record", engine.pid, "--json").stdout)["ranks"]
     nothing = f"no new step to write; those of this run are in {folder}"
-    assert (done.returncode, rank["steps"], rank["answer"]) == (1, 0, nothing)
+    assert (rank["steps"], rank["answer"]) == (0, nothing)
 
     files = record_files(folder)
     said = f"{len(files)} steps: core and oracle prepare what was recorded\n"

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -44,47 +45,53 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Function of a name, a manner and a method: a parent, its child and what that says first."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with ExitStack() as stack:
+
+        def started(*words):
+            command = [sys.executable, tmp_path / "script.py", *words]
+            parent = stack.enter_context(subprocess.Popen(command, **pipes))
+            pid, watches = parent.stdout.readline().split()
+            child = psutil.Process(int(pid))
+            stack.callback(lambda: child.is_running() and child.kill())
+            return parent, child, watches == "True"
+
+        yield started
+
+
 @pytest.mark.parametrize(
     ("name", "manner", "method"),
     [
         ("EngineCore", "orderly", "fork"),
         ("VllmWorker-1", "orderly", "spawn"),
         ("EngineCore_DP3", "stubborn", "fork"),
-        ("somebody's", "orderly", "fork"),
     ],
 )
-def test_a_process_of_vllm_s_ends_soon_after_its_parent(tmp_path, name, manner, method):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, str(script), name, manner, method],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as parent:
-        pid, watches = parent.stdout.readline().split()
-        child = psutil.Process(int(pid))
-        try:
-            assert watches == str(name != "somebody's")
-            # The signal that asks for records ends neither of them, if they are vLLM's.
-            if name != "somebody's":
-                child.send_signal(signal.SIGUSR1)
-            parent.kill()
-            parent.wait()
-            if name == "somebody's":
-                child.terminate()  # which nobody else does
-            child.wait(LIMIT)
-        finally:
-            if child.is_running():
-                child.kill()
-        said = parent.stdout.read()
-    if name == "somebody's":
-        assert said == "orderly\n"
-        return
+def test_a_process_of_vllm_s_ends_soon_after_its_parent(start, name, manner, method):
+    parent, child, watches = start(name, manner, method)
+    assert watches
+    child.send_signal(signal.SIGUSR1)  # which asks for records, and ends neither of them
+    parent.kill()
+    child.wait(LIMIT)
+    said = parent.stdout.read()
     why = f"{name} stops: the process that started it (pid {parent.pid}) is gone."
     assert why in said
     assert ("orderly" in said) == (manner == "orderly")
     assert (f"{name} did not stop within 1 s: it exits now." in said) == (manner == "stubborn")
+
+
+def test_somebody_s_process_is_left_alone(start):
+    parent, child, watches = start("somebody's", "orderly", "fork")
+    assert not watches
+    parent.kill()
+    parent.wait()
+    child.terminate()  # which nobody else does
+    child.wait(LIMIT)
+    assert parent.stdout.read() == "orderly\n"
 
 
 ENDING = """
@@ -111,16 +118,10 @@ class Process:
         cls().shutdown()
     worker_main = run_engine_core
 
-class Engine(Process):
-    pass
-
-class Rank(Process):
-    pass
-
 core = types.ModuleType("vllm.v1.engine.core")
-core.EngineCore = core.EngineCoreProc = Engine
+core.EngineCore = core.EngineCoreProc = type("Engine", (Process,), {})
 executor = types.ModuleType("vllm.v1.executor.multiproc_executor")
-executor.WorkerProc = Rank
+executor.WorkerProc = type("Rank", (Process,), {})
 sys.modules |= {core.__name__: core, executor.__name__: executor}
 engine, rank = processes.run_engine_core, processes.run_worker
 {"other": Process.worker_main, "engine": engine, "rank": rank}[sys.argv[1]]()
@@ -133,11 +134,7 @@ def test_an_engine_s_processes_end_without_looking_for_garbage(which):
     command = [sys.executable, "-c", ENDING, which]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split("\n") == [
-        *(["collected"] if which == "other" else []),
-        "shut down",
-        "",
-    ]
+    assert done.stdout == "collected\n" * (which == "other") + "shut down\n"
 
 
 def test_processes_have_the_names_that_vllm_gives_them():

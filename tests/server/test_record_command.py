@@ -56,23 +56,21 @@ def while_serving(engine: Engine, function) -> int:
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """As if no other server ran on this machine; returns what to find, in place of all."""
-    found = []
-    monkeypatch.setattr(record_command, "addresses", lambda: found)
-    return found
-
-
 def here() -> Address:
     return Address(os.getpid(), os.getpid())
 
 
-@pytest.mark.parametrize("number", [None, 8123, os.getpid()], ids=["none", "port", "pid"])
-def test_the_records_of_all_ranks_are_written_and_named(alone, capsys, number):
-    alone.append(here())
+@pytest.fixture
+def alone(monkeypatch):
+    """As if no other server ran on this machine; returns what to find, in place of all."""
+    found = [here()]
+    monkeypatch.setattr(record_command, "addresses", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize("words", [(), ("8123",), (str(os.getpid()),)], ids=["", "port", "pid"])
+def test_the_records_of_all_ranks_are_written_and_named(alone, capsys, words):
     engine = Engine(WRITTEN)
-    words = [] if number is None else [str(number)]
     assert while_serving(engine, lambda: main(["record", *words])) == 0
     assert capsys.readouterr().out == "64 steps are in 0\n64 steps are in 1\n"
     assert engine.asked == [
@@ -81,9 +79,11 @@ def test_the_records_of_all_ranks_are_written_and_named(alone, capsys, number):
 
 
 def test_json_has_the_folder_of_each_rank(alone, capsys):
-    alone.append(here())
     assert while_serving(Engine(WRITTEN), lambda: main(["record", "--json"])) == 0
     assert json.loads(capsys.readouterr().out) == {"pid": os.getpid(), "ranks": WRITTEN}
+
+
+GONE = "the engine could not be asked: RuntimeError: gone, and so on"
 
 
 @pytest.mark.parametrize(
@@ -92,32 +92,14 @@ def test_json_has_the_folder_of_each_rank(alone, capsys):
         (Engine(NOTHING), 1, "no new step to write\nno new step to write"),
         (Engine([WRITTEN[0], NOTHING[1]]), 0, "64 steps are in 0\nno new step to write"),
         (Engine(WRITTEN, {}), 2, "no steps are recorded: start with --additional-config"),
-        (
-            Engine(RuntimeError("gone,\nand so on")),
-            2,
-            "the engine could not be asked: RuntimeError: gone, and so on",
-        ),
+        (Engine(RuntimeError("gone,\nand so on")), 2, GONE),
     ],
     ids=["nothing new", "of one rank", "no records", "a dead engine"],
 )
 def test_what_keeps_records_from_being_written_is_told(alone, capsys, engine, code, said):
-    alone.append(here())
     assert while_serving(engine, lambda: main(["record"])) == code
     told = capsys.readouterr()
     assert said in told.out + told.err and told.err.count("\n") == (code == 2)
-
-
-def test_a_server_that_hangs_is_given_up(alone, capsys):
-    address = Address(os.getpid(), 1)  # no process has this pair
-    alone.append(address)
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(address.name)
-        silent.listen()
-        assert main(["record", "--timeout", "0.1"]) == 1
-    error = capsys.readouterr().err
-    assert "did not answer within 0.1 s: its engine is in a long step, or hangs" in error
-    assert main(["record"]) == 1  # it is gone by now
-    assert "Connection refused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "1e300", "soon"])
@@ -128,13 +110,21 @@ def test_a_time_that_is_none_is_refused(alone, capsys, seconds):
     assert f"'{seconds}' is no number of seconds above 0" in capsys.readouterr().err
 
 
+HANGS = "did not answer within 0.1 s: its engine is in a long step, or hangs"
+
+
 @pytest.mark.parametrize(
     ("answer", "code", "said"),
-    [(b"steps\n", 1, "no JSON object"), (b"[1]\n", 1, "no JSON object"), (b"{}\n", 2, "ranks")],
+    [
+        (b"steps\n", 1, "no JSON object"),
+        (b"[1]\n", 1, "no JSON object"),
+        (b"{}\n", 2, "ranks"),
+        (None, 1, HANGS),
+    ],
 )
 def test_an_answer_of_another_kind_is_one_line(alone, capsys, answer, code, said):
-    address = Address(os.getpid(), 1)  # no process has this pair
-    alone.append(address)
+    """And if none comes, or the server is gone by now."""
+    alone[:] = [address := Address(os.getpid(), 1)]  # no process has this pair
 
     def serve(server: socket.socket) -> None:
         connection, _ = server.accept()
@@ -145,18 +135,17 @@ def test_an_answer_of_another_kind_is_one_line(alone, capsys, answer, code, said
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address.name)
         server.listen()
-        thread = threading.Thread(target=serve, args=(server,))
-        thread.start()
-        assert main(["record"]) == code
-        thread.join()
+        if answer is not None:
+            threading.Thread(target=serve, args=(server,)).start()
+        assert main(["record", "--timeout", "0.1" if answer is None else str(LIMIT)]) == code
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+    assert main(["record"]) == 1
+    assert "Connection refused" in capsys.readouterr().err
 
 
 def test_no_server_or_several_are_one_line(alone, capsys):
-    assert main(["record"]) == 2
-    assert "no server with this plugin runs on this host" in capsys.readouterr().err
-    alone.extend([here(), Address(1 << 30, 1)])
+    alone.append(Address(1 << 30, 1))
     for words, expected in (
         ([], "2 servers run here; name one: "),
         (["77"], "no server has port or process 77; servers here: "),
@@ -165,6 +154,9 @@ def test_no_server_or_several_are_one_line(alone, capsys):
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert f"{expected}pid {os.getpid()}, port 8123: some/model; pid {1 << 30}" in error
+    alone.clear()
+    assert main(["record"]) == 2
+    assert "no server with this plugin runs on this host" in capsys.readouterr().err
 
 
 def test_a_server_is_found_from_any_of_its_processes():
@@ -173,12 +165,9 @@ def test_a_server_is_found_from_any_of_its_processes():
     def look():
         script = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
         grandchild = "import os; print(os.getpid(), flush=True); input()"
-        with subprocess.Popen(
-            [sys.executable, "-c", script, "-c", grandchild],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as child:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-c", script, "-c", grandchild]
+        with subprocess.Popen(command, **pipes) as child:
             pid = int(child.stdout.readline())
             found = [server_of(each) for each in (os.getpid(), child.pid, pid, os.getppid())]
             child.communicate("\n")
@@ -208,7 +197,6 @@ def test_sigusr1_to_the_server_asks_all_ranks(caplog):
 
 
 def test_another_user_is_not_answered(alone, capsys, monkeypatch):
-    alone.append(here())
     monkeypatch.setattr(record_server.os, "geteuid", lambda: 12345)
     monkeypatch.setattr(record_server, "ROOT", 54321)
     engine = Engine(WRITTEN)

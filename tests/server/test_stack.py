@@ -8,10 +8,10 @@ errors. What it answers it knows by heart.
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -37,15 +37,6 @@ class EmulatedServer(Server):
         self.prefix = (sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED, "2", *flags, "--")
         environment = {"PYTHONPATH": import_path(), "NPU_PREP_DEVICE": "npu"}
         super().__init__(model, folder / "log", *demo.STACK, **environment)
-
-    def vllm_metrics(self) -> dict[str, float]:
-        """vLLM's own counters, summed over their labels."""
-        _, text = self.request("GET", "/metrics")
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text.decode()):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0) + sample.value
-        return found
 
 
 def bench(server: Server, prompts: list[str], folder: Path) -> dict:
@@ -85,7 +76,9 @@ def test_it_answers_what_it_learned(tmp_path):
         assert "asynchronous, batched" in server.log()
         found = bench(server, [*prompts.values()], tmp_path)
         again = server.complete(prompts["begun"], max_tokens=MAX_TOKENS)["text"].strip()
-        counted = server.vllm_metrics()
+        counted: dict[str, float] = defaultdict(float)
+        for sample in server.samples():
+            counted[sample.name] += sample.value
         server.process.terminate()
         code = server.process.wait(900)
     finally:

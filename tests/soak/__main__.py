@@ -24,37 +24,21 @@ from tests.resume.seeds import run
 
 FILES = {"cpu": "seeds.txt", "npu": "seeds-device.txt"}
 SEEDS = {device: Path(__file__).with_name(name) for device, name in FILES.items()}
-RECORDED = ("steps", "tokens", "finished", "aborted", "preempted", "sleeps", "close calls")
-RECORDED += (
-    "life-cycle calls",
-    "adapters overwritten",
-    "parts of sessions",
-    "tokens that a connector had",
-    "drafts accepted",
-    "largest margin in thousandths",
-)
 
 
 class Engines:
-    """Plays seeds, and counts what of engines they had.
-
-    Parameters
-    ----------
-    device
-        "cpu" or "npu".
-    """
+    """Plays seeds on a device, "cpu" or "npu", and counts what of engines they had."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.seeds = device, SEEDS[device]
-        self.count: Counter[str] = Counter()
-        self.parts: dict[str, Counter[str]] = {"episodes": Counter(), "steps": Counter()}
+        self.count, self.episodes, self.steps = Counter[str](), Counter[str](), Counter[str]()
 
     def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
         """Play a seed: its outcome, and what is recorded of it."""
         from tests.soak.engines import play
-        from tests.soak.kinds import Kind
+        from tests.soak.kinds import draw
 
-        kind = Kind.draw(seed, self.device)
+        kind = draw(seed, self.device)
         try:
             count = play(kind, steps)
         except Exception as error:
@@ -65,25 +49,22 @@ class Engines:
             what = str(error).partition("\n")[0][:200]
             return "failed", {**kind.told(), "error": f"{type(error).__name__}: {what}"}
         self.count += count
-        for part in kind.parts():
-            self.parts["episodes"][part] += 1
-            self.parts["steps"][part] += count["steps"]
-        counted = {name: count[name] for name in RECORDED if count[name]}
-        return "agreed", {**kind.told(), **counted}
+        self.episodes.update(kind.parts())
+        self.steps.update(dict.fromkeys(kind.parts(), count["steps"]))
+        return "agreed", {
+            **kind.told(),
+            **{what: number for what, number in count.items() if number},
+        }
 
     def report(self) -> None:
         """Print what was covered."""
-        episodes = self.parts["episodes"]
-        for part, steps in self.parts["steps"].most_common():
-            print(f"{steps:8,} steps in {episodes[part]:3} episodes: {part}")
+        for part, steps in self.steps.most_common():
+            print(f"{steps:8,} steps in {self.episodes[part]:3} episodes: {part}")
         print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))
 
 
 if __name__ == "__main__":
-    on_device = os.environ.get("NPU_PREP_DEVICE") == "npu"
-    device, results, steps = (
-        ("npu", "soak-engines-device.jsonl", 100)
-        if on_device
-        else ("cpu", "soak-engines.jsonl", 300)
-    )
-    sys.exit(run(Engines(device), "python -m tests.soak", __doc__, results, 1000, steps=steps))
+    device = os.environ.get("NPU_PREP_DEVICE", "cpu")
+    name, steps = ("soak-engines-device", 100) if device == "npu" else ("soak-engines", 300)
+    player = Engines(device)
+    sys.exit(run(player, "python -m tests.soak", __doc__, f"{name}.jsonl", 1000, steps=steps))

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from vllm.lora.request import LoRARequest
 
+from tests.helpers.models import adapter_of
 from tests.helpers.traffic import Traffic
-from tests.soak.models import ADAPTERS, adapter_of
+from tests.soak.kinds import ADAPTERS
 from vllm_npu_prep.compat.adapters import once
 
 
@@ -28,8 +29,8 @@ class Use:
 class Adapters:
     """Adapters that requests choose from, each in a folder of its own; 0 is none of them."""
 
-    def __init__(self, device: str, root: Path, number: int) -> None:
-        self._device, self._uses, self._last_id = device, list[Use](), number
+    def __init__(self, model: str, root: Path, number: int) -> None:
+        self._model, self._uses, self._last_id = model, list[Use](), number
         self._names: list[Use] = [Use(None, [0])]
         for each in range(1, number + 1):
             adapter = LoRARequest(f"adapter {each}", each, str(root / f"adapter {each}"))
@@ -45,7 +46,7 @@ class Adapters:
         return self._uses[-1]
 
     def _write(self, adapter: LoRARequest, weights: int) -> None:
-        shutil.copytree(adapter_of(self._device, weights), adapter.lora_path, dirs_exist_ok=True)
+        shutil.copytree(adapter_of(self._model, weights), adapter.lora_path, dirs_exist_ok=True)
 
     def overwrite(self, traffic: Traffic) -> tuple[Use, LoRARequest]:
         """Overwrite a folder, and load it no sooner than the caller does.

@@ -20,23 +20,15 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import greedy, runner_of
 from tests.helpers.fused import forget_layers
+from tests.helpers.judge import judge_of
 from tests.helpers.life_cycle import LifeCycle
+from tests.helpers.models import as_input, drafts_by, files_in, folder_of, int8_of, prompts
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.traffic import Traffic
 from tests.helpers.v2 import asked_for, engine_of
-from tests.helpers.watch import count_preemptions, count_verified
+from tests.helpers.watch import count_preemptions, count_verified, record_stored
 from tests.soak.adapters import Adapters, Use, in_place, margin_of
-from tests.soak.kinds import FILES, Kind
-from tests.soak.models import (
-    ADAPTERS,
-    MAX_TOKENS,
-    VISION,
-    answers,
-    drafter_of,
-    int8_of,
-    model_of,
-    prompts,
-)
+from tests.soak.kinds import ADAPTERS, FILES, MAX_TOKENS, Kind
 from tests.soak.sessions import Sessions
 
 SECONDS = 600
@@ -47,7 +39,7 @@ PATIENCE = 50
 """Empty steps in which a connector may finish what it stores."""
 
 
-class Judge:
+class Answers:
     """Holds an engine's tokens against transformers, and counts them.
 
     `margin` is the largest that was met, in standard deviations; close calls are answers that part
@@ -58,37 +50,21 @@ class Judge:
         self.kind, self.margin, self.count = kind, 0.0, Counter[str]()
         numbers = range(1 + ADAPTERS * kind.adapters)
         ranks = 2 if kind.layout == "tp2" else 1
-        self.readers = [answers(kind.device, kind.family, kind.int8, ranks, n) for n in numbers]
+        self.judges = [judge_of(kind.model, kind.int8, ranks, each) for each in numbers]
 
-    def look(self, prompt: int, use: Use, tokens: list[int]) -> None:
+    def look(self, prompt: Any, use: Use, tokens: list[int]) -> None:
         """An answer, whole or begun: each token has to be one that the model would choose."""
-        readers = [self.readers[weights] for weights in use.weights]
-        expected = [reader.tokens[prompt][: len(tokens)] for reader in readers]
-        if tokens in expected:
-            self._note(0.0, tokens, "")
-        elif len(readers) == 1:
-            margin = readers[0].margin(prompt, tokens)
-            self._note(
-                margin, tokens, f"prompt {prompt}, adapters {use.weights}: {tokens}, not {expected}"
-            )
-        else:
-            self.look_behind(readers[0].asked[prompt], use, tokens)
-
-    def look_behind(self, text: list[int], use: Use, tokens: list[int]) -> None:
-        """The same of a text that is none of the prompts."""
-        margins = {
-            weights: self.readers[weights].margins_behind(text, tokens)
-            for weights in set(use.weights)
-        }
-        self.count["answers by two adapters"] += min(max(each) for each in margins.values()) > 0
+        margins = {each: self.judges[each].margins(prompt, tokens) for each in set(use.weights)}
         margin = margin_of(use, margins.__getitem__)
-        self._note(margin, tokens, f"behind {text}, adapters {use.weights}: {tokens}")
-
-    def _note(self, margin: float, tokens: list[int], what: str) -> None:
+        by_two = len(margins) > 1 and min(map(max, margins.values()), default=0) > 0
+        self.count["answers by two adapters"] += by_two
         self.margin = max(margin, self.margin)
         self.count["tokens"] += len(tokens)
         self.count["close calls"] += margin > 0
-        assert margin <= self.kind.bound, f"{what} ({margin:.3f} standard deviations from the best)"
+        assert margin <= self.kind.bound, (
+            f"behind {prompt}, adapters {use.weights}: {tokens}"
+            f" ({margin:.3f} standard deviations from the best)"
+        )
 
 
 def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
@@ -98,26 +74,36 @@ def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
     engine: unless others, which are not `alone`, keep an engine in this process.
     """
     forget_layers()
-    judge = Judge(kind)
+    answers = Answers(kind)
     with tempfile.TemporaryDirectory() as stored:
-        settings = settings_of(kind, stored)
-        model = model_of(kind.device, kind.family)
-        if kind.int8:
-            model = int8_of(kind.device, kind.family, kind.int8)
+        settings = dict(kind.settings)
+        if kind.connector == FILES:
+            settings["kv_transfer_config"] = files_in(stored)
+        if kind.drafts:
+            number = settings["speculative_config"]["num_speculative_tokens"]
+            settings["speculative_config"] = drafts_by(kind.model, kind.drafts, number)
+        model = int8_of(kind.model, kind.int8) if kind.int8 else folder_of(kind.model)
+        adapters = Adapters(kind.model, Path(stored), ADAPTERS * kind.adapters)
         if kind.layout != "one rank":
-            count = serve_ranks(kind, model, settings, judge, steps, Path(stored))
+            # At rest `serve_on_ranks` shuts an engine down; what it has then is asked for before
+            settings["distributed_executor_backend"] = "mp"
+            traffic = partial(_waves, kind, prompts(kind.model), adapters, steps)
+            with asked_for(kind.runner):
+                answered, count = serve_on_ranks(model, settings, traffic, seconds=SECONDS)
+            for answer in answered:
+                answers.look(*answer)
         else:
             with engine_of(kind.runner, model, **settings) as llm:
                 parts = parts_of(llm)
-                count = _Serving(kind, llm, judge, Path(stored)).serve(steps)
+                count = _Serving(kind, llm, answers, adapters).serve(steps)
             del llm
             gc.unfreeze()  # an engine that began before froze what there was
             for _ in range(2):  # of seed 3111, what the first one frees has let go of more
                 gc.collect()
             kept = Counter(type(each).__name__ for part in parts if (each := part()) is not None)
             assert not (kept and alone), f"parts of the engine outlive it: {dict(kept)}"
-    count["largest margin in thousandths"] = round(1000 * judge.margin)
-    return count + judge.count
+    count["largest margin in thousandths"] = round(1000 * answers.margin)
+    return count + answers.count
 
 
 def parts_of(llm: Any) -> list[weakref.ref]:
@@ -130,43 +116,30 @@ def parts_of(llm: Any) -> list[weakref.ref]:
     return [weakref.ref(each) for each in (runner, *with_weights)]
 
 
-def settings_of(kind: Kind, stored: str) -> dict[str, Any]:
-    settings = dict(kind.settings)
-    if kind.connector == FILES:
-        settings["kv_transfer_config"] = {
-            "kv_connector": FILES,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": stored},
-        }
-    if kind.drafts not in ("", "ngram", "mtp"):
-        folder = drafter_of(kind.device, kind.family, kind.drafts)
-        drafts = settings["speculative_config"]
-        settings["speculative_config"] = {**drafts, "model": str(folder)}
-    return settings
-
-
 class _Serving(Traffic):
     """The traffic of one engine in this process."""
 
-    def __init__(self, kind: Kind, llm: Any, judge: Judge, stored: Path) -> None:
+    def __init__(self, kind: Kind, llm: Any, answers: Answers, adapters: Adapters) -> None:
         super().__init__((kind.seed, 35))
-        self.kind, self.llm, self.core, self.judge = kind, llm, llm.llm_engine, judge
-        self.count = count_preemptions(llm)
+        self.kind, self.llm, self.core, self.answers = kind, llm, llm.llm_engine, answers
+        self.count, self.adapters = count_preemptions(llm), adapters
         self.scheduler = self.core.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free = self.pool.get_num_free_blocks()
-        self.prompts = prompts(kind.device, kind.family)
-        self.adapters = Adapters(kind.device, stored, ADAPTERS * kind.adapters)
+        self.prompts = prompts(kind.model)
         self.verified = count_verified(llm) if kind.drafts else Counter[str]()
+        self.stored = record_stored(llm) if kind.connector else []
         self.sessions: Sessions | None = None
         if kind.sessions:
-            asked = [prompt["prompt_token_ids"] for prompt in self.prompts]
-            self.sessions = Sessions(llm, self, asked, self.adapters, judge.look_behind)
-        levels = (0, *self._levels) if kind.sleeps else (0,)
+            self.sessions = Sessions(llm, self, self.prompts, adapters, answers.look)
+        # At level 2, weights are read anew: those of the model, which adapters are not. Beside
+        # files that is refused: they have keys and values of the old ones
+        self.levels = (1,) if kind.adapters or kind.connector == FILES else (1, 2)
+        levels = (0, *self.levels) if kind.sleeps else (0,)
         self.life_cycle = LifeCycle(llm, self, self._step, levels, self.verified)
         self.rates = {"arrived": 1.5, "aborted": 0.05, "life-cycle calls": 0.15}
         self.rates |= {"adapters overwritten": 0.1} if kind.adapters else {}
-        self.rates |= {"refused": 0.1} if kind.family in VISION else {}
+        self.rates |= {"refused": 0.1} if kind.sees else {}
         self.calls = {
             "arrived": self._arrive,
             "aborted": self._abort,
@@ -176,28 +149,8 @@ class _Serving(Traffic):
         }
         self.reset_is_due = True
         self.expected = 0  # requests that this wave still gets
-        self.alive: dict[str, tuple[int, Use]] = {}  # prompt and adapter of each request
+        self.alive: dict[str, tuple[Any, Use]] = {}  # prompt and adapter of each request
         self.said: dict[str, list[int]] = {}  # tokens of each that came so far
-        if kind.connector:
-            self._count_loads(self.scheduler.connector)
-
-    @property
-    def _levels(self) -> tuple[int, ...]:
-        """Levels of sleep. At level 2, weights are read anew: those of the model, which adapters
-        are not. Beside files that is refused: they have keys and values of the old ones."""
-        kind = self.kind
-        return (1,) if kind.adapters or kind.connector == FILES else (1, 2)
-
-    def _count_loads(self, connector: Any) -> None:
-        """Count the tokens that a connector has of requests."""
-        find = connector.get_num_new_matched_tokens
-
-        def counted(*args: Any) -> Any:
-            found = find(*args)
-            self.count["tokens that a connector had"] += found[0] or 0
-            return found
-
-        connector.get_num_new_matched_tokens = counted
 
     def serve(self, steps: int) -> Counter:
         while self.count["steps"] < steps:
@@ -206,12 +159,14 @@ class _Serving(Traffic):
             self.count["waves"] += 1
             self._rest()
             if self.kind.sleeps and (self.count["waves"] == 1 or self.chance(0.5)):
-                self.life_cycle.sleep(1 if self._levels == (1,) or self.chance(0.6) else 2)
+                self.life_cycle.sleep(1 if self.levels == (1,) or self.chance(0.6) else 2)
                 self.count["sleeps"] += 1
             elif self.chance(0.6 if self.kind.connector else 0.2):
                 assert self.llm.reset_prefix_cache()
                 self.count["resets"] += 1
-        self.life_cycle.hold_acceptance()
+        lost = self.life_cycle.lost + self.life_cycle.lost_acceptance()
+        assert not lost, lost
+        self.count["tokens that a connector had"] = sum(self.stored)
         drafts = {f"drafts {what}": number for what, number in self.verified.items()}
         return self.count + Counter(drafts)
 
@@ -227,17 +182,17 @@ class _Serving(Traffic):
 
     def _send_a_bad_prompt(self) -> None:
         """A prompt, with an image perhaps, that is refused, and leaves no trace."""
-        prompt, biased = self.pick(*self.prompts), greedy(1, logit_bias={10**6: 1.0})
+        prompt, biased = as_input(self.pick(*self.prompts)), greedy(1, logit_bias={10**6: 1.0})
         with pytest.raises(VLLMValidationError, match="logit_bias"):
             self.core.add_request("refused", prompt, biased)
 
     def _arrive(self) -> bool:
         if not self.expected:
             return False
-        prompt = self.number(0, len(self.prompts) - 1)
+        prompt = self.pick(*self.prompts)
         use = self.adapters.use(self.number(0, len(self.adapters) - 1))
         name, params = f"r{self.count['arrived']}", greedy(self.number(1, MAX_TOKENS))
-        self.core.add_request(name, self.prompts[prompt], params, lora_request=use.request)
+        self.core.add_request(name, as_input(prompt), params, lora_request=use.request)
         self.alive[name] = prompt, use
         self.expected -= 1
         return True
@@ -247,7 +202,7 @@ class _Serving(Traffic):
             return False
         name = self.pick(*self.alive)
         self.core.abort_request([name])
-        self.judge.look(*self.alive.pop(name), self.said.get(name, []))
+        self.answers.look(*self.alive.pop(name), self.said.get(name, []))
         return True
 
     def _overwrite(self) -> None:
@@ -270,38 +225,25 @@ class _Serving(Traffic):
                 continue
             self.said[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
-                self.judge.look(*self.alive.pop(output.request_id), self.said[output.request_id])
+                self.answers.look(*self.alive.pop(output.request_id), self.said[output.request_id])
                 self.count["finished"] += 1
         self.count["steps"] += 1
 
 
-def serve_ranks(
-    kind: Kind, model: Any, settings: dict[str, Any], judge: Judge, steps: int, stored: Path
-) -> Any:
-    """Serve waves by an engine of several ranks, as a server would."""
-    # At rest `serve_on_ranks` shuts an engine down; what it has then is asked for in the traffic
-    settings = {**settings, "distributed_executor_backend": "mp"}
-    asked = prompts(kind.device, kind.family)
-    adapters = Adapters(kind.device, stored, ADAPTERS * kind.adapters)
-    traffic = partial(_waves, kind, asked, adapters, steps)
-    with asked_for(kind.runner):
-        answered, count = serve_on_ranks(model, settings, traffic, seconds=SECONDS)
-    for answer in answered:
-        judge.look(*answer)
-    return count
-
-
 async def _waves(
     kind: Kind, asked: list[Any], adapters: Adapters, steps: int, ranks: Ranks
-) -> tuple[list[tuple[int, Use, list[int]]], Counter]:
-    """Prompt, adapter and tokens of each request, and what happened how often."""
+) -> tuple[list[tuple[Any, Use, list[int]]], Counter]:
+    """Waves of requests to an engine of several ranks, as a server would send them.
+
+    Returns prompt, adapter and tokens of each request, and what happened how often.
+    """
     draw = Traffic((kind.seed, 35))
     count = draw.count
-    answered: list[tuple[int, Use, list[int]]] = []
+    answered: list[tuple[Any, Use, list[int]]] = []
 
-    async def one(prompt: int, adapter: int, tokens: int, patience: float | None) -> None:
+    async def one(prompt: Any, adapter: int, tokens: int, patience: float | None) -> None:
         use = adapters.use(adapter)
-        task = ranks.generate([asked[prompt]], tokens, loras=[use.request])
+        task = ranks.generate([as_input(prompt)], tokens, loras=[use.request])
         try:
             (got,) = await asyncio.wait_for(task, patience)
         except TimeoutError:
@@ -325,10 +267,10 @@ async def _waves(
     while count["steps"] < steps:
         requests = []
         for _ in range(draw.number(4, 19)):
-            prompt, adapter = (draw.number(0, len(each) - 1) for each in (asked, adapters))
+            prompt, adapter = draw.pick(*asked), draw.number(0, len(adapters) - 1)
             patience = draw.rng.uniform(0, 0.2) if draw.chance(0.05) else None
             requests.append(one(prompt, adapter, draw.number(1, MAX_TOKENS), patience))
-        for _ in range(draw.number(0, 3)):
+        for _ in range(draw.number(1, 3)):
             requests.append(pause(clear_cache=draw.chance(0.3)))
         if kind.adapters:
             requests.append(change())

@@ -13,7 +13,7 @@ from tests.helpers.prompts import VOCAB
 from tests.helpers.sessions import send_part
 from tests.helpers.traffic import Traffic
 from tests.soak.adapters import Adapters, Use
-from tests.soak.models import MAX_TOKENS
+from tests.soak.kinds import MAX_TOKENS
 
 AT_ONCE = -1
 """In place of a number of steps between an answer and the next part."""
@@ -80,7 +80,7 @@ class Sessions:
         """Send the next part, or that there is none."""
         session = self._open[name]
         part = session.parts.pop(0) if session.parts else None
-        params = greedy(MAX_TOKENS, stop_token_ids=self._draw.tokens(VOCAB // 8))
+        params = greedy(MAX_TOKENS, stop_token_ids=self._draw.tokens(VOCAB // 4))
         send_part(self._llm, name, part, params, session.adapter.request)
         session.sent.append(part)
         session.due = math.inf

@@ -117,7 +117,10 @@ def test_the_start_up_block_names_the_ranks_and_who_starts_them(model, offer, ca
             tensor_parallel_size=2,
             pipeline_parallel_size=3,
         )
-    assert "ranks         2 tensor parallel x 3 stages, started by ray, over gloo" in caplog.text
+    assert (
+        "ranks         2 tensor parallel x 3 pipeline stages, started by ray, over gloo"
+        in caplog.text
+    )
     told = config.parallel_config.ray_runtime_env["env_vars"]
     assert told == {name: os.environ[name] for name in ("NPU_PREP_DEVICE", "NPU_PREP_METRICS_DIR")}
 

@@ -211,7 +211,9 @@ def test_engines_agree_on_the_host_whatever_is_asked_for(block, configure, on_ho
     said = block(data_parallel_size=2, max_num_seqs=13 + on_host, **flag)
     parallel = configure(data_parallel_size=2, **flag).parallel_config
     assert parallel.disable_nccl_for_dp_synchronization
-    assert ("note          engines agree on the size of each step on the host" in said) != on_host
+    assert (
+        "note          data-parallel ranks agree on the size of each step on the host" in said
+    ) != on_host
 
 
 def test_start_up_names_variables_of_vllm_ascend_that_are_set(block, monkeypatch):

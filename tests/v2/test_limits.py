@@ -4,7 +4,7 @@ import pytest
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_npu_prep.v2.limits import refuse_long_lists
+from vllm_npu_prep.runner.v2.limits import refuse_long_lists
 
 
 @pytest.mark.parametrize("length", [1024, 1025])

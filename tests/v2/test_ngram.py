@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_npu_prep.v2.ngram import look_up
+from vllm_npu_prep.runner.v2.ngram import look_up
 
 
 def kernels(tokens, length, last, smallest, largest, num_drafts):

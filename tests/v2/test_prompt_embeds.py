@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_npu_prep.v2.prompt_embeds import SlotPromptEmbeds, ids_of
-from vllm_npu_prep.v2.states import SlotStates
+from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState, ids_of
+from vllm_npu_prep.runner.v2.states import NPURequestState
 
 SLOTS, LENGTH, SIZE = 6, 20, 3
 
@@ -16,7 +16,7 @@ def test_vectors_are_where_upstreams_kernel_puts_them(seed):
     rng = np.random.default_rng(seed)
     placed = 0
     for _ in range(30):
-        state = SlotPromptEmbeds(SLOTS, SIZE, torch.float32, torch.device("cpu"))
+        state = NPUPromptEmbedsState(SLOTS, SIZE, torch.float32, torch.device("cpu"))
         slots = rng.permutation(SLOTS)[:4]
         is_token_ids = np.ones((SLOTS, LENGTH), bool)
         lengths, arrived = np.zeros(SLOTS, np.int32), []
@@ -75,13 +75,13 @@ def test_vectors_are_where_upstreams_kernel_puts_them(seed):
 def test_the_sampler_finds_no_token_where_a_prompt_has_a_vector():
     """The scheduler says 0 there, which penalties would count; of a slot's next request, ids are
     known."""
-    states = SlotStates(2, LENGTH, LENGTH, 0, 99, torch.device("cpu"))
+    states = NPURequestState(2, LENGTH, LENGTH, 0, 99, torch.device("cpu"))
     states.read_on_device = {"first", "second", "third"}
     states.have_ids = {"first": [True, False, True, False]}
     states.add_request("first", 4, [5, 0, 7, 0, 9], 0, 8)  # resumed after a token
     states.add_request("second", 3, [1, 0, 3], 0, 8)
     states.apply_staged_writes()
-    slots = states.slots_of(["first", "second"])
+    slots = states.rows_of(["first", "second"])
     assert states.all_token_ids.gpu[slots[0], :5].tolist() == [5, -1, 7, -1, 9]
     assert states.all_token_ids.gpu[slots[1], :3].tolist() == [1, 0, 3]
     assert states.token_ids[slots[0], :5].tolist() == [5, 0, 7, 0, 9], "the model embeds it"
@@ -89,5 +89,5 @@ def test_the_sampler_finds_no_token_where_a_prompt_has_a_vector():
     states.have_ids = {}
     states.add_request("third", 4, [0, 0, 0, 0], 0, 8)
     states.apply_staged_writes()
-    assert states.slots_of(["third"])[0] == slots[0]
+    assert states.rows_of(["third"])[0] == slots[0]
     assert states.all_token_ids.gpu[slots[0], :4].tolist() == [0, 0, 0, 0]

@@ -8,7 +8,8 @@ import torch
 from tests.v2.test_verification import prepared
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.v2.rope import SlotRope
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.runner.v2.rope import NPURopeState
 
 DIMS, SLOTS = 3, 8
 
@@ -43,7 +44,7 @@ class Model:
 
 def test_positions_of_prompts_and_of_tokens_after_them(seed):
     rng = np.random.default_rng(seed)
-    rope, model = SlotRope(DIMS, SLOTS, 64, 100, torch.device("cpu")), Model(rng)
+    rope, model = NPURopeState(DIMS, SLOTS, 64, 100, torch.device("cpu")), Model(rng)
     slot_of = {f"request {slot}": slot for slot in range(SLOTS)}
     known = rng.integers(10, 60, SLOTS).astype(np.int32)
     for slot in range(SLOTS):
@@ -63,7 +64,8 @@ def test_positions_of_prompts_and_of_tokens_after_them(seed):
         made, _ = prepared(
             np.zeros(SLOTS, np.int32), np.ones(SLOTS, np.int32), known, computed, tokens
         )
-        tables = replace(made.batch.tables, mrope=rope.tables)
+        shape = EngineShape(mrope_dims=rope.num_dims)
+        tables = replace(made.batch.tables, shape=shape, mrope=rope.tables)
         tables.slots[:number] = slots
         rope.follow(slots)
         padded = int(scheduled.sum()) + 3

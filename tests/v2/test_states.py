@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.helpers.traffic import Traffic
-from vllm_npu_prep.v2.block_tables import SlotBlockTables
-from vllm_npu_prep.v2.buffers import SlotRows, SlotValues
-from vllm_npu_prep.v2.order import BatchOrder
-from vllm_npu_prep.v2.states import UNKNOWN_TOKEN, Samples, SlotStates
+from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
+from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
+from vllm_npu_prep.runner.v2.order import BatchOrder
+from vllm_npu_prep.runner.v2.states import UNKNOWN_TOKEN, NPURequestState, Samples
 
 CPU = torch.device("cpu")
 
@@ -35,33 +35,6 @@ class Drawn:
         self.samples.keep(torch.tensor(tokens, dtype=torch.int32), batch, thrown)
         self.last.update({s: t for s, t in zip(slots, tokens) if s not in discard})
         return found
-
-
-def test_a_step_continues_from_the_last_samples():
-    drawn = Drawn(4)
-    assert drawn.step([2, 0], prompts={2, 0}).token_ids is None
-    found = drawn.step([0, 2])
-    assert found.rows.tolist() == [1, 0]
-    assert found.num_rows == 2
-
-
-def test_samples_of_requests_left_out_are_found_later():
-    drawn = Drawn(6)
-    drawn.step([0, 1, 2], prompts={0, 1, 2})
-    drawn.step([0, 2])  # 1 is left out
-    drawn.step([0])  # and 2
-    drawn.step([2, 1, 0])
-    drawn.step([0, 1, 2])
-    drawn.step([1, 3], prompts={3})
-    drawn.step([0, 1, 2, 3])
-
-
-def test_a_discarded_sample_is_not_continued_from():
-    drawn = Drawn(4)
-    drawn.step([0, 1], prompts={0, 1}, discard={1})
-    found = drawn.step([0, 1], prompts={1})
-    assert found.rows.tolist() == [0, -1]
-    drawn.step([0, 1])
 
 
 def test_a_slot_forgets_the_sample_of_its_former_request():
@@ -111,8 +84,8 @@ def test_decodes_come_first_and_keep_their_places():
     assert placed(order, c=1, e=1, f=1) == "ecf"
 
 
-def block_tables() -> SlotBlockTables:
-    return SlotBlockTables([4, 8], 3, 32, [6, 3], CPU)
+def block_tables() -> NPUBlockTables:
+    return NPUBlockTables([4, 8], 3, 32, [6, 3], CPU)
 
 
 def test_a_row_is_sent_whole_to_another_request_only():
@@ -143,17 +116,19 @@ def test_a_slot_with_another_request_is_another_row():
 def test_more_blocks_than_a_request_can_have_are_refused():
     tables = block_tables()
     tables.append_block_ids(1, ([1, 2, 3, 4, 5], [7]), overwrite=True)
-    with pytest.raises(ValueError, match="7 blocks of group 0 in slot 1: a request may have 6"):
+    with pytest.raises(
+        ValueError, match="7 blocks of group 0 in request row 1: a request may have 6"
+    ):
         tables.append_block_ids(1, ([6, 7], []), overwrite=False)
 
 
 def test_counts_of_requests_by_slot():
-    states = SlotStates(3, 16, 8, 0, 100, CPU)
+    states = NPURequestState(3, 16, 8, 0, 100, CPU)
     states.add_request("a", 3, [5, 6, 7], 0, 4)
     states.add_request("b", 2, [5, 6, 9, 9], 2, 4)  # resumed, with a prefix in the cache
     slot = states.req_id_to_index["a"]
     assert states.token_ids[slot, :8].tolist() == [5, 6, 7] + [UNKNOWN_TOKEN] * 5
-    slots = states.slots_of(["a", "b"])
+    slots = states.rows_of(["a", "b"])
     assert slots.tolist() == [states.req_id_to_index[name] for name in "ab"]
     states.advance(slots, [2, 6])
     assert states.num_tokens[slots].tolist() == [3, 7]
@@ -165,10 +140,10 @@ def test_counts_of_requests_by_slot():
 
 
 def test_stages_enter_what_the_scheduler_tells():
-    states = SlotStates(3, 16, 8, 0, 100, CPU)
+    states = NPURequestState(3, 16, 8, 0, 100, CPU)
     states.add_request("a", 3, [5, 6, 7], 0, 4)
     states.add_request("b", 4, [5, 6, 9, 9], 0, 4)
-    slots = states.slots_of(["b", "a"])
+    slots = states.rows_of(["b", "a"])
     states.advance(slots, [2, 4])
     states.enter_samples(slots, [[9, 9], [8]])
     assert states.token_ids[slots, :6].tolist() == [
@@ -178,7 +153,7 @@ def test_stages_enter_what_the_scheduler_tells():
 
 
 def test_rows_are_written_together_and_the_last_write_counts():
-    rows = SlotRows((3, 4), torch.float32, CPU)
+    rows = StagedRows((3, 4), torch.float32, CPU)
     rows.stage_write(0, 1, {1.5: 0, 2.5: 0}.keys())
     rows.stage_write(2, 0, [7, 8, 9, 10])
     rows.stage_write(0, 2, [4])
@@ -186,7 +161,7 @@ def test_rows_are_written_together_and_the_last_write_counts():
     assert rows.gpu.tolist() == [[0, 1.5, 4, 0], [0] * 4, [7, 8, 9, 10]]
     with pytest.raises(ValueError, match="2 values from column 3 on, of 4"):
         rows.stage_write(1, 3, [1, 2])
-    lengths = SlotRows(3, torch.int32, CPU)
+    lengths = StagedRows(3, torch.int32, CPU)
     lengths.stage_write_elem(2, 5)
     lengths.apply_write()
     assert lengths.gpu.tolist() == [0, 0, 5]
@@ -195,16 +170,16 @@ def test_rows_are_written_together_and_the_last_write_counts():
 def test_values_are_copied_when_they_have_changed(monkeypatch):
     copied = []
     monkeypatch.setattr(
-        "vllm_npu_prep.v2.buffers.async_tensor_h2d",
+        "vllm_npu_prep.runner.v2.buffers.async_tensor_h2d",
         lambda values, **_: copied.append(values.copy()),
     )
-    values = SlotValues(torch.device("meta"), 3, torch.float32)
+    values = RowValues(torch.device("meta"), 3, torch.float32)
     values.copy_to_uva()
     values.np[1] = 2
     values.copy_to_uva()
     values.copy_to_uva()
     assert [each.tolist() for each in copied] == [[0, 2, 0]]
-    on_host = SlotValues(CPU, 3, torch.int64)
+    on_host = RowValues(CPU, 3, torch.int64)
     on_host.np[0] = 4
     assert on_host.gpu.tolist() == [4, 0, 0]
 
@@ -249,7 +224,7 @@ class Counts:
 
 def test_counts_of_the_scheduler_lose_rejected_drafts():
     """Whether the scheduler has waited for the step or not; requests without drafts keep theirs."""
-    states = SlotStates(4, 64, 32, 3, 100, CPU)
+    states = NPURequestState(4, 64, 32, 3, 100, CPU)
     slots = np.array([2, 0, 1])
     states.num_computed_tokens_np[slots] = 20, 30, 40
     scheduled, drafts = np.array([4, 1, 3]), np.array([3, 0, 2], np.int32)
@@ -269,7 +244,7 @@ def test_counts_of_the_scheduler_lose_rejected_drafts():
 
 
 def test_counts_are_those_of_a_last_step_that_left_some_out():
-    states = SlotStates(4, 64, 32, 1, 100, CPU)
+    states = NPURequestState(4, 64, 32, 1, 100, CPU)
     keep, slots = states.samples.keep, np.array([1])
     keep(torch.zeros(2, dtype=torch.int32), np.array([0, 2]), np.zeros(2, bool), torch.zeros(2, 1))
     states.num_computed_tokens_np[slots] = 20
@@ -280,7 +255,7 @@ def test_counts_are_those_of_a_last_step_that_left_some_out():
 
 
 def test_the_host_enters_samples_for_which_it_has_waited():
-    states = SlotStates(3, 8, 32, 0, 100, CPU)
+    states = NPURequestState(3, 8, 32, 0, 100, CPU)
     states.num_computed_tokens_np[:] = 2, 7, 0
     slots, discard = np.array([1, 2, 0]), np.array([False, True, False])
     states.append_samples(slots, discard, np.array([1, 3, 4]), np.array([5, 6, 7]))

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.helpers.traffic import Traffic
-from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
-from vllm_npu_prep.v2.speculator import shifted
-from vllm_npu_prep.v2.verification import SlotRejectionSampler, VerifiedBatch, count_accepted
+from vllm_npu_prep.runner.v2.speculator import shifted
+from vllm_npu_prep.runner.v2.verification import NPURejectionSampler, VerifiedBatch, count_accepted
 
 VOCAB, MAX_DRAFTS = 7, 3
 
@@ -27,6 +27,7 @@ def prepared(num_drafts, num_scheduled, known, computed, token_ids):
         num_tokens=known,
         token_ids=token_ids,
         block_sizes=np.full(1, 16, np.int32),
+        shape=EngineShape(max_logits_per_req=1 + int(num_drafts.max())),
         **device_has_all([table]),
     )
     batch = StepBatch(tables, num_scheduled, num_drafts, int(num_scheduled.sum()))
@@ -66,7 +67,7 @@ def verified_batch(step, arrays):
 
 def verify(step, arrays, drawn, invalid=None):
     """Our sampler's rows, for these tokens drawn from each row of logits."""
-    sampler = SlotRejectionSampler.__new__(SlotRejectionSampler)
+    sampler = NPURejectionSampler.__new__(NPURejectionSampler)
     sampler.sampler = lambda logits, batch, drafts: SimpleNamespace(
         sampled_token_ids=drawn[:, None]
     )
@@ -143,42 +144,6 @@ def test_greedy_drafts(seed, even):
     assert even or ("discarded", True) in kinds
 
 
-def test_random_drafts_have_the_probabilities_of_the_kernels():
-    """Every combination of draws, each with its weight, beside the kernels' rule.
-
-    ``_rejection_kernel`` accepts a draft with the target's probability of it; ``_resample_kernel``
-    draws another token from the target's probabilities without the draft.
-    """
-    size, num_drafts = 4, 2
-    probs = np.random.default_rng(3).dirichlet(np.ones(size), num_drafts + 1)
-    drafts = [2, 1]
-    expected = {}
-    reach = 1.0
-    for place in range(num_drafts):
-        for token in range(size):
-            if token != drafts[place]:
-                residual = probs[place][token] / (1 - probs[place][drafts[place]])
-                key = (*drafts[:place], token)
-                expected[key] = reach * (1 - probs[place][drafts[place]]) * residual
-        reach *= probs[place][drafts[place]]
-    for token in range(size):
-        expected[(*drafts, token)] = reach * probs[num_drafts][token]
-
-    draws = np.array(list(np.ndindex(*[size] * (num_drafts + 1))))
-    number = len(draws)
-    tokens = np.zeros((number, 100), np.int32)
-    tokens[:, 11:13] = drafts
-    ones = np.ones(number, np.int32)
-    step, arrays = prepared(num_drafts * ones, 3 * ones, 11 * ones, 10 * ones, tokens)
-    arrays.draft_token_ids = torch.tensor(drafts * number, dtype=torch.int32)
-    rows = verify(step, arrays, torch.tensor(draws.flatten()))
-    found = dict.fromkeys(expected, 0.0)
-    for row, drawn in zip(rows.tolist(), draws):
-        weight = np.prod([probs[place][token] for place, token in enumerate(drawn)])
-        found[tuple(token for token in row if token >= 0)] += weight
-    assert found == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("even", [False, True], ids=["ragged", "even"])
 def test_rows_of_logits_know_their_requests(seed, even):
     """``_expand_idx_mapping_kernel``."""
@@ -194,33 +159,3 @@ def test_rows_of_logits_know_their_requests(seed, even):
         assert batch.expanded_idx_mapping.tolist() == slots
         assert batch.expanded_local_pos.tolist() == places
         assert batch.cu_num_logits.tolist() == borders
-
-
-def test_later_passes_advance_as_the_kernels_do(seed):
-    """``_prepare_decode_inputs_kernel``, ``_update_draft_inputs_kernel``, and slots by
-    ``_compute_slot_mappings_kernel``, for requests that are not at the end of their context.
-
-    There, upstream's V2 writes the last slot again, and reads it; ours writes nothing, as V1.
-    """
-    rng, max_model_len, block_size = np.random.default_rng(seed), 64, 4
-    table = torch.tensor(rng.permutation(6 * 16).reshape(6, 16), dtype=torch.int32)
-    target = torch.tensor(rng.integers(4, 60, 6), dtype=torch.int32)
-    rejected = torch.tensor(rng.integers(0, 4, 6), dtype=torch.int32)
-    seq_lens, positions = target - rejected, (target - rejected - 1).long()
-    expected = [(int(t - r), int(t - r) - 1) for t, r in zip(target, rejected)]
-    for _ in range(2):
-        slots = torch.empty(6, dtype=torch.int64)
-        eagle_step_slot_mapping_metadata(
-            *(positions, table, 16, seq_lens, positions, slots),
-            *(block_size, max_model_len, 16, -1, 6),
-        )
-        expected = [
-            (min(length + 1, max_model_len), min(place + 1, max_model_len - 1))
-            for length, place in expected
-        ]
-        assert seq_lens.tolist() == [length for length, _ in expected]
-        assert positions.tolist() == [place for _, place in expected]
-        assert slots.tolist() == [
-            int(table[req, place // block_size]) * block_size + place % block_size
-            for req, (_, place) in enumerate(expected)
-        ]

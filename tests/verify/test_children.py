@@ -10,7 +10,8 @@ from rich.console import Console
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import children
-from vllm_npu_prep.verify.children import Found, Result, Runner
+from vllm_npu_prep.verify.children import Runner
+from vllm_npu_prep.verify.outcome import Result, RunResults
 from vllm_npu_prep.verify.report import report_json, report_markdown, report_text, summary
 
 CHILD = """
@@ -65,7 +66,7 @@ for name in rows:
 
 @pytest.fixture
 def run(tmp_path):
-    def run(seconds=300.0, missing=False, last_start=100, selection=(), **what) -> Found:
+    def run(seconds=300.0, missing=False, last_start=100, selection=(), **what) -> RunResults:
         script = CHILD.format(
             folder=str(tmp_path), what=what, missing=missing, last_start=last_start
         )
@@ -75,7 +76,7 @@ def run(tmp_path):
     return run
 
 
-def verdicts(found: Found) -> dict[str, str]:
+def verdicts(found: RunResults) -> dict[str, str]:
     return {result.name: result.verdict for result in found.results}
 
 
@@ -138,7 +139,7 @@ def test_a_row_for_more_devices_than_are_visible_is_left_out(run, monkeypatch):
     runner._rows = {"pair": {"what": "two ranks", "ranks": 2, "seconds": 1}}
     (result,) = runner._teams(["pair"], 2, hello["visible"]).values()
     assert (result.verdict, result.got) == ("left out", "needs 2 devices, 1 visible")
-    assert not result.is_bad
+    assert not result.verdict.is_bad
 
 
 RESULTS = [
@@ -148,7 +149,7 @@ RESULTS = [
 
 
 def test_the_page_to_send_back_has_every_row_and_version():
-    page = report_markdown(Found("chip", {}, RESULTS), {"CANN": "9.1.0"})
+    page = report_markdown(RunResults("chip", {}, RESULTS), {"CANN": "9.1.0"})
     assert "| CANN | 9.1.0 |" in page
     assert "| a | an operator | 3 tokens | 1 \\| 2 | 1 \\| 2 | same |" in page
     assert "| b | another |  | an answer | died of it | **DEAD** |" in page
@@ -156,7 +157,7 @@ def test_the_page_to_send_back_has_every_row_and_version():
 
 
 def test_table_and_json_have_the_same_rows():
-    found = Found("chip", {}, RESULTS)
+    found = RunResults("chip", {}, RESULTS)
     console = Console(file=io.StringIO(), width=120)
     report_text(found, {"plugin": "1"}, console)
     text = console.file.getvalue()

@@ -12,33 +12,43 @@ from vllm_npu_prep.attention.families import REFERENCE
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify import probe
-from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention, probe_operator
-from vllm_npu_prep.verify.row import Verdict, compare
-from vllm_npu_prep.verify.steps import layer_of, masks_for
-
-CPU = torch.device("cpu")
-
-
-def kinds_of(window=None, causal=True, block_size=16, shares=False, heads=(4, 2)):
-    masks = masks_for(REFERENCE, torch.float16, CPU, 256)
-    layer = layer_of(*heads, 32)
-    size = block_size if causal else 0
-    return [ProbedLayers("reference", layer, torch.float16, size, window, causal, shares, masks)]
+from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.verify.fused import stays_on
+from vllm_npu_prep.verify.probe import attention_forms, probe_forms, probed_forms
+from vllm_npu_prep.verify.row import Probe, Verdict, compare
+from vllm_npu_prep.verify.steps import (
+    LONGEST_WINDOW,
+    AttentionForm,
+    forms_of,
+    layer_of,
+    masks_for,
+)
 
 
-def run(kinds, with_padding=False) -> list[str]:
+def prompts_of(window=None, causal=True, shares=False, heads=(4, 2)) -> AttentionForm:
+    """The first form of layers of 32 elements a head in blocks of 16; encoders have no cache."""
+    layer, size = layer_of(*heads, 32), 16 if causal else 0
+    state, lengths = AttentionState.PrefillNoCache, ((0, 3), (0, 5))
+    given = layer, torch.float16, size, window, causal
+    return AttentionForm(state, lengths, *given, reads_cache_only=shares)
+
+
+def run(*kinds: AttentionForm, with_padding=False) -> list[str]:
     lines: list[str] = []
-    probe_attention(kinds, make_device("cpu"), lines.append, with_padding)
+    masks = masks_for(REFERENCE, torch.float16, torch.device("cpu"), 256)
+    forms = [
+        form for kind in kinds for form in probed_forms(kind, "reference", masks, with_padding)
+    ]
+    probe_forms("attention", forms, make_device("cpu"), lines.append)
     return lines
 
 
-@pytest.mark.parametrize("window", [None, 3, 40])
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("with_padding", [False, True])
+@pytest.mark.parametrize(
+    ("window", "shares", "with_padding"), [(None, False, True), (3, True, True), (40, False, False)]
+)
 def test_right_kernels_pass_in_one_line(window, shares, with_padding):
-    kinds = kinds_of(window, shares=shares) + kinds_of(causal=False) + kinds_of(3, causal=False)
-    (line,) = run(kinds, with_padding)
+    encoders = prompts_of(causal=False), prompts_of(3, causal=False)
+    (line,) = run(prompts_of(window, shares=shares), *encoders, with_padding=with_padding)
     assert "5 forms" in line
 
 
@@ -58,20 +68,8 @@ def uniform_average(right, self, query, key, value, cache, metadata, layer, outp
     return right(self, torch.zeros_like(query), key, value, cache, metadata, layer, output, *rest)
 
 
-def mask_moved(right, self, query, key, value, cache, metadata, *rest):
-    if metadata.attn_mask is not None:
-        metadata.attn_mask = metadata.attn_mask.roll(1, -1)
-    return right(self, query, key, value, cache, metadata, *rest)
-
-
 def ignored_mask(right, self, query, key, value, cache, metadata, *rest):
     metadata.attn_mask = None
-    return right(self, query, key, value, cache, metadata, *rest)
-
-
-def first_table_row(right, self, query, key, value, cache, metadata, *rest):
-    if metadata.block_tables is not None:
-        metadata.block_tables = metadata.block_tables[:1].expand_as(metadata.block_tables)
     return right(self, query, key, value, cache, metadata, *rest)
 
 
@@ -79,26 +77,25 @@ def nothing_written(right, self, *args):
     pass
 
 
-def padding_written(right, self, key, value, cache, slots):
-    right(self, key, value, cache, torch.where(slots < 0, cache[0, ..., 0, 0].numel() - 1, slots))
-
-
 PLANTED = {
-    "a plain average": ("attend", uniform_average, kinds_of(causal=False), "an encoder", "average"),
-    "a mask moved by one": ("attend", mask_moved, kinds_of(), "prompts", "differ"),
-    "no mask": ("attend", ignored_mask, kinds_of(), "prompts", "as no mask"),
-    "one table row": ("attend", first_table_row, kinds_of(), "decodes", "the first one's blocks"),
-    "no write": ("write_kv", nothing_written, kinds_of(), "prompts", "as nothing written"),
-    "slot -1": ("write_kv", padding_written, kinds_of(), "decodes", "a slot of -1"),
+    "a plain average": (
+        "attend",
+        uniform_average,
+        prompts_of(None, False),
+        "an encoder",
+        "average",
+    ),
+    "no mask": ("attend", ignored_mask, prompts_of(), "prompts", "as no mask"),
+    "no write": ("write_kv", nothing_written, prompts_of(), "prompts", "as nothing written"),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_kernel_ends_the_start_and_is_named(monkeypatch, name):
-    verb, change, kinds, form, shown = PLANTED[name]
+    verb, change, kind, form, shown = PLANTED[name]
     wrong(monkeypatch, verb, change)
     with pytest.raises(PrepError) as error:
-        run(kinds, with_padding=True)
+        run(kind, with_padding=True)
     message = str(error.value)
     assert "\n" not in message
     assert form in message and shown in message, message
@@ -112,15 +109,15 @@ def test_a_kernel_that_refuses_is_named_with_its_form(monkeypatch):
 
     wrong(monkeypatch, "attend", refuse)
     with pytest.raises(PrepError, match=r"could not run prompts .*error 561002") as error:
-        run(kinds_of())
+        run(prompts_of())
     assert "pages of more" not in str(error.value)
 
 
 def test_a_window_is_reached_by_the_lengths_that_are_probed():
     for window in (4, 100):
-        for what, form in kinds_of(window)[0].forms(False):
+        for what, form in forms_of(prompts_of(window), False).items():
             assert what == "prompts" or max(form.seq_lens) > window
-    huge = dict(kinds_of(probe.LONGEST_WINDOW + 1)[0].forms(False))
+    huge = forms_of(prompts_of(LONGEST_WINDOW + 1), False)
     assert max(huge["decodes"].seq_lens) < 100
 
 
@@ -139,34 +136,43 @@ def test_layers_are_probed_once_for_each_kind():
 
     def group(names, window):
         builder = SimpleNamespace(
-            sliding_window=window, causal=True, masks=None, holds_states=False, kernel_block_size=16
+            sliding_window=window, causal=True, masks=None, kernel_block_size=16
         )
         return SimpleNamespace(layer_names=names, get_metadata_builder=lambda: builder)
 
-    kinds = probe.probed_layers(
-        [[group(["a", "b", "c", "e"], None)], [group(["d"], 7)]], layers, torch.float16
-    )
-    assert [(k.layer.num_heads, k.window, k.reads_cache_only) for k in kinds] == [
-        (4, None, False),
-        (2, None, False),
-        (4, None, True),
-        (4, 7, False),
+    groups = [[group(["a", "b", "c", "e"], None)], [group(["d"], 7)]]
+    forms = attention_forms(groups, layers, torch.float16, False)
+    prompts = [form.given for form in forms if form.what == "prompts"]
+    assert len(forms) == 12 and [form.what for form in forms[:3]] == [
+        "prompts",
+        "decodes",
+        "chunks",
+    ]
+    assert [("4/2" in each, "window 7" in each) for each in prompts] == [
+        (True, False),
+        (False, False),
+        (True, False),
+        (True, True),
     ]
 
 
 def test_a_fused_operator_that_differs_is_switched_off():
     x = torch.linspace(-1, 1, 9)
     lines: list[str] = []
-    assert probe_operator("doubled", lambda: x * 2, lambda: x.double() * 2, lines.append)
-    assert probe_operator("pair", lambda: (x, x), lambda: (x.double(),) * 2, lines.append)
-    assert lines == []
-    assert not probe_operator("tripled", lambda: x * 3, lambda: x.double() * 2, lines.append)
-    assert not probe_operator("one of two", lambda: x, lambda: (x, x), lines.append)
 
-    def refuse():
+    def is_right(name, call, *expected: torch.Tensor) -> bool:
+        return stays_on(name, Probe(call, lambda: expected), torch.clone, lines.append)
+
+    assert is_right("doubled", lambda put: (put(x) * 2,), x.double() * 2)
+    assert is_right("pair", lambda put: (x, x), x.double(), x.double())
+    assert lines == []
+    assert not is_right("tripled", lambda put: (put(x) * 3,), x.double() * 2)
+    assert not is_right("one of two", lambda put: (x,), x, x)
+
+    def refuse(put):
         raise RuntimeError("no kernel\nmore")
 
-    assert not probe_operator("missing", refuse, lambda: x, lines.append)
+    assert not is_right("missing", refuse, x)
     assert len(lines) == 3
     assert lines[0].startswith("tripled is switched off: this device computes it wrongly")
     assert "no kernel" in lines[2] and "more" not in lines[2]

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, 
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_npu_prep.attention.context_parallel import (
-    SharedStep,
-    attend_shared,
-    find_context_shards,
+    DCPStep,
+    attend_dcp,
+    find_dcp,
     own_of,
     rows_of,
 )
@@ -37,7 +37,7 @@ from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
@@ -116,7 +116,6 @@ def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequest
     The padding rows after them are included in full graphs only.
     """
     arrays, host, local = staged.device, staged.np, step.local
-    assert local is not None
     in_full_graph = step.padding.mode is GraphMode.FULL
     num_rows = len(host.chunk_local_seq_lens) if in_full_graph else local.num_reqs
     return VirtualRequests(
@@ -140,7 +139,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     Attributes
     ----------
     latent
-        How steps are split for latent attention; None without it.
+        How steps are split for latent attention.
     holds_states
         False: recurrent states have another builder (`attention.states`).
     num_drafts
@@ -150,7 +149,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         The number of tokens of a block as kernels see it (`attention.kernel_blocks`).
     """
 
-    latent: LatentSplit | None = None
+    latent: LatentSplit = NO_LATENT_SPLIT
     holds_states = False
     num_drafts = 0
 
@@ -168,7 +167,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
-        self.shards = find_context_shards(vllm_config.parallel_config)
+        self.shards = find_dcp(vllm_config.parallel_config)
         model = vllm_config.model_config
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
@@ -287,11 +286,11 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             self.causal,
             padding.mode is GraphMode.FULL,
         )
-        if self.shards is not None:
+        if self.shards.world_size > 1:
             metadata.shared = self._share(metadata, staged)
         return metadata
 
-    def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> SharedStep | None:
+    def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> DCPStep | None:
         """Return what decode context parallelism needs for the step; None if it reads no context.
 
         A decode's own token is in the cache of one rank. Prompts attend over their own tokens
@@ -446,7 +445,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         if attn_metadata.shared is not None:
             assert key is not None and value is not None
             given = self.kernels, query, key, value, kv_cache, attn_metadata.shared
-            attend_shared(*given, self.layer_shape, attended, get_dcp_group())
+            attend_dcp(*given, self.layer_shape, attended, get_dcp_group())
             if num_tokens < len(output):
                 output[num_tokens:].zero_()
             return output

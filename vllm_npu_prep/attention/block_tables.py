@@ -36,6 +36,7 @@ class DeviceBlockTables(MultiGroupBlockTable):
         blocks_per_chunk: int = 1,
     ) -> None:
         self.block_tables = upstream.block_tables
+        self.block_sizes = np.array([table.block_size for table in self.block_tables], np.int32)
         shape = (len(self.block_tables), max_num_reqs)
         # See `BatchTables` for these.
         self.num_blocks = np.zeros(shape, np.int32)

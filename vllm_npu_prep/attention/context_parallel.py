@@ -17,7 +17,7 @@ import torch
 
 from vllm_npu_prep.attention.kernels import AttentionKernels, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 from vllm_npu_prep.prep.state import AttentionState
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SharedStep:
+class DCPStep:
     """How a step attends under decode context parallelism.
 
     Attributes
@@ -51,11 +51,10 @@ class SharedStep:
     has_rows: torch.Tensor | None = None
 
 
-def find_context_shards(parallel_config: "ParallelConfig") -> ContextShards | None:
-    """Return the part of each context that this rank keeps; None without decode context
-    parallelism."""
+def find_dcp(parallel_config: "ParallelConfig") -> ContextShards:
+    """Return the part of each context that this rank keeps."""
     if parallel_config.decode_context_parallel_size == 1:
-        return None
+        return WHOLE_CONTEXTS
     from vllm.distributed import get_dcp_group  # merging needs no vLLM: `verify-device` does it
 
     group = get_dcp_group()
@@ -77,7 +76,7 @@ def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(lses == float("-inf"), 0.0, weights), lse
 
 
-def merge_shares(shares: Sequence[Share]) -> Share:
+def merge_partials(shares: Sequence[Share]) -> Share:
     """Return the attention over the keys of all shares, which have no key in common."""
     weights, lse = weights_of(torch.stack([share.lse for share in shares]))
     parts = [share.output.float() * w.unsqueeze(-1) for share, w in zip(shares, weights)]
@@ -108,7 +107,7 @@ def rows_of(
     metadata: AscendMetadata,
     lens: torch.Tensor,  # [R] int32
     lens_np: np.ndarray,  # [R] int32
-) -> SharedStep:
+) -> DCPStep:
     """Return how a step, or its decodes, attends over what this rank keeps.
 
     `lens` and `lens_np` are the numbers of rows of each request that this rank keeps, on the device
@@ -127,13 +126,13 @@ def rows_of(
         halves=None,
     )
     if lens_np.all():
-        return SharedStep(rows)
+        return DCPStep(rows)
     has_rows = lens > 0
     if metadata.max_query_len > 1:
         tokens = torch.arange(metadata.num_actual_tokens, device=lens.device, dtype=torch.int32)
         requests = torch.searchsorted(metadata.query_start_loc[1:], tokens, right=True)
         has_rows = has_rows.index_select(0, requests)
-    return SharedStep(rows, None, has_rows)
+    return DCPStep(rows, None, has_rows)
 
 
 def own_of(metadata: AscendMetadata, mask: torch.Tensor | None) -> AscendMetadata:
@@ -151,13 +150,13 @@ def own_of(metadata: AscendMetadata, mask: torch.Tensor | None) -> AscendMetadat
     )
 
 
-def attend_shared(
+def attend_dcp(
     kernels: AttentionKernels,
     query: torch.Tensor,  # [T, num_heads, head_size]
     key: torch.Tensor,  # [T, num_kv_heads, head_size]
     value: torch.Tensor,  # [T, num_kv_heads, head_size]
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
-    shared: SharedStep,
+    shared: DCPStep,
     layer: LayerShape,
     output: torch.Tensor,  # [T, num_heads, head_size], written
     group: Any,
@@ -176,7 +175,7 @@ def attend_shared(
         return
     own = _empty_share(query, query.shape[-1])
     kernels.attend(query, key, value, kv_cache, shared.own, layer, own.output, lse=own.lse)
-    output.copy_(merge_shares([context, own]).output)
+    output.copy_(merge_partials([context, own]).output)
 
 
 def _empty_share(queries: torch.Tensor, size: int) -> Share:

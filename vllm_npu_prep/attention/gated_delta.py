@@ -18,7 +18,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.v1.attention.backend import AttentionBackend
 
 from vllm_npu_prep.attention.kernels import gated_delta
-from vllm_npu_prep.attention.states import StateBackend, StateMetadata
+from vllm_npu_prep.attention.states import RecurrentBackend, RecurrentMetadata
 from vllm_npu_prep.config import fused_operators
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         self._fuses_norm = "rms_norm" in fused_operators(get_current_vllm_config())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return StateBackend
+        return RecurrentBackend
 
     def bind_kv_cache(self, kv_cache: Any) -> None:
         """Take both parts of the recurrent states of all blocks (`attention.kv_cache`).
@@ -102,7 +102,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         b: torch.Tensor,
         a: torch.Tensor,
         output: torch.Tensor,
-        metadata: StateMetadata,
+        metadata: RecurrentMetadata,
     ) -> None:
         """Convolve, apply the gated delta rule, and write the new recurrent states.
 
@@ -158,7 +158,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         b: torch.Tensor,
         a: torch.Tensor,
         output: torch.Tensor,
-        metadata: StateMetadata,
+        metadata: RecurrentMetadata,
     ) -> None:
         """Compute one token of each request; in a full graph also padding, over the null block."""
         conv_states, states = self._parts()
@@ -181,7 +181,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         b: torch.Tensor,
         a: torch.Tensor,
         output: torch.Tensor,
-        metadata: StateMetadata,
+        metadata: RecurrentMetadata,
     ) -> None:
         """Compute a token of each request and its drafts, one after the other; each leaves a state.
 
@@ -214,7 +214,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         b: torch.Tensor,
         a: torch.Tensor,
         output: torch.Tensor,
-        metadata: StateMetadata,
+        metadata: RecurrentMetadata,
     ) -> None:
         conv_states, states = self._parts()
         rows = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)

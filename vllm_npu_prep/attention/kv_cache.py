@@ -201,8 +201,8 @@ def _states_of(
     sizes, half = state_bytes(spec), spec.page_size_bytes // 2
     if len(sizes) != 2 or max(sizes) > half or spec.page_size_bytes % 2:
         raise PrepError(
-            f"{layer_name}: parts of a state of {sizes} bytes do not fit into the halves of a page "
-            f"of {spec.page_size_bytes} bytes"
+            f"{layer_name}: parts of a recurrent state of {sizes} bytes do not fit into the "
+            f"halves of a page of {spec.page_size_bytes} bytes"
         )
     first, second = buffer.view(2, -1, half)
     rows = zip((second, first), sizes, spec.dtypes, spec.shapes)

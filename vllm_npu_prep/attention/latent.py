@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -179,9 +179,9 @@ def make_latent_split(
     return LatentSplit(decode_threshold, workspace, block_size, max_model_len)
 
 
-def find_latent_split(builders: Iterable[tuple[int, Any, list[str]]]) -> LatentSplit | None:
-    """Return how an engine with these builders splits its steps; None for other models."""
-    return next((each.latent for _, each, _ in builders if each.latent is not None), None)
+def find_latent_split(builders: Iterable[tuple[int, Any, list[str]]]) -> LatentSplit:
+    """Return how an engine with these builders splits its steps for latent attention."""
+    return next((each.latent for _, each, _ in builders if each.latent), NO_LATENT_SPLIT)
 
 
 def describe(split: LatentSplit, vllm_config: "VllmConfig", itemsize: int) -> str:

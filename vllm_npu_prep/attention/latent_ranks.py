@@ -14,8 +14,8 @@ import torch
 from vllm.distributed import get_dcp_group
 
 from vllm_npu_prep.attention.context_parallel import (
+    DCPStep,
     Share,
-    SharedStep,
     merge_over_ranks,
     only_rows,
     rows_of,
@@ -63,12 +63,12 @@ def share_halves(metadata: AscendMetadata, shards: ContextShards, staged: Staged
         metadata.shared = rows_of(decodes, device[:count], host[:count])
 
 
-def attend_shared_decodes(
+def attend_dcp_decodes(
     kernels: LatentKernels,
     shape: LatentShape,
     planes: Planes,
     queries: Sequence[torch.Tensor],  # [T, num_heads, kv_lora_rank] and rope
-    shared: SharedStep,
+    shared: DCPStep,
     num_rows: int,
 ) -> torch.Tensor:
     """Attend with the decodes of a layer, whose latent rows are in the cache already.

@@ -58,7 +58,7 @@ def refuse_other_layers(layers: Mapping[str, Any]) -> None:
         known = ", ".join(kind.__name__ for kind in COMPUTED)
         raise PrepError(
             f"layers of this model are not supported by vllm_npu_prep: {found}; layers that have a "
-            f"KV cache or states may be {known} or gated delta nets; use another model"
+            f"KV cache or recurrent states may be {known} or gated delta nets; use another model"
         )
     for name, layer in layers.items():
         if isinstance(layer, AttentionLayerBase):

@@ -14,7 +14,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.local_attention import LocalGroups
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 
 
 def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> None:
@@ -25,8 +25,8 @@ def unwrap_backends(layers: Iterable[Any], backend: type[AttentionBackend]) -> N
             layer.attn_backend, layer.impl.attention_chunk_size = backend, chunk_size
 
 
-def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalGroups | None:
-    """Return the KV-cache groups with chunked local attention; None if no layer has it.
+def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalGroups:
+    """Return the KV-cache groups with chunked local attention.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def find_local_groups(attn_groups: Sequence[Sequence[AttentionGroup]]) -> LocalG
             if chunk_size is not None:
                 found[group] = chunk_size, spec.block_size
     if not found:
-        return None
+        return NO_LOCAL_GROUPS
     sizes = set(found.values())
     chunk_size, block_size = sizes.pop()
     if sizes or chunk_size % block_size:

@@ -46,7 +46,7 @@ class AscendMetadata(AttentionMetadata):
     in_full_graph: bool = False  # attention is inside a graph, and sees padding
     kernel_plan: Any = None  # computed once by the kernel family for all layers of the step
     tasks: Any = None  # where attention is captured (`vllm_npu_prep.graph.npu.AttentionTasks`)
-    # Under decode context parallelism (`attention.context_parallel.SharedStep`)
+    # Under decode context parallelism (`attention.context_parallel.DCPStep`)
     shared: Any = None
     halves: Any = None  # of latent attention with prefills (`attention.latent.Halves`)
 

@@ -44,13 +44,12 @@ from vllm_npu_prep.attention.latent import (
     make_latent_split,
     split_metadata,
 )
-from vllm_npu_prep.attention.latent_ranks import attend_shared_decodes, gather, share_halves
+from vllm_npu_prep.attention.latent_ranks import attend_dcp_decodes, gather, share_halves
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.context_shards import tokens_per_block
-from vllm_npu_prep.prep.latent import LatentSplit, split_prefills
+from vllm_npu_prep.prep.latent import LatentSplit, SplitArrays, split_prefills
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.quantization.loaded import dequantize
 
@@ -142,7 +141,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         assert self.reorder_batch_threshold is not None
         sizes = (
             self.reorder_batch_threshold,
-            tokens_per_block(self.shards, kv_cache_spec.block_size),
+            self.shards.tokens_per_block(kv_cache_spec.block_size),
         )
         self.latent = make_latent_split(vllm_config, *sizes)
 
@@ -168,14 +167,14 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
     ) -> AscendMetadata:
         metadata = super().build_step(step, group, staged, block_table, masks)
         latent = step.latent
-        if latent is not None and latent.num_prefills and not metadata.in_full_graph:
+        if latent.num_prefills and not metadata.in_full_graph:
             sizes = latent.num_prefills + 1, *(latent.num_pieces,) * 4
             host, device = (
                 LatentArrays(*(getattr(each, n)[:size] for n, size in zip(LATENT_ARRAYS, sizes)))
                 for each in (staged.np, staged.device)
             )
             metadata.halves = split_metadata(metadata, latent.num_decodes, host, device)
-        if self.shards is not None:
+        if self.shards.world_size > 1:
             share_halves(metadata, self.shards, staged)
         return metadata
 
@@ -189,7 +188,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         fast_build: bool = False,
     ) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.latent is not None:
+        if self.latent:
             num_decodes, arrays = split_common(metadata, self.latent)
             if num_decodes < len(metadata.seq_lens_np):
                 tensors = [torch.from_numpy(each).to(self._device) for each in arrays]
@@ -213,13 +212,11 @@ def split_common(
     arrays = [np.empty(num_reqs + 1, np.int32), *(np.empty(most, np.int32) for _ in range(4))]
     computed = (metadata.seq_lens_np - metadata.query_lens).astype(np.int32)
     num_decodes, _, num_prefills, num_pieces, _ = split_prefills(
+        SplitArrays(metadata.query_start_loc_np, computed, *arrays),
         num_reqs,
         latent.decode_threshold,
         latent.workspace_tokens,
         latent.block_size,
-        metadata.query_start_loc_np,
-        computed,
-        *arrays,
     )
     sizes = num_prefills + 1, *(num_pieces,) * 4
     return num_decodes, LatentArrays(*(each[:size] for each, size in zip(arrays, sizes)))
@@ -356,7 +353,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             planes, own = self._planes(kv_c_and_k_pe_cache), self.num_heads
             queries = [part[: step.num_attended_tokens, :own] for part in q]
             given = self.kernels, self.shape, planes, queries, attn_metadata.step.shared
-            return attend_shared_decodes(*given, len(q[0])), None
+            return attend_dcp_decodes(*given, len(q[0])), None
         query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
         planes = self._planes(kv_c_and_k_pe_cache)

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm_npu_prep.attention.fused_calls import block_size_of
 
 
-def find_state_page(vllm_config: VllmConfig) -> "StatePage | None":
+def find_state_page(vllm_config: VllmConfig) -> "RecurrentStatePage | None":
     """Return how blocks are sized for a model with recurrent states; None for other models.
 
     The block size of `vllm_config` is the one asked for, or the default.
@@ -37,11 +37,11 @@ def find_state_page(vllm_config: VllmConfig) -> "StatePage | None":
     asked = block_size_of(vllm_config)
     rule = max(state_bytes(spec))
     halves = -(-2 * rule // (asked * token))
-    return StatePage(asked, asked * halves, token, state_bytes(spec))
+    return RecurrentStatePage(asked, asked * halves, token, state_bytes(spec))
 
 
 @dataclass(frozen=True)
-class StatePage:
+class RecurrentStatePage:
     """A block with room for a recurrent state in its two halves, and for K and V of whole tokens.
 
     Attributes
@@ -76,8 +76,8 @@ class StatePage:
         larger = "rule" if self.parts[1] == max(self.parts) else "convolution"
         why = f"asked for: {self.asked}; " if self.block_size != self.asked else ""
         return (
-            f"a state of {state:,} bytes in a block of {self.block_size} tokens ({page:,} bytes; "
-            f"{why}half a block holds the {larger}'s {max(self.parts):,} bytes)"
+            f"a recurrent state of {state:,} bytes in a block of {self.block_size} tokens "
+            f"({page:,} bytes; {why}half a block holds the {larger}'s {max(self.parts):,} bytes)"
         )
 
 

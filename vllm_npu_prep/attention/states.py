@@ -1,6 +1,6 @@
 """Attention groups that hold recurrent states: what layers with linear attention read of a step.
 
-Such a group has neither slots nor a mask. Its layers get `StateMetadata`: each request's block,
+Such a group has neither slots nor a mask. Its layers get `RecurrentMetadata`: each request's block,
 whether the block holds a state yet, and where prefills begin. All of it is views of the step's
 arrays (`vllm_npu_prep.prep.states`).
 """
@@ -27,11 +27,11 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.states import NO_RECURRENT_GROUPS, RecurrentGroups
 
 
 @dataclass
-class StateMetadata(AttentionMetadata):
+class RecurrentMetadata(AttentionMetadata):
     """What layers with recurrent states read of one step.
 
     ``R`` is the number of requests, with padding in full graphs only. In a full graph all requests
@@ -80,7 +80,7 @@ class StateMetadata(AttentionMetadata):
         return 0 if not lens or min(lens) != max(lens) else lens[0]
 
 
-class StateBackend(AttentionBackend):
+class RecurrentBackend(AttentionBackend):
     """What vLLM asks of layers with recurrent states; none of them attends through it."""
 
     @staticmethod
@@ -90,8 +90,8 @@ class StateBackend(AttentionBackend):
         return "GDN_ATTN"
 
     @staticmethod
-    def get_builder_cls() -> type["StateMetadataBuilder"]:
-        return StateMetadataBuilder
+    def get_builder_cls() -> type["RecurrentMetadataBuilder"]:
+        return RecurrentMetadataBuilder
 
     @classmethod
     def is_ssm(cls) -> bool:
@@ -99,8 +99,8 @@ class StateBackend(AttentionBackend):
         return True
 
 
-class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
-    """The only constructor of `StateMetadata`, with the interface of `AscendMetadataBuilder`.
+class RecurrentMetadataBuilder(AttentionMetadataBuilder[RecurrentMetadata]):
+    """The only constructor of `RecurrentMetadata`, with the interface of `AscendMetadataBuilder`.
 
     `num_drafts` is the most drafts of a request, each of which has a state; 0 without speculation.
     """
@@ -134,7 +134,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def for_layers(self, metadata: StateMetadata) -> StateMetadata:
+    def for_layers(self, metadata: RecurrentMetadata) -> RecurrentMetadata:
         return metadata
 
     def build_step(
@@ -144,15 +144,14 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         staged: StagedArrays,
         block_table: torch.Tensor | None,
         masks: dict[MaskPlan, torch.Tensor | None],
-    ) -> StateMetadata:
+    ) -> RecurrentMetadata:
         """Build the metadata of a prepared step for one state group: views, and no read-back.
 
         `block_table` and `masks` are not read, because the step has found the entries already.
         """
         del block_table, masks
         states, arrays = step.states, staged.device
-        groups = step.batch.tables.states
-        assert states is not None and groups is not None
+        groups = step.shape.states
         index = groups.groups.index(group)
         in_full_graph = step.padding.mode is GraphMode.FULL
         num_reqs = step.padding.num_reqs_padded if in_full_graph else step.num_reqs
@@ -172,7 +171,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
                 "num_accepted_tokens": arrays.num_accepted_tokens[:num_reqs],
                 "decode_lens": lens,
             }
-        return StateMetadata(
+        return RecurrentMetadata(
             step.attn_state,
             arrays.initial_state_indices[index, :num_reqs],
             arrays.state_indices[index, :num_reqs],
@@ -214,13 +213,13 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> StateMetadata:
+    ) -> RecurrentMetadata:
         """Build metadata from vLLM's common metadata for dummy runs; all requests are prefills."""
         common = common_attn_metadata
         num_reqs = common.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1]
         num_tokens = int(starts[-1])
-        return StateMetadata(
+        return RecurrentMetadata(
             AttentionState.ChunkedPrefill,
             common.block_table_tensor[:num_reqs, 0],
             common.block_table_tensor[:num_reqs, 0],
@@ -235,17 +234,17 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         )
 
 
-def find_state_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> StateGroups | None:
-    """Return the KV-cache groups that hold recurrent states; None for models without any.
+def find_recurrent_groups(builders: Iterable[tuple[int, Any, list[str]]]) -> RecurrentGroups:
+    """Return the KV-cache groups that hold recurrent states.
 
     `builders` has the KV-cache group, the builder and the layers of each attention group.
     """
     found = {group: builder for group, builder, _ in builders if builder.holds_states}
     if not found:
-        return None
+        return NO_RECURRENT_GROUPS
     threshold = max(builder.reorder_batch_threshold for builder in found.values())
     drafts = max(builder.num_drafts for builder in found.values())
-    return StateGroups(tuple(found), threshold, drafts)
+    return RecurrentGroups(tuple(found), threshold, drafts)
 
 
 def move_states(

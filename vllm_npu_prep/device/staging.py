@@ -54,7 +54,7 @@ class StagedArrays:
     device: DeviceArrays  # views of the device buffer; a layout has the same addresses in all steps
 
 
-class StagingSlot:
+class StagingBuffer:
     """One pinned buffer of the ring, and the event that guards it."""
 
     def __init__(self, nbytes: int, pin_memory: bool) -> None:
@@ -101,7 +101,7 @@ class StagingRing:
         self.device = device
         # It is changed in place in every step, so it must not be an inference tensor.
         with torch.inference_mode(False):
-            self.slots = [StagingSlot(nbytes, pin_memory) for _ in range(depth)]
+            self.slots = [StagingBuffer(nbytes, pin_memory) for _ in range(depth)]
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
         self.device_buffer = TypedBuffer(buffer)
         self._int32 = device.native(self.device_buffer.int32)

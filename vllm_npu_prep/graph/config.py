@@ -72,7 +72,7 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
     if fusions:
         off.append(f"{', '.join(fusions)}: vLLM has no kernels for these on this device")
     if compilation.backend != COMPILE_BACKEND or compilation.use_inductor_graph_partition:
-        off.append("Inductor: compiled pieces run operator by operator")
+        off.append("Inductor: the parts of a traced model run operator by operator")
         compilation.backend, compilation.use_inductor_graph_partition = COMPILE_BACKEND, False
     if compilation.mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
         off.append(f"torch.compile mode {compilation.mode.name}: nothing here compiles")
@@ -104,7 +104,7 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         return [
             f"{mode} graphs: KV connector {transfer.kv_connector} saves each layer on the host, "
-            "between pieces; PIECEWISE instead"
+            "between piecewise graphs; PIECEWISE instead"
         ]
     if not mode.has_full_cudagraphs():
         return []
@@ -131,7 +131,7 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
         # A step that breaks them runs eagerly, which ranks would have to agree on in every step.
         reasons = {
             "with attention chunks": vllm_config.model_config.attention_chunk_size is not None,
-            "with several engines": vllm_config.parallel_config.data_parallel_size > 1,
+            "with data parallelism": vllm_config.parallel_config.data_parallel_size > 1,
             f"for more than {MAX_LENGTHS} requests": (
                 vllm_config.scheduler_config.max_num_seqs > MAX_LENGTHS
             ),
@@ -237,11 +237,11 @@ def _streams_for_each_size(vllm_config: "VllmConfig", mode: "CUDAGraphMode") -> 
     for steps with and without adapters; with `cudagraph_specialize_lora` off, only V2 has two.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
-    pieces = layers + 1 if mode.has_piecewise_cudagraphs() else 0
+    piecewise = layers + 1 if mode.has_piecewise_cudagraphs() else 0
     specialized = vllm_config.compilation_config.cudagraph_specialize_lora
     specialized |= vllm_config.use_v2_model_runner
     kinds = 2 if vllm_config.lora_config is not None and specialized else 1
-    return kinds * (pieces + mode.has_full_cudagraphs())
+    return kinds * (piecewise + mode.has_full_cudagraphs())
 
 
 def streams_of_a_capture(vllm_config: "VllmConfig") -> int:

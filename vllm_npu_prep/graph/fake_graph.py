@@ -183,7 +183,7 @@ def check_padding(
     for starts in (arrays.query_start_loc.numpy(), staged.np.query_start_loc):
         _expect_starts("query_start_loc", starts, reqs, step)
     _expect("seq_lens", arrays.seq_lens, reqs, arrays.query_start_loc.diff()[reqs:].numpy())
-    if step.local is None:
+    if not step.shape.local:
         return
     reqs = step.local.num_reqs
     for group, table in (local_tables or {}).items():

@@ -13,19 +13,30 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from vllm_npu_prep.inspect.contract import SCALARS
 from vllm_npu_prep.inspect.explain import StepTable, group_level, print_folded, print_line
 from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.records.contract import (
+    DCP_LINES,
+    SCALARS,
+    STATE_BLOCKS,
+    STATE_LINES,
+    TOKEN_STATES,
+    latent_variables,
+    state_variables,
+)
 from vllm_npu_prep.wording import counted
 
 REQUEST_VARIABLES = ("num_computed_tokens", "query_lens", "seq_lens")
 SLOT_VARIABLES = ("block_numbers", "block_offsets", "slot_mapping")
+SHARED_STATES = [line for line in STATE_LINES if line.name not in (*STATE_BLOCKS, TOKEN_STATES)]
+"""Arrays of recurrent states that all groups share."""
+
 LISTED = 6
 """Longer lists of values are shortened in the terminal; ``--json`` has all."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class Change:
     """A variable that differs between two steps.
 
     Attributes
@@ -55,7 +66,7 @@ class Difference:
         return {k: v for k, v in fields.items() if v is not None or k in ("a", "b")}
 
 
-def differences(a: StepView, b: StepView) -> list[Difference]:
+def differences(a: StepView, b: StepView) -> list[Change]:
     """Return all differences: first of the steps, then of their requests, then of their tokens."""
     rows_a = {request.req_id: row for row, request in enumerate(a.requests)}
     rows_b = {request.req_id: row for row, request in enumerate(b.requests)}
@@ -63,7 +74,7 @@ def differences(a: StepView, b: StepView) -> list[Difference]:
     found = _changed(_step_level(a), _step_level(b))
     order = [name for name in rows_b if name in rows_a]
     if both != order:
-        found.append(Difference("order of requests", both, order))
+        found.append(Change("order of requests", both, order))
     for group, (own_a, own_b) in enumerate(zip(_groups(a), _groups(b))):
         found += _changed(own_a, own_b, group=group)
     same_sizes = not found
@@ -73,10 +84,10 @@ def differences(a: StepView, b: StepView) -> list[Difference]:
             found += _changed(request_a, request_b, req_id=name)
         else:
             text_a, text_b = _tokens_of(a, rows_a.get(name)), _tokens_of(b, rows_b.get(name))
-            found.append(Difference("request", text_a, text_b, name))
+            found.append(Change("request", text_a, text_b, name))
     if same_sizes and len(found) == 0:
         # These follow from the sizes, so they get a line only if nothing else differs.
-        found += _changed(_padding(a), _padding(b))
+        found += _changed(_padding(a) | _plan(a), _padding(b) | _plan(b))
         for group in range(len(a.groups)):
             found += _changed(_virtual(a, group), _virtual(b, group), group=group)
     for name in both:
@@ -84,9 +95,9 @@ def differences(a: StepView, b: StepView) -> list[Difference]:
     return found
 
 
-def _changed(a: dict[str, Any], b: dict[str, Any], **of: Any) -> list[Difference]:
+def _changed(a: dict[str, Any], b: dict[str, Any], **of: Any) -> list[Change]:
     names = dict.fromkeys([*a, *b])
-    return [Difference(n, a.get(n), b.get(n), **of) for n in names if a.get(n) != b.get(n)]
+    return [Change(n, a.get(n), b.get(n), **of) for n in names if a.get(n) != b.get(n)]
 
 
 def _step_level(view: StepView) -> dict[str, Any]:
@@ -101,20 +112,32 @@ def _step_level(view: StepView) -> dict[str, Any]:
         "max_model_len": step.batch.tables.max_model_len,
         "mrope_dims": len(step.mrope_positions),
         "kv_cache_groups": len(view.groups),
+        **{f"latent.{name}": value for name, value in _fields(step.shape.latent).items()},
+        **{f"latent.{name}": value for name, value in _fields(step.latent).items()},
+        "groups with states": view.state_groups,
+        **{f"states.{name}": value for name, value in _fields(step.states).items()},
+        **{f"dcp.{name}": value for name, value in _fields(step.shape.dcp).items()},
     }
+
+
+def _fields(of: Any) -> dict[str, int]:
+    """Return the fields of a size of the step or of a setting; none of one that it doesn't have."""
+    found = asdict(of) if of else {}
+    found.pop("max_model_len", None)  # it has a line of its own
+    return found
 
 
 def _groups(view: StepView) -> list[dict[str, Any]]:
     return [
         {
-            "block_size": group.block_size,
+            "block_size": view.block_size(index),
             "sliding_window": group.sliding_window,
             "attention_chunk_size": group.attention_chunk_size,
-            "attn_mask": group.plan.kind.value,
-            "attn_mask shape": None if group.plan.shape is None else list(group.plan.shape),
+            "attn_mask": plan.kind.value,
+            "attn_mask shape": None if plan.shape is None else list(plan.shape),
             "mask_reason": view.mask_reason(index),
         }
-        for index, group in enumerate(view.groups)
+        for index, (group, plan) in enumerate(zip(view.groups, view.plans))
     ]
 
 
@@ -133,6 +156,15 @@ def _request(view: StepView, row: int) -> dict[str, Any]:
     for group in view.tables:
         name = f"block_table of group {group}" if len(view.groups) > 1 else "block_table"
         out[name] = view.blocks_owned(row, group).tolist()
+    for group in view.state_groups:
+        where, own = f"states of group {group}", state_variables(step, group)
+        out[f"block_table of {where}"] = np.trim_zeros(step.block_table(group)[row], "b").tolist()
+        for name in STATE_BLOCKS:
+            out[f"{name} of {where}"] = int(own[name][row])
+        if step.shape.states.num_drafts:
+            out["num_accepted_tokens"] = int(own["num_accepted_tokens"][row])
+    for line in DCP_LINES if step.shape.dcp else ():
+        out[line.name] = int(getattr(step, line.name)[row])
     return out
 
 
@@ -161,16 +193,22 @@ def _padding(view: StepView) -> dict[str, Any]:
     return {f"padding of {name}": values.tolist() for name, values in out.items()}
 
 
+def _plan(view: StepView) -> dict[str, Any]:
+    """Return the plan of latent attention and of recurrent states, which follows from sizes."""
+    found = latent_variables(view.step)
+    for group in view.state_groups[:1]:
+        found |= {line.name: state_variables(view.step, group)[line.name] for line in SHARED_STATES}
+    return {name: values.tolist() for name, values in found.items()}
+
+
 def _virtual(view: StepView, group: int) -> dict[str, Any]:
-    if view.groups[group].attention_chunk_size is None or view.step.local is None:
+    if view.groups[group].attention_chunk_size is None:
         return {}
     local = view.step.local_requests(view.tables[group])
     return {f"{name} of virtual requests": values.tolist() for name, values in local.items()}
 
 
-def _token_level(
-    a: StepView, b: StepView, req_id: str, row_a: int, row_b: int
-) -> Iterator[Difference]:
+def _token_level(a: StepView, b: StepView, req_id: str, row_a: int, row_b: int) -> Iterator[Change]:
     """Yield runs of a request's tokens that one step lacks, then what differs in common tokens."""
     positions_a, values_a = _tokens(a, row_a)
     positions_b, values_b = _tokens(b, row_b)
@@ -179,7 +217,7 @@ def _token_level(
         for run in _runs(np.delete(positions, common)):
             text, span = counted(len(run), "token"), (int(run[0]), int(run[-1]) + 1)
             a_only, b_only = (text, None) if of_a else (None, text)
-            yield Difference("tokens", a_only, b_only, req_id, span)
+            yield Change("tokens", a_only, b_only, req_id, span)
     for name in values_a:
         if name not in values_b:
             continue
@@ -190,7 +228,7 @@ def _token_level(
         for run in np.split(differ, np.flatnonzero(np.diff(positions_a[in_a[differ]]) != 1) + 1):
             if len(run):
                 span = int(positions_a[in_a[run[0]]]), int(positions_a[in_a[run[-1]]]) + 1
-                yield Difference(
+                yield Change(
                     text,
                     own_a[run].tolist(),
                     own_b[run].tolist(),
@@ -206,6 +244,12 @@ def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]
     values = {"input_ids": step.input_ids[own]}
     for dim, positions in enumerate(step.mrope_positions):
         values[f"mrope_positions {dim}"] = positions[own]
+    if step.shape.dcp:
+        values["dcp_ranks"] = step.owners()[own]
+    for group in view.state_groups:
+        blocks = state_variables(step, group)[TOKEN_STATES]
+        if len(blocks):
+            values[f"{TOKEN_STATES} of group {group}"] = blocks[own]
     for group in view.tables:
         where = f" of group {group}" if len(view.groups) > 1 else ""
         of_group = group_level(view, group)
@@ -218,11 +262,11 @@ def _runs(positions: np.ndarray) -> list[np.ndarray]:
     return [run for run in runs if len(run)]
 
 
-def diff_json(a: StepView, b: StepView, found: list[Difference]) -> dict[str, Any]:
+def diff_json(a: StepView, b: StepView, found: list[Change]) -> dict[str, Any]:
     return {"a": a.name, "b": b.name, "differences": [entry.as_json() for entry in found]}
 
 
-def diff_text(a: StepView, b: StepView, found: list[Difference], console: Console) -> None:
+def diff_text(a: StepView, b: StepView, found: list[Change], console: Console) -> None:
     print_line(console, "A  ", a.name)
     print_line(console, "B  ", b.name)
     if not found:

@@ -356,7 +356,7 @@ class BlockMap:
 
 def block_map(view: StepView, index: int, requests: list[int]) -> BlockMap:
     """Draw the blocks of some requests, given by their rows of the batch, in a KV-cache group."""
-    size = view.groups[index].block_size
+    size = view.block_size(index)
     has_items = any(request.items for request in view.requests)
     return BlockMap(
         title=f"KV blocks{group_title(view, index) or f', block size {size}'}",

@@ -17,7 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.contract import (
+from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ShownInExplain
+from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
+from vllm_npu_prep.records.contract import (
     REQUEST_LEVEL,
     SCALARS,
     SEVERAL_PER_TOKEN,
@@ -30,10 +34,6 @@ from vllm_npu_prep.inspect.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.inspect.view import StepView
-from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Shown
-from vllm_npu_prep.prep.latent import LatentStep
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.wording import counted
 
 FOLDED_TOKENS = 400
@@ -62,10 +62,9 @@ def group_level(view: StepView, index: int) -> dict[str, np.ndarray]:
 
     The result is empty for layers without a KV cache.
     """
-    table = view.groups[index].table
-    if table is None:
+    if index not in view.tables:
         return {}
-    return group_variables(view.step, table)
+    return group_variables(view.step, view.tables[index])
 
 
 def explain_json(view: StepView) -> dict[str, Any]:
@@ -78,12 +77,12 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out["attn_state"] = step.attn_state.name
     if view.tokens_per_expert:
         out["tokens_per_expert"] = view.tokens_per_expert
-    out["attn_mask"] = _mask_json(view.groups[0].plan, step.positions)
+    out["attn_mask"] = _mask_json(view.plans[0], step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
         for name, line in STEP_ARRAYS.items():
             array = getattr(step.arrays, name)
-            if Shown.PADDED not in line.shown:
+            if ShownInExplain.PADDED not in line.shown:
                 continue
             if not line.by_group:
                 out[f"{name}_padded"] = array.tolist()
@@ -92,7 +91,7 @@ def explain_json(view: StepView) -> dict[str, Any]:
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
-    if step.latent is not None:
+    if step.shape.latent:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
     if dcp_variables(step):
         out["dcp"] = {name: value.tolist() for name, value in dcp_variables(step).items()}
@@ -114,14 +113,14 @@ def explain_json(view: StepView) -> dict[str, Any]:
 def _group_json(view: StepView, index: int) -> dict[str, Any]:
     step, group = view.step, view.groups[index]
     out: dict[str, Any] = {
-        "block_size": group.block_size,
+        "block_size": view.block_size(index),
         "sliding_window": group.sliding_window,
         "attention_chunk_size": group.attention_chunk_size,
     }
     out |= {name: value.tolist() for name, value in group_level(view, index).items()}
-    out["attn_mask"] = _mask_json(group.plan, step.positions)
-    if group.attention_chunk_size is not None and group.table is not None:
-        local = step.local_requests(group.table).items()
+    out["attn_mask"] = _mask_json(view.plans[index], step.positions)
+    if group.attention_chunk_size is not None and index in view.tables:
+        local = step.local_requests(group.group).items()
         out["local_requests"] = {name: value.tolist() for name, value in local}
     return out
 
@@ -208,17 +207,16 @@ def summary(view: StepView) -> list[tuple[str, str]]:
     """Return state, masks, graph and padding with their reasons, each as a name and a text."""
     step, padding = view.step, view.step.padding
     lines = [("state", f"{step.attn_state.name}: {view.state_reason}")]
-    for index, group in enumerate(view.groups):
-        plan = group.plan
+    for index, plan in enumerate(view.plans):
         mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
-        size = f", {group.mask_bytes:,} bytes" if plan.shape else ""
+        size = f", {view.mask_bytes(index):,} bytes" if plan.shape else ""
         where = f"group {index}: " if len(view.groups) > 1 else ""
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
-    if step.latent is not None:
+    if step.shape.latent:
         lines.append(("latent", latent_halves(step.latent)))
-    if step.batch.tables.dcp is not None:
+    if step.shape.dcp:
         lines.append(("ranks", shared_context(view)))
-    if step.states is not None:
+    if step.shape.states:
         lines.append(("states", state_halves(view)))
     tokens = step.num_input_tokens - step.total_num_scheduled_tokens
     requests = padding.num_reqs_padded - step.num_reqs
@@ -281,8 +279,7 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
 
 
 def group_title(view: StepView, index: int) -> str:
-    group = view.groups[index]
-    return f", group {index} (block size {group.block_size})" if len(view.groups) > 1 else ""
+    return f", group {index} (block size {view.block_size(index)})" if len(view.groups) > 1 else ""
 
 
 def block_table(view: StepView, selection: Selection, index: int) -> StepTable:
@@ -313,8 +310,7 @@ def local_table(view: StepView, index: int) -> StepTable:
 
 def shared_context(view: StepView) -> str:
     """Say in words how decode context parallelism places the step's tokens on ranks."""
-    shards = view.step.batch.tables.dcp
-    assert shards is not None
+    shards = view.step.shape.dcp
     kept = int(np.count_nonzero(view.step.owners() == shards.rank))
     runs = counted(shards.interleave_size, "neighbouring token")
     return (
@@ -326,8 +322,7 @@ def shared_context(view: StepView) -> str:
 def shard_table(view: StepView, selection: Selection) -> StepTable:
     """Return which positions of each request are in each of its blocks, rank by rank."""
     step, tables = view.step, view.step.batch.tables
-    shards = tables.dcp
-    assert shards is not None
+    shards = step.shape.dcp
     per_block = tables.tokens_per_block(view.tables[0])
     rows: list[list[object]] = []
     for row in selection.requests:
@@ -351,7 +346,6 @@ def shard_table(view: StepView, selection: Selection) -> StepTable:
 def state_halves(view: StepView) -> str:
     """Say in words how a step is split for layers with recurrent states, and which begin empty."""
     states, begun = view.step.states, view.step.has_initial_state
-    assert states is not None
     empty = int(np.count_nonzero(~begun))
     return (
         f"{counted(states.num_decodes, 'decode')} of {counted(states.num_decode_tokens, 'token')} "
@@ -409,7 +403,6 @@ def latent_halves(latent: LatentStep) -> str:
 
 def latent_table(view: StepView, selection: Selection) -> StepTable:
     step, latent = view.step, view.step.latent
-    assert latent is not None
     pieces: dict[int, list[str]] = {}
     columns = (step.context_piece_reqs, step.context_piece_chunks)
     for req, chunk, first, length in zip(
@@ -453,9 +446,9 @@ def explain_text(
     for name, text in summary(view):
         print_line(console, f"{name:<8}", text)
     print_folded(console, request_table(view, selection))
-    if view.step.latent is not None:
+    if view.step.shape.latent:
         print_folded(console, latent_table(view, selection))
-    if view.step.batch.tables.dcp is not None:
+    if view.step.shape.dcp:
         print_folded(console, shard_table(view, selection))
     for table in view.state_groups:
         print_folded(console, state_table(view, selection, table))

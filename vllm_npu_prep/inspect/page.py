@@ -263,8 +263,8 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
     requests = request_table(view, selection)
     lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
     yield _table(requests, lines)
-    others = [latent_table(view, selection)] if view.step.latent is not None else []
-    if view.step.batch.tables.dcp is not None:
+    others = [latent_table(view, selection)] if view.step.shape.latent else []
+    if view.step.shape.dcp:
         others.append(shard_table(view, selection))
     others += [state_table(view, selection, group) for group in view.state_groups]
     others.append(item_table(view, selection))

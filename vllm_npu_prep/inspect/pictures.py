@@ -97,7 +97,7 @@ def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPictur
     that each token would have. None if that isn't known (tokens that see both ways).
     """
     step, group = view.step, view.groups[index]
-    plan = group.plan
+    plan = view.plans[index]
     if plan.kind is MaskKind.NONE and step.attn_state is not AttentionState.DecodeOnly:
         return None
     chunk_size, caption = group.attention_chunk_size, "a row for each token"
@@ -113,12 +113,13 @@ def mask_picture(view: StepView, index: int, selection: Selection) -> MaskPictur
         num_rows = plan.shape[0] if selection.whole else len(positions)
     else:
         longest = step.max_seq_len
-        if chunk_size is not None and step.local is not None:
+        if chunk_size is not None:
             longest = step.local.max_seq_len
         positions = step.positions[selection.first : selection.end]
         num_rows, num_columns = len(positions), longest
         plan = MaskPlan(MaskKind.ROWS, (num_rows, num_columns), group.sliding_window, chunk_size)
-        what = "there is no mask" if group.plan.kind is MaskKind.NONE else "the mask is a constant"
+        is_none = view.plans[index].kind is MaskKind.NONE
+        what = "there is no mask" if is_none else "the mask is a constant"
         caption += f" ({what}, this is what they see)"
     if num_rows <= 0 or num_columns <= 0:
         return None
@@ -165,7 +166,7 @@ def distinct_masks(view: StepView, selection: Selection) -> Iterator[tuple[str, 
     seen: dict[object, str] = {}
     for index, group in enumerate(view.groups):
         title = f"group {index}: " if len(view.groups) > 1 else ""
-        key = (group.plan, group.sliding_window, group.attention_chunk_size)
+        key = (view.plans[index], group.sliding_window, group.attention_chunk_size)
         if key in seen:
             yield title, f"the same as {seen[key]}"
             continue
@@ -267,7 +268,7 @@ def block_rows(view: StepView, index: int, requests: Sequence[int]) -> list[Bloc
 def _block_row(
     view: StepView, index: int, row: int, owned: np.ndarray, shared: set[int]
 ) -> BlockRow:
-    step, size = view.step, view.groups[index].block_size
+    step, size = view.step, view.block_size(index)
     start, end = step.query_start_loc[row : row + 2].tolist()
     slots = step.slot_mapping[view.tables[index]][start:end]
     slots = slots[slots >= 0]
@@ -280,8 +281,8 @@ def _block_row(
         lows = np.minimum.reduceat(offsets[order], firsts).tolist()
         highs = np.maximum.reduceat(offsets[order], firsts).tolist()
         written = {b: (low, high + 1) for b, low, high in zip(blocks_of.tolist(), lows, highs)}
-    shards = step.batch.tables.dcp
-    computed_here = step.num_computed_tokens if shards is None else step.dcp_local_context_lens
+    dcp = step.shape.dcp
+    computed_here = step.dcp_local_context_lens if dcp else step.num_computed_tokens
     computed = int(computed_here[row])
     numbers = owned.tolist()
     blocks, folded, names, last = [], {}, {}, -1
@@ -293,7 +294,7 @@ def _block_row(
         items = [
             (max(item.offset - low, 0), min(item.end - low, size))
             for item in view.requests[row].items
-            if number and shards is None and item.offset < low + size and item.end > low
+            if number and not dcp and item.offset < low + size and item.end > low
         ]
         blocks.append(
             Block(

@@ -12,7 +12,7 @@
   const comma = (value) => value.toLocaleString("en-US");
   const counted = (n, noun) => `${comma(n)} ${noun}${n === 1 ? "" : "s"}`;
   const micros = (us) =>
-    us < 1000 ? `${us} us` : us < 1e6 ? `${(us / 1e3).toPrecision(3)} ms` : `${(us / 1e6).toPrecision(3)} s`;
+    us < 1000 ? `${us} µs` : us < 1e6 ? `${(us / 1e3).toPrecision(3)} ms` : `${(us / 1e6).toPrecision(3)} s`;
 
   // ------------------------------------------------------------------ what the records say
 

@@ -1,6 +1,6 @@
 """A recorded run: its steps, requests and ranks, as the page of a run shows them.
 
-Everything is derived from the records (`vllm_npu_prep.inspect.record_file.read_outline`) and, where
+Everything is derived from the records (`vllm_npu_prep.records.record_file.read_outline`) and, where
 there is one, the run's ``manifest.json``:
 
 - A **step** has its state, how it ran, its tokens and padding, the KV blocks that its requests own,
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX, RecordOutline, read_outline
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import RECORD_SUFFIX, read_outline
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -188,9 +189,9 @@ class Step:
     of_requests: list[tuple[str, int, int, int, int]]
 
     @classmethod
-    def of(cls, outline: RecordOutline) -> "Step":
-        settings, times = outline.settings, outline.settings.times
-        ends = np.cumsum(outline.num_blocks.sum(axis=1))[:-1]
+    def of(cls, outline: StepRecord) -> "Step":
+        settings, batch, times = outline.settings, outline.batch, outline.settings.times
+        ends = np.cumsum(batch.num_blocks.sum(axis=1))[:-1]
         return cls(
             number=settings.step,
             state=outline.attn_state,
@@ -198,17 +199,17 @@ class Step:
             tokens=settings.total_num_scheduled_tokens,
             padding=settings.num_input_tokens - settings.total_num_scheduled_tokens,
             padding_requests=settings.num_reqs_padded - settings.num_reqs,
-            blocks=[_distinct(ids) for ids in np.split(outline.block_ids, ends)]
-            if len(outline.num_blocks)
+            blocks=[_distinct(ids) for ids in np.split(batch.block_ids, ends)]
+            if len(batch.num_blocks)
             else [],
             times=None if times is None else (times.started, times.prepared, times.waits),
             of_requests=list(
                 zip(
                     settings.req_ids,
-                    outline.num_prompt_tokens.tolist(),
-                    outline.num_computed_tokens.tolist(),
-                    outline.num_scheduled_tokens.tolist(),
-                    outline.num_draft_tokens.tolist(),
+                    batch.num_prompt_tokens.tolist(),
+                    batch.num_computed_tokens.tolist(),
+                    batch.num_scheduled_tokens.tolist(),
+                    batch.num_draft_tokens.tolist(),
                 )
             ),
         )

@@ -42,7 +42,7 @@ RANK_COLUMNS = [
     "prefix hits",
     "drafts accepted",
     "preempted",
-    "beside the first rank",
+    "compared with the first rank",
 ]
 
 
@@ -142,14 +142,14 @@ def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
         f"{sum(hits):,} tokens of {counted(len(hits), 'request')}" if hits else "-",
         f"{drafts.accepted:,} of {drafts.drafts:,}" if drafts.drafts else "-",
         f"{preempted:,}",
-        "-" if rank is first else first_difference(rank, first, numbers),
+        "-" if rank is first else compare_ranks(rank, first, numbers),
     ]
 
 
-def first_difference(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
+def compare_ranks(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
     """Say whether two ranks prepared the same steps.
 
-    Ranks of one engine do, under tensor and pipeline parallelism; replicas don't.
+    Ranks of one engine do, under tensor and pipeline parallelism; data-parallel ranks don't.
     """
 
     def steps(of: RankRun) -> dict[int, tuple[object, ...]]:
@@ -168,4 +168,4 @@ def _share(part: int, whole: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:,.0f} us"
+    return f"{1e6 * seconds:,.0f} µs"

@@ -12,11 +12,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.files import write_whole
+from vllm_npu_prep.files import write_whole
 from vllm_npu_prep.inspect.page import StepLinks, explain_html
-from vllm_npu_prep.inspect.record_file import RECORD_SUFFIX
 from vllm_npu_prep.inspect.run import MOST_PROCESSES, RankRun, Run
 from vllm_npu_prep.inspect.view import view_of_record
+from vllm_npu_prep.records.record_file import RECORD_SUFFIX
 
 MOST_UNASKED = 500
 """The most steps, those of all ranks together, whose pages are written though nobody asked for

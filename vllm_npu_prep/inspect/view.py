@@ -5,20 +5,23 @@ wrong.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import ExpertTokens, read_expert_counts
-from vllm_npu_prep.inspect.record import StepRecord
-from vllm_npu_prep.inspect.record_file import read_record
-from vllm_npu_prep.inspect.scenario import Scenario, scenario_batch
-from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.mask import MaskKind, MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.records.contract import mask_plan
+from vllm_npu_prep.records.expert_counts import ExpertTokens, read_expert_counts
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.record_file import read_record
+from vllm_npu_prep.records.scenario import Scenario
+from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
 from vllm_npu_prep.wording import counted
 
 STATE_RULES = {
@@ -61,40 +64,6 @@ class RequestView:
 
 
 @dataclass(frozen=True)
-class GroupView:
-    """Layers that see the step alike: a KV-cache group, or a part of one.
-
-    Attributes
-    ----------
-    table
-        Group whose block table they use; None: layers without a KV cache.
-    block_size
-        Block size of that table; 0 without one.
-    plan
-        Their mask.
-    sliding_window, attention_chunk_size
-        Limits of what a token sees; None: no limit.
-    mask_itemsize
-        Bytes of a cell of a dense mask.
-    causal
-        Whether tokens see only what is before them.
-    """
-
-    table: int | None
-    block_size: int
-    plan: MaskPlan
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    mask_itemsize: int = 1
-    causal: bool = True
-
-    @property
-    def mask_bytes(self) -> int:
-        rows, columns = self.plan.shape or (0, 0)
-        return rows * columns * (1 if self.plan.kind is MaskKind.COMPRESSED else self.mask_itemsize)
-
-
-@dataclass(frozen=True)
 class StepView:
     """A prepared step and what is known of its requests and groups.
 
@@ -102,67 +71,28 @@ class StepView:
     ----------
     name
         For a heading.
-    requests, groups
-        In the order of the batch and of the engine.
-    graph
-        Which graph it replays or why it runs eagerly, in a few words.
+    settings
+        Those under which it was prepared.
+    requests
+        In the order of the batch.
     padded
         Whether the device sees other sizes than the scheduler's.
     tokens_per_expert
         By layer: tokens of each expert, if the record was asked for them.
-    state_groups
-        KV-cache groups that hold recurrent states; they are not among `groups`, because nobody
-        attends.
     """
 
     name: str
+    settings: RecordSettings
     step: PreparedStep
     requests: list[RequestView]
-    groups: list[GroupView]
-    graph: str
-    padded: bool
+    padded: bool = True
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
-    state_groups: list[int] = field(default_factory=list)
 
     @classmethod
     def of_scenario(cls, scenario: Scenario) -> "StepView":
-        """Prepare a scenario's step and plan the mask of each KV-cache group."""
-        step = prepare_step(*scenario_batch(scenario))
-        groups = []
-        for table, group in enumerate(scenario.groups):
-            if group.holds_states:
-                continue
-            local = step.local if group.attention_chunk_size is not None else None
-            plan = plan_mask(
-                step.attn_state,
-                MaskForm(scenario.mask),
-                step.num_input_tokens,
-                step.max_seq_len if local is None else local.max_seq_len,
-                sliding_window=group.sliding_window,
-                attention_chunk_size=group.attention_chunk_size,
-            )
-            groups.append(
-                GroupView(
-                    table, group.block_size, plan, group.sliding_window, group.attention_chunk_size
-                )
-            )
-        requests = [
-            RequestView(
-                request.req_id,
-                request.num_prompt_tokens,
-                [ItemView(item.modality, item.offset, item.length) for item in request.multimodal],
-            )
-            for request in scenario.requests
-        ]
-        return cls(
-            scenario.name or "scenario",
-            step,
-            requests,
-            groups,
-            _graph_of(scenario, step),
-            bool(scenario.capture_sizes),
-            state_groups=[i for i, group in enumerate(scenario.groups) if group.holds_states],
-        )
+        """Prepare a scenario's step."""
+        view = cls.of_record(scenario.record(), scenario.name or "scenario")
+        return replace(view, padded=bool(scenario.capture_sizes))
 
     @classmethod
     def of_record(cls, record: StepRecord, name: str) -> "StepView":
@@ -180,37 +110,48 @@ class StepView:
         PrepError
             If its arrays are not those of its settings.
         """
-        settings, step = record.settings, record.step()
-        groups = []
-        for group, plan in zip(settings.groups, record.plans(step)):
-            if group.state_threshold is not None:
-                continue
-            has_table = group.group < len(settings.block_sizes)
-            groups.append(
-                GroupView(
-                    group.group if has_table else None,
-                    settings.block_sizes[group.group] if has_table else 0,
-                    plan,
-                    group.sliding_window,
-                    group.attention_chunk_size,
-                    settings.mask_itemsize,
-                    group.causal,
-                )
-            )
+        settings = record.settings
         items: list[list[ItemView]] = [[] for _ in settings.req_ids]
         for (row, start, end), kind in zip(record.batch.placeholders.tolist(), settings.modalities):
             items[row].append(ItemView(kind, start, end - start))
-        requests = [
-            RequestView(req_id, num_prompt_tokens, of_row)
-            for req_id, num_prompt_tokens, of_row in zip(
-                settings.req_ids, record.batch.num_prompt_tokens.tolist(), items
-            )
-        ]
-        graph = settings.kind
-        if step.padding.mode is not GraphMode.NONE:
-            graph += f" of {counted(step.num_input_tokens, 'token')}"
-        states = list(settings.states.groups) if settings.states is not None else []
-        return cls(name, step, requests, groups, graph, padded=True, state_groups=states)
+        prompts = record.batch.num_prompt_tokens.tolist()
+        return cls(
+            name, settings, record.step(), list(map(RequestView, settings.req_ids, prompts, items))
+        )
+
+    # ----------------------------------------------------------------- groups
+
+    @cached_property
+    def groups(self) -> list[LayerGroup]:
+        """The groups whose layers attend, in the engine's order."""
+        return [group for group in self.settings.groups if not group.holds_states]
+
+    @cached_property
+    def state_groups(self) -> list[int]:
+        """The KV-cache groups that hold recurrent states: nobody attends there."""
+        return list(self.settings.shape.states.groups)
+
+    @cached_property
+    def plans(self) -> list[MaskPlan]:
+        """The mask of each of `groups`."""
+        return [mask_plan(self.step, self.settings, group) for group in self.groups]
+
+    @cached_property
+    def tables(self) -> dict[int, int]:
+        """For each of `groups` that has a block table, by its index, the table's group."""
+        count = len(self.settings.block_sizes)
+        return {i: group.group for i, group in enumerate(self.groups) if group.group < count}
+
+    def block_size(self, index: int) -> int:
+        """Return the block size of one of `groups`; 0 for layers without a KV cache."""
+        return self.settings.block_sizes[self.tables[index]] if index in self.tables else 0
+
+    def mask_bytes(self, index: int) -> int:
+        """Return the bytes of the mask of one of `groups`."""
+        plan = self.plans[index]
+        rows, columns = plan.shape or (0, 0)
+        is_constant = plan.kind is MaskKind.COMPRESSED
+        return rows * columns * (1 if is_constant else self.settings.mask_itemsize)
 
     # ----------------------------------------------------------------- why
 
@@ -244,14 +185,14 @@ class StepView:
         return f"request {self.requests[row].req_id} has {counted(int(values[row]), what)}"
 
     def mask_reason(self, group: int) -> str:
-        view = self.groups[group]
-        if not view.causal:
+        layers = self.groups[group]
+        if not layers.causal:
             return "tokens see both ways"
-        reason = MASK_RULES[view.plan.kind]
-        if view.sliding_window is not None:
-            return f"{reason}; a window of {view.sliding_window} narrows it"
-        if view.attention_chunk_size is not None:
-            return f"{reason}; positions count in chunks of {view.attention_chunk_size}"
+        reason = MASK_RULES[self.plans[group].kind]
+        if layers.sliding_window is not None:
+            return f"{reason}; a window of {layers.sliding_window} narrows it"
+        if layers.attention_chunk_size is not None:
+            return f"{reason}; positions count in chunks of {layers.attention_chunk_size}"
         return reason
 
     # ----------------------------------------------------------------- what
@@ -261,9 +202,11 @@ class StepView:
         return "inputs_embeds" if self.step.batch.takes_embeds else "input_ids"
 
     @property
-    def tables(self) -> dict[int, int]:
-        """For each entry of `groups` that has a block table, by its index, the table's group."""
-        return {i: group.table for i, group in enumerate(self.groups) if group.table is not None}
+    def graph(self) -> str:
+        """Which graph it replays, or why it runs eagerly, in a few words."""
+        if self.step.padding.mode is GraphMode.NONE:
+            return self.settings.kind
+        return f"{self.settings.kind} of {counted(self.step.num_input_tokens, 'token')}"
 
     def blocks_owned(self, row: int, group: int = 0) -> np.ndarray:
         """Return the blocks of a request, with the null block instead of freed ones."""
@@ -276,7 +219,7 @@ class StepView:
         starts = self.step.query_start_loc
         tokens, table = slice(starts[row], starts[row + 1]), self.tables[group]
         blocks = self.step.block_numbers(table)[tokens]
-        if self.step.batch.tables.dcp is not None:  # other ranks write the others
+        if self.step.shape.dcp:  # other ranks write the others
             blocks = blocks[self.step.slot_mapping[table][tokens] >= 0]
         return blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
 
@@ -302,15 +245,6 @@ class StepView:
                     }
                 )
         return spans
-
-
-def _graph_of(scenario: Scenario, step: PreparedStep) -> str:
-    if not scenario.capture_sizes:
-        return "eager: no capture sizes given"
-    largest = max(scenario.capture_sizes)
-    if step.total_num_scheduled_tokens > largest:
-        return f"eager: more than {counted(largest, 'token')}, the largest capture size"
-    return f"full graph of {counted(step.num_input_tokens, 'token')}"
 
 
 def view_of_record(file: Path) -> StepView:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
 from vllm_npu_prep.prep.checks import NO_SLOTS
-from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
@@ -21,17 +21,16 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
     # Groups of encoder-only layers come after the groups that have tables.
     block_sizes = runner.preparer.tables.block_sizes.tolist()
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
-    states = runner.preparer.tables.states
+    shape = runner.preparer.tables.shape
     num_slots = [
-        NO_SLOTS if states and group in states.groups else cache.num_blocks * spec.block_size
+        NO_SLOTS if group in shape.states.groups else cache.num_blocks * spec.block_size
         for group, spec in enumerate(specs)
     ]
     if level == "cheap":
         return StepCheck(vocab_size, num_slots)
     from vllm_npu_prep.observe.full_check import FullCheck
 
-    shards = runner.preparer.tables.dcp
-    groups = [ledger_group(spec, size, shards) for spec, size in zip(specs, block_sizes)]
+    groups = [ledger_group(spec, size, shape.dcp) for spec, size in zip(specs, block_sizes)]
     num_blocks = cache.num_blocks * max((group.blocks_per_page for group in groups), default=1)
     loads = runner.vllm_config.kv_transfer_config is not None
     ledger = SlotLedger(groups, num_blocks, loads, lambda number: load_of(runner, number))
@@ -47,7 +46,7 @@ def load_of(runner: Any, number: int) -> str | None:
     return getattr(adapters.get(number), "load", None)
 
 
-def ledger_group(spec: Any, block_size: int, shards: ContextShards | None = None) -> LedgerGroup:
+def ledger_group(spec: Any, block_size: int, shards: ContextShards = WHOLE_CONTEXTS) -> LedgerGroup:
     """Return a KV-cache group for the ledger.
 
     Parameters
@@ -68,5 +67,5 @@ def ledger_group(spec: Any, block_size: int, shards: ContextShards | None = None
     for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
         spec = each
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    size, chunk = tokens_per_block(shards, block_size), getattr(spec, "attention_chunk_size", None)
+    size, chunk = shards.tokens_per_block(block_size), getattr(spec, "attention_chunk_size", None)
     return LedgerGroup(size, pages, window, chunk, shards=shards)

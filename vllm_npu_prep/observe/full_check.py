@@ -5,54 +5,52 @@ compared with the prepared step. The owner and writer of each slot are tracked f
 (`vllm_npu_prep.observe.ledger`). The check is slow, and waits for the device in each step.
 """
 
+import sys
 import zlib
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_npu_prep.inspect.contract import (
-    LEVELS,
-    REQUEST_LEVEL,
-    STATE_BLOCKS,
-    TOKEN_LEVEL,
-    TOKEN_STATES,
-    dcp_variables,
-    group_variables,
-    latent_variables,
-    state_variables,
-)
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.ledger import SlotLedger
-from vllm_npu_prep.observe.violation import expect, given_allowed
-from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, STEP_ARRAYS, Level
+from vllm_npu_prep.observe.step_snapshot import Recorded, StepSnapshot, recorded_groups
+from vllm_npu_prep.observe.violation import StepCheckError, expect, given_allowed
+from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.checks import NO_LIMITS
-from vllm_npu_prep.prep.mask import MaskKind, build_mask, plan_mask
-from vllm_npu_prep.prep.oracle import (
-    OracleRequest,
-    oracle_latent_step,
-    oracle_local_requests,
-    oracle_state_step,
-    oracle_step,
-)
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
+from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode
+from vllm_npu_prep.records.comparison import (
+    NOTHING,
+    Difference,
+    first_difference,
+    oracle_arrays,
+    oracle_requests,
+)
+from vllm_npu_prep.records.contract import (
+    GROUP_LEVEL,
+    LATENT_LINES,
+    STATE_BLOCKS,
+    TOKEN_STATES,
+    state_variables,
+)
+from vllm_npu_prep.records.record import StepRecord
+from vllm_npu_prep.records.settings import LayerGroup
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_npu_prep.device.staging import StagedArrays
     from vllm_npu_prep.prep.batch import PreparedStep
-    from vllm_npu_prep.prep.latent import LatentSplit
 
 MAX_MASK_ENTRIES = 1 << 24
 """The most entries of a dense mask that are compared; of larger masks only the shape is."""
 
-DRAFT_ARRAYS = (
-    "target_logits_indices",
-    "bonus_logits_indices",
-    "cu_num_draft_tokens",
-    "cu_num_sampled_tokens",
-)
-"""Arrays of drafts that are compared with the oracle's, by name."""
+LATENT_NAMES = {line.name for line in LATENT_LINES}
+KINDS = {"local": "virtual requests", "latent": "latent attention", "states": "states"}
+"""Kinds of attention whose arrays a message shows whole, and what it calls them."""
 
 
 class FullCheck(StepCheck):
@@ -133,202 +131,101 @@ class FullCheck(StepCheck):
                     expect("last step's drafts", drafts, made, **where)
 
     def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
-        tables, arrays = step.batch.tables, step.arrays
-        awaited = step.batch.num_sampled_rows > 0
-        with_states = () if tables.states is None else tables.states.groups
-        for group in with_states:
-            self._check_states(runner, step, group, input_ids, awaited)
-        attends = [group for group in range(max(1, tables.num_groups)) if group not in with_states]
-        for group in attends:
-            block_size = int(tables.block_sizes[group]) if tables.num_groups else 1
-            requests = [
-                self._oracle_request(runner, step, row, group, input_ids, awaited)
-                for row in range(step.num_reqs)
-            ]
-            expected = oracle_step(
-                requests,
-                block_size=block_size,
-                max_model_len=tables.max_model_len,
-                mask="compressed",
-                chunked_prefill=tables.chunked_prefill,
-                speculation=runner.speculative_config is not None,
-                mrope_dims=step.layout.mrope_dims,
-                dcp=None if tables.dcp is None else tuple(tables.shards.tolist()),
+        record = self._record(runner, step)
+        record.prepared["input_ids"] = input_ids  # the last step's samples are on the device only
+        requests = partial(self._oracle_requests, runner, record)
+        for layers, expected in oracle_arrays(record, requests, sys.maxsize):
+            if step.batch.takes_embeds:  # embedded tokens have no ids
+                for name in ("input_ids", "input_ids_padded"):
+                    expected.pop(name, None)
+            found = first_difference(record, expected, "oracle")
+            if found is not None:
+                raise self._differs(step, record, layers, expected, found)
+        known = step.batch.tables.num_tokens[step.slots]
+        discard, right = step.arrays.discard_request_mask[: step.num_reqs], step.seq_lens < known
+        for row in np.flatnonzero(discard != right)[:1].tolist():
+            raise given_allowed(
+                "discard_request_mask",
+                f"discard_request_mask[{row}] is the oracle's",
+                bool(discard[row]),
+                bool(right[row]),
+                request=self._req_ids[row],
             )
-            if tables.num_groups:
-                own = group_variables(step, group)
-                for name in ("slot_mapping", "block_numbers", "block_offsets"):
-                    self._compare(step, name, own[name], expected[name], group)
-                self._check_local(step, requests, group, block_size)
-            if group != attends[0]:
-                continue
-            for name in (*TOKEN_LEVEL, *REQUEST_LEVEL):
-                if name not in STEP_ARRAYS or not STEP_ARRAYS[name].sampled:
-                    self._compare(step, name, getattr(step, name), expected[name])
-            for name, given in dcp_variables(step).items():
-                self._compare(step, name, given, expected[name])
-            if tables.latent is not None:
-                self._check_latent(step, requests, tables.latent)
-            if step.layout.mrope_dims:
-                for given, row in zip(step.mrope_positions, expected["mrope_positions"]):
-                    self._compare(step, "mrope_positions", given, row)
-            if not step.batch.takes_embeds:
-                self._compare(step, "input_ids", input_ids, expected["input_ids"])
-            if runner.speculative_config is not None:
-                for name in DRAFT_ARRAYS:
-                    self._compare(step, name, getattr(step, name), expected[name])
-            for name in ("max_query_len", "max_seq_len"):
-                expect(name, int(getattr(step, name)), expected[name])
-            if step.padding.mode is not GraphMode.FULL:
-                expect("state", step.attn_state.name, expected["attn_state"])
-        known = tables.num_tokens[step.slots]
-        discard = arrays.discard_request_mask[: step.num_reqs]
-        self._compare(step, "discard_request_mask", discard, (step.seq_lens < known).tolist())
 
-    def _oracle_request(
-        self,
-        runner: Any,
-        step: "PreparedStep",
-        row: int,
-        group: int,
-        input_ids: np.ndarray,
-        awaited: bool,
-    ) -> OracleRequest:
-        tables, req_id = step.batch.tables, runner.input_batch.req_ids[row]
-        told = self.ledger.requests[req_id]
-        drafts = int(step.batch.num_draft_tokens[row])
-        start, end = step.query_start_loc[row : row + 2].tolist()
-        seq_len = int(step.seq_lens[row])
-        # The host may know more tokens than this step reads; awaited ones are on the device.
-        slot = int(step.slots[row])
-        known = max(int(tables.num_tokens[slot]), seq_len - drafts)
-        token_ids = tables.token_ids[slot, : max(known, seq_len)].tolist()
-        if awaited and step.batch.previous_rows[row] >= 0:
-            token_ids[seq_len - end + start : seq_len] = input_ids[start:end].tolist()
-        blocks = [0] * seq_len
-        if tables.num_groups:
-            blocks = told.blocks[group]
-        mrope = {}
-        state = runner.requests[req_id] if step.layout.mrope_dims else None
-        if state is not None and state.mrope_positions is not None:
-            mrope = {
-                "mrope_positions": state.mrope_positions.tolist(),
-                "mrope_position_delta": state.mrope_position_delta or 0,
-            }
-        accepted = 1
-        if tables.states is not None and tables.states.num_drafts:
-            accepted = int(step.batch.num_accepted_tokens[row])
-        return OracleRequest(
-            num_computed_tokens=seq_len - end + start,
-            num_scheduled_tokens=end - start,
-            num_prompt_tokens=len(told.prompt),
-            token_ids=token_ids[:known],
-            block_ids=blocks,
-            num_draft_tokens=drafts,
-            draft_token_ids=token_ids[seq_len - drafts : seq_len],
-            num_accepted_tokens=accepted,
-            **mrope,
-        )
+    def _record(self, runner: Any, step: "PreparedStep") -> StepRecord:
+        """Return the step as a record, in which a request is named by its row."""
+        groups = recorded_groups(runner.preparer.builders)
+        names = list(map(str, range(step.num_reqs)))
+        blocks = step.batch.tables.device_block_table_flat()
+        # Masks are compared where layers get them
+        recorded = Recorded(groups, MaskForm.COMPRESSED, 1)
+        return StepSnapshot.of_step(0, step, "", names).record(recorded, names, blocks)
 
-    def _check_states(
-        self, runner: Any, step: "PreparedStep", group: int, input_ids: np.ndarray, awaited: bool
-    ) -> None:
-        tables = step.batch.tables
-        assert tables.states is not None
-        requests = [
-            self._oracle_request(runner, step, row, group, input_ids, awaited)
-            for row in range(step.num_reqs)
-        ]
-        expected = oracle_state_step(
-            requests,
-            decode_threshold=tables.states.decode_threshold,
-            block_size=int(tables.block_sizes[group]),
-            num_drafts=tables.states.num_drafts,
-        )
-        for name, given in state_variables(step, group).items():
-            if given.tolist() != expected[name]:
-                raise given_allowed(
-                    f"states {name}",
-                    f"{name} of states are the oracle's",
-                    given.tolist(),
-                    expected[name],
-                    group=group,
-                )
+    def _oracle_requests(self, runner: Any, record: StepRecord, group: int) -> list[OracleRequest]:
+        """Return the requests with the prompts and blocks that the scheduler told of."""
+        told = [self.ledger.requests[req_id] for req_id in self._req_ids]
+        has_table = group < len(record.settings.block_sizes)
+        owned = [request.blocks[group] for request in told] if has_table else None
+        found = []
+        for row, request in enumerate(oracle_requests(record, group, owned)):
+            mrope: dict[str, Any] = {}
+            if record.settings.mrope_dims:
+                state = runner.requests[self._req_ids[row]]
+                positions = state.mrope_positions
+                mrope["mrope_positions"] = () if positions is None else positions.tolist()
+                mrope["mrope_position_delta"] = state.mrope_position_delta or 0
+            found.append(replace(request, num_prompt_tokens=len(told[row].prompt), **mrope))
+        return found
 
-    def _check_latent(
-        self, step: "PreparedStep", requests: list[OracleRequest], latent: "LatentSplit"
-    ) -> None:
-        expected = oracle_latent_step(
-            requests,
-            decode_threshold=latent.decode_threshold,
-            workspace_tokens=latent.workspace_tokens,
-            block_size=latent.block_size,
-        )
-        for name, given in latent_variables(step).items():
-            if given.tolist() != expected[name]:
-                raise given_allowed(
-                    f"latent {name}",
-                    f"{name} of latent attention are the oracle's",
-                    given.tolist(),
-                    expected[name],
-                )
-
-    def _check_local(
-        self, step: "PreparedStep", requests: list[OracleRequest], group: int, block_size: int
-    ) -> None:
-        """Compare the virtual requests of a group with chunked attention.
-
-        Beyond the blocks of its request, a row of Model Runner V2's block table may still have
-        those of the request that had the row before. Nothing reads them, so they are not compared.
-        """
-        local = step.batch.tables.local
-        if local is None or group not in local.groups:
-            return
-        expected = oracle_local_requests(
-            requests, attention_chunk_size=local.attention_chunk_size, block_size=block_size
-        )
-        for name, given in step.local_requests(group).items():
-            allowed = np.array(expected[name])
-            if name == "block_table" and allowed.shape == given.shape:
-                given = np.where(allowed == NULL_BLOCK_ID, NULL_BLOCK_ID, given)
-            if given.tolist() != expected[name]:
-                raise given_allowed(
-                    f"local {name}",
-                    f"{name} of virtual requests are the oracle's",
-                    given.tolist(),
-                    expected[name],
-                    group=group,
-                )
-
-    def _compare(
+    def _differs(
         self,
         step: "PreparedStep",
-        name: str,
-        given: np.ndarray,
-        expected: list[Any],
-        group: int | None = None,
-    ) -> None:
-        pairs = list(zip(given.tolist(), expected))
-        index = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
-        if index is None:
-            expect(f"length of {name}", len(given), len(expected), group=group)
-            return
-        mine, other = pairs[index]
-        level = LEVELS.get(name, Level.TOKEN)
-        token = index if level is Level.TOKEN else None
-        counts = {
-            Level.TOKEN: step.query_lens,
-            Level.LOGIT: step.num_sampled_tokens,
-            Level.DRAFT: step.num_sampled_tokens - 1,
-        }
-        row = index
-        if level in counts:  # the request that has the element
-            row = int(np.searchsorted(np.cumsum(counts[level]), index, side="right"))
-        # A border is where the request before it ends
-        row = max(0, row - (name in STEP_ARRAYS and STEP_ARRAYS[name].has_borders))
-        where: dict[str, Any] = {"request": self._req_ids[row], "token": token, "group": group}
-        text = f"{name}[{index}] is the oracle's"
-        raise given_allowed(name, text, mine, other, **where)
+        record: StepRecord,
+        layers: LayerGroup,
+        oracle: dict[str, np.ndarray],
+        found: Difference,
+    ) -> StepCheckError:
+        """Return the error for a difference from the oracle."""
+        variable = found.variable
+        name = variable if variable in oracle else variable.removesuffix(".shape")
+        base = name.rpartition(".")[2].removesuffix("_padded")
+        is_shape, is_padded = name != variable, name.endswith("_padded")
+        kind = ""
+        if "local_requests." in name:
+            kind = "local"
+        elif layers.holds_states and base not in GROUP_LEVEL:
+            kind = "states"
+        elif name.startswith("latent.") or base in LATENT_NAMES:
+            kind = "latent"
+        group = None
+        if kind in ("local", "states") or base in GROUP_LEVEL or "attn_mask." in name:
+            group = layers.group
+        if kind and found.recorded != NOTHING:
+            pair = [record.prepared[name], oracle[name]]
+            if base == TOKEN_STATES:
+                index = step.shape.states.groups.index(layers.group)
+                pair = [array[index] for array in pair]
+            if is_padded:
+                pair = [array[..., : getattr(step, base).shape[-1]] for array in pair]
+            text = f"{base} of {KINDS[kind]} are the oracle's"
+            given, allowed = (array.tolist() for array in pair)
+            return given_allowed(f"{kind} {base}", text, given, allowed, group=group)
+        if name == "attn_state":
+            return given_allowed("state", "state as prepared", found.recorded, found.expected)
+        if is_shape:
+            rule = f"length of {base}"
+            lengths = found.recorded[-1], found.expected[-1]
+            return given_allowed(rule, f"{rule} as prepared", *lengths, group=group)
+        place = "".join(f"[{index}]" for index in found.index)
+        return given_allowed(
+            base,
+            f"{base}{place} is the oracle's",
+            found.recorded,
+            found.expected,
+            request=None if found.req_id is None else self._req_ids[int(found.req_id)],
+            token=found.token,
+            group=group,
+        )
 
     def _check_device(self, step: "PreparedStep", staged: "StagedArrays") -> None:
         for name, line in STEP_ARRAYS.items():
@@ -391,7 +288,7 @@ class FullCheck(StepCheck):
         given = metadata.has_initial_state.tolist()
         begun = own["has_initial_state"].tolist() + [bool(each) for each in padding]
         expect("has_initial_state of layers", given, begun, group=group)
-        if step.layout.dims["A"]:
+        if step.shape.states.num_drafts:
             given = metadata.num_accepted_tokens.tolist()
             ones = [1] * len(padding)
             expect(
@@ -410,7 +307,7 @@ class FullCheck(StepCheck):
 
     def _check_mask(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
         max_seq_len = step.max_seq_len
-        if builder.attention_chunk_size is not None and step.local is not None:
+        if builder.attention_chunk_size is not None:
             max_seq_len = step.local.max_seq_len
         plan = plan_mask(
             step.attn_state,

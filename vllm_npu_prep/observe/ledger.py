@@ -15,7 +15,9 @@ import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.freed_blocks import first_needed
+from vllm_npu_prep.prep.states import first_kept, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -45,29 +47,22 @@ class LedgerGroup:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     holds_states: bool = False  # its blocks have a state each, and no slots
-    shards: ContextShards | None = None  # the part of each context that this rank keeps
+    shards: ContextShards = WHOLE_CONTEXTS  # the part of each context that this rank keeps
 
     def first_needed(self, position: int) -> int:
         """Return the first position that a position's token sees; earlier blocks may be freed."""
-        if self.holds_states:
-            return max(0, position - 1)
-        if self.sliding_window is not None:
-            return max(0, position - self.sliding_window + 1)
-        if self.attention_chunk_size is not None:
-            return position // self.attention_chunk_size * self.attention_chunk_size
-        return 0
+        chunk_size, has_states = self.attention_chunk_size, self.holds_states
+        return first_needed(position, self.sliding_window, chunk_size, has_states)
 
     def slot(self, block: int, position: int) -> int:
         """Return the slot of a position in its block; -1 if another rank keeps it."""
-        if self.shards is None:
-            return block * self.block_size + position % self.block_size
         if self.shards.owner(position) != self.shards.rank:
             return PAD_SLOT_ID
         size = self.block_size // self.shards.world_size
         return block * size + self.shards.local_position(position) % size
 
     def block_of(self, slot: int) -> int:
-        return slot // (self.block_size // (1 if self.shards is None else self.shards.world_size))
+        return slot // (self.block_size // self.shards.world_size)
 
     def as_tables(self, block_ids: Iterable[int]) -> list[int]:
         """Return the block tables' ids of the scheduler's blocks, which may be pages of several."""
@@ -483,9 +478,7 @@ class SlotLedger:
 
     def _state_of(self, step: "PreparedStep", row: int, index: int, name: str) -> int:
         """Return the block of a request's recurrent state in the step's array of that name."""
-        states = step.batch.tables.states
-        assert states is not None
-        return int(getattr(step, name)[states.groups.index(index), row])
+        return int(getattr(step, name)[step.shape.states.groups.index(index), row])
 
     def _read_state(self, step: "PreparedStep", row: int, req_id: str, index: int) -> None:
         """Check that a request reads the state of its own last computed token, or none."""
@@ -499,13 +492,13 @@ class SlotLedger:
         if self.states.get(block) == expected:
             return
         if block not in self.states:
-            rule, given = "use before write", f"block {block}, whose state nobody wrote"
+            rule, given = "use before write", f"block {block}, whose recurrent state nobody wrote"
         else:
             writer = self.writers.get(block)
             rule, given = "state content", f"block {block}, last written by request {writer}"
         raise given_allowed(
             rule,
-            "a request reads the state after its last computed token",
+            "a request reads the recurrent state after its last computed token",
             given,
             f"the state after {computed} tokens",
             request=req_id,
@@ -525,13 +518,13 @@ class SlotLedger:
         place = self._place_of_state(step, row, index)
         block, expected = self._state_of(step, row, index, "state_indices"), request.blocks[index]
         if block != expected[place] or block == NULL_BLOCK:
-            text = "a state is written to"
+            text = "a recurrent state is written to"
             raise self._misplaced(text, req_id, index, block, expected[place], place, owners=owners)
         others = [other for other in owners.get(block, {}) if other != req_id]
         if others:
             raise given_allowed(
                 "shared state",
-                "no two running requests share a state",
+                "no two running requests share a recurrent state",
                 f"block {block}, also of request {others[0]}",
                 "a block of its own",
                 request=req_id,
@@ -544,14 +537,9 @@ class SlotLedger:
 
     def _place_of_state(self, step: "PreparedStep", row: int, index: int) -> int:
         """Return the place among a request's blocks of the first state that it writes in a step."""
-        states, size = step.batch.tables.states, self.groups[index].block_size
-        assert states is not None and step.states is not None
-        first = int(step.seq_lens[row]) - 1
-        if states.num_drafts and row < step.states.num_decodes:
-            first = int(step.num_computed_tokens[row])
-        place, rest = divmod(first, size)
-        until_end = size - 1 - rest  # so many drafts later, the block ends
-        return place + (until_end if until_end <= states.num_drafts else 0)
+        lengths = int(step.num_computed_tokens[row]), int(step.seq_lens[row])
+        first = first_kept(*lengths, step.keeps_each_state(row))
+        return state_column(first, 0, self.groups[index].block_size, step.shape.states.num_drafts)
 
     def _written_states(
         self, step: "PreparedStep", row: int, index: int, block: int, end: int
@@ -560,12 +548,10 @@ class SlotLedger:
 
         With speculation, a decode writes the state after each of its tokens.
         """
-        states = step.batch.tables.states
-        assert states is not None and step.states is not None
-        if not states.num_drafts or row >= step.states.num_decodes:
+        if not step.keeps_each_state(row):
             return [(block, end)]
         start, stop = step.query_start_loc[row : row + 2].tolist()
-        of_tokens = step.token_state_indices[states.groups.index(index), start:stop]
+        of_tokens = step.token_state_indices[step.shape.states.groups.index(index), start:stop]
         return list(zip(of_tokens.tolist(), range(end - (stop - start) + 1, end + 1)))
 
     def _misplaced(

@@ -23,22 +23,22 @@ import numpy as np
 
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.expert_counts import ExpertTokens, write_expert_counts
-from vllm_npu_prep.inspect.files import write_whole
-from vllm_npu_prep.inspect.record import FORMAT
-from vllm_npu_prep.inspect.record_settings import RecordGroup
+from vllm_npu_prep.files import write_whole
 from vllm_npu_prep.observe.record_client import server_of
 from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
 from vllm_npu_prep.observe.step_snapshot import (
     PastBlockTables,
     Recorded,
     StepSnapshot,
-    StepTimes,
+    recorded_groups,
     warm_up,
 )
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
+from vllm_npu_prep.records.expert_counts import ExpertTokens, write_expert_counts
+from vllm_npu_prep.records.record import FORMAT
+from vllm_npu_prep.records.settings import StepTimes
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -404,23 +404,14 @@ def make_recorder(
     if config is None:
         return None
     decisions, parallel = decisions_of(vllm_config), vllm_config.parallel_config
-    groups = dict.fromkeys(
-        RecordGroup(
-            group=group,
-            sliding_window=builder.sliding_window,
-            attention_chunk_size=builder.attention_chunk_size,
-            causal=builder.causal,
-            state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
-            state_drafts=builder.num_drafts,
-        )
-        for group, builder, _ in builders
-    )
     suffix = f"-rank{rank_across_engines(parallel)}" if is_one_of_several(parallel) else ""
     return StepRecorder(
         config,
         tables,
         Recorded(
-            tuple(groups), decisions.mask_form, KERNEL_FAMILIES[decisions.attention].mask_itemsize
+            recorded_groups(builders),
+            decisions.mask_form,
+            KERNEL_FAMILIES[decisions.attention].mask_itemsize,
         ),
         {"versions": _versions(), "config": _facts(vllm_config, decisions, num_blocks)},
         suffix,

@@ -12,16 +12,14 @@ from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.padding import GraphMode
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.runner.model_runner import NPUModelRunner
-    from vllm_npu_prep.v2.runner import NPUModelRunnerV2
+    from vllm_npu_prep.runner.common import CommonRunner
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "fused pass", "copy", "metadata")
 """The scopes of the six stages of a preparation; "fused pass" includes the stage of the state."""
 
-METHODS = {"update_states": ("_update_states", "update_requests")}
-METHODS |= {"prepare_inputs": ("_prepare_inputs", "_prepare_step")}
-"""Where V1's and V2's runner do what a scope is named after."""
+UPDATES = ("_update_states", "update_requests")
+"""The method that takes in the scheduler's output, of V1's runner and of V2's."""
 
 STEP = "step "
 """The beginning of a scope's name that has the step's numbers. This scope is the last one of each
@@ -36,15 +34,16 @@ class StepScopes:
     arguments of scopes only together with the shapes of all operators.
     """
 
-    def __init__(self, runner: "NPUModelRunner | NPUModelRunnerV2") -> None:
+    def __init__(self, runner: "CommonRunner") -> None:
         self.runner = runner
         self._open: list[record_function] = []
         self._replaced: list[tuple[Any, str]] = []
 
     def install(self) -> None:
         runner, preparer = self.runner, self.runner.preparer
-        self._wrap(runner, _method(runner, "update_states"), self._around("update_states"))
-        self._wrap(runner, _method(runner, "prepare_inputs"), self._around_step)
+        update = next(name for name in UPDATES if hasattr(runner, name))
+        self._wrap(runner, update, self._around("update_states"))
+        self._wrap(runner, "_prepare_inputs", self._around_step)
         self._wrap(runner.padding, "decide", self._before("layout"))
         self._wrap(preparer.staging, "acquire", self._before("fused pass"))
         self._wrap(preparer.staging, "send", self._at("copy"))
@@ -134,10 +133,6 @@ class StepScopes:
 
     def _leave(self) -> None:
         self._open.pop().__exit__(None, None, None)
-
-
-def _method(runner: Any, scope: str) -> str:
-    return next(name for name in METHODS[scope] if hasattr(runner, name))
 
 
 def _numbers(step: PreparedStep, num_waits: int) -> str:

@@ -3,45 +3,52 @@
 A step only copies numbers (`copy_step`); the work of making a record waits until it is written.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
-from vllm_npu_prep.inspect.contract import prepared_arrays
-from vllm_npu_prep.inspect.record import RecordBatch, StepRecord
-from vllm_npu_prep.inspect.record_settings import (
-    RecordGroup,
-    RecordLatent,
-    RecordSettings,
-    RecordShards,
-    RecordTimes,
-)
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.compiled import arrays_of, compiled
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
-from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
+from vllm_npu_prep.records.contract import prepared_arrays
+from vllm_npu_prep.records.record import RecordBatch, StepRecord
+from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
 
 
 @dataclass(frozen=True)
 class Recorded:
     """Settings that all records of an engine share."""
 
-    groups: tuple[RecordGroup, ...]
+    groups: tuple[LayerGroup, ...]
     mask: MaskForm
     mask_itemsize: int  # bytes of a cell of dense masks
 
 
-class StepTimes(NamedTuple):
-    """When a step was prepared; the fields are those of `RecordTimes`."""
+def recorded_groups(builders: Iterable[tuple[int, Any, Any]]) -> tuple[LayerGroup, ...]:
+    """Return what the layers of each builder see of a step; layers that see the same, once.
 
-    started: float
-    prepared: float
-    waits: int
+    Parameters
+    ----------
+    builders
+        Groups, builders and names of layers (`vllm_npu_prep.runner.preparer.Builders`).
+    """
+    groups = (
+        LayerGroup(
+            group=group,
+            sliding_window=builder.sliding_window,
+            attention_chunk_size=builder.attention_chunk_size,
+            causal=builder.causal,
+            state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
+            state_drafts=builder.num_drafts,
+        )
+        for group, builder, _ in builders
+    )
+    return tuple(dict.fromkeys(groups))
 
 
 @compiled
@@ -160,7 +167,7 @@ class StepSnapshot:
         batch, tables = step.batch, step.batch.tables
         num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
         has_samples, has_drafts = batch.num_sampled_rows > 0, step.layout.max_drafts > 0
-        columns = 3 + step.layout.num_groups + has_samples + has_drafts
+        columns = 3 + step.shape.num_groups + has_samples + has_drafts
         size = staged_size + columns * num_reqs + batch.total_num_scheduled_tokens
         copied = np.empty(size, np.int32)
         copy_step(
@@ -173,7 +180,7 @@ class StepSnapshot:
             copied,
         )
         mrope = None
-        if tables.mrope is not None:
+        if tables.mrope:
             mrope = tables.mrope.prompts, tables.mrope.position_deltas[:num_reqs].copy()
         nbytes = copied.nbytes + 64 * len(req_ids)
         return cls(
@@ -184,7 +191,7 @@ class StepSnapshot:
     def parts(self) -> dict[str, np.ndarray]:
         """Return the copies: ``staged``, the buffer that was sent, and arrays of `RecordBatch`."""
         batch, num_reqs = self.step.batch, self.step.num_reqs
-        num_groups = self.step.layout.num_groups
+        num_groups = self.step.shape.num_groups
         sizes = {
             "staged": self.step.nbytes // 4,
             "num_computed_tokens": num_reqs,
@@ -219,7 +226,7 @@ class StepSnapshot:
         blocks
             int32, block tables as the device had them (`PastBlockTables.block_table_flat`).
         """
-        then, layout = self.step, self.step.layout
+        then, layout, shape = self.step, self.step.layout, self.step.shape
         tables, padding = then.batch.tables, then.padding
         settings = RecordSettings(
             step=self.number,
@@ -240,14 +247,14 @@ class StepSnapshot:
             decode_query_len=padding.decode_query_len,
             max_logits=layout.max_logits,
             max_drafts=layout.max_drafts,
-            mrope_dims=layout.mrope_dims,
+            mrope_dims=shape.mrope_dims,
             num_sampled_rows=then.batch.num_sampled_rows,
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=None if layout.latent is None else _latent_of(layout.latent),
-            dcp=None if tables.dcp is None else RecordShards(**asdict(tables.dcp)),
-            times=None if self.times is None else RecordTimes(**self.times._asdict()),
+            latent=shape.latent or None,
+            dcp=shape.dcp or None,
+            times=self.times,
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]
@@ -261,7 +268,7 @@ class StepSnapshot:
             **self._mrope_arrays(parts["num_computed_tokens"]),
             **parts,
         )
-        record = StepRecord(settings, batch, {})
+        record = StepRecord(settings, batch)
         arrays = layout.views(self.staged)
         batch.token_ids[self._embedded(record, arrays.input_ids)] = 0
         step = replace(then, arrays=arrays, batch=record.step_batch()[0])
@@ -293,7 +300,7 @@ class StepSnapshot:
         return np.concatenate(found)
 
     def _mrope_arrays(self, num_computed_tokens: np.ndarray) -> dict[str, np.ndarray]:
-        batch, dims = self.step.batch, self.step.layout.mrope_dims
+        batch, dims = self.step.batch, self.step.shape.mrope_dims
         total = batch.total_num_scheduled_tokens
         positions = np.zeros((dims, total if dims else 0), np.int64)
         if self.mrope is None:
@@ -339,11 +346,3 @@ class PastBlockTables:
             _, indices, ids = parts
             # The copies begin with the buffer that was sent
             enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)
-
-
-def _latent_of(split: LatentSplit) -> RecordLatent:
-    return RecordLatent(
-        decode_threshold=split.decode_threshold,
-        workspace_tokens=split.workspace_tokens,
-        block_size=split.block_size,
-    )

@@ -5,28 +5,30 @@ Layout, host and device views, addresses for compiled code, padding with a const
 `vllm_npu_prep.prep.fused_pass`, and independently in `vllm_npu_prep.prep.oracle`.
 ``docs/changing/adding.md`` walks through adding an array.
 
-Dimensions are named by letters; `vllm_npu_prep.prep.layout.StepLayout.dims` has their sizes:
+`vllm_npu_prep.prep.layout.StepLayout.dims` has the sizes of dimensions. They depend on the padded
+sizes of a step and on the shape of its engine; an engine that lacks a part has 0 of it:
 
-=====  ==========================================================================================
-T      ``num_input_tokens``
-R      ``num_reqs_padded``; ``R + 1`` for borders between requests
-G      KV-cache groups
-P      ``mrope_dims``
-K      ``max_logits``
-D      ``max_drafts``
-S      R in an engine with speculation, else 0
-V      most virtual requests of chunked local attention, else 0; ``V + 1`` for their borders
-L      KV-cache groups whose layers see virtual requests
-N      KV-cache groups that hold recurrent states (linear attention)
-Z      R in an engine with recurrent states, else 0
-H      N in an engine with recurrent states and speculation, else 0
-A      R in an engine with recurrent states and speculation, else 0
-W      R in an engine of vLLM's V2 runner, else 0
-X      R in an engine with decode context parallelism, else 0
-Q      R in an engine with latent attention or recurrent states, else 0; ``Q + 1`` for borders of
-       its prefills
-C      most pieces of contexts that prefills of latent attention read, else 0
-=====  ==========================================================================================
+==================  ===============================================================================
+tokens              ``num_input_tokens``
+reqs                ``num_reqs_padded``; ``reqs + 1`` for borders between requests
+groups              KV-cache groups
+mrope_dims          dimensions of M-RoPE positions
+logits              ``max_logits``
+drafts              ``max_drafts``
+drafting_reqs       requests of an engine with speculation
+local_reqs          most virtual requests of chunked local attention; ``local_reqs + 1`` for their
+                    borders
+local_groups        KV-cache groups whose layers see virtual requests
+state_groups        KV-cache groups that hold recurrent states (linear attention)
+state_reqs          requests of an engine with recurrent states
+token_state_groups  `state_groups` of an engine with speculation
+counted_reqs        requests of an engine with recurrent states and speculation
+row_reqs            requests of vLLM's V2 runner
+sharded_reqs        requests of an engine with decode context parallelism
+split_reqs          requests of an engine with latent attention or recurrent states;
+                    ``split_reqs + 1`` for borders of its prefills
+context_pieces      most pieces of contexts that prefills of latent attention read
+==================  ===============================================================================
 """
 
 from enum import Enum, Flag
@@ -72,7 +74,7 @@ class PaddingRule(Enum):
     UNDEFINED = "never read; a record has zeros there"
 
 
-class Shown(Flag):
+class ShownInExplain(Flag):
     """What ``explain --json`` shows of an array, and what a record adds to the bytes sent."""
 
     NOTHING = 0
@@ -123,7 +125,7 @@ class Array(ArrayType):
         dims: str,
         level: Level,
         padding: int | PaddingRule,
-        shown: Shown,
+        shown: ShownInExplain,
         spare: int,
         sampled: bool,
         recorded_as: str,
@@ -144,7 +146,7 @@ class Array(ArrayType):
 
     @property
     def by_group(self) -> bool:
-        return self.dims[0] == "G"
+        return self.dims[0] == "groups"
 
 
 def array(
@@ -152,7 +154,7 @@ def array(
     dims: str,
     level: Level,
     padding: int | PaddingRule,
-    shown: Shown = Shown.BATCH,
+    shown: ShownInExplain = ShownInExplain.BATCH,
     *,
     spare: int = 0,
     sampled: bool = False,
@@ -165,7 +167,8 @@ def array(
 A = TypeVar("A")
 TOKEN, REQUEST, LOGIT, DRAFT, CHUNK, PREFILL, PIECE = Level
 BY_RULE, UNDEFINED = PaddingRule
-NOTHING, BOTH = Shown.NOTHING, Shown.BATCH | Shown.PADDED
+NOTHING, BOTH = ShownInExplain.NOTHING, ShownInExplain.BATCH | ShownInExplain.PADDED
+NULL = NULL_BLOCK_ID
 
 
 class Arrays(Generic[A]):
@@ -177,57 +180,57 @@ class Arrays(Generic[A]):
 
     __slots__ = ()
 
-    positions: A = array(int64, "T", TOKEN, 0, BOTH)
-    mrope_positions: A = array(int64, "P, T", TOKEN, 0)  # time, height and width
+    positions: A = array(int64, "tokens", TOKEN, 0, BOTH)
+    mrope_positions: A = array(int64, "mrope_dims, tokens", TOKEN, 0)  # time, height and width
     # The spare element takes samples of the last step that no request of this step uses.
-    input_ids: A = array(int32, "T", TOKEN, 0, BOTH, spare=1, sampled=True)
-    slot_mapping: A = array(int32, "G, T", TOKEN, PAD_SLOT_ID, BOTH)
-    is_padding: A = array(bool_, "T", TOKEN, True, NOTHING, recorded_as="is_padding")
+    input_ids: A = array(int32, "tokens", TOKEN, 0, BOTH, spare=1, sampled=True)
+    slot_mapping: A = array(int32, "groups, tokens", TOKEN, PAD_SLOT_ID, BOTH)
+    is_padding: A = array(bool_, "tokens", TOKEN, True, NOTHING, recorded_as="is_padding")
     # Recurrent states with speculation: the block for the state after each token of a decode
-    token_state_indices: A = array(int32, "H, T", TOKEN, NULL_BLOCK_ID, NOTHING)
-    query_start_loc: A = array(int32, "R + 1", REQUEST, BY_RULE, BOTH)
-    seq_lens: A = array(int32, "R", REQUEST, BY_RULE, BOTH)
-    num_computed_tokens: A = array(int32, "R", REQUEST, 0)
-    logits_indices: A = array(int32, "K", LOGIT, UNDEFINED)
+    token_state_indices: A = array(int32, "token_state_groups, tokens", TOKEN, NULL, NOTHING)
+    query_start_loc: A = array(int32, "reqs + 1", REQUEST, BY_RULE, BOTH)
+    seq_lens: A = array(int32, "reqs", REQUEST, BY_RULE, BOTH)
+    num_computed_tokens: A = array(int32, "reqs", REQUEST, 0)
+    logits_indices: A = array(int32, "logits", LOGIT, UNDEFINED)
     # The row of logits that verifies each draft; the draft itself, -1 if it isn't known yet; and
     # the row after a request's last draft.
-    target_logits_indices: A = array(int32, "D", DRAFT, UNDEFINED, NOTHING)
-    draft_token_ids: A = array(int32, "D", DRAFT, UNDEFINED, NOTHING, sampled=True)
-    bonus_logits_indices: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
-    cu_num_draft_tokens: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
-    cu_num_sampled_tokens: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
+    target_logits_indices: A = array(int32, "drafts", DRAFT, UNDEFINED, NOTHING)
+    draft_token_ids: A = array(int32, "drafts", DRAFT, UNDEFINED, NOTHING, sampled=True)
+    bonus_logits_indices: A = array(int32, "drafting_reqs", REQUEST, UNDEFINED, NOTHING)
+    cu_num_draft_tokens: A = array(int32, "drafting_reqs", REQUEST, UNDEFINED, NOTHING)
+    cu_num_sampled_tokens: A = array(int32, "drafting_reqs", REQUEST, UNDEFINED, NOTHING)
     # Where nothing is sampled, drafters continue from this token: the one after a chunk of a
     # prompt, else the last known one.
-    backup_next_token_ids: A = array(int32, "S", REQUEST, UNDEFINED, NOTHING)
+    backup_next_token_ids: A = array(int32, "drafting_reqs", REQUEST, UNDEFINED, NOTHING)
     # Virtual requests (`prep.local_attention`). `chunk_local_table_rows` indexes the device's block
     # tables, viewed as rows of one chunk each.
-    chunk_local_query_start_loc: A = array(int32, "V + 1", CHUNK, BY_RULE, NOTHING)
-    chunk_local_seq_lens: A = array(int32, "V", CHUNK, BY_RULE, NOTHING)
-    chunk_local_num_computed_tokens: A = array(int32, "V", CHUNK, 0, NOTHING)
-    chunk_local_table_rows: A = array(int32, "L, V", CHUNK, BY_RULE, NOTHING)
-    discard_request_mask: A = array(bool_, "R", REQUEST, True, NOTHING)
+    chunk_local_query_start_loc: A = array(int32, "local_reqs + 1", CHUNK, BY_RULE, NOTHING)
+    chunk_local_seq_lens: A = array(int32, "local_reqs", CHUNK, BY_RULE, NOTHING)
+    chunk_local_num_computed_tokens: A = array(int32, "local_reqs", CHUNK, 0, NOTHING)
+    chunk_local_table_rows: A = array(int32, "local_groups, local_reqs", CHUNK, BY_RULE, NOTHING)
+    discard_request_mask: A = array(bool_, "reqs", REQUEST, True, NOTHING)
     # Decode context parallelism (`prep.context_shards`): of all tokens of a request, and of those
     # computed before this step, how many this rank keeps.
-    dcp_local_seq_lens: A = array(int32, "X", REQUEST, 0, NOTHING)
-    dcp_local_context_lens: A = array(int32, "X", REQUEST, 0, NOTHING)
+    dcp_local_seq_lens: A = array(int32, "sharded_reqs", REQUEST, 0, NOTHING)
+    dcp_local_context_lens: A = array(int32, "sharded_reqs", REQUEST, 0, NOTHING)
     # Recurrent states (`prep.states`): in each of their groups, the block from which a request's
     # state is read and the one to which it is written, with speculation that of its first token;
     # whether the request has a state to read; and how many tokens of its last step count.
-    initial_state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
-    state_indices: A = array(int32, "N, Z", REQUEST, NULL_BLOCK_ID, NOTHING)
-    has_initial_state: A = array(bool_, "Z", REQUEST, False, NOTHING)
-    num_accepted_tokens: A = array(int32, "A", REQUEST, 1, NOTHING)
+    initial_state_indices: A = array(int32, "state_groups, state_reqs", REQUEST, NULL, NOTHING)
+    state_indices: A = array(int32, "state_groups, state_reqs", REQUEST, NULL, NOTHING)
+    has_initial_state: A = array(bool_, "state_reqs", REQUEST, False, NOTHING)
+    num_accepted_tokens: A = array(int32, "counted_reqs", REQUEST, 1, NOTHING)
     # Latent attention (`prep.latent`) and recurrent states: where the queries of prefills begin,
     # counted from the first prefill's.
-    prefill_query_start_loc: A = array(int32, "Q + 1", PREFILL, UNDEFINED, NOTHING)
+    prefill_query_start_loc: A = array(int32, "split_reqs + 1", PREFILL, UNDEFINED, NOTHING)
     # Latent attention: for each piece of a prefill's context its request, its first position, its
     # length, and the chunk in which it is gathered.
-    context_piece_reqs: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
-    context_piece_starts: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
-    context_piece_lens: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
-    context_piece_chunks: A = array(int32, "C", PIECE, UNDEFINED, NOTHING)
+    context_piece_reqs: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
+    context_piece_starts: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
+    context_piece_lens: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
+    context_piece_chunks: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
     # Request row of each request, for samplers of vLLM's V2 runner
-    idx_mapping: A = array(int64, "W", REQUEST, UNDEFINED, NOTHING)
+    idx_mapping: A = array(int64, "row_reqs", REQUEST, UNDEFINED, NOTHING)
 
 
 STEP_ARRAYS: dict[str, Array] = {

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
@@ -15,22 +15,21 @@ from vllm_npu_prep.prep.bookkeeping import (
     append_verified_tokens,
     write_draft_tokens,
 )
-from vllm_npu_prep.prep.checks import NO_LIMITS, NOT_CHECKED, find_fault
-from vllm_npu_prep.prep.context_shards import ContextShards
-from vllm_npu_prep.prep.fused_pass import fill_step_at
-from vllm_npu_prep.prep.latent import LatentSplit, LatentStep, split_prefills
-from vllm_npu_prep.prep.layout import (
-    ALIGNMENT,
-    StepArrays,
-    StepLayout,
-    step_layout,
-    targets_per_row,
+from vllm_npu_prep.prep.checks import NO_LIMITS, Rule, find_fault
+from vllm_npu_prep.prep.fused_pass import (
+    fill_step_at,
+    find_states_at,
+    plan_contexts_at,
+    split_at_chunks_at,
 )
-from vllm_npu_prep.prep.local_attention import LocalGroups, LocalRequests, split_at_chunks
+from vllm_npu_prep.prep.latent import NO_LATENT_STEP, LatentStep
+from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, targets_per_row
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
-from vllm_npu_prep.prep.states import StateGroups, StateStep, find_states
+from vllm_npu_prep.prep.states import NO_RECURRENT_STEP, RecurrentStep
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
@@ -87,10 +86,16 @@ class PreparedStep(Arrays[np.ndarray]):
     max_seq_len: int
     num_logits: int
     num_block_changes: int  # block-table entries that travel with the step
-    local: LocalRequests | None = None  # virtual requests of chunked local attention
-    latent: LatentStep | None = None  # decodes, prefills and context chunks of latent attention
-    states: StateStep | None = None  # decodes and prefills of layers with recurrent states
-    rule: int = NOT_CHECKED  # the rule that the step breaks (`checks.Rule`), 0 if it breaks none
+    local: LocalRequests = NO_LOCAL_REQUESTS  # virtual requests of chunked local attention
+    latent: LatentStep = NO_LATENT_STEP  # decodes, prefills and context chunks of latent attention
+    states: RecurrentStep = (
+        NO_RECURRENT_STEP  # decodes and prefills of layers with recurrent states
+    )
+    rule: int = Rule.NOT_CHECKED  # the rule that the step breaks
+
+    @property
+    def shape(self) -> EngineShape:
+        return self.batch.tables.shape
 
     # --- scalars
     @property
@@ -127,11 +132,6 @@ class PreparedStep(Arrays[np.ndarray]):
         return self.num_logits - self.num_reqs
 
     @property
-    def num_local_reqs(self) -> int:
-        """The number of virtual requests of chunked local attention; 0 in an engine without it."""
-        return 0 if self.local is None else self.local.num_reqs
-
-    @property
     def slots(self) -> np.ndarray:
         """The request row of each request in the tables, ``[num_reqs]``."""
         return self.batch.tables.slots[: self.num_reqs]
@@ -142,13 +142,11 @@ class PreparedStep(Arrays[np.ndarray]):
 
         It is 0 in an engine that has neither.
         """
-        halves = self.states if self.latent is None else self.latent
-        return 0 if halves is None else halves.num_prefills
+        return (self.latent if self.shape.latent else self.states).num_prefills
 
-    @property
-    def num_pieces(self) -> int:
-        """The number of context pieces that prefills of latent attention read; else 0."""
-        return 0 if self.latent is None else self.latent.num_pieces
+    def keeps_each_state(self, req: int) -> bool:
+        """Return whether the recurrent state after each of a request's tokens is kept."""
+        return self.shape.states.num_drafts > 0 and req < self.states.num_decodes
 
     @property
     def query_lens(self) -> np.ndarray:
@@ -197,16 +195,13 @@ class PreparedStep(Arrays[np.ndarray]):
         Returns
         -------
         dict
-            ``query_start_loc`` ``[num_local_reqs + 1]``, ``seq_lens`` and ``num_computed_tokens``
-            ``[num_local_reqs]``, ``block_table`` ``[num_local_reqs, blocks_per_chunk]``.
+            ``query_start_loc`` ``[local.num_reqs + 1]``, ``seq_lens`` and ``num_computed_tokens``
+            ``[local.num_reqs]``, ``block_table`` ``[local.num_reqs, blocks_per_chunk]``.
         """
-        tables, local = self.batch.tables, self.local
-        assert tables.local is not None and local is not None
-        rows = self.arrays.chunk_local_table_rows[
-            tables.local.groups.index(group), : local.num_reqs
-        ]
-        device_tables = tables.device_block_table_flat()
-        chunks = device_tables.reshape(-1, tables.local.blocks_per_chunk)
+        groups, local = self.shape.local, self.local
+        rows = self.arrays.chunk_local_table_rows[groups.groups.index(group), : local.num_reqs]
+        device_tables = self.batch.tables.device_block_table_flat()
+        chunks = device_tables.reshape(-1, groups.blocks_per_chunk)
         return {
             "query_start_loc": self.arrays.chunk_local_query_start_loc[: local.num_reqs + 1],
             "seq_lens": self.arrays.chunk_local_seq_lens[: local.num_reqs],
@@ -234,15 +229,13 @@ class PreparedStep(Arrays[np.ndarray]):
 
     def block_offsets(self, group: int = 0) -> np.ndarray:
         """Return the offset of each token inside its block, on the rank that keeps the token."""
-        tables, positions = self.batch.tables, self.positions
-        if tables.dcp is not None:
-            positions = tables.dcp.local_position(positions)
-        return positions % tables.block_sizes[group]
+        positions = self.shape.dcp.local_position(self.positions)
+        return positions % self.batch.tables.block_sizes[group]
 
     def owners(self) -> np.ndarray:
         """Return the rank that keeps each token; empty without decode context parallelism."""
-        dcp = self.batch.tables.dcp
-        return self.positions[:0] if dcp is None else dcp.owner(self.positions)
+        dcp = self.shape.dcp
+        return dcp.owner(self.positions) if dcp else self.positions[:0]
 
 
 COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
@@ -250,9 +243,9 @@ COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
     Level.REQUEST: attrgetter("num_reqs"),
     Level.LOGIT: attrgetter("num_logits"),
     Level.DRAFT: attrgetter("num_drafts"),
-    Level.CHUNK: attrgetter("num_local_reqs"),
+    Level.CHUNK: attrgetter("local.num_reqs"),
     Level.PREFILL: attrgetter("num_prefills"),
-    Level.PIECE: attrgetter("num_pieces"),
+    Level.PIECE: attrgetter("latent.num_pieces"),
 }
 """The number of elements of each level that the batch has, without padding."""
 
@@ -298,19 +291,9 @@ def prepare_step(
     ValueError
         If the batch doesn't fit the layout or the tables.
     """
-    tables = batch.tables
+    tables, shape = batch.tables, batch.tables.shape
     if layout is None:
-        layout = step_layout(
-            padding.num_input_tokens,
-            padding.num_reqs_padded,
-            tables.num_groups,
-            1 + int(batch.num_draft_tokens.max(initial=0)),
-            0 if tables.mrope is None else tables.mrope.num_dims,
-            tables.local,
-            tables.latent,
-            tables.states,
-            dcp=tables.dcp,
-        )
+        layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
     if arrays is None:
         nbytes = layout.nbytes(batch.num_targets, len(tables.block_table_flat))
         arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
@@ -328,12 +311,14 @@ def prepare_step(
         padding.decode_query_len,
         in_full_graph,
     )
-    if tables.mrope is not None:
+    if shape.mrope_dims:
         tables.mrope.fill(batch.num_reqs, arrays)
     if in_full_graph:
         attn_state = captured_state(padding.decode_query_len)
     else:
         attn_state = attention_state(flags, tables.chunked_prefill)
+    # Attributes, because to ask whether an object is true calls a function of Python
+    has_local, has_latent = shape.local.groups, shape.latent.max_model_len
     return PreparedStep(
         batch,
         padding,
@@ -344,108 +329,69 @@ def prepare_step(
         max_seq_len,
         num_logits,
         num_block_changes,
-        _local_requests(batch, padding, arrays) if tables.local is not None else None,
-        _latent_step(batch, tables.latent, arrays) if tables.latent is not None else None,
-        _state_step(batch, tables.states, arrays) if tables.states is not None else None,
+        _local_requests(batch, padding, arrays) if has_local else NO_LOCAL_REQUESTS,
+        _latent_step(batch, arrays) if has_latent else NO_LATENT_STEP,
+        _state_step(batch, arrays) if shape.states.groups else NO_RECURRENT_STEP,
         rule,
     )
 
 
 def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> LocalRequests:
     """Write the step's virtual requests from arrays that are written already."""
-    tables = batch.tables
-    assert tables.local is not None
-    sizes = split_at_chunks(
-        batch.num_reqs,
-        padding.num_input_tokens,
-        padding.decode_query_len,
-        tables.local.attention_chunk_size,
-        arrays.query_start_loc,
-        arrays.seq_lens,
-        arrays.num_computed_tokens,
-        *tables.local_rows,
-        len(tables.token_ids),
-        arrays.chunk_local_query_start_loc,
-        arrays.chunk_local_seq_lens,
-        arrays.chunk_local_num_computed_tokens,
-        arrays.chunk_local_table_rows,
+    return LocalRequests(
+        *split_at_chunks_at(
+            batch.tables.addresses,
+            arrays.addresses,
+            batch.num_reqs,
+            batch.tables.shape.local.attention_chunk_size,
+            padding.decode_query_len,
+        )
     )
-    return LocalRequests(*sizes)
 
 
-def _latent_step(batch: StepBatch, latent: LatentSplit, arrays: StepArrays) -> LatentStep:
+def _latent_step(batch: StepBatch, arrays: StepArrays) -> LatentStep:
     """Write the split of latent attention from arrays that are written already."""
-    sizes = split_prefills(
-        batch.num_reqs,
-        latent.decode_threshold,
-        latent.workspace_tokens,
-        latent.block_size,
-        arrays.query_start_loc,
-        arrays.num_computed_tokens,
-        arrays.prefill_query_start_loc,
-        arrays.context_piece_reqs,
-        arrays.context_piece_starts,
-        arrays.context_piece_lens,
-        arrays.context_piece_chunks,
-    )
-    return LatentStep(*sizes)
+    latent = batch.tables.shape.latent
+    sizes = latent.decode_threshold, latent.workspace_tokens, latent.block_size
+    return LatentStep(*plan_contexts_at(arrays.addresses, batch.num_reqs, *sizes))
 
 
-def _state_step(batch: StepBatch, states: StateGroups, arrays: StepArrays) -> StateStep:
+def _state_step(batch: StepBatch, arrays: StepArrays) -> RecurrentStep:
     """Write where recurrent states are, from arrays that are written already."""
+    states = batch.tables.shape.states
     if states.num_drafts and len(batch.num_accepted_tokens) < batch.num_reqs:
         raise ValueError("an engine with states and speculation counts accepted tokens")
-    sizes = find_states(
-        batch.num_reqs,
-        states.decode_threshold,
-        states.num_drafts,
-        arrays.query_start_loc,
-        arrays.seq_lens,
-        arrays.num_computed_tokens,
-        batch.num_draft_tokens,
-        batch.num_accepted_tokens,
-        batch.tables.slots,
-        batch.tables.block_table_flat,
-        *batch.tables.state_rows,
-        arrays.token_state_indices,
-        arrays.slot_mapping,
-        arrays.initial_state_indices,
-        arrays.state_indices,
-        arrays.has_initial_state,
-        arrays.num_accepted_tokens,
-        arrays.prefill_query_start_loc,
+    return RecurrentStep(
+        *find_states_at(
+            batch.tables.addresses,
+            arrays.addresses,
+            batch.num_reqs,
+            states.decode_threshold,
+            states.num_drafts,
+            batch.num_draft_tokens,
+            batch.num_accepted_tokens,
+        )
     )
-    return StateStep(*sizes)
 
 
-def warm_up(
-    mrope_dims: int = 0,
-    local: LocalGroups | None = None,
-    latent: LatentSplit | None = None,
-    states: StateGroups | None = None,
-    dcp: ContextShards | None = None,
-) -> PreparedStep:
+def warm_up(shape: EngineShape = PLAIN_SHAPE) -> PreparedStep:
     """Compile the compiled code or load it from its cache, so that no request waits for it.
 
-    Parameters
-    ----------
-    mrope_dims
-        The dimensions of the model's M-RoPE positions; 0 for a model without them.
-    local, latent, states, dcp
-        As in the engine's `BatchTables`: code that only such engines need is compiled, too.
+    Code that only engines of some shapes need is compiled if `shape` needs it.
 
     Returns
     -------
     PreparedStep
         A small step, with which the caller can warm up other compiled code that reads steps.
     """
-    if local is not None:
-        local = LocalGroups(local.attention_chunk_size, 1, (0,))
-    if states is not None:
-        states = StateGroups((0,), states.decode_threshold, states.num_drafts)
-    block_size = 2 if dcp is None else dcp.interleave_size
-    if states is not None:
-        block_size = 3 + states.num_drafts  # so that no token of the step ends a block
+    shape = replace(
+        shape,
+        num_groups=1,
+        local=replace(shape.local, blocks_per_chunk=1, groups=(0,) if shape.local else ()),
+        states=replace(shape.states, groups=(0,) if shape.states else ()),
+    )
+    # No token of the step ends a block of states, and blocks are whole runs of one rank.
+    block_size = (3 + shape.states.num_drafts) * shape.dcp.interleave_size
     one, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
     tables = BatchTables(
         num_computed_tokens=one,
@@ -453,11 +399,8 @@ def warm_up(
         num_tokens=one,
         token_ids=np.zeros((1, 2), np.int32),
         block_sizes=np.full(1, block_size, np.int32),
-        mrope=MropeTables(mrope_dims, 1) if mrope_dims else None,
-        local=local,
-        latent=latent,
-        states=states,
-        dcp=dcp,
+        shape=shape,
+        mrope=MropeTables(shape.mrope_dims, 1),
         **device_has_all([table]),
     )
     batch = StepBatch(tables, one, np.zeros(1, np.int32), 1, num_accepted_tokens=one)

@@ -7,6 +7,7 @@ call of compiled code takes as long as the check of 256 decodes. `vllm_npu_prep.
 a broken rule into words.
 """
 
+from collections import namedtuple
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
-from vllm_npu_prep.prep.states import state_column
+from vllm_npu_prep.prep.states import first_kept, read_column, state_column
 from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
@@ -24,74 +25,85 @@ if TYPE_CHECKING:
 NO_LIMITS = np.empty(0, np.int64)
 """What a step has in place of `find_fault`'s limits if the pass that writes it doesn't check it."""
 
-# The rules are plain numbers, because compiled code reads them.
-NOT_CHECKED = -1
-HOLDS = 0
-STARTS_AT_ZERO = 1
-QUERY_LENS = 2
-ENDS_AT_TOKENS = 3
-SEQ_LENS = 4
-MODEL_LEN = 5
-BLOCKS = 6
-POSITIONS = 7
-VOCABULARY = 8
-SLOTS = 9
-LAST_SLOT = 10
-MAX_QUERY_LEN = 11
-MAX_SEQ_LEN = 12
-LOGITS = 13
-PADDING_TOKENS = 14
-PADDING_REQS = 15
-ENDS_AT_INPUT_TOKENS = 16
-LOCAL_QUERY_LENS = 17
-LOCAL_SEQ_LENS = 18
-LOCAL_ENDS_AT_TOKENS = 19
-LOCAL_ENDS_AT_INPUT_TOKENS = 20
-NO_SLOT = 21
-STATE_BLOCKS = 22
-STATE_SHARED = 23
-STATE_BEGINS = 24
-STATE_PADDING = 25
-SHARDED_SLOTS = 26
-SHARDED_LENS = 27
-STATE_ACCEPTED = 28
-
 NO_SLOTS = 0
 """The number of slots of a group whose layers write none, because it holds recurrent states."""
 
 
 class Rule(IntEnum):
-    """Rules for a step's arrays, roughly in the order in which they are checked."""
+    """The rules for a step's arrays, roughly in the order in which they are checked.
 
-    HOLDS = HOLDS
-    STARTS_AT_ZERO = STARTS_AT_ZERO
-    QUERY_LENS = QUERY_LENS
-    ENDS_AT_TOKENS = ENDS_AT_TOKENS
-    SEQ_LENS = SEQ_LENS
-    MODEL_LEN = MODEL_LEN
-    BLOCKS = BLOCKS
-    POSITIONS = POSITIONS
-    VOCABULARY = VOCABULARY
-    SLOTS = SLOTS
-    LAST_SLOT = LAST_SLOT
-    MAX_QUERY_LEN = MAX_QUERY_LEN
-    MAX_SEQ_LEN = MAX_SEQ_LEN
-    LOGITS = LOGITS
-    PADDING_TOKENS = PADDING_TOKENS
-    PADDING_REQS = PADDING_REQS
-    ENDS_AT_INPUT_TOKENS = ENDS_AT_INPUT_TOKENS
-    LOCAL_QUERY_LENS = LOCAL_QUERY_LENS
-    LOCAL_SEQ_LENS = LOCAL_SEQ_LENS
-    LOCAL_ENDS_AT_TOKENS = LOCAL_ENDS_AT_TOKENS
-    LOCAL_ENDS_AT_INPUT_TOKENS = LOCAL_ENDS_AT_INPUT_TOKENS
-    NO_SLOT = NO_SLOT
-    STATE_BLOCKS = STATE_BLOCKS
-    STATE_SHARED = STATE_SHARED
-    STATE_BEGINS = STATE_BEGINS
-    STATE_PADDING = STATE_PADDING
-    SHARDED_SLOTS = SHARDED_SLOTS
-    SHARDED_LENS = SHARDED_LENS
-    STATE_ACCEPTED = STATE_ACCEPTED
+    `title` names a rule in messages, and `text` says what it demands.
+    """
+
+    title: str
+    text: str
+
+    def __new__(cls, number: int, title: str = "", text: str = "") -> "Rule":
+        member = int.__new__(cls, number)
+        member._value_, member.title, member.text = number, title, text
+        return member
+
+    NOT_CHECKED = -1
+    HOLDS = 0
+    STARTS_AT_ZERO = 1, "starts", "query_start_loc starts at 0"
+    QUERY_LENS = 2, "query lengths", "query_start_loc rises by the scheduled tokens"
+    ENDS_AT_TOKENS = 3, "end", "real requests end at total_num_scheduled_tokens"
+    SEQ_LENS = 4, "lengths", "seq_lens are the computed and the scheduled tokens"
+    MODEL_LEN = 5, "model length", "seq_lens stay within max_model_len"
+    BLOCKS = 6, "blocks", "sequences fit the blocks that their request owns"
+    POSITIONS = 7, "positions", "positions continue after the computed tokens"
+    VOCABULARY = 8, "vocabulary", "input_ids are of the vocabulary"
+    SLOTS = 9, "slots", "slots lie in the cache and not in the null block"
+    LAST_SLOT = 10, "table", "a slot is the one that the block table names"
+    MAX_QUERY_LEN = 11, "longest query", "max_query_len is the longest query's"
+    MAX_SEQ_LEN = 12, "longest sequence", "max_seq_len is the longest sequence's"
+    LOGITS = 13, "logits", "logits_indices are tokens of the step"
+    PADDING_TOKENS = 14, "padding", "padding writes no slot"
+    PADDING_REQS = 15, "padding requests", "padding requests are as long as their tokens"
+    ENDS_AT_INPUT_TOKENS = 16, "TND end", "query_start_loc of a full graph ends at its tokens"
+    LOCAL_QUERY_LENS = 17, "local queries", "chunk_local_query_start_loc rises from 0"
+    LOCAL_SEQ_LENS = 18, "local lengths", "chunk_local_seq_lens stay within a chunk"
+    LOCAL_ENDS_AT_TOKENS = 19, "local end", "virtual requests end at the step's tokens"
+    LOCAL_ENDS_AT_INPUT_TOKENS = (
+        20,
+        "local TND end",
+        "chunk_local_query_start_loc of a full graph ends at its tokens",
+    )
+    NO_SLOT = 21, "state slots", "layers with recurrent states write no slots"
+    STATE_BLOCKS = 22, "states", "a recurrent state is in the block that the table names"
+    STATE_SHARED = 23, "shared state", "no two running requests share a recurrent state"
+    STATE_BEGINS = 24, "initial state", "a recurrent state is read if tokens are computed already"
+    STATE_PADDING = (
+        25,
+        "padding states",
+        "padding, and tokens whose recurrent state is not kept, have that of the null block",
+    )
+    SHARDED_SLOTS = 26, "shared slots", "a token has its slot on the one rank that keeps it"
+    SHARDED_LENS = 27, "shared lengths", "a rank's lengths count the tokens that it keeps"
+    STATE_ACCEPTED = (
+        28,
+        "accepted tokens",
+        "a recurrent state is that after the last token that counts",
+    )
+
+
+StepInputs = namedtuple(
+    "StepInputs",
+    [
+        "num_scheduled_tokens",  # [num_reqs] int32
+        "num_draft_tokens",  # [num_reqs or more] int32
+        "previous_rows",  # [num_reqs or more] int64
+        "num_sampled_rows",
+        "num_sampled_drafts",  # of each row
+        "total_num_scheduled_tokens",
+        "decode_query_len",
+        "in_full_graph",
+    ],
+)
+"""The inputs of a step apart from the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
+
+StepSizes = namedtuple("StepSizes", ["max_query_len", "max_seq_len", "num_logits"])
+"""The sizes of a step that the fused pass returns."""
 
 
 class Fault(NamedTuple):
@@ -115,55 +127,38 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
         `NO_SLOTS` for groups that hold recurrent states. A step with embeddings has undefined ids,
         so its caller gives no limit for the vocabulary.
     """
-    batch = step.batch
-    in_full_graph = step.padding.mode is GraphMode.FULL
-    found = check_step_at(
-        batch.tables.addresses,
-        step.arrays.addresses,
-        limits,
+    batch, padding, arrays, shape = step.batch, step.padding, step.arrays.addresses, step.shape
+    in_full_graph = padding.mode is GraphMode.FULL
+    inputs = StepInputs(
         batch.num_scheduled_tokens,
         batch.num_draft_tokens,
         batch.previous_rows,
         batch.num_sampled_rows,
+        batch.num_sampled_drafts,
         batch.total_num_scheduled_tokens,
-        step.max_query_len,
-        step.max_seq_len,
-        step.num_logits,
+        padding.decode_query_len,
         in_full_graph,
     )
-    if found[0] == HOLDS and step.local is not None:
-        local = batch.tables.local
-        assert local is not None
-        found = check_local_requests(
+    sizes = StepSizes(step.max_query_len, step.max_seq_len, step.num_logits)
+    found = check_step_at(batch.tables.addresses, arrays, limits, inputs, sizes)
+    if found[0] == Rule.HOLDS and shape.local:
+        found = check_local_requests_at(
+            arrays,
             step.local.num_reqs,
+            shape.local.attention_chunk_size,
             batch.total_num_scheduled_tokens,
-            step.num_input_tokens,
-            local.attention_chunk_size,
             in_full_graph,
-            step.arrays.chunk_local_query_start_loc,
-            step.arrays.chunk_local_seq_lens,
-            step.arrays.chunk_local_num_computed_tokens,
         )
-    groups = batch.tables.states
-    if found[0] == HOLDS and step.states is not None and groups is not None:
-        found = check_states(
+    if found[0] == Rule.HOLDS and shape.states:
+        found = check_states_at(
+            batch.tables.addresses,
+            arrays,
             batch.num_reqs,
             step.states.num_decodes,
-            groups.num_drafts,
+            shape.states.num_drafts,
             batch.num_accepted_tokens,
-            batch.tables.slots,
-            batch.tables.block_table_flat,
-            *batch.tables.state_rows,
-            step.arrays.query_start_loc,
-            step.arrays.seq_lens,
-            step.arrays.num_computed_tokens,
-            step.arrays.initial_state_indices,
-            step.arrays.state_indices,
-            step.arrays.token_state_indices,
-            step.arrays.num_accepted_tokens,
-            step.arrays.has_initial_state,
         )
-    return None if found[0] == HOLDS else Fault(Rule(found[0]), *found[1:])
+    return None if found[0] == Rule.HOLDS else Fault(*found)
 
 
 @inlined
@@ -181,7 +176,7 @@ def check_shards(t, out, num_reqs, num_slots, group, table):
         slot_of_req = t.slots[req]
         first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
         if t.num_blocks[group, slot_of_req] * tokens_per_block < seq_len:
-            return BLOCKS, req, -1
+            return Rule.BLOCKS, req, -1
         kept = out.dcp_local_context_lens[req]
         token = out.query_start_loc[req]
         for position in range(first, seq_len):
@@ -190,7 +185,7 @@ def check_shards(t, out, num_reqs, num_slots, group, table):
             slot = out.slot_mapping[group, token]
             if run % world_size != rank:
                 if slot >= 0:
-                    return SHARDED_SLOTS, req, token
+                    return Rule.SHARDED_SLOTS, req, token
             else:
                 kept += 1
                 block = t.block_table_flat[
@@ -198,19 +193,19 @@ def check_shards(t, out, num_reqs, num_slots, group, table):
                 ]
                 offset = run // world_size * size + in_block % size
                 if slot != block * block_size + offset:
-                    return SHARDED_SLOTS, req, token
+                    return Rule.SHARDED_SLOTS, req, token
                 if slot < block_size or slot >= num_slots:  # below: the null block
-                    return SLOTS, req, token
+                    return Rule.SLOTS, req, token
             token += 1
         before = first // (size * world_size) * size  # of whole rounds; the rest is counted
         for position in range(first // (size * world_size) * size * world_size, first):
             before += position // size % world_size == rank
         if out.dcp_local_context_lens[req] != before or out.dcp_local_seq_lens[req] != kept:
-            return SHARDED_LENS, req, -1
+            return Rule.SHARDED_LENS, req, -1
     for req in range(num_reqs, out.dcp_local_seq_lens.shape[0]):
         if out.dcp_local_seq_lens[req] != 0 or out.dcp_local_context_lens[req] != 0:
-            return SHARDED_LENS, req, -1
-    return HOLDS, -1, -1
+            return Rule.SHARDED_LENS, req, -1
+    return Rule.HOLDS, -1, -1
 
 
 @compiled
@@ -218,43 +213,36 @@ def check_step_at(
     tables,  # int64, `vllm_npu_prep.prep.tables.BatchTables.addresses`
     arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
     limits,  # [1 + num_groups] int64
-    num_scheduled_tokens,  # [num_reqs] int32
-    num_draft_tokens,  # [num_reqs or more] int32
-    previous_rows,  # [num_reqs or more] int64
-    num_sampled_rows,
-    total_num_scheduled_tokens,
-    max_query_len,
-    max_seq_len,
-    num_logits,
-    in_full_graph,
+    step,  # a `StepInputs`
+    sizes,  # a `StepSizes`
 ):
     """Return the first rule that is broken, and where, in the order of the fields of `Fault`."""
     t, out = tables_of(tables), arrays_of(arrays)
-    num_reqs, num_groups = num_scheduled_tokens.shape[0], t.block_sizes.shape[0]
+    num_reqs, num_groups = step.num_scheduled_tokens.shape[0], t.block_sizes.shape[0]
     num_input_tokens, max_num_reqs = out.positions.shape[0], t.num_computed_tokens.shape[0]
     vocab_size = limits[0]
     longest_query = 0
     longest_seq = 0
     if out.query_start_loc[0] != 0:
-        return STARTS_AT_ZERO, -1, -1, -1
+        return Rule.STARTS_AT_ZERO, -1, -1, -1
     start = 0
     for req in range(num_reqs):
-        query_len, end = num_scheduled_tokens[req], out.query_start_loc[req + 1]
+        query_len, end = step.num_scheduled_tokens[req], out.query_start_loc[req + 1]
         if query_len < 1 or end - start != query_len or end > num_input_tokens:
-            return QUERY_LENS, req, -1, -1
+            return Rule.QUERY_LENS, req, -1, -1
         first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
         if (
             first < 0
             or first != t.num_computed_tokens[t.slots[req]]
             or seq_len != first + query_len
         ):
-            return SEQ_LENS, req, -1, -1
+            return Rule.SEQ_LENS, req, -1, -1
         if seq_len > t.token_ids.shape[1]:
-            return MODEL_LEN, req, -1, -1
+            return Rule.MODEL_LEN, req, -1, -1
         # The host doesn't know this id yet: the last step's sample is still on the device.
         awaited = -1
-        if num_sampled_rows > 0 and previous_rows[req] != NO_PREVIOUS_ROW:
-            awaited = end - 1 - num_draft_tokens[req]
+        if step.num_sampled_rows > 0 and step.previous_rows[req] != NO_PREVIOUS_ROW:
+            awaited = end - 1 - step.num_draft_tokens[req]
         # Two loops: without an exit, the processor compares many tokens at once.
         if query_len == 1:  # a decode: slices would cost more than comparing
             token_id = out.input_ids[start]
@@ -269,14 +257,14 @@ def check_step_at(
             for token in range(start, end):
                 token_id = out.input_ids[token]
                 if out.positions[token] != first + token - start:
-                    return POSITIONS, req, token, -1
+                    return Rule.POSITIONS, req, token, -1
                 if (token_id < 0 or token_id >= vocab_size) and token != awaited:
-                    return VOCABULARY, req, token, -1
+                    return Rule.VOCABULARY, req, token, -1
         longest_query = max(longest_query, query_len)
         longest_seq = max(longest_seq, seq_len)
         start = end
-    if start != total_num_scheduled_tokens:
-        return ENDS_AT_TOKENS, -1, -1, -1
+    if start != step.total_num_scheduled_tokens:
+        return Rule.ENDS_AT_TOKENS, -1, -1, -1
     table = 0  # first entry of the group
     for group in range(num_groups):
         block_size, num_slots = t.block_sizes[group], limits[1 + group]
@@ -284,32 +272,32 @@ def check_step_at(
         if num_slots == NO_SLOTS:
             for req in range(num_reqs):
                 if t.num_blocks[group, t.slots[req]] * block_size < out.seq_lens[req]:
-                    return BLOCKS, req, -1, group
+                    return Rule.BLOCKS, req, -1, group
             for token in range(num_input_tokens):
                 if out.slot_mapping[group, token] >= 0:
-                    return NO_SLOT, -1, token, group
+                    return Rule.NO_SLOT, -1, token, group
             table += (max_num_reqs + PADDING_ROWS) * width
             continue
         if t.shards[0] > 1:
             rule, req, token = check_shards(t, out, num_reqs, num_slots, group, table)
-            if rule != HOLDS:
+            if rule != Rule.HOLDS:
                 return rule, req, token, group
             for token in range(start, num_input_tokens):
                 if out.slot_mapping[group, token] >= 0:
-                    return PADDING_TOKENS, -1, token, group
+                    return Rule.PADDING_TOKENS, -1, token, group
             table += (max_num_reqs + PADDING_ROWS) * width
             continue
         per_block = 1.0 / block_size
         for req in range(num_reqs):
             slot_of_req = t.slots[req]
             if t.num_blocks[group, slot_of_req] * block_size < out.seq_lens[req]:
-                return BLOCKS, req, -1, group
+                return Rule.BLOCKS, req, -1, group
             last, token = out.seq_lens[req] - 1, out.query_start_loc[req + 1] - 1
             # Exact below 2**31; an integer division would cost as much as all the rest.
             block = int((last + 0.5) * per_block)
             slot = t.block_table_flat[table + slot_of_req * width + block] * block_size
             if out.slot_mapping[group, token] != slot + last - block * block_size:
-                return LAST_SLOT, req, token, group
+                return Rule.LAST_SLOT, req, token, group
         is_wrong = False
         slots = out.slot_mapping[group, :start]
         for token in range(start):
@@ -319,165 +307,139 @@ def check_step_at(
             for token in range(start):
                 slot = out.slot_mapping[group, token]
                 if slot < block_size or slot >= num_slots:
-                    return SLOTS, -1, token, group
+                    return Rule.SLOTS, -1, token, group
         for token in range(start, num_input_tokens):
             if out.slot_mapping[group, token] >= 0:
-                return PADDING_TOKENS, -1, token, group
+                return Rule.PADDING_TOKENS, -1, token, group
         table += (max_num_reqs + PADDING_ROWS) * width
-    if max_query_len != longest_query:
-        return MAX_QUERY_LEN, -1, -1, -1
-    if max_seq_len != longest_seq:
-        return MAX_SEQ_LEN, -1, -1, -1
+    if sizes.max_query_len != longest_query:
+        return Rule.MAX_QUERY_LEN, -1, -1, -1
+    if sizes.max_seq_len != longest_seq:
+        return Rule.MAX_SEQ_LEN, -1, -1, -1
     is_wrong = False
-    for index in range(num_logits - 1):
+    for index in range(sizes.num_logits - 1):
         is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]
-    if num_logits > 0:
+    if sizes.num_logits > 0:
         is_wrong |= out.logits_indices[0] < 0
-        is_wrong |= out.logits_indices[num_logits - 1] >= start
+        is_wrong |= out.logits_indices[sizes.num_logits - 1] >= start
     if is_wrong:
         previous = -1
-        for index in range(num_logits):
+        for index in range(sizes.num_logits):
             token = out.logits_indices[index]
             if token <= previous or token >= start:
-                return LOGITS, -1, token, -1
+                return Rule.LOGITS, -1, token, -1
             previous = token
     for req in range(num_reqs, out.seq_lens.shape[0]):
         end = out.query_start_loc[req + 1]
         computed = out.num_computed_tokens[req]
         if end < start or end > num_input_tokens or out.seq_lens[req] != end - start:
-            return PADDING_REQS, req, -1, -1
+            return Rule.PADDING_REQS, req, -1, -1
         if computed != 0 or end - start > t.token_ids.shape[1]:
-            return PADDING_REQS, req, -1, -1
+            return Rule.PADDING_REQS, req, -1, -1
         start = end
-    if in_full_graph and start != num_input_tokens:
-        return ENDS_AT_INPUT_TOKENS, -1, -1, -1
-    return HOLDS, -1, -1, -1
+    if step.in_full_graph and start != num_input_tokens:
+        return Rule.ENDS_AT_INPUT_TOKENS, -1, -1, -1
+    return Rule.HOLDS, -1, -1, -1
 
 
 @compiled
-def check_local_requests(
-    num_local_reqs,
-    total_num_scheduled_tokens,
-    num_input_tokens,
-    attention_chunk_size,
-    in_full_graph,
-    chunk_local_query_start_loc,  # [V + 1] int32
-    chunk_local_seq_lens,  # [V] int32
-    chunk_local_num_computed_tokens,  # [V] int32
+def check_local_requests_at(
+    arrays, num_local_reqs, attention_chunk_size, total_num_scheduled_tokens, in_full_graph
 ):
     """Do what `check_step_at` does for virtual requests (`vllm_npu_prep.prep.local_attention`)."""
-    if chunk_local_query_start_loc[0] != 0:
-        return LOCAL_QUERY_LENS, 0, -1, -1
+    out = arrays_of(arrays)
+    if out.chunk_local_query_start_loc[0] != 0:
+        return Rule.LOCAL_QUERY_LENS, 0, -1, -1
     end = 0
-    for req in range(chunk_local_seq_lens.shape[0]):
-        start, end = end, chunk_local_query_start_loc[req + 1]
+    for req in range(out.chunk_local_seq_lens.shape[0]):
+        start, end = end, out.chunk_local_query_start_loc[req + 1]
         pads = req >= num_local_reqs
-        if end < start or end > num_input_tokens or (end == start and not pads):
-            return LOCAL_QUERY_LENS, req, -1, -1
-        seq_len = chunk_local_num_computed_tokens[req] + end - start
-        if chunk_local_seq_lens[req] != seq_len or seq_len > attention_chunk_size:
-            return LOCAL_SEQ_LENS, req, -1, -1
+        if end < start or end > out.positions.shape[0] or (end == start and not pads):
+            return Rule.LOCAL_QUERY_LENS, req, -1, -1
+        seq_len = out.chunk_local_num_computed_tokens[req] + end - start
+        if out.chunk_local_seq_lens[req] != seq_len or seq_len > attention_chunk_size:
+            return Rule.LOCAL_SEQ_LENS, req, -1, -1
         if req == num_local_reqs - 1 and end != total_num_scheduled_tokens:
-            return LOCAL_ENDS_AT_TOKENS, req, -1, -1
-    if in_full_graph and end != num_input_tokens:
-        return LOCAL_ENDS_AT_INPUT_TOKENS, -1, -1, -1
-    return HOLDS, -1, -1, -1
+            return Rule.LOCAL_ENDS_AT_TOKENS, req, -1, -1
+    if in_full_graph and end != out.positions.shape[0]:
+        return Rule.LOCAL_ENDS_AT_INPUT_TOKENS, -1, -1, -1
+    return Rule.HOLDS, -1, -1, -1
 
 
 @compiled
-def check_states(
-    num_reqs,
-    num_decodes,
-    num_drafts,
-    kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`
-    slots,  # [num_reqs or more] int32: request row of each request
-    block_table_flat,  # [E] int32
-    groups,  # [num_state_groups] int32
-    first_entries,  # [num_state_groups] int64
-    widths,  # [num_state_groups] int32
-    block_sizes,  # [num_state_groups] int32
-    query_start_loc,  # [num_reqs + 1 or more] int32
-    seq_lens,  # [num_reqs or more] int32
-    num_computed_tokens,  # [num_reqs or more] int32
-    initial_state_indices,  # [num_state_groups, R] int32
-    state_indices,  # [num_state_groups, R] int32
-    token_state_indices,  # [num_state_groups, T] int32; no rows without speculation
-    num_accepted_tokens,  # [R] int32; empty without speculation
-    has_initial_state,  # [R] bool
-):
+def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_tokens):
     """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.states`).
 
     Blocks have to be the ones that the tables name for the last computed and the last scheduled
     token. No two requests write one state, and no request reads what another one writes in this
     step. With speculation, each token of a decode has a state, and no two tokens write one.
     """
+    t, out = tables_of(tables), arrays_of(arrays)
     for req in range(num_reqs):
-        if has_initial_state[req] != (num_computed_tokens[req] > 0):
-            return STATE_BEGINS, req, -1, -1
-    for req in range(num_reqs, has_initial_state.shape[0]):
-        if has_initial_state[req]:
-            return STATE_PADDING, req, -1, -1
-    speculates = num_accepted_tokens.shape[0] > 0
+        if out.has_initial_state[req] != (out.num_computed_tokens[req] > 0):
+            return Rule.STATE_BEGINS, req, -1, -1
+    for req in range(num_reqs, out.has_initial_state.shape[0]):
+        if out.has_initial_state[req]:
+            return Rule.STATE_PADDING, req, -1, -1
+    speculates = out.num_accepted_tokens.shape[0] > 0
     if speculates:
         for req in range(num_reqs):
-            kept = kept_tokens[req] if num_computed_tokens[req] > 0 else 1
-            if num_accepted_tokens[req] != kept:
-                return STATE_ACCEPTED, req, -1, -1
-        for req in range(num_reqs, num_accepted_tokens.shape[0]):
-            if num_accepted_tokens[req] != 1:
-                return STATE_PADDING, req, -1, -1
-    num_decode_tokens = query_start_loc[num_decodes] if speculates else 0
+            kept = kept_tokens[req] if out.num_computed_tokens[req] > 0 else 1
+            if out.num_accepted_tokens[req] != kept:
+                return Rule.STATE_ACCEPTED, req, -1, -1
+        for req in range(num_reqs, out.num_accepted_tokens.shape[0]):
+            if out.num_accepted_tokens[req] != 1:
+                return Rule.STATE_PADDING, req, -1, -1
+    num_decode_tokens = out.query_start_loc[num_decodes] if speculates else 0
     first_prefill = num_decodes if speculates else 0  # from here on a request has one state
     num_written = num_decode_tokens + num_reqs - first_prefill
     written = np.empty(num_written, np.int32)
     writers = np.empty(num_written, np.int32)
-    for index in range(groups.shape[0]):
-        group, size = groups[index], block_sizes[index]
-        read, count = initial_state_indices[index], 0
+    for index in range(t.state_groups.shape[0]):
+        group = t.state_groups[index]
+        size, first_entry = t.block_sizes[group], t.first_state_entries[index]
+        read, count = out.initial_state_indices[index], 0
         for req in range(num_reqs):
-            row = first_entries[index] + slots[req] * widths[index]
-            first = seq_lens[req] - 1
-            if speculates and req < first_prefill:
-                first = num_computed_tokens[req]
-            after = block_table_flat[row + state_column(first, 0, size, num_drafts)]
-            if state_indices[index, req] == 0 or state_indices[index, req] != after:
-                return STATE_BLOCKS, req, -1, group
-            tokens = query_start_loc[req + 1] - query_start_loc[req] if speculates else 1
+            row = first_entry + t.slots[req] * t.max_num_blocks[group]
+            first = first_kept(out.num_computed_tokens[req], out.seq_lens[req], req < first_prefill)
+            after = t.block_table_flat[row + state_column(first, 0, size, num_drafts)]
+            if out.state_indices[index, req] == 0 or out.state_indices[index, req] != after:
+                return Rule.STATE_BLOCKS, req, -1, group
+            tokens = out.query_start_loc[req + 1] - out.query_start_loc[req] if speculates else 1
             if req >= first_prefill:
                 tokens = 1
             for token in range(tokens):
                 block = after
                 if req < first_prefill:
-                    block = token_state_indices[index, query_start_loc[req] + token]
+                    block = out.token_state_indices[index, out.query_start_loc[req] + token]
                     place = row + state_column(first, token, size, num_drafts)
-                    if block == 0 or block != block_table_flat[place]:
-                        return STATE_BLOCKS, req, query_start_loc[req] + token, group
+                    if block == 0 or block != t.block_table_flat[place]:
+                        return Rule.STATE_BLOCKS, req, out.query_start_loc[req] + token, group
                 written[count], writers[count] = block, req
                 count += 1
-            if num_computed_tokens[req] == 0:
+            if out.num_computed_tokens[req] == 0:
                 continue
-            kept = num_accepted_tokens[req] if speculates else 1
-            start = num_computed_tokens[req] - kept
-            last = row + state_column(start, kept - 1, size, num_drafts)
-            if read[req] == 0 or read[req] != block_table_flat[last]:
-                return STATE_BLOCKS, req, -1, group
+            kept = out.num_accepted_tokens[req] if speculates else 1
+            last = row + read_column(out.num_computed_tokens[req], kept, size, num_drafts)
+            if read[req] == 0 or read[req] != t.block_table_flat[last]:
+                return Rule.STATE_BLOCKS, req, -1, group
         order = np.argsort(written)
         for place in range(1, num_written):
             if written[order[place]] == written[order[place - 1]]:
-                return STATE_SHARED, writers[order[place]], -1, group
+                return Rule.STATE_SHARED, writers[order[place]], -1, group
         for req in range(num_reqs):
-            if not has_initial_state[req]:
+            if not out.has_initial_state[req]:
                 continue
             place = np.searchsorted(written[order], read[req])
             if place < num_written:
                 writer = order[place]
                 if written[writer] == read[req] and writers[writer] != req:
-                    return STATE_SHARED, req, -1, group
-        for req in range(num_reqs, state_indices.shape[1]):
-            if state_indices[index, req] != 0 or read[req] != 0:
-                return STATE_PADDING, req, -1, group
+                    return Rule.STATE_SHARED, req, -1, group
+        for req in range(num_reqs, out.state_indices.shape[1]):
+            if out.state_indices[index, req] != 0 or read[req] != 0:
+                return Rule.STATE_PADDING, req, -1, group
         if speculates:
-            for token in range(num_decode_tokens, token_state_indices.shape[1]):
-                if token_state_indices[index, token] != 0:
-                    return STATE_PADDING, -1, token, group
-    return HOLDS, -1, -1, -1
+            for token in range(num_decode_tokens, out.token_state_indices.shape[1]):
+                if out.token_state_indices[index, token] != 0:
+                    return Rule.STATE_PADDING, -1, token, group
+    return Rule.HOLDS, -1, -1, -1

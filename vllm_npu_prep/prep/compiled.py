@@ -20,7 +20,16 @@ from numba.np.arrayobj import populate_array
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ArrayType, Level, PaddingRule
 
-SOURCES = ("arrays.py", "checks.py", "compiled.py", "state.py", "tables.py")
+SOURCES = (
+    "arrays.py",
+    "checks.py",
+    "compiled.py",
+    "latent.py",
+    "local_attention.py",
+    "state.py",
+    "states.py",
+    "tables.py",
+)
 """The files of this folder that change what functions in other files compile to."""
 
 

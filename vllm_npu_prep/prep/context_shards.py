@@ -43,6 +43,9 @@ class ContextShards:
                 "tokens: ranks count from 0, and a run has at least one token"
             )
 
+    def __bool__(self) -> bool:
+        return self.world_size > 1
+
     def owner(self, positions: T) -> T:
         """Return the rank that keeps the token at a position."""
         return positions // self.interleave_size % self.world_size
@@ -53,13 +56,9 @@ class ContextShards:
         return positions // (size * self.world_size) * size + positions % size
 
     def tokens_per_block(self, block_size: int) -> int:
+        """Return how many positions of a request a block of so many slots on each rank holds."""
         return block_size * self.world_size
 
 
-def tokens_per_block(shards: ContextShards | None, block_size: int) -> int:
-    """Return how many positions of a request one block stands for: its slots on all ranks.
-
-    ``block_size`` counts the slots of one rank. ``shards`` is None without decode context
-    parallelism.
-    """
-    return block_size if shards is None else shards.tokens_per_block(block_size)
+WHOLE_CONTEXTS = ContextShards(1, 0)
+"""One rank keeps all tokens: there is no decode context parallelism. It is false."""

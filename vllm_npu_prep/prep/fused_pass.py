@@ -7,16 +7,16 @@ The wide tables are read in loops of their own: a short loop lets the processor 
 many requests at once. One loop over everything took twice the time.
 """
 
-from collections import namedtuple
-
 from vllm_npu_prep.prep.arrays import (
     NO_PREVIOUS_ROW,
     NULL_BLOCK_ID,
     PAD_SLOT_ID,
     PADDING_ROWS,
 )
-from vllm_npu_prep.prep.checks import NOT_CHECKED, check_step_at
+from vllm_npu_prep.prep.checks import Rule, StepInputs, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
+from vllm_npu_prep.prep.latent import plan_contexts
+from vllm_npu_prep.prep.local_attention import split_at_chunks
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
     SOME_DRAFTS,
@@ -24,20 +24,8 @@ from vllm_npu_prep.prep.state import (
     SOME_PAST_PROMPT,
     SOME_SEVERAL_TOKENS,
 )
+from vllm_npu_prep.prep.states import find_recurrent_states
 from vllm_npu_prep.prep.tables import tables_of
-
-StepInputs = namedtuple(
-    "StepInputs",
-    [
-        "num_scheduled_tokens",  # [num_reqs] int32
-        "num_draft_tokens",  # [num_reqs or more] int32
-        "previous_rows",  # [num_reqs or more] int64
-        "num_sampled_rows",
-        "num_sampled_drafts",  # of each row
-        "decode_query_len",
-    ],
-)
-"""The inputs of a step apart from the tables: see `vllm_npu_prep.prep.batch.StepBatch`."""
 
 
 @compiled
@@ -64,28 +52,41 @@ def fill_step_at(
         previous_rows,
         num_sampled_rows,
         num_sampled_drafts,
+        total_num_scheduled_tokens,
         decode_query_len,
+        in_full_graph,
     )
     max_query_len, max_seq_len, num_logits, flags, num_block_changes = fill_step(
         tables_of(tables), step, arrays_of(arrays)
     )
-    rule = NOT_CHECKED
+    rule = Rule.NOT_CHECKED
     if limits.shape[0] > 0:
-        rule = check_step_at(
-            tables,
-            arrays,
-            limits,
-            num_scheduled_tokens,
-            num_draft_tokens,
-            previous_rows,
-            num_sampled_rows,
-            total_num_scheduled_tokens,
-            max_query_len,
-            max_seq_len,
-            num_logits,
-            in_full_graph,
-        )[0]
-    return max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule
+        sizes = StepSizes(max_query_len, max_seq_len, num_logits)
+        rule = check_step_at(tables, arrays, limits, step, sizes)[0]
+    return max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule.value
+
+
+@compiled
+def split_at_chunks_at(tables, arrays, num_reqs, attention_chunk_size, decode_query_len):
+    """Write the virtual requests of a step by address (`prep.local_attention`)."""
+    t, out = tables_of(tables), arrays_of(arrays)
+    return split_at_chunks(t, out, num_reqs, attention_chunk_size, decode_query_len)
+
+
+@compiled
+def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block_size):
+    """Write the split of latent attention by address (`prep.latent`)."""
+    out = arrays_of(arrays)
+    return plan_contexts(out, num_reqs, decode_threshold, workspace_tokens, block_size)
+
+
+@compiled
+def find_states_at(
+    tables, arrays, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens
+):
+    """Write where recurrent states are by address (`prep.states`)."""
+    t, out, sizes = tables_of(tables), arrays_of(arrays), (decode_threshold, num_drafts)
+    return find_recurrent_states(t, out, num_reqs, *sizes, num_draft_tokens, kept_tokens)
 
 
 @inlined

@@ -13,9 +13,10 @@ The split and the plan are those of vLLM's ``split_decodes_and_prefills`` and
 (`LatentSplit.max_pieces`), and so do the offsets of their arrays.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 
-from vllm_npu_prep.prep.compiled import compiled
+from vllm_npu_prep.prep.compiled import compiled, inlined
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LatentSplit:
     block_size
         The tokens of a block of the cache: a context is cut between blocks only.
     max_model_len
-        The most tokens of a request.
+        The most tokens of a request; 0 in `NO_LATENT_SPLIT`.
     """
 
     decode_threshold: int
@@ -48,14 +49,23 @@ class LatentSplit:
                 f"of {self.block_size}"
             )
 
+    def __bool__(self) -> bool:
+        return self.max_model_len > 0
+
     def max_pieces(self, num_input_tokens: int, num_reqs_padded: int) -> int:
         """Return the most context pieces of a step of these sizes.
 
         A request's first piece fills what is left of a chunk; each further piece is a whole chunk,
         or the rest of the context.
         """
+        if not self:
+            return 0
         pieces_of_one = 1 + -(-self.max_model_len // self.workspace_tokens)
         return min(num_input_tokens, num_reqs_padded) * pieces_of_one
+
+
+NO_LATENT_SPLIT = LatentSplit(1, 1, 1, 0)
+"""The split of an engine without latent attention, which is false."""
 
 
 @dataclass(frozen=True)
@@ -72,28 +82,56 @@ class LatentStep:
         The number of pieces of contexts, and of the context chunks that they make up.
     """
 
-    num_decodes: int
-    num_decode_tokens: int
-    num_prefills: int
-    num_pieces: int
-    num_chunks: int
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    num_prefills: int = 0
+    num_pieces: int = 0
+    num_chunks: int = 0
+
+
+NO_LATENT_STEP = LatentStep()
+
+
+SplitArrays = namedtuple(
+    "SplitArrays",
+    [
+        "query_start_loc",  # [num_reqs + 1 or more] int32
+        "num_computed_tokens",  # [num_reqs or more] int32
+        "prefill_query_start_loc",  # [num_reqs + 1 or more] int32, written
+        # Pieces of contexts, [`LatentSplit.max_pieces`] int32 each, written
+        "context_piece_reqs",
+        "context_piece_starts",
+        "context_piece_lens",
+        "context_piece_chunks",
+    ],
+)
+"""The arrays of a step that the split reads and writes, for a step that has no others."""
 
 
 @compiled
-def split_prefills(
-    num_reqs,
-    decode_threshold,
-    workspace_tokens,
-    block_size,
-    query_start_loc,  # [num_reqs + 1 or more] int32
-    num_computed_tokens,  # [num_reqs or more] int32
-    # Outputs; Q = requests after padding, C = `LatentSplit.max_pieces`
-    prefill_query_start_loc,  # [Q + 1] int32
-    context_piece_reqs,  # [C] int32
-    context_piece_starts,  # [C] int32
-    context_piece_lens,  # [C] int32
-    context_piece_chunks,  # [C] int32
-):
+def split_prefills(step, num_reqs, decode_threshold, workspace_tokens, block_size):
+    """Call `plan_contexts` for a `SplitArrays`."""
+    return plan_contexts(step, num_reqs, decode_threshold, workspace_tokens, block_size)
+
+
+@inlined
+def split_decodes(step, num_reqs, decode_threshold):
+    """Return the number of leading requests that are decodes, and write where prefills begin."""
+    num_decodes = 0
+    while num_decodes < num_reqs:
+        query_len = step.query_start_loc[num_decodes + 1] - step.query_start_loc[num_decodes]
+        if query_len > decode_threshold:
+            break
+        num_decodes += 1
+    num_decode_tokens = step.query_start_loc[num_decodes]
+    for req in range(num_decodes, num_reqs + 1):
+        start = step.query_start_loc[req] - num_decode_tokens
+        step.prefill_query_start_loc[req - num_decodes] = start
+    return num_decodes
+
+
+@inlined
+def plan_contexts(step, num_reqs, decode_threshold, workspace_tokens, block_size):
     """Find where prefills begin, and plan the chunks in which their contexts are read.
 
     Requests that follow each other share a chunk. If a request doesn't fit into the rest of a
@@ -111,22 +149,14 @@ def split_prefills(
         If there are more pieces than the layout has room for. Nothing is written past an end
         before.
     """
-    num_decodes = 0
-    while num_decodes < num_reqs:
-        query_len = query_start_loc[num_decodes + 1] - query_start_loc[num_decodes]
-        if query_len > decode_threshold:
-            break
-        num_decodes += 1
-    num_decode_tokens = query_start_loc[num_decodes]
-    for req in range(num_decodes, num_reqs + 1):
-        prefill_query_start_loc[req - num_decodes] = query_start_loc[req] - num_decode_tokens
-
+    num_decodes = split_decodes(step, num_reqs, decode_threshold)
+    num_decode_tokens = step.query_start_loc[num_decodes]
     num_pieces = 0
     num_chunks = 0
     is_open = False  # whether the last chunk takes more pieces
     rows = 0  # of that chunk
     for req in range(num_decodes, num_reqs):
-        context_len = num_computed_tokens[req]
+        context_len = step.num_computed_tokens[req]
         if context_len == 0:
             is_open = False
         start = 0
@@ -138,16 +168,16 @@ def split_prefills(
             if length == 0:  # not one block: a new chunk, which has room
                 is_open = False
                 continue
-            if num_pieces == context_piece_reqs.shape[0]:
+            if num_pieces == step.context_piece_reqs.shape[0]:
                 raise ValueError("more pieces of contexts than the layout has room for")
             if not is_open:
                 is_open = True
                 num_chunks += 1
                 rows = 0
-            context_piece_reqs[num_pieces] = req
-            context_piece_starts[num_pieces] = start
-            context_piece_lens[num_pieces] = length
-            context_piece_chunks[num_pieces] = num_chunks - 1
+            step.context_piece_reqs[num_pieces] = req
+            step.context_piece_starts[num_pieces] = start
+            step.context_piece_lens[num_pieces] = length
+            step.context_piece_chunks[num_pieces] = num_chunks - 1
             num_pieces += 1
             rows += length
             start += length

@@ -2,16 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS, STEP_ARRAYS, Arrays
 from vllm_npu_prep.prep.compiled import STEP
-from vllm_npu_prep.prep.context_shards import ContextShards
-from vllm_npu_prep.prep.latent import LatentSplit
-from vllm_npu_prep.prep.local_attention import LocalGroups, max_local_reqs
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 
 ALIGNMENT = 64
 """The alignment of every array of a layout in bytes: a cache line, and a multiple of the 32 bytes
@@ -46,7 +43,7 @@ class ArraySpec:
 
 @dataclass(frozen=True, eq=False)
 class StepLayout:
-    """The offsets of the per-step arrays, a function of the padded sizes only.
+    """The offsets of the per-step arrays, a function of the engine and the padded sizes only.
 
     In two steps of the same padded size every array has the same address. Captured graphs rely on
     this.
@@ -57,24 +54,8 @@ class StepLayout:
         The number of tokens after padding.
     num_reqs_padded
         The number of requests after padding.
-    num_groups
-        The number of KV-cache groups, each of which has its own slots.
-    max_logits
-        The most tokens whose logits are wanted.
-    max_drafts
-        The most draft tokens; 0 in an engine without speculation.
-    mrope_dims
-        The dimensions of M-RoPE positions; 0 for a model without them.
-    local
-        The groups with chunked local attention; None in an engine without any.
-    latent
-        How steps are split for latent attention; None in an engine without it.
-    states
-        The groups that hold recurrent states; None in an engine without any.
-    has_slots
-        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
-    dcp
-        The part of each context that this rank keeps; None without decode context parallelism.
+    shape
+        The engine's.
 
     Notes
     -----
@@ -96,59 +77,47 @@ class StepLayout:
 
     num_input_tokens: int
     num_reqs_padded: int
-    num_groups: int
-    max_logits: int
-    max_drafts: int = 0
-    mrope_dims: int = 0
-    local: LocalGroups | None = None
-    latent: LatentSplit | None = None
-    states: StateGroups | None = None
-    has_slots: bool = False
-    dcp: ContextShards | None = None
+    shape: EngineShape = PLAIN_SHAPE
 
-    @property
-    def local_sizes(self) -> tuple[int, int]:
-        """The most virtual requests (`prep.local_attention`), and how many groups see them.
+    @cached_property
+    def max_logits(self) -> int:
+        """The most tokens whose logits are wanted: each of them is a token of the step."""
+        return min(self.num_input_tokens, self.num_reqs_padded * self.shape.max_logits_per_req)
 
-        Both are 0 in an engine without chunked local attention.
-        """
-        if self.local is None:
-            return 0, 0
-        sizes = self.num_input_tokens, self.num_reqs_padded, self.local.attention_chunk_size
-        return max_local_reqs(*sizes), len(self.local.groups)
+    @cached_property
+    def max_drafts(self) -> int:
+        """The most draft tokens; 0 in an engine without speculation."""
+        max_drafts_per_req = self.shape.max_logits_per_req - 1
+        return min(self.num_input_tokens, self.num_reqs_padded * max_drafts_per_req)
 
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dimension that `vllm_npu_prep.prep.arrays` names."""
-        num_reqs = self.num_reqs_padded
-        num_local, num_local_groups = self.local_sizes
-        num_pieces, latent = 0, self.latent
-        if latent is not None:
-            num_pieces = latent.max_pieces(self.num_input_tokens, num_reqs)
-        num_states = 0 if self.states is None else num_reqs
-        has_drafts = self.states is not None and self.states.num_drafts > 0
-        num_halved = num_reqs if latent is not None else num_states
+        shape, num_reqs = self.shape, self.num_reqs_padded
+        states, sizes = shape.states, (self.num_input_tokens, num_reqs)
+        num_local, num_state_groups = shape.local.max_reqs(*sizes), len(states.groups)
+        num_halved = num_reqs if shape.latent or states else 0
         return {
-            "T": self.num_input_tokens,
-            "R": num_reqs,
-            "R + 1": num_reqs + 1,
-            "G": self.num_groups,
-            "P": self.mrope_dims,
-            "K": self.max_logits,
-            "D": self.max_drafts,
-            "S": num_reqs if self.max_drafts else 0,
-            "V": num_local,
-            "V + 1": num_local + 1 if num_local else 0,
-            "L": num_local_groups,
-            "N": 0 if self.states is None else len(self.states.groups),
-            "Z": num_states,
-            "H": len(self.states.groups) if self.states is not None and has_drafts else 0,
-            "A": num_reqs if has_drafts else 0,
-            "Q": num_halved,
-            "Q + 1": num_halved + 1 if num_halved else 0,
-            "C": num_pieces,
-            "W": num_reqs if self.has_slots else 0,
-            "X": 0 if self.dcp is None else num_reqs,
+            "tokens": self.num_input_tokens,
+            "reqs": num_reqs,
+            "reqs + 1": num_reqs + 1,
+            "groups": shape.num_groups,
+            "mrope_dims": shape.mrope_dims,
+            "logits": self.max_logits,
+            "drafts": self.max_drafts,
+            "drafting_reqs": num_reqs if self.max_drafts else 0,
+            "local_reqs": num_local,
+            "local_reqs + 1": num_local + 1 if num_local else 0,
+            "local_groups": len(shape.local.groups),
+            "state_groups": num_state_groups,
+            "state_reqs": num_reqs if states else 0,
+            "token_state_groups": num_state_groups if states.num_drafts else 0,
+            "counted_reqs": num_reqs if states.num_drafts else 0,
+            "split_reqs": num_halved,
+            "split_reqs + 1": num_halved + 1 if num_halved else 0,
+            "context_pieces": shape.latent.max_pieces(*sizes),
+            "row_reqs": num_reqs if shape.has_request_rows else 0,
+            "sharded_reqs": num_reqs if shape.dcp else 0,
         }
 
     @cached_property
@@ -255,61 +224,19 @@ class StepArrays(Arrays[np.ndarray]):
         )
 
 
-@lru_cache(maxsize=1024)
-def step_layout(
-    num_input_tokens: int,
-    num_reqs_padded: int,
-    num_groups: int,
-    max_logits_per_req: int = 1,
-    mrope_dims: int = 0,
-    local: LocalGroups | None = None,
-    latent: LatentSplit | None = None,
-    states: StateGroups | None = None,
-    has_slots: bool = False,
-    dcp: ContextShards | None = None,
-) -> StepLayout:
-    """Return the layout of these sizes from a cache, so that its offsets are computed once.
-
-    Parameters
-    ----------
-    num_input_tokens, num_reqs_padded, num_groups, mrope_dims, local, latent, states, has_slots, dcp
-        See `StepLayout`.
-    max_logits_per_req
-        The most rows of logits of one request: one for each draft, and one after them.
-    """
-    # Each row of logits belongs to a token of the step, so there are never more rows than tokens.
-    max_logits = min(num_input_tokens, num_reqs_padded * max_logits_per_req)
-    max_drafts = min(num_input_tokens, num_reqs_padded * (max_logits_per_req - 1))
-    sizes = num_input_tokens, num_reqs_padded, num_groups, max_logits, max_drafts, mrope_dims
-    return StepLayout(*sizes, local, latent, states, has_slots, dcp)
-
-
 def targets_per_row(num_drafts: int) -> int:
     """Return the targets of one row of samples: its next token and, twice, its drafts."""
     return 1 + 2 * num_drafts
 
 
 def largest_step(
-    max_num_tokens: int,
-    max_num_reqs: int,
-    num_groups: int,
-    max_logits_per_req: int,
-    num_block_table_entries: int,
-    mrope_dims: int = 0,
-    local: LocalGroups | None = None,
-    latent: LatentSplit | None = None,
-    states: StateGroups | None = None,
-    has_slots: bool = False,
-    dcp: ContextShards | None = None,
+    shape: EngineShape, max_num_tokens: int, max_num_reqs: int, num_block_table_entries: int
 ) -> int:
     """Return the bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
     A mixed batch in a full graph has one row more than requests. The first step after a dummy run
     changes every entry of the block tables.
     """
-    num_rows = max_num_reqs + PADDING_ROWS
-    sizes = max_num_tokens, num_rows, num_groups, max_logits_per_req, mrope_dims
-    layout = step_layout(*sizes, local, latent, states, has_slots, dcp)
-    num_targets = max_num_reqs * targets_per_row(max_logits_per_req - 1)
-    nbytes = layout.nbytes(num_targets, num_block_table_entries)
-    return _aligned(nbytes)
+    layout = StepLayout(max_num_tokens, max_num_reqs + PADDING_ROWS, shape)
+    num_targets = max_num_reqs * targets_per_row(shape.max_logits_per_req - 1)
+    return _aligned(layout.nbytes(num_targets, num_block_table_entries))

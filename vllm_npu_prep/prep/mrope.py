@@ -15,7 +15,7 @@ from vllm_npu_prep.prep.arrays import Arrays
 from vllm_npu_prep.prep.compiled import compiled, pointer
 
 
-@dataclass
+@dataclass(eq=False)
 class MropeTables:
     """The addresses of the positions of each request's prompt, by row of the batch.
 
@@ -36,6 +36,9 @@ class MropeTables:
             (3, self.max_num_reqs), np.int64
         )
         self.prompts = []
+
+    def __bool__(self) -> bool:
+        return self.num_dims > 0
 
     def set_rows(self, requests: Sequence[tuple[np.ndarray | None, int]]) -> None:
         """Set the requests of the batch, and keep the memory of their positions alive.
@@ -66,6 +69,10 @@ class MropeTables:
             num_reqs,
             arrays.mrope_positions,
         )
+
+
+NO_MROPE = MropeTables(0, 0)
+"""The tables of a model without M-RoPE, which are false."""
 
 
 @compiled

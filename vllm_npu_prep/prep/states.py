@@ -28,11 +28,12 @@ is copied after a step, when nobody knows yet which tokens were accepted.
 from dataclasses import dataclass
 
 from vllm_npu_prep.prep.arrays import NULL_BLOCK_ID, PAD_SLOT_ID
-from vllm_npu_prep.prep.compiled import compiled
+from vllm_npu_prep.prep.compiled import compiled, inlined
+from vllm_npu_prep.prep.latent import split_decodes
 
 
 @dataclass(frozen=True)
-class StateGroups:
+class RecurrentGroups:
     """The KV-cache groups of an engine that hold recurrent states.
 
     Attributes
@@ -51,8 +52,6 @@ class StateGroups:
     num_drafts: int = 0
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ValueError("no groups: an engine without states has no StateGroups")
         if self.decode_threshold < 1:
             raise ValueError(f"decodes of {self.decode_threshold} tokens: there is at least one")
         if self.num_drafts and self.decode_threshold != 1 + self.num_drafts:
@@ -61,9 +60,16 @@ class StateGroups:
                 f"drafts {self.num_drafts}"
             )
 
+    def __bool__(self) -> bool:
+        return len(self.groups) > 0
+
+
+NO_RECURRENT_GROUPS = RecurrentGroups(())
+"""The groups of an engine without recurrent states, which are false."""
+
 
 @dataclass(frozen=True)
-class StateStep:
+class RecurrentStep:
     """How a step is split for layers with recurrent states, without padding.
 
     Attributes
@@ -74,21 +80,22 @@ class StateStep:
         The number of requests after them.
     """
 
-    num_decodes: int
-    num_decode_tokens: int
-    num_prefills: int
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    num_prefills: int = 0
+
+
+NO_RECURRENT_STEP = RecurrentStep()
 
 
 @compiled
 def state_column(start, token, block_size, num_drafts):
     """Return the column of a row in whose block the state after a token of a decode is.
 
-    A prefill keeps the state of its last token only, like a decode that begins with this token.
-
     Parameters
     ----------
     start
-        The position of the decode's first token.
+        The position of the decode's first token (`first_kept`).
     token
         The index of the token in the decode, from 0.
     block_size
@@ -107,31 +114,40 @@ def state_column(start, token, block_size, num_drafts):
 
 
 @compiled
-def find_states(
-    num_reqs,
-    decode_threshold,
-    num_drafts,  # the most drafts of a request, each of which has a state
-    query_start_loc,  # [num_reqs + 1 or more] int32
-    seq_lens,  # [num_reqs or more] int32
-    num_computed_tokens,  # [num_reqs or more] int32
-    num_draft_tokens,  # [num_reqs or more] int32
-    kept_tokens,  # [num_reqs or more] int32: `StepBatch.num_accepted_tokens`; read with drafts only
-    slots,  # [num_reqs or more] int32: request row of each request
-    block_table_flat,  # [E] int32, the groups' tables one after the other
-    # For each group with recurrent states:
-    groups,  # [num_state_groups] int32, among all groups
-    first_entries,  # [num_state_groups] int64, of its block table
-    widths,  # [num_state_groups] int32, columns of its block table
-    block_sizes,  # [num_state_groups] int32, tokens of a request that share a state
-    # Outputs; N = groups with recurrent states, Z and Q = requests after padding, T = tokens after
-    # padding; H and A are N and Z, or 0 without speculation
-    token_state_indices,  # [H, T] int32
-    slot_mapping,  # [num_groups, T] int32
-    initial_state_indices,  # [N, Z] int32
-    state_indices,  # [N, Z] int32
-    has_initial_state,  # [Z] bool
-    num_accepted_tokens,  # [A] int32
-    prefill_query_start_loc,  # [Q + 1] int32
+def first_kept(num_computed, seq_len, keeps_each):
+    """Return the position of a request's first token after which it keeps its state.
+
+    A prefill keeps the state of its last token only, like a decode that begins with this token.
+
+    Parameters
+    ----------
+    num_computed, seq_len
+        The number of the request's tokens before and after the step.
+    keeps_each
+        Whether the state after each token is kept: with speculation, that of a decode.
+    """
+    return num_computed if keeps_each else seq_len - 1
+
+
+@compiled
+def read_column(num_computed, kept, block_size, num_drafts):
+    """Return the column of the state that a request reads: that after its last token that counts.
+
+    Parameters
+    ----------
+    num_computed
+        The number of the request's computed tokens, at least 1.
+    kept
+        How many tokens of its last step count, at least 1; 1 without speculation.
+    block_size, num_drafts
+        See `state_column`.
+    """
+    return state_column(num_computed - kept, kept - 1, block_size, num_drafts)
+
+
+@inlined
+def find_recurrent_states(
+    t, out, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens
 ):
     """Find the recurrent state of each request, and where prefills begin.
 
@@ -139,10 +155,21 @@ def find_states(
     the prefix cache keeps a state for every `block_sizes` tokens. Then a request that enters a
     block reads its state from the block before, and leaves it there for others.
 
+    Parameters
+    ----------
+    t, out
+        The runner's tables and the step's arrays, as `prep.fused_pass.fill_step` has them; what
+        `fill_step` writes is read, and the arrays of recurrent states are written.
+    num_reqs, decode_threshold, num_drafts
+        The number of requests, and the sizes of `RecurrentGroups`.
+    num_draft_tokens, kept_tokens
+        int32 ``[num_reqs or more]``; `kept_tokens` is `StepBatch.num_accepted_tokens`, which is
+        read with drafts only.
+
     Returns
     -------
     tuple of int
-        The sizes of `StateStep`.
+        The sizes of `RecurrentStep`.
 
     Raises
     ------
@@ -150,56 +177,50 @@ def find_states(
         If a request is longer than its row of a block table, has accepted more tokens than a step
         can have, or has drafts and is no decode; or if a decode can be longer than a block.
     """
-    num_decodes = 0
-    while num_decodes < num_reqs:
-        query_len = query_start_loc[num_decodes + 1] - query_start_loc[num_decodes]
-        if query_len > decode_threshold:
-            break
-        num_decodes += 1
-    num_decode_tokens = query_start_loc[num_decodes]
-    for req in range(num_decodes, num_reqs + 1):
-        prefill_query_start_loc[req - num_decodes] = query_start_loc[req] - num_decode_tokens
+    num_decodes = split_decodes(out, num_reqs, decode_threshold)
+    num_decode_tokens = out.query_start_loc[num_decodes]
     for req in range(num_reqs):
-        has_initial_state[req] = num_computed_tokens[req] > 0
+        out.has_initial_state[req] = out.num_computed_tokens[req] > 0
     if num_drafts > 0:
         for req in range(num_reqs):
-            kept = kept_tokens[req] if num_computed_tokens[req] > 0 else 1
-            if kept < 1 or kept > 1 + num_drafts or kept > max(num_computed_tokens[req], 1):
+            kept = kept_tokens[req] if out.num_computed_tokens[req] > 0 else 1
+            if kept < 1 or kept > 1 + num_drafts or kept > max(out.num_computed_tokens[req], 1):
                 raise ValueError("more accepted tokens than a step has, or none")
-            num_accepted_tokens[req] = kept
+            out.num_accepted_tokens[req] = kept
             if num_draft_tokens[req] > 0 and req >= num_decodes:
                 raise ValueError("drafts of a request after the decodes, which keeps one state")
-    for index in range(groups.shape[0]):
-        size = block_sizes[index]
+    for index in range(t.state_groups.shape[0]):
+        group = t.state_groups[index]
+        size, width = t.block_sizes[group], t.max_num_blocks[group]
         if size <= num_drafts:
             raise ValueError("a block of states is shorter than a decode")
         for req in range(num_reqs):
-            row = first_entries[index] + slots[req] * widths[index]
-            start, end = query_start_loc[req], query_start_loc[req + 1]
+            row = t.first_state_entries[index] + t.slots[req] * width
+            start, end = out.query_start_loc[req], out.query_start_loc[req + 1]
             speculates = num_drafts > 0 and req < num_decodes
             states = end - start if speculates else 1
-            first = num_computed_tokens[req] if speculates else seq_lens[req] - 1
-            if first // size + states > widths[index]:
+            first = first_kept(out.num_computed_tokens[req], out.seq_lens[req], speculates)
+            if first // size + states > width:
                 raise ValueError("a sequence is longer than its row of the block table")
             column = state_column(first, 0, size, num_drafts)
-            if column >= widths[index]:
+            if column >= width:
                 raise ValueError("a state is past its row of the block table")
-            state_indices[index, req] = block_table_flat[row + column]
+            out.state_indices[index, req] = t.block_table_flat[row + column]
             if num_drafts > 0:
                 for token in range(start, end):
                     block = NULL_BLOCK_ID
                     if speculates:
                         column = state_column(first, token - start, size, num_drafts)
-                        block = block_table_flat[row + column]
-                    token_state_indices[index, token] = block
-            initial_state_indices[index, req] = NULL_BLOCK_ID
-            if num_computed_tokens[req] > 0:
-                kept = num_accepted_tokens[req] if num_drafts > 0 else 1
-                column = state_column(num_computed_tokens[req] - kept, kept - 1, size, num_drafts)
-                if column >= widths[index]:
+                        block = t.block_table_flat[row + column]
+                    out.token_state_indices[index, token] = block
+            out.initial_state_indices[index, req] = NULL_BLOCK_ID
+            if out.num_computed_tokens[req] > 0:
+                kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1
+                column = read_column(out.num_computed_tokens[req], kept, size, num_drafts)
+                if column >= width:
                     raise ValueError("a state is past its row of the block table")
-                initial_state_indices[index, req] = block_table_flat[row + column]
-        none = slot_mapping[groups[index]]
+                out.initial_state_indices[index, req] = t.block_table_flat[row + column]
+        none = out.slot_mapping[group]
         for token in range(none.shape[0]):
             none[token] = PAD_SLOT_ID
     return num_decodes, num_decode_tokens, num_reqs - num_decodes

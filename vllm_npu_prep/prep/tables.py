@@ -10,11 +10,8 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import PADDING_ROWS, ArrayType
 from vllm_npu_prep.prep.compiled import ArrayTuple
-from vllm_npu_prep.prep.context_shards import ContextShards, tokens_per_block
-from vllm_npu_prep.prep.latent import LatentSplit
-from vllm_npu_prep.prep.local_attention import LocalGroups
-from vllm_npu_prep.prep.mrope import MropeTables
-from vllm_npu_prep.prep.states import StateGroups
+from vllm_npu_prep.prep.mrope import NO_MROPE, MropeTables
+from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 
 
 @dataclass(frozen=True)
@@ -29,59 +26,73 @@ class BatchTables:
     the device's block tables, which are in the order of the batch for both runners. Rows without a
     request are undefined.
 
-    In the shapes ``M`` is ``max_num_reqs``, ``C`` is ``max_model_len``, ``G`` is the number of
-    KV-cache groups, and ``E`` is the sum over the groups of ``(M + PADDING_ROWS) *
-    max_num_blocks``.
+    In the shapes ``rows`` is ``max_num_reqs``, and ``entries`` is the sum over the groups of
+    ``(rows + PADDING_ROWS) * max_num_blocks``.
     """
 
-    num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
-    num_prompt_tokens: Annotated[np.ndarray, ArrayType(np.int32, "M")]
+    num_computed_tokens: Annotated[np.ndarray, ArrayType(np.int32, "rows")]
+    num_prompt_tokens: Annotated[np.ndarray, ArrayType(np.int32, "rows")]
     num_tokens: Annotated[
-        np.ndarray, ArrayType(np.int32, "M")
+        np.ndarray, ArrayType(np.int32, "rows")
     ]  # tokens known of each request, drafts excluded
-    token_ids: Annotated[np.ndarray, ArrayType(np.int32, "M, C")]
+    token_ids: Annotated[np.ndarray, ArrayType(np.int32, "rows, max_model_len")]
     block_table_flat: Annotated[
-        np.ndarray, ArrayType(np.int32, "E")
+        np.ndarray, ArrayType(np.int32, "entries")
     ]  # the groups' tables one after the other
-    max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # width of each group's table
-    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "G")]  # slots of a block
-    num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]  # entries that a request owns
+    # The width of each group's table, the slots of a block, and the entries that a request owns
+    max_num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups")]
+    block_sizes: Annotated[np.ndarray, ArrayType(np.int32, "groups")]
+    num_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
     # What the device has of each row: the number of leading entries that are the same there, and
     # of leading entries that may differ from the null block there. `prepare_step` and code that
     # replaces a row keep both up to date.
-    num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
-    num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "G, M")]
+    num_synced_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
+    num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
     # Request row of each request of the batch, in all tables but the last two. Entries past the
     # batch are left from earlier batches. By default rows count up.
-    slots: Annotated[np.ndarray, ArrayType(np.int32, "M")] = None  # type: ignore[assignment]
-    # What compiled code reads of `dcp`: world size, rank and interleave size; 1, 0, 1 without it
+    slots: Annotated[np.ndarray, ArrayType(np.int32, "rows")] = None  # type: ignore[assignment]
+    # What compiled code reads of `shape.dcp`: world size, rank and interleave size
     shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
+    # Of each group of `shape.local`, in rows of one chunk: the first one of its block table, and
+    # how many of them a request has
+    first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
+    chunks_per_req: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
+    # The groups of `shape.states`, and the first entries of their block tables
+    state_groups: Annotated[np.ndarray, ArrayType(np.int32, "state_groups")] = field(init=False)
+    first_state_entries: Annotated[np.ndarray, ArrayType(np.int64, "state_groups")] = field(
+        init=False
+    )
+    shape: EngineShape = PLAIN_SHAPE
     chunked_prefill: bool = True
-    mrope: MropeTables | None = None  # of a model with M-RoPE
-    local: LocalGroups | None = None  # groups with chunked local attention
-    latent: LatentSplit | None = None  # how steps are split for latent attention
-    states: StateGroups | None = None  # groups that hold recurrent states
-    dcp: ContextShards | None = None  # the part of each context that this rank keeps
+    mrope: MropeTables = NO_MROPE
 
     def __post_init__(self) -> None:
         if self.slots is None:
             object.__setattr__(self, "slots", np.arange(len(self.token_ids), dtype=np.int32))
-        numbers = (1, 0, 1)
-        if self.dcp is not None:
-            numbers = self.dcp.world_size, self.dcp.rank, self.dcp.interleave_size
-            if (self.block_sizes % self.dcp.interleave_size).any():
-                raise ValueError("blocks are not whole runs of neighbouring tokens on one rank")
-        object.__setattr__(self, "shards", np.array(numbers, np.int32))
+        dcp, local, states = self.shape.dcp, self.shape.local, self.shape.states
+        num_entries = self.max_num_blocks * np.int64(len(self.token_ids) + PADDING_ROWS)
+        firsts = np.cumsum(num_entries) - num_entries
+        local_groups, state_groups = (np.array(each.groups, np.int32) for each in (local, states))
+        derived = {
+            "shards": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
+            "first_local_rows": (firsts[local_groups] // local.blocks_per_chunk).astype(np.int32),
+            "chunks_per_req": self.max_num_blocks[local_groups] // np.int32(local.blocks_per_chunk),
+            "state_groups": state_groups,
+            "first_state_entries": firsts[state_groups],
+        }
+        for name, array in derived.items():
+            object.__setattr__(self, name, array)
         for name in TABLES:
             array = getattr(self, name)
             if array.dtype != TABLES[name].dtype or not array.flags.c_contiguous:
-                raise TypeError(f"{name} is {array.dtype}, not contiguous int32")
-        if self.local is not None and (self.max_num_blocks % self.local.blocks_per_chunk).any():
+                raise TypeError(f"{name} is {array.dtype}, not contiguous {TABLES[name].dtype}")
+        given = len(self.block_sizes), self.mrope.num_dims
+        if given != (self.shape.num_groups, self.shape.mrope_dims):
+            raise ValueError(f"{given[0]} groups and {given[1]} M-RoPE dimensions: {self.shape}")
+        if (self.block_sizes % dcp.interleave_size).any():
+            raise ValueError("blocks are not whole runs of neighbouring tokens on one rank")
+        if (self.max_num_blocks % local.blocks_per_chunk).any():
             raise ValueError("rows of block tables are not whole chunks")
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.block_sizes)
 
     @property
     def max_model_len(self) -> int:
@@ -89,10 +100,10 @@ class BatchTables:
 
     def tokens_per_block(self, group: int) -> int:
         """Return how many positions of a request one block of a group stands for."""
-        return tokens_per_block(self.dcp, int(self.block_sizes[group]))
+        return self.shape.dcp.tokens_per_block(int(self.block_sizes[group]))
 
     def block_table(self, group: int) -> np.ndarray:
-        """Return a view of a group's block table, int32 ``[M, max_num_blocks]``."""
+        """Return a view of a group's block table, int32 ``[rows, max_num_blocks]``."""
         sizes = (len(self.token_ids) + PADDING_ROWS) * self.max_num_blocks
         table = np.split(self.block_table_flat, np.cumsum(sizes)[:-1])[group]
         return table.reshape(-1, self.max_num_blocks[group])[: len(self.token_ids)]
@@ -108,37 +119,6 @@ class BatchTables:
             ].reshape(num_rows, width)[self.slots]
             first += (num_rows + PADDING_ROWS) * width
         return copied
-
-    @cached_property
-    def local_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first rows of the local groups' tables and the lengths of rows, counted in chunks.
-
-        Returns
-        -------
-        first_table_rows, chunks_per_req
-            int32 ``[num_local_groups]`` each.
-        """
-        assert self.local is not None
-        groups = list(self.local.groups)
-        chunks = self.max_num_blocks // self.local.blocks_per_chunk
-        ends = np.cumsum(chunks * (len(self.token_ids) + PADDING_ROWS), dtype=np.int32)
-        return np.append(np.int32(0), ends)[groups], chunks[groups]
-
-    @cached_property
-    def state_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The groups with recurrent states, and where their block tables are in `block_table_flat`.
-
-        Returns
-        -------
-        groups, first_entries, widths, block_sizes
-            ``[num_state_groups]`` each; `first_entries` is int64, the others are int32.
-        """
-        assert self.states is not None
-        groups = np.array(self.states.groups, np.int32)
-        rows = len(self.token_ids) + PADDING_ROWS
-        ends = np.cumsum(self.max_num_blocks * rows, dtype=np.int64)
-        first_entries = np.append(np.int64(0), ends)[groups]
-        return groups, first_entries, self.max_num_blocks[groups], self.block_sizes[groups]
 
     @cached_property
     def addresses(self) -> np.ndarray:
@@ -178,7 +158,7 @@ def device_has_all(block_tables: Sequence[np.ndarray]) -> dict[str, Any]:
     Parameters
     ----------
     block_tables
-        One int32 ``[M, max_num_blocks]`` for each group.
+        One int32 ``[rows, max_num_blocks]`` for each group.
     """
     max_num_reqs = len(block_tables[0])
     nothing = np.zeros((len(block_tables), max_num_reqs), np.int32)

@@ -199,8 +199,8 @@ def laid_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, child in found:
             setattr(owner, name, child)
-    for _, _, child in found:
-        child.renew()
+        for _, _, child in found:  # also of a reload that failed: some layers have new weights
+            child.renew()
 
 
 TRIES = 128

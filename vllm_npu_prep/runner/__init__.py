@@ -1,7 +1,8 @@
-"""The model runner and its parts.
+"""The two model runners, and the parts that both have.
 
-`model_runner` is vLLM's V1 runner with this plugin's overrides. The overrides call parts, which are
-plain objects that get all they need as arguments and know no runner: `preparer` (tables, staging,
-the fused pass, metadata), `padding`, `inputs`, `request_updates`, `bookkeeping`, `speculation`,
-`graphs`, `lora` and `upstream_buffers`. `step` is the record of a step in flight.
+`runner.v1` and `runner.v2` each have a runner, the overrides of vLLM's of the same name, and the
+parts that it alone has. `common` is what both do around their steps. Parts are plain objects
+that get all they need as arguments and know no runner: `preparer` (tables, staging, the fused pass,
+metadata), `padding`, `graphs`, `accepted`, `prompt_embeds`, `lora` and `new_weights`. `step` is the
+record of a step in flight.
 """

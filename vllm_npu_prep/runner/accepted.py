@@ -65,8 +65,8 @@ class AcceptedTokens:
         numpy.ndarray
             int32 ``[num_reqs]``, at least 1, fresh memory; empty in an engine that needs no counts.
         """
-        states = tables.states
-        if states is None or not states.num_drafts:
+        states = tables.shape.states
+        if not states.num_drafts:
             return NO_COUNTS
         num_reqs = len(req_ids)
         if self._req_ids != req_ids:

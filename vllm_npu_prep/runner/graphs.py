@@ -25,7 +25,7 @@ from vllm_npu_prep.runner.step import StepInFlight
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """One line of the start-up table: how long a graph's capture took, and its memory."""
 
     mode: CUDAGraphMode
@@ -129,7 +129,7 @@ class Graphs:
         int
             The bytes of the device that the graphs took.
         """
-        captured: list[Captured] = []
+        captured: list[CapturedGraph] = []
         given_up = self._sizes_of_too_many_rows()
         set_cudagraph_capturing_enabled(True)
         all_descriptors = self.dispatcher.get_capture_descs()
@@ -203,7 +203,11 @@ class Graphs:
         return [size for size in sizes if size not in spared][::2]
 
     def _without_streams(
-        self, mode: CUDAGraphMode, num_tokens: int, captured: list[Captured], given_up: set[int]
+        self,
+        mode: CUDAGraphMode,
+        num_tokens: int,
+        captured: list[CapturedGraph],
+        given_up: set[int],
     ) -> list[int]:
         """Return sizes to give up so that a graph of `num_tokens` has streams, or its own size.
 
@@ -223,7 +227,7 @@ class Graphs:
 
     def _capture(
         self, capture_one: CaptureOne, mode: CUDAGraphMode, descriptor: BatchDescriptor
-    ) -> Captured:
+    ) -> CapturedGraph:
         free, _ = self.device.memory_info()
         start = time.perf_counter()
         capture_one(descriptor, cudagraph_runtime_mode=mode)
@@ -231,7 +235,9 @@ class Graphs:
         seconds = time.perf_counter() - start
         # Memory that a first run cached may be freed in between, so clamp at 0.
         taken = max(0, free - self.device.memory_info()[0])
-        return Captured(mode, descriptor, seconds, 0 if self.device.computes_on_host else taken)
+        return CapturedGraph(
+            mode, descriptor, seconds, 0 if self.device.computes_on_host else taken
+        )
 
     def _forget_sizes(self, sizes: set[int]) -> None:
         """Let the dispatcher pad only to sizes that were captured for every kind of graph."""
@@ -325,7 +331,7 @@ def _log_left_out(num_tokens: int, left: list[int], error: Exception) -> None:
     )
 
 
-def table(captured: list[Captured], computes_on_host: bool) -> str:
+def table(captured: list[CapturedGraph], computes_on_host: bool) -> str:
     """Return the start-up table: capture time and memory of each size, and their sums.
 
     The memory of graphs is left out if ``computes_on_host``: it is known on devices only.
@@ -337,7 +343,7 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
     def columns(texts: list[str]) -> str:
         return "".join(f"{text:>26}" for text in texts)
 
-    def cell(each: Captured | None) -> str:
+    def cell(each: CapturedGraph | None) -> str:
         if each is None:
             return "-"
         memory = "" if computes_on_host else f"{each.nbytes / (1 << 20):>9.1f} MiB"
@@ -348,7 +354,7 @@ def table(captured: list[Captured], computes_on_host: bool) -> str:
         f"  {size[1]:<20}{columns([cell(cells.get((m, size))) for m in modes])}" for size in sizes
     ]
     sums = [
-        Captured(
+        CapturedGraph(
             mode,
             captured[0].descriptor,
             sum(each.seconds for each in captured if each.mode == mode),

@@ -1,8 +1,8 @@
 """Tells vLLM's LoRA manager which token and which sample of a step has which adapter."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
 
 import numpy as np
 from vllm.lora.layers import LoRAMapping, LoRAMappingType
@@ -10,6 +10,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_npu_prep.ops.lora import NO_LORA, PunicaWrapperNPU
+
+Scores = TypeVar("Scores")
 
 
 class StepLoRAMapping(LoRAMapping):
@@ -68,35 +70,34 @@ def activate_adapters(
 
 def score_prompts(
     manager: LRUCacheWorkerLoRAManager,
-    batch: InputBatch,
-    wanted: dict[str, int],
-    num_scheduled_tokens: dict[str, int],
-    score: Callable[[dict[str, int]], dict[str, Any]],
-) -> dict[str, Any]:
-    """Return log-probabilities of prompts, one request at a time, each with its own adapter.
+    lora_ids: Mapping[str, int],
+    alone: Callable[[str], AbstractContextManager[object]],
+    score: Callable[[], Scores],
+) -> list[Scores]:
+    """Score prompts one request at a time, each with its own adapter.
 
     A step's mapping covers the logits of samples only, so upstream scores prompts with the adapters
     of the first samples.
 
     Parameters
     ----------
-    wanted
-        The number of log-probabilities by request; a request is removed when its prompt is done.
-    num_scheduled_tokens
-        The counts of the step, by request.
+    lora_ids
+        The LoRA id of each request whose prompt this step scores; 0 means no adapter.
+    alone
+        Returns a context in which upstream scores the prompt of one request only.
     score
-        Upstream's function, which takes a dict like `wanted`, changes it, and returns results by
-        request.
+        Upstream's function.
+
+    Returns
+    -------
+    list
+        What `score` has returned for each request.
     """
-    result: dict[str, Any] = {}
-    for req_id in [each for each in wanted if each in num_scheduled_tokens]:
-        of_request = {req_id: wanted[req_id]}
-        lora_id = int(batch.request_lora_mapping[batch.req_id_to_index[req_id]])
-        with logits_of(manager, lora_id):
-            result |= score(of_request)
-        if req_id not in of_request:  # its prompt is done
-            del wanted[req_id]
-    return result
+    scores = []
+    for req_id, lora_id in lora_ids.items():
+        with alone(req_id), logits_of(manager, lora_id):
+            scores.append(score())
+    return scores
 
 
 def logits_of(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> ExitStack:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
@@ -50,13 +50,14 @@ def refuse(vllm_config: VllmConfig) -> None:
 
 
 @contextlib.contextmanager
-def kept_addresses(model: nn.Module) -> Iterator[None]:
+def kept_addresses(model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
     """Return a context for a reload, after which all tensors of the model are where they were.
 
     vLLM's reload copies parameters and buffers to where they were. What layers derive from weights
     and keep as plain attributes, such as biases in float32 for a fused operator, they make anew;
     this is copied here. Layers that keep weights in another form are told by a call of their
-    ``refresh``.
+    ``refresh``. After a reload that fails, each layer has all its new weights or all its old ones,
+    at the same addresses, and the engine can go on.
 
     Raises
     ------
@@ -66,8 +67,20 @@ def kept_addresses(model: nn.Module) -> Iterator[None]:
     name_weight_loaders(model)
     before = {(module, name): tensors for module, name, tensors in _derived(model)}
     with laid_aside(model), _without_adapters(model):
-        yield
-        _put_back(model, before)
+        try:
+            yield
+        except BaseException:
+            _keep_old_weights(model, model_config)
+            raise
+        finally:
+            _put_back(model, before)
+
+
+def _keep_old_weights(model: nn.Module, model_config: ModelConfig) -> None:
+    """End a reload that failed: layers that got only a part of their new weights keep the old."""
+    for module in model.modules():
+        get_layerwise_info(module).load_numel = 0
+    finalize_layerwise_reload(model, model_config)
 
 
 @contextlib.contextmanager
@@ -122,16 +135,14 @@ def followed_by_drafter(vllm_config: VllmConfig, drafter: nn.Module | None) -> I
         {name for name, _ in drafter.named_parameters(remove_duplicate=once)}
         for once in (True, False)
     )
-    with kept_addresses(drafter):
+    with kept_addresses(drafter, of_drafter):
         try:
             # A head that layers share has one name in a model, but one for each layer in files
             weights = loader.get_all_weights(of_drafter, drafter)
             weights = (named for named in weights if named[0] not in every - each)
             reload_weights(vllm_config, drafter, weights, None, is_checkpoint_format=True)
         except Exception as error:
-            for module in drafter.modules():  # modules that got a part keep all their old weights
-                get_layerwise_info(module).load_numel = 0
-            finalize_layerwise_reload(drafter, of_drafter)
+            _keep_old_weights(drafter, of_drafter)
             logger.warning(
                 "New weights: the drafter keeps its old ones, as those of %s can't be loaded (%s); "
                 "fewer drafts may be accepted.",

@@ -15,11 +15,6 @@ from vllm_npu_prep.runner.step import DummyRun
 KEPT_DECISIONS = 4096
 """The most padding decisions that are cached. Decodes need one for each batch size."""
 
-Dispatch = Callable[[StepBatch, int, int, bool], tuple[Any, ...]]
-"""Asks upstream's dispatcher. The arguments are the batch, the longest query, the number of
-requests with encoder inputs, and whether the step has to run eagerly. The answer begins with the
-graph mode and the batch descriptor."""
-
 
 class CacheLimits(NamedTuple):
     """The limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
@@ -75,8 +70,13 @@ class Counts(NamedTuple):
     num_tokens: int
     num_reqs: int
     max_query_len: int
-    num_encoder_reqs: int
+    num_encoder_reqs: int  # requests whose images or videos are encoded in this step
     num_active_loras: int
+
+
+Dispatch = Callable[[StepBatch, Counts], tuple[Any, ...]]
+"""Asks upstream's dispatcher for a step. The answer begins with the graph mode and the batch
+descriptor."""
 
 
 class Decision(NamedTuple):
@@ -153,26 +153,24 @@ class StepPadding:
         return decision
 
     def _decide(self, batch: StepBatch, counts: Counts) -> Decision:
-        decision = self._ask(batch, counts.max_query_len, counts.num_encoder_reqs, counts.eager)
+        decision = self._ask(batch, counts)
         if self.depends_on_counts_only:
             if len(self._kept) == KEPT_DECISIONS:
                 self._kept.clear()
             self._kept[counts] = decision
         return decision
 
-    def _ask(
-        self, batch: StepBatch, max_query_len: int, num_encoder_reqs: int, eager: bool
-    ) -> Decision:
-        dispatched = self.dispatch(batch, max_query_len, num_encoder_reqs, eager)
-        padding = self._padding_of(dispatched, batch.num_reqs)
-        num_tokens = batch.total_num_scheduled_tokens
-        is_longest = max_query_len == self.decode_query_len
-        uniform_decode = is_longest and num_tokens == max_query_len * batch.num_reqs
+    def _ask(self, batch: StepBatch, counts: Counts) -> Decision:
+        dispatched = self.dispatch(batch, counts)
+        padding = self._padding_of(dispatched, counts.num_reqs)
+        is_longest = counts.max_query_len == self.decode_query_len
+        num_tokens = counts.num_tokens
+        uniform_decode = is_longest and num_tokens == counts.max_query_len * counts.num_reqs
         mode, largest = self.captured()
         kind = self.counts.kind(
-            padding, num_tokens, uniform_decode, mode, largest, batch.takes_embeds
+            padding, num_tokens, uniform_decode, mode, largest, counts.takes_embeds
         )
-        if eager:
+        if counts.eager:
             kind = EAGER + "more blocks than the cache has, shared ones counted for each request"
         return Decision(dispatched, padding, kind)
 

@@ -1,30 +1,44 @@
 """Prepares steps with objects that are kept: tables, layouts, staging ring, metadata builders."""
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
-from vllm_npu_prep.attention.local_attention import LocalBlockTables
+from vllm_npu_prep.attention.context_parallel import find_dcp
+from vllm_npu_prep.attention.latent import find_latent_split
+from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local_groups
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import AscendMLAMetadataBuilder
+from vllm_npu_prep.attention.states import find_recurrent_groups
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
-from vllm_npu_prep.prep.batch import BatchTables, PreparedStep, StepBatch, prepare_step
-from vllm_npu_prep.prep.layout import StepLayout, largest_step, step_layout
+from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
+from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.mask import MaskPlan
+from vllm_npu_prep.prep.mrope import NO_MROPE, MropeTables
 from vllm_npu_prep.prep.padding import Padding
+from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.prep.tables import BatchTables
 
 NO_REQUESTS = np.empty(0, np.int32)
 
 
 class StepBlockTables(Protocol):
-    """The device's block tables, whoever keeps the host's."""
+    """The block tables of all groups; `BatchTables` explains the host's arrays."""
 
-    block_table_flat: torch.Tensor  # int32, the tables of all groups one after the other
+    block_table_flat: torch.Tensor  # int32, the device's tables of all groups, one after the other
+    block_table_flat_np: np.ndarray
+    max_num_blocks: np.ndarray
+    block_sizes: np.ndarray
+    num_blocks: np.ndarray
+    num_synced_blocks: np.ndarray
+    num_device_blocks: np.ndarray
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
         """Return leading rows on the device, int32 ``[num_reqs, max_num_blocks]`` by group."""
@@ -41,12 +55,8 @@ class Preparer:
     ----------
     block_tables
         The block tables, on the host and on the device.
-    max_logits_per_req
-        The most rows of logits of one request: one for each draft, and one after them.
     pin_memory
         Whether host buffers are page-locked.
-    has_slots
-        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
 
     Attributes
     ----------
@@ -64,36 +74,31 @@ class Preparer:
         builders: Builders,
         *,
         max_num_tokens: int,
-        max_num_reqs: int,
-        max_logits_per_req: int = 1,
         pin_memory: bool = False,
-        has_slots: bool = False,
     ) -> None:
         self.tables, self.block_tables, self.builders = tables, block_tables, builders
-        self.mrope_dims = 0 if tables.mrope is None else tables.mrope.num_dims
+        max_num_reqs, shape = len(tables.token_ids), tables.shape
         self.no_drafts = np.zeros(max_num_reqs, np.int32)
-        num_groups, dims, local = tables.num_groups, self.mrope_dims, tables.local
-        kinds = local, tables.latent, tables.states, has_slots, tables.dcp
-        self._layout_sizes = num_groups, max_logits_per_req, dims, *kinds
+        self._layout = lru_cache(maxsize=1024)(partial(StepLayout, shape=shape))
         num_entries = len(block_tables.block_table_flat)
-        sizes = max_num_tokens, max_num_reqs, num_groups, max_logits_per_req, num_entries
-        nbytes = largest_step(*sizes, dims, *kinds)
+        nbytes = largest_step(shape, max_num_tokens, max_num_reqs, num_entries)
         self.staging = StagingRing(
             device, nbytes, block_tables=block_tables.block_table_flat, pin_memory=pin_memory
         )
         self._wraps = any(isinstance(each, AscendMLAMetadataBuilder) for _, each, _ in builders)
         self._local_tables: LocalBlockTables | None = None
-        if local is not None:
+        if shape.local:
             # Each virtual request has at least one token, also in padding
             self._local_tables = LocalBlockTables(
-                device, block_tables.block_table_flat, local, max_num_tokens
+                device, block_tables.block_table_flat, shape.local, max_num_tokens
             )
         self._slots: tuple[
             DeviceArrays | None, dict[int, torch.Tensor], dict[str, torch.Tensor]
         ] = (None, {}, {})
 
     def layout(self, padding: Padding) -> StepLayout:
-        return step_layout(padding.num_input_tokens, padding.num_reqs_padded, *self._layout_sizes)
+        """Return the layout of these sizes from a cache: the same sizes find the same addresses."""
+        return self._layout(padding.num_input_tokens, padding.num_reqs_padded)
 
     def build_metadata(self, step: PreparedStep, staged: StagedArrays) -> dict[str, AscendMetadata]:
         """Build attention metadata by layer, one object for all layers of an attention group.
@@ -155,6 +160,55 @@ class Preparer:
                     by_layer |= dict.fromkeys(layer_names, slots)
             self._slots = arrays, by_group, by_layer
         return by_group, by_layer
+
+
+def make_tables(
+    blocks: StepBlockTables,
+    attn_groups: Sequence[Sequence[AttentionGroup]],
+    builders: Builders,
+    vllm_config: VllmConfig,
+    *,
+    has_request_rows: bool = False,
+    mrope: MropeTables = NO_MROPE,
+    **of_requests: np.ndarray,
+) -> BatchTables:
+    """Return the tables that the fused pass reads: views, which show every later change.
+
+    Parameters
+    ----------
+    blocks
+        The block tables of all KV-cache groups.
+    attn_groups, builders
+        The attention groups of each KV-cache group, and what `builders_of` makes of them.
+    has_request_rows
+        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
+    mrope
+        The positions of prompts of a model with M-RoPE.
+    **of_requests
+        The other arrays of `BatchTables`, which the runner keeps by request.
+    """
+    shape = EngineShape(
+        num_groups=len(blocks.block_sizes),
+        max_logits_per_req=vllm_config.uniform_decode_query_len,
+        mrope_dims=mrope.num_dims,
+        local=find_local_groups(attn_groups),
+        latent=find_latent_split(builders),
+        states=find_recurrent_groups(builders),
+        dcp=find_dcp(vllm_config.parallel_config),
+        has_request_rows=has_request_rows,
+    )
+    return BatchTables(
+        block_table_flat=blocks.block_table_flat_np,
+        max_num_blocks=blocks.max_num_blocks,
+        block_sizes=blocks.block_sizes,
+        num_blocks=blocks.num_blocks,
+        num_synced_blocks=blocks.num_synced_blocks,
+        num_device_blocks=blocks.num_device_blocks,
+        shape=shape,
+        chunked_prefill=vllm_config.scheduler_config.enable_chunked_prefill,
+        mrope=mrope,
+        **of_requests,
+    )
 
 
 def builders_of(attn_groups: Sequence[Sequence[AttentionGroup]]) -> Builders:

@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
 )
 
-from vllm_npu_prep.scheduling.requests import NEVER, NotedRequest
+from vllm_npu_prep.scheduling.requests import NEVER, BatchedRequest
 
 
 class BlockNeeds:
@@ -49,7 +49,7 @@ class BlockNeeds:
             return manager.block_size >= self.max_model_len
         return kind in _NEXT_FREED
 
-    def note(self, request: NotedRequest) -> None:
+    def note(self, request: BatchedRequest) -> None:
         """Note all bounds of a request, right after ``allocate_slots`` was called for it."""
         if not self.known:
             return
@@ -63,7 +63,7 @@ class BlockNeeds:
         request.window_until = window
         self.note_cached(request)
 
-    def note_cached(self, request: NotedRequest) -> None:
+    def note_cached(self, request: BatchedRequest) -> None:
         """Note when the next block can be cached, after ``cache_blocks`` was called."""
         if not self.known:
             return

@@ -19,13 +19,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_npu_prep.scheduling.blocks import BlockNeeds
-from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED, NotedRequest
+from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED, BatchedRequest
 
 RUNNING = RequestStatus.RUNNING
 
 
 @dataclass
-class Books:
+class SchedulerBooks:
     """The state of the scheduler that the loop over rows reads, and what the loop calls.
 
     Attributes
@@ -56,7 +56,7 @@ class Books:
 
 
 @dataclass
-class Handed:
+class UpstreamRow:
     """A row that upstream gets, and the place of an output that it makes of the row.
 
     Attributes
@@ -92,12 +92,12 @@ class Rows:
         rows}``.
     """
 
-    books: Books
+    books: SchedulerBooks
     step: SchedulerOutput
     sampled: ModelRunnerOutput
     outputs: dict[int, list[EngineCoreOutput]] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
-    handed: list[Handed] = field(default_factory=list)
+    handed: list[UpstreamRow] = field(default_factory=list)
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def items(self) -> Iterator[tuple[str, int]]:
@@ -117,7 +117,7 @@ class Rows:
         invalid_drafts = self.step.num_invalid_spec_tokens or {}
         client, outputs = None, None
         for request_id, num_scheduled in self.step.num_scheduled_tokens.items():
-            request: NotedRequest = find(request_id)  # type: ignore[assignment]
+            request: BatchedRequest = find(request_id)  # type: ignore[assignment]
             if (
                 request is None
                 or request.status is not RUNNING
@@ -193,7 +193,7 @@ class Rows:
         if request is not None:
             client = request.client_index
             before = len(self.outputs.get(client, ()))
-            self.handed.append(Handed(request_id, client, before))
+            self.handed.append(UpstreamRow(request_id, client, before))
         return request_id, num_scheduled
 
     def join(self, upstream: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
@@ -232,7 +232,7 @@ class Rows:
 
         `place` gets the clients of these rows, too.
         """
-        by_client: dict[int, list[tuple[int, Handed]]] = {}
+        by_client: dict[int, list[tuple[int, UpstreamRow]]] = {}
         for number, row in enumerate(self.handed):
             by_client.setdefault(row.client, []).append((number, row))
         for client, each in upstream.items():

@@ -25,7 +25,7 @@ TRACED = 8
 """The request's outputs carry trace headers."""
 
 
-class NotedRequest(Request):
+class BatchedRequest(Request):
     """A request with what `note` added; the class is for type checkers and never instantiated.
 
     Attributes
@@ -56,13 +56,13 @@ class NotedRequest(Request):
     window_until: int
 
 
-def note(request: Request, max_model_len: int) -> NotedRequest:
+def note(request: Request, max_model_len: int) -> BatchedRequest:
     """Note what doesn't change while a request runs.
 
     Stops are those of ``check_stop`` in vLLM's ``v1/core/sched/utils.py``. Upstream decides by
     them; here they only tell which rows to hand to it.
     """
-    noted = cast("NotedRequest", request)
+    noted = cast("BatchedRequest", request)
     params = request.sampling_params
     traits = 0
     if (
@@ -94,6 +94,6 @@ def note(request: Request, max_model_len: int) -> NotedRequest:
     return noted
 
 
-def forget_blocks(request: NotedRequest) -> None:
+def forget_blocks(request: BatchedRequest) -> None:
     """Have the next step ask for blocks, whatever was known of them."""
     request.blocks_until = request.cached_until = request.window_until = 0

@@ -14,11 +14,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_npu_prep.scheduling.blocks import BlockNeeds
-from vllm_npu_prep.scheduling.requests import GRAMMAR, NotedRequest
+from vllm_npu_prep.scheduling.requests import GRAMMAR, BatchedRequest
 
 
 @dataclass
-class Taken:
+class DecodeBatch:
     """The head of ``running``, and what its requests compute in a step.
 
     Attributes
@@ -47,7 +47,7 @@ class Taken:
 
     num_requests: int = 0
     num_tokens: int = 0
-    requests: list[NotedRequest] = field(default_factory=list)
+    requests: list[BatchedRequest] = field(default_factory=list)
     req_ids: list[str] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Decodes:
         self.needs = needs
         self.asynchronous = asynchronous
 
-    def take(self, running: list[Request], end: int) -> Taken:
+    def take(self, running: list[Request], end: int) -> DecodeBatch:
         """Schedule the decodes among the first `end` requests, up to the first that isn't one.
 
         The loop also ends at a request for which the token budget or the blocks don't suffice:
@@ -111,11 +111,11 @@ class Decodes:
         eligible = step + cast("AsyncScheduler", scheduler).decode_stagger if self._staggers else 0
         next_drafts = [-1] * scheduler.num_spec_tokens if asynchronous else []
         budget = scheduler.max_num_scheduled_tokens
-        taken = Taken()
+        taken = DecodeBatch()
         add_request, add_id = taken.requests.append, taken.req_ids.append
         add_new, add_computed = taken.num_new_tokens.append, taken.num_computed_tokens.append
         add_output = taken.num_output_tokens.append
-        for request in cast("list[NotedRequest]", running[:end]):
+        for request in cast("list[BatchedRequest]", running[:end]):
             computed = request.num_computed_tokens
             placeholders = request.num_output_placeholders
             known = len(request._all_token_ids)
@@ -185,7 +185,7 @@ class Decodes:
         """Whether steps between two decodes of a request are counted (Model Runner V2)."""
         return self.asynchronous and self.scheduler.use_v2_model_runner
 
-    def _note_new(self, taken: Taken) -> None:
+    def _note_new(self, taken: DecodeBatch) -> None:
         """Note the tokens of requests that the last step didn't have, for Model Runner V1."""
         if self.scheduler.use_v2_model_runner:
             return
@@ -197,7 +197,7 @@ class Decodes:
 
     def waits(self, request: Request) -> bool:
         """Return whether a decode has nothing to compute in this step."""
-        noted = cast("NotedRequest", request)
+        noted = cast("BatchedRequest", request)
         computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
         longest = self.scheduler.max_model_len - self.scheduler.num_sampled_tokens_per_step
         return (
@@ -216,6 +216,6 @@ class Decodes:
         return 0
 
 
-def loras_of(requests: list[NotedRequest]) -> set[int]:
+def loras_of(requests: list[BatchedRequest]) -> set[int]:
     loras = (request.lora_request for request in requests)
     return {lora.lora_int_id for lora in loras if lora is not None}

@@ -21,9 +21,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_npu_prep.compat.releases import scheduler_rules
 from vllm_npu_prep.scheduling.blocks import BlockNeeds
-from vllm_npu_prep.scheduling.outputs import Books, Rows, add_drafts
-from vllm_npu_prep.scheduling.requests import GRAMMAR, NotedRequest, forget_blocks, note
-from vllm_npu_prep.scheduling.running import Decodes, Taken, loras_of
+from vllm_npu_prep.scheduling.outputs import Rows, SchedulerBooks, add_drafts
+from vllm_npu_prep.scheduling.requests import GRAMMAR, BatchedRequest, forget_blocks, note
+from vllm_npu_prep.scheduling.running import DecodeBatch, Decodes, loras_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -64,7 +64,7 @@ class BatchedMixin(Scheduler):
         super().__init__(*args, **kwargs)
         self.rules = scheduler_rules()
         self.needs = BlockNeeds(self.kv_cache_manager, self.max_model_len)
-        self.books = Books(
+        self.books = SchedulerBooks(
             requests=self.requests,
             manager=self.kv_cache_manager,
             needs=self.needs,
@@ -103,11 +103,11 @@ class BatchedMixin(Scheduler):
             "a connector reads every step": self.connector is not None
             or self.ec_connector is not None
             or self.aux_output_connector is not None,
-            "stages send tokens to each other": self.use_pp
+            "pipeline stages send tokens to each other": self.use_pp
             and not self.scheduler_config.async_scheduling,
             "the model samples no tokens": self.num_sampled_tokens_per_step != 1,
             "the model has an encoder": self.is_encoder_decoder or self.is_mm_encoder_only,
-            "states in the prefix cache end at blocks": any(
+            "recurrent states in the prefix cache end at blocks": any(
                 type(manager).new_step_starts is not starts and manager.enable_caching
                 for manager in managers
             ),
@@ -136,7 +136,7 @@ class BatchedMixin(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
-        forget_blocks(cast("NotedRequest", request))
+        forget_blocks(cast("BatchedRequest", request))
 
     # ---------------------------------------------------------------------------------- schedule
 
@@ -159,7 +159,7 @@ class BatchedMixin(Scheduler):
         taken = self.decodes.take(running, self._end_of_prefix(anyone_waits, throttle_prefills))
         if not taken.num_requests:
             return super().schedule(throttle_prefills)
-        rest = cast("list[NotedRequest]", running[taken.num_requests :])
+        rest = cast("list[BatchedRequest]", running[taken.num_requests :])
         if self.lora_config is not None and anyone_waits:
             self.active_loras = self._adapters_of_running(taken, rest)
         self.num_left = len(rest)
@@ -172,7 +172,7 @@ class BatchedMixin(Scheduler):
         if self.lora_config is not None:  # as Scheduler.schedule asserts of the running requests
             others = output.scheduled_cached_reqs
             ids = set(others.req_ids) - others.resumed_req_ids
-            loras = loras_of([cast("NotedRequest", self.requests[each]) for each in ids])
+            loras = loras_of([cast("BatchedRequest", self.requests[each]) for each in ids])
             assert len(taken.loras() | loras) <= self.lora_config.max_loras
         taken.join(output)
         self.rules.complete(self, output, taken.req_ids)
@@ -180,10 +180,10 @@ class BatchedMixin(Scheduler):
             self.prev_step_scheduled_req_ids.update(output.num_scheduled_tokens)
         return output
 
-    def _adapters_of_running(self, taken: Taken, rest: list[NotedRequest]) -> set[int]:
+    def _adapters_of_running(self, taken: DecodeBatch, rest: list[BatchedRequest]) -> set[int]:
         """Return the adapters of running requests, which leave fewer to those that wait."""
         if self.rules.counts_idle_adapters:
-            return loras_of(cast("list[NotedRequest]", self.running))
+            return loras_of(cast("list[BatchedRequest]", self.running))
         left = [request for request in rest if not self.decodes.waits(request)]
         return taken.loras() | loras_of(left)
 
@@ -252,7 +252,7 @@ class BatchedMixin(Scheduler):
         if not ready or self.active_loras is None or request.lora_request is None:
             return ready
         assert self.lora_config is not None
-        admitted = cast("list[NotedRequest]", self.running[self.num_left :])
+        admitted = cast("list[BatchedRequest]", self.running[self.num_left :])
         active = self.active_loras | loras_of(admitted)
         return (
             len(active) < self.lora_config.max_loras or request.lora_request.lora_int_id in active
@@ -297,7 +297,7 @@ class BatchedMixin(Scheduler):
         for request_id, drafts in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False
         ):
-            request = cast("NotedRequest", find(request_id))
+            request = cast("BatchedRequest", find(request_id))
             if (
                 request is None
                 or request.traits & GRAMMAR

@@ -46,7 +46,7 @@ prepared.
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedEngine:
     """An engine's configuration, kernel family and kind of device, by the names that refusals use.
 
     Attributes

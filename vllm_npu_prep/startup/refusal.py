@@ -4,18 +4,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 
 from vllm_npu_prep.aclnn import release_with
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import Example
 
 NOT_SUPPORTED = " is not supported by vllm_npu_prep"
 """The verdict about a feature. For one of several values, the reason is enough."""
 
 
-def _no_words(asked: Asked) -> dict[str, object]:
+def _no_words(asked: RequestedEngine) -> dict[str, object]:
     return {}
 
 
-def words_of_functions(asked: Asked, operators: Iterable[str]) -> dict[str, object]:
+def words_of_functions(asked: RequestedEngine, operators: Iterable[str]) -> dict[str, object]:
     """Return the words of a message about functions that CANN lacks.
 
     They are its version, the functions' names, and the first release that has all of them.
@@ -28,7 +28,7 @@ def words_of_functions(asked: Asked, operators: Iterable[str]) -> dict[str, obje
     }
 
 
-def _always(asked: Asked) -> bool:
+def _always(asked: RequestedEngine) -> bool:
     return True
 
 
@@ -58,11 +58,11 @@ class Refusal:
     """
 
     id: str
-    when: Callable[[Asked], object]
+    when: Callable[[RequestedEngine], object]
     feature: str
     reason: str
     remedy: str
-    words: Callable[[Asked], dict[str, object]] = _no_words
+    words: Callable[[RequestedEngine], dict[str, object]] = _no_words
     _: KW_ONLY
     example: str | Example | tuple[Example, ...]
 
@@ -73,7 +73,7 @@ class Refusal:
         example = self.example
         return (Example(example) if isinstance(example, str) else example,)
 
-    def message(self, asked: Asked, verdict: str) -> str:
+    def message(self, asked: RequestedEngine, verdict: str) -> str:
         words = {"model": asked.model.model, "family": asked.family.name, **self.words(asked)}
         return f"{self.feature}{verdict}: {self.reason}; {self.remedy}".format(**words)
 
@@ -97,10 +97,10 @@ class Subject:
 
     name: str
     refusals: tuple[Refusal, ...]
-    when: Callable[[Asked], object] = _always
+    when: Callable[[RequestedEngine], object] = _always
     verdict: str = NOT_SUPPORTED
 
-    def that_apply(self, asked: Asked) -> Iterator[tuple[Refusal, str]]:
+    def that_apply(self, asked: RequestedEngine) -> Iterator[tuple[Refusal, str]]:
         if self.when(asked):
             for refusal in self.refusals:
                 if refusal.when(asked):

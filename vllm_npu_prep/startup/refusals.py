@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.attention.families import KernelFamily
 from vllm_npu_prep.device import DeviceKind
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 from vllm_npu_prep.startup.subjects import (
     cache,
@@ -44,7 +44,7 @@ def refusals_that_apply(
     vllm_config: "VllmConfig", family: KernelFamily, kind: DeviceKind
 ) -> dict[str, str]:
     """Return the messages of all refusals that apply, by id, in the order of the list."""
-    asked = Asked(vllm_config, family, kind)
+    asked = RequestedEngine(vllm_config, family, kind)
     found = (each for subject in SUBJECTS for each in subject.that_apply(asked))
     return {refusal.id: message for refusal, message in found}
 

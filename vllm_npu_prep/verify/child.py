@@ -22,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from vllm_npu_prep.verify.outcome import NotHereError, Outcome, Verdict, first_line_of
+
 NO_ERROR = "no error"
 """What is expected in the outcome of a row that raised an error. The process ends after such a row,
 because the device may be in a bad state."""
@@ -55,7 +57,7 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
         tell(missing=probe.reason)
         return
     from vllm_npu_prep.device import make_device, visible_devices
-    from vllm_npu_prep.verify.row import Bench
+    from vllm_npu_prep.verify.row import RowContext
     from vllm_npu_prep.verify.rows import ROWS
 
     by_name = {row.name: row for row in ROWS}
@@ -82,12 +84,12 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
             for row in chosen
         ],
     )
-    bench = Bench(device, args.folder, args.rank, args.ranks)
+    context = RowContext(device, args.folder, args.rank, args.ranks)
     for row in chosen:
         if row.ranks != args.ranks:
             continue
         tell(begin=row.name)
-        outcome, goes_on = run_row(row, bench)
+        outcome, goes_on = run_row(row, context)
         tell(end=row.name, outcome=outcome)
         if not goes_on:
             break
@@ -101,18 +103,16 @@ def _groups(names: Any) -> list[str]:
     return list(dict.fromkeys(name.partition("-")[0] for name in names))
 
 
-def run_row(row: Any, bench: Any) -> tuple[dict[str, str], bool]:
+def run_row(row: Any, context: Any) -> tuple[dict[str, str], bool]:
     """Run a row, and return its outcome and whether the device still works after it."""
-    from vllm_npu_prep.verify.row import NotHereError, Outcome, Verdict
-
     try:
-        outcome = row.run(bench)
+        outcome = row.run(context)
     except NotHereError as reason:
         outcome = Outcome("", "", str(reason), Verdict.LEFT_OUT)
     except Exception as error:
         outcome = _failed(row, error)
     try:
-        bench.device.synchronize()
+        context.device.synchronize()
     except Exception as error:
         if not outcome.verdict.is_bad:
             outcome = _failed(row, error)
@@ -120,19 +120,12 @@ def run_row(row: Any, bench: Any) -> tuple[dict[str, str], bool]:
     return _short(outcome.as_json()), outcome.expected != NO_ERROR
 
 
-def _failed(row: Any, error: Exception) -> Any:
+def _failed(row: Any, error: Exception) -> Outcome:
     """Return the outcome of a row that raised an error: a failure, unless it has an `instead`."""
-    from vllm_npu_prep.verify.row import Outcome, Verdict
-
-    got = _first_line(error)
+    got = first_line_of(error)
     if row.instead:
         return Outcome("", NO_ERROR, f"{row.instead}: {got}", Verdict.LEFT_OUT)
     return Outcome("", NO_ERROR, got, Verdict.FAILED)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _short(outcome: dict[str, str]) -> dict[str, str]:

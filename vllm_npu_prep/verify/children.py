@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify.outcome import Result, RunResults, Verdict
 
 CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
 """How a process for rows is started. With -P, files in the current folder are not modules."""
@@ -29,36 +29,6 @@ END_SECONDS = 10.0
 
 LAST_LINES = 4
 """How many lines of standard error a dead row is reported with."""
-
-
-@dataclass
-class Result:
-    """The outcome of one row, as it is reported."""
-
-    name: str
-    what: str
-    given: str
-    expected: str
-    got: str
-    verdict: str
-    seconds: float
-
-    @property
-    def is_bad(self) -> bool:
-        return self.verdict not in ("same", "left out")
-
-
-@dataclass
-class Found:
-    """What all processes have reported.
-
-    The versions are those of CANN and the driver, as torch_npu knows them; the results are in the
-    order of the rows.
-    """
-
-    device: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
 
 
 class Child:
@@ -136,10 +106,10 @@ class Runner:
     ) -> None:
         self.folder, self.command, self.log = folder, command, log
         self.row_seconds = row_seconds
-        self.found = Found()
+        self.found = RunResults()
         self._rows: dict[str, dict[str, Any]] = {}
 
-    def run(self, selection: Sequence[str]) -> Found:
+    def run(self, selection: Sequence[str]) -> RunResults:
         """Run the rows that options of the child select, each once, whatever happens.
 
         Raises
@@ -229,7 +199,7 @@ class Runner:
             elif "end" in line:
                 what, seconds = self._rows[name]["what"], time.monotonic() - start
                 result = Result(name, what, **line["outcome"], seconds=seconds)
-                if result.verdict == "FAILED":  # the reason is in what libraries have printed
+                if result.verdict is Verdict.FAILED:  # the reason is in what libraries have printed
                     result.got = f"{result.got} ({child.last_words()})"
                 yield result
                 name = ""
@@ -241,7 +211,7 @@ class Runner:
 
     def _dead(self, name: str, got: str, start: float | None = None) -> Result:
         seconds = 0.0 if start is None else time.monotonic() - start
-        return Result(name, self._rows[name]["what"], "", "an answer", got, "DEAD", seconds)
+        return Result(name, self._rows[name]["what"], "", "an answer", got, Verdict.DEAD, seconds)
 
     # ----------------------------------------------------------------- several ranks
 
@@ -251,7 +221,7 @@ class Runner:
             if visible < ranks:
                 what = self._rows[name]["what"]
                 got = f"needs {ranks} devices, {visible} visible"
-                results[name] = Result(name, what, "", "", got, "left out", 0.0)
+                results[name] = Result(name, what, "", "", got, Verdict.LEFT_OUT, 0.0)
             else:
                 results[name] = self._together(name, ranks)
             self.log(results[name])
@@ -282,7 +252,7 @@ class Runner:
             for future in as_completed(watched):
                 rank = watched[future]
                 result = (future.result() or [self._dead(name, team[rank].last_words())])[0]
-                if result.is_bad:
+                if result.verdict.is_bad:
                     result.got = f"rank {rank}: {result.got}"
                     for child in team:
                         child.kill()

@@ -47,8 +47,9 @@ def add_parser(commands: Any) -> None:
 
 
 def verify_device(args: argparse.Namespace) -> int:
-    from vllm_npu_prep.inspect.files import write_whole
-    from vllm_npu_prep.verify.children import Result, Runner
+    from vllm_npu_prep.files import write_whole
+    from vllm_npu_prep.verify.children import Runner
+    from vllm_npu_prep.verify.outcome import Result
     from vllm_npu_prep.verify.report import (
         report_json,
         report_markdown,
@@ -64,7 +65,7 @@ def verify_device(args: argparse.Namespace) -> int:
         print(f"verify-device: {line}", file=sys.stderr, flush=True)
 
     def status() -> str:
-        bad = sum(result.is_bad for result in done)
+        bad = sum(result.verdict.is_bad for result in done)
         last = f", last {done[-1].name}" if done else ""
         return f"{len(done)} rows{last}, {bad} bad"
 
@@ -89,4 +90,4 @@ def verify_device(args: argparse.Namespace) -> int:
         report_text(found, versions, console)
     if args.markdown:  # last: what can't be written here was printed
         write_whole(args.markdown, report_markdown(found, versions).encode())
-    return int(any(result.is_bad for result in found.results))
+    return int(any(result.verdict.is_bad for result in found.results))

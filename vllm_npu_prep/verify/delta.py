@@ -1,18 +1,19 @@
-"""Steps of gated delta nets through the plugin's calls, held against a formula in float64."""
+"""Gated delta nets: steps through the plugin's calls, held against a formula in float64.
 
-from collections.abc import Sequence
+Rows of ``verify-device`` run the same steps as the start-up of an engine.
+"""
+
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from vllm_npu_prep.attention.states import StateMetadata
+from vllm_npu_prep.aclnn import first_release, missing_functions
+from vllm_npu_prep.attention.states import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import Outcome, compare, worst_of
-
-UNUSED = 30.0
-"""What blocks hold that no request owns: so large that it shows where one is read."""
+from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of
+from vllm_npu_prep.verify.row import FILLER, Record, Row, RowContext, compare, normal, records
 
 KERNEL_SIZE = 4
 """Size of the convolution in tokens: Qwen3-Next's and Qwen3.5's."""
@@ -77,10 +78,7 @@ class DeltaStep:
         count = len(form.lengths)
         width = (2 * form.num_k_heads + form.num_v_heads) * HEAD
         tokens = sum(new for _, new in form.lengths)
-
-        def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(*sizes, generator=generator) * scale).bfloat16()
-
+        random = partial(normal, generator, dtype=torch.bfloat16)
         self.weight = random(width, KERNEL_SIZE)
         self.a_log, self.dt_bias = random(form.num_v_heads).float(), random(form.num_v_heads)
         self.mixed = random(tokens, width)
@@ -97,7 +95,7 @@ class DeltaStep:
             self.source = self.of_tokens[starts + torch.tensor(form.accepted) - 1].clone()
         sizes = form.num_v_heads, HEAD, HEAD
         half = form.num_v_heads * HEAD * HEAD
-        plane = torch.full((2, self.num_blocks, half), UNUSED, dtype=torch.bfloat16)
+        plane = torch.full((2, self.num_blocks, half), FILLER, dtype=torch.bfloat16)
         self.last = random(count, KERNEL_SIZE - 1, width)
         self.states = random(count, *sizes, scale=4.0)
         for row, (computed, _) in enumerate(form.lengths):
@@ -124,17 +122,16 @@ class DeltaStep:
         weights = DeltaWeights.of(put(self.weight), None, put(self.a_log), put(self.dt_bias), HEAD)
         shape = DeltaShape(form.num_k_heads, form.num_v_heads, HEAD, HEAD)
         layer = FusedDelta(shape, weights, self.conv_on_device, self.states_on_device)
-        metadata, first = self._metadata(), form.num_decodes
-        parts: list[torch.Tensor] = []
-        halves: tuple[tuple[Any, slice], ...] = (
-            (layer.decode, slice(0, None if form.accepted else first)),
-            (layer.prefill, slice(len(self.mixed) if form.accepted else first, None)),
-        )
-        for compute, tokens in halves:
-            given = [put(each[tokens]) for each in (self.mixed, self.b, self.a)]
-            if len(given[0]):
-                parts.append(compute(*given, metadata))
-        wanted = [self._formula(row) for row in range(len(form.lengths))]
+        metadata, parts = self._metadata(), []
+        decode_tokens = metadata.num_decode_tokens
+        for compute, tokens in (
+            (layer.decode, slice(decode_tokens)),
+            (layer.prefill, slice(decode_tokens, None)),
+        ):
+            mixed, b, a = (put(each[tokens]) for each in (self.mixed, self.b, self.a))
+            if len(mixed):
+                parts.append(compute(mixed, b, a, metadata))
+        wanted = [self._formula(row, new) for row, (_, new) in enumerate(form.lengths)]
         output = torch.cat([each[0] for each in wanted])
         outcomes = [compare(torch.cat(parts), output, str(form), tolerance=TOLERANCE)]
         blocks = self.target.long()
@@ -145,11 +142,13 @@ class DeltaStep:
                 for row, (_, new) in enumerate(form.lengths)
                 for token in range(new)
             ]
-        for plane, index in ((self.conv_on_device, 1), (self.states_on_device, 2)):
-            kept = torch.full(plane.shape, UNUSED, dtype=torch.float64)
-            for row, (computed, _) in enumerate(form.lengths):
-                if computed:
-                    kept[self.source[row]] = (self.last, self.states)[index - 1][row].double()
+        old = [row for row, (computed, _) in enumerate(form.lengths) if computed]
+        for plane, index, before in (
+            (self.conv_on_device, 1, self.last),
+            (self.states_on_device, 2, self.states),
+        ):
+            kept = torch.full(plane.shape, FILLER, dtype=torch.float64)
+            kept[self.source[old].long()] = before[old].double()
             kept[blocks] = torch.stack([each[index] for each in wanted])
             outcomes.append(compare(plane, kept, "the states", tolerance=TOLERANCE))
         return worst_of(outcomes, str(form))
@@ -157,43 +156,36 @@ class DeltaStep:
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)
 
-    def _metadata(self) -> StateMetadata:
-        form, put = self.form, self._put
-        count, first = len(form.lengths), form.num_decodes
+    def _metadata(self) -> RecurrentMetadata:
+        form, put, first = self.form, self._put, self.form.num_decodes
         starts = torch.tensor([0, *(new for _, new in form.lengths)]).cumsum(0).int()
         own = starts[first:] - starts[first]
         tokens = int(starts[-1])
-        return StateMetadata(
+        metadata = RecurrentMetadata(
             AttentionState.ChunkedPrefill,
             put(self.source),
             put(self.target),
             put(torch.tensor([computed > 0 for computed, _ in form.lengths])),
             put(starts),
             put(own),
-            own[1:].tolist() if first < count else [],
+            own[1:].tolist(),
             first,
-            tokens if form.accepted else first,
+            int(starts[first]),
             tokens,
             tokens,
-            **self._of_drafts(),
         )
-
-    def _of_drafts(self) -> dict[str, Any]:
-        form = self.form
-        if not form.accepted:
-            return {}
-        return {
-            "token_state_indices": self._put(self.of_tokens[: len(self.mixed)]),
-            "num_accepted_tokens": self._put(torch.tensor(form.accepted, dtype=torch.int32)),
-            "decode_lens": [new for _, new in form.lengths],
-        }
+        if form.accepted:
+            metadata.token_state_indices = put(self.of_tokens[:tokens])
+            metadata.num_accepted_tokens = put(torch.tensor(form.accepted, dtype=torch.int32))
+            metadata.decode_lens = [new for _, new in form.lengths]
+        return metadata
 
     def _formula(
-        self, row: int, most: int | None = None
+        self, row: int, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute outputs and the state's parts after a request's tokens, or its first `most`."""
+        """Compute outputs and the state's parts after a request's first tokens of the step."""
         start = sum(new for _, new in self.form.lengths[:row])
-        tokens = slice(start, start + (most or self.form.lengths[row][1]))
+        tokens = slice(start, start + num_tokens)
         return formulas.gated_delta(
             self.mixed[tokens],
             self.last[row],
@@ -206,7 +198,35 @@ class DeltaStep:
         )
 
 
-def heads_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the heads of keys and of values of an engine's recurrent layers, each pair once."""
-    shapes = [layer.fused.shape for layer in layers]
-    return list(dict.fromkeys((shape.num_k_heads, shape.num_v_heads) for shape in shapes))
+RECURRENT = records("npu_recurrent_gated_delta_rule", "one sequence a state")
+
+WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
+    "decode": ("decodes over states", RECURRENT),
+    "prefill": ("prefills in chunks", ()),
+    "drafts": ("drafts over states", RECURRENT),
+    "ragged-drafts": ("other numbers of drafts", RECURRENT),
+}
+"""The form of a step and the records that it tries, by the name of its row."""
+
+HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
+"""Numbers of heads of keys and of values, by a part of the row's name."""
+
+
+def _run(what: str, heads: tuple[int, int], context: RowContext) -> Outcome:
+    operator = "npu_chunk_gated_delta_rule" if what == "prefill" else RECURRENT[0][0]
+    for function in missing_functions([operator]).values():
+        raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
+    return DeltaStep(forms_of(*heads)[what], context.device.device).run()
+
+
+ROWS = tuple(
+    Row(
+        f"delta-{which}{name}",
+        f"gated delta net, {heads[0]} heads of keys and {heads[1]} of values: {what}",
+        partial(_run, what, heads),
+        records,
+    )
+    for name, (what, records) in WHAT.items()
+    for which, heads in HEADS.items()
+    if not which or "drafts" not in name
+)

@@ -5,20 +5,75 @@ wrong answers without an error, so an engine doesn't use an operator that differ
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
-from vllm_npu_prep.verify import formulas, fused_experts, int8
-from vllm_npu_prep.verify.operator_call import Probe, Put, Results
-from vllm_npu_prep.verify.probe import probe_operator
+from vllm_npu_prep.ops.fused import OPERATORS
+from vllm_npu_prep.verify import experts, formulas, int8
+from vllm_npu_prep.verify.outcome import first_line_of
+from vllm_npu_prep.verify.row import (
+    DTYPES,
+    Probe,
+    Put,
+    Record,
+    Results,
+    Row,
+    records,
+    row_of_probe,
+    uniform,
+)
+
+COVERS: Mapping[str, tuple[Record, ...]] = {
+    "rms_norm": records("norms", "gamma shape"),
+    "add_rms_norm": records("norms", "equal shapes", "rounding of the sum"),
+    "add_rms_norm_cast": records("norms", "16 bits", "float32 of the result"),
+    "gemma_rms_norm": records("norms", "one is added to gamma"),
+    "rotary": records(
+        "npu_mrope", "dense rows", "rows with gaps", "head size", "same dtype", "token count"
+    ),
+    "mrope": records("npu_mrope", "mrope_section", "positions shape"),
+    "vision_rotary": records("npu_rotary_mul", "same dtype", "range of r1 and r2"),
+    "qkv": records("npu_grouped_matmul", "not grouped", "shapes"),
+    "geglu": records("gelu", "activated half"),
+    "latent": records("npu_transpose_batchmatmul", "dtype", "shapes", "permutations", "sizes"),
+    "int8_norm": records("norms to int8", "form", "rounding before int8"),
+    "int8_swiglu": records("npu_dequant_swiglu_quant", "mode", "direction", "activated half"),
+    "experts": (
+        *records(
+            "npu_moe_init_routing_v2", "active_num", "inactive pairs", "inactive rows", "order"
+        ),
+        *records(
+            "npu_grouped_matmul, rows",
+            "group sizes",
+            "one tensor each",
+            "plain",
+            "rows of no group",
+        ),
+        *records("npu_moe_token_unpermute", "index past the rows"),
+    ),
+    "finalize_routing": records(
+        "npu_moe_finalize_routing", "pairs without a row", "precision of sums", "unsupported mode"
+    ),
+    "gating": records("npu_moe_gating_top_k", "bias chooses", "division by the sum"),
+    "gating_softmax": records(
+        "npu_moe_gating_top_k_softmax_v2", "finished rows", "order of softmax"
+    ),
+    "top_k_top_p": records(
+        "npu_top_k_top_p",
+        *("dtype", "k range", "limit dtype", "limit shape", "limits"),
+        *("order of sums", "p range", "rank", "ties at k"),
+    ),
+}
+"""The records that each switch's call tries."""
 
 EPSILON = 0.3
 """A large epsilon, so that a norm that leaves it out differs."""
 
 
 def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
-    x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
-    weight = _numbers(128, 1, dtype, 2)[:, 0]
+    x, y = uniform(5, 128, dtype=dtype), uniform(5, 128, dtype=dtype, seed=1)
+    weight = uniform(128, dtype=dtype, seed=2)
     npu = torch.ops.npu
     return {
         "rms_norm": Probe(
@@ -68,26 +123,37 @@ def probes(dtype: torch.dtype) -> Mapping[str, Probe]:
             lambda: (_gelu(x.double()),),
         ),
         "latent": _products(dtype),
-        "experts": fused_experts.experts(dtype),
-        "finalize_routing": fused_experts.finalize_routing(dtype),
-        "gating": fused_experts.gating(dtype),
-        "gating_softmax": fused_experts.gating_softmax(dtype),
+        "experts": experts.experts(dtype),
+        "finalize_routing": experts.finalize_routing(dtype),
+        "gating": experts.gating(dtype),
+        "gating_softmax": experts.gating_softmax(dtype),
         "top_k_top_p": _limits(),
-        "int8_norm": Probe(*int8.norm(dtype)),
-        "int8_swiglu": Probe(*int8.swiglu(dtype)),
+        "int8_norm": int8.norm(dtype),
+        "int8_swiglu": int8.swiglu(dtype),
     }
 
 
 def is_right(name: str, dtype: torch.dtype, put: Put, log: Callable[[str], object]) -> bool:
     """Return whether an operator gives what its formula says; if not, log why it is off."""
-    probe = probes(dtype)[name]
-    return probe_operator(f"fused operator {name}", lambda: probe.call(put), probe.expected, log)
+    return stays_on(f"fused operator {name}", probes(dtype)[name], put, log)
 
 
-def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return numbers between -2 and 2 without a pattern that a wrong operator could keep."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
+def stays_on(name: str, probe: Probe, put: Put, log: Callable[[str], object]) -> bool:
+    """Return whether an operator gives what its formula says; if not, log that it is off.
+
+    An operator that raises an error is wrong, too. The caller then uses torch's own operators.
+    """
+    try:
+        outcome = probe.run(name, put)
+    except Exception as error:
+        log(f"{name} is switched off: it fails on this device ({first_line_of(error)})")
+        return False
+    if outcome.verdict.is_bad:
+        log(
+            f"{name} is switched off: this device computes it wrongly (expected "
+            f"{outcome.expected}, got {outcome.got})"
+        )
+    return not outcome.verdict.is_bad
 
 
 def _casting_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Results:
@@ -130,7 +196,7 @@ def _turned(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Ten
 
 def _rotary(dtype: torch.dtype) -> Probe:
     """Probe slices of a projection with half of each head rotated, pairs in both forms."""
-    projected = _numbers(5, 512, dtype)
+    projected = uniform(5, 512, dtype=dtype)
     positions, table = torch.tensor([3, 0, 7, 5, 3]), _cos_sin(_angles(8, 16), dtype)
 
     def call(put: Put) -> Results:
@@ -162,7 +228,7 @@ def _rotary(dtype: torch.dtype) -> Probe:
 
 def _mrope(dtype: torch.dtype) -> Probe:
     """Probe positions of an image, by sections of time, height and width."""
-    query, key = _numbers(3, 256, dtype), _numbers(3, 128, dtype, 1)
+    query, key = uniform(3, 256, dtype=dtype), uniform(3, 128, dtype=dtype, seed=1)
     positions = torch.tensor([[1, 1, 4], [1, 2, 4], [1, 3, 4]])
     table, sections = _cos_sin(_angles(8, 64), dtype), [16, 24, 24]
 
@@ -182,7 +248,9 @@ def _mrope(dtype: torch.dtype) -> Probe:
 
 def _vision_attention(dtype: torch.dtype) -> Probe:
     """Probe two images of three and two tokens, with heads of 80."""
-    query, key, value = (_numbers(5, 160, dtype, seed).view(5, 2, 80) for seed in range(3))
+    query, key, value = (
+        uniform(5, 160, dtype=dtype, seed=seed).view(5, 2, 80) for seed in range(3)
+    )
     ends, scale = [3, 5], 80**-0.5
 
     def call(put: Put) -> Results:
@@ -208,7 +276,7 @@ def _vision_attention(dtype: torch.dtype) -> Probe:
 
 
 def _vision_rotary(dtype: torch.dtype) -> Probe:
-    x, angles = _numbers(5, 240, dtype).view(1, 5, 3, 80), _angles(5, 40)
+    x, angles = uniform(5, 240, dtype=dtype).view(1, 5, 3, 80), _angles(5, 40)
     factors = [torch.cat((f, f), -1)[None, :, None].to(dtype) for f in (angles.cos(), angles.sin())]
 
     def call(put: Put) -> Results:
@@ -219,8 +287,8 @@ def _vision_rotary(dtype: torch.dtype) -> Probe:
 
 def _projection(dtype: torch.dtype) -> Probe:
     """Probe three transposed weights of different widths, with biases."""
-    x, weight = _numbers(5, 64, dtype) / 4, _numbers(64, 64, dtype, 1) / 4
-    bias = _numbers(64, 1, torch.float16 if dtype == torch.float16 else torch.float32, 2)[:, 0]
+    x, weight = uniform(5, 64, dtype=dtype) / 4, uniform(64, 64, dtype=dtype, seed=1) / 4
+    bias = uniform(64, dtype=torch.float16 if dtype == torch.float16 else torch.float32, seed=2)
     sizes = [32, 16, 16]
 
     def call(put: Put) -> Results:
@@ -241,8 +309,8 @@ def _projection(dtype: torch.dtype) -> Probe:
 
 def _products(dtype: torch.dtype) -> Probe:
     """Probe rows of heads with gaps between them, each head times its weights."""
-    rows = _numbers(5, 4 * 48, dtype).view(5, 4, 48)[..., :32]
-    weights = _numbers(4 * 32, 16, dtype, 1).view(4, 32, 16)
+    rows = uniform(5, 4 * 48, dtype=dtype).view(5, 4, 48)[..., :32]
+    weights = uniform(4 * 32, 16, dtype=dtype, seed=1).view(4, 32, 16)
 
     def call(put: Put) -> Results:
         perm = [1, 0, 2]
@@ -287,3 +355,20 @@ def _limits() -> Probe:
         return tuple(logits.double().masked_fill(each, float("-inf")) for each in removed)
 
     return Probe(call, expected)
+
+
+def _probe_of(name: str, dtype: torch.dtype) -> Probe:
+    return probes(dtype)[name]
+
+
+ROWS: tuple[Row, ...] = tuple(
+    row_of_probe(
+        f"fused-{name.replace('_', '-')}-{short}",
+        operator,
+        partial(_probe_of, name),
+        dtype,
+        COVERS.get(name, ()),
+    )
+    for name, operator in OPERATORS.items()
+    for short, dtype in DTYPES.items()
+)

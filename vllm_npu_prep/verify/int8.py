@@ -1,21 +1,40 @@
-"""Operators with int8, on a few numbers, held against formulas in float64.
+"""What quantised layers and experts call: rounding to int8, and products of int8.
 
 Rounding may differ by a level where a number lies between two, so int8 results are compared as
 fractions of their range. Products are compared as other results are.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import compare
+from vllm_npu_prep.verify.outcome import Outcome
+from vllm_npu_prep.verify.row import (
+    DTYPES,
+    Probe,
+    Put,
+    Record,
+    Results,
+    Row,
+    RowContext,
+    compare,
+    records,
+    row_of_probe,
+    uniform,
+)
 
-Put = Callable[[torch.Tensor], torch.Tensor]
-Results = tuple[torch.Tensor, ...]
+COVERS: Mapping[str, tuple[Record, ...]] = {
+    "dynamic-quant": records("npu_dynamic_quant", "form"),
+    "quantize": records("npu_quantize", "form", "offset dtype", "sizes"),
+    "matmul-dynamic": records("npu_quant_matmul", "form", "bias", "order of sums"),
+    "matmul-static": records("npu_quant_matmul", "order of sums"),
+    "experts": records("npu_grouped_matmul, int8 rows", "form", "group sizes", "rows of no group"),
+}
+"""The records that each row tries."""
 
 EPSILON = 0.3
 OFFSET = -20
@@ -30,179 +49,13 @@ def operators() -> Any:
     return torch.ops.npu
 
 
-@dataclass(frozen=True)
-class Int8Probe:
-    """One call of an operator, like `vllm_npu_prep.verify.operator_call.Probe`, and its name."""
-
-    operator: str
-    call: Callable[[Put], Results]
-    expected: Callable[[], Results]
-
-
-def probes(dtype: torch.dtype) -> Mapping[str, Int8Probe]:
-    """Return the calls that every quantised linear layer makes, for models of a dtype."""
-    return {
-        "dynamic-quant": _dynamic(dtype),
-        "quantize": _static(dtype),
-        "matmul-dynamic": _product(dtype, static=False),
-        "matmul-static": _product(dtype, static=True),
-    }
-
-
-def experts_product(dtype: torch.dtype) -> Int8Probe:
-    """Probe the product of experts: groups of two rows, none and three, and a row of no expert."""
-    sizes, here = (2, 0, 3), 5
-    x = _integers(here + 1, 96, 2)
-    weight = torch.stack([_integers(64, 96, seed) for seed in (3, 4, 5)])  # [E, n, k]
-    scale = (torch.linspace(1, 3, 3 * 64).view(3, 64) / 2**16).to(dtype)
-    tokens = torch.linspace(0.5, 2, here + 1)
-
-    def call(put: Put) -> Results:
-        product = operators().npu_grouped_matmul(
-            [put(x)],
-            [put(weight).transpose(1, 2)],
-            scale=[put(scale if dtype == torch.bfloat16 else scale.float())],
-            per_token_scale=[put(tokens)],
-            group_list=put(torch.tensor(sizes)),
-            group_list_type=1,
-            group_type=0,
-            split_item=2,
-            output_dtype=dtype,
-        )[0]
-        return (product[:here],)
-
-    def expected() -> Results:
-        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
-        sums = torch.einsum("tk,tnk->tn", x[:here].double(), weight[expert].double())
-        return (sums * scale[expert].double() * tokens[:here, None].double(),)
-
-    return Int8Probe("npu_grouped_matmul", call, expected)
-
-
-def norm(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
-    """Probe the norms that round: with a scale for each token, and with one for all.
-
-    With factors, as Gemma's norms have them, rows are added to themselves: a norm without residual.
-    """
-    x, y = _numbers(5, 128, dtype), _numbers(5, 128, dtype, 1)
-    weight, factors = (_numbers(128, 1, dtype, seed)[:, 0] for seed in (2, 3))
-    is_half = dtype == torch.float16
-    scales = torch.full((128,), STEP, dtype=torch.float32 if is_half else dtype)
-    offsets = torch.full((128,), OFFSET, dtype=torch.int32 if is_half else dtype)
-
-    def call(put: Put) -> Results:
-        npu = torch.ops.npu
-        values, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
-            put(x), put(y), put(weight), epsilon=EPSILON
-        )
-        static = npu.npu_add_rms_norm_quant(
-            put(x), put(y), put(weight), put(scales), put(offsets), epsilon=EPSILON
-        )
-        alone, _, _, alone_scale, _ = npu.npu_add_rms_norm_dynamic_quant(
-            put(x), put(x), put(weight), smooth_scale1=put(factors), epsilon=EPSILON
-        )
-        dynamic = levels(values), total, scale.to(dtype)
-        return *dynamic, levels(alone), alone_scale.to(dtype), levels(static[0])
-
-    def expected() -> Results:
-        total = x.double() + y.double()
-        normed = formulas.rms_norm(total, weight, EPSILON)
-        scale = normed.abs().amax(-1) / 127
-        alone = formulas.rms_norm(x.double(), weight, EPSILON / 4) * factors.double()
-        alone_scale = alone.abs().amax(-1) / 127
-        static = (normed / STEP + OFFSET).clamp(-128, 127)
-        dynamic = normed / scale[:, None] / 128, total, scale
-        return *dynamic, alone / alone_scale[:, None] / 128, alone_scale, static / 128
-
-    return call, expected
-
-
-def swiglu(dtype: torch.dtype) -> tuple[Callable[[Put], Results], Callable[[], Results]]:
-    """Probe the activation that rounds: with a scale for each token, and with one for all."""
-    x = _numbers(5, 128, dtype)
-
-    def call(put: Put) -> Results:
-        operator = torch.ops.npu.npu_dequant_swiglu_quant
-        values, scale = operator(put(x), activate_left=True, quant_mode=1)
-        static, _ = operator(
-            put(x),
-            quant_scale=put(torch.tensor([STEP])),
-            quant_offset=put(torch.tensor([float(OFFSET)])),
-            activate_left=True,
-            quant_mode=0,
-        )
-        return levels(values), scale.to(dtype), levels(static)
-
-    def expected() -> Results:
-        product = formulas.swiglu(x)
-        scale = product.abs().amax(-1) / 127
-        static = (product / STEP + OFFSET).clamp(-128, 127)
-        return product / scale[:, None] / 128, scale, static / 128
-
-    return call, expected
-
-
-def wide_swiglu(dtype: torch.dtype) -> Int8Probe:
-    """Probe the activation that rounds with rows wider than the plugin leaves to it.
-
-    The last column of a row has its maximum, which a kernel that takes rows in parts meets last.
-    """
-    rows = [_numbers(tokens, 2 * columns, dtype) for tokens, columns in WIDE]
-    for x in rows:
-        x[:, x.shape[1] // 2 - 1] = x[:, -1] = 4
-
-    def call(put: Put) -> Results:
-        operator = torch.ops.npu.npu_dequant_swiglu_quant
-        results = [operator(put(x), activate_left=True, quant_mode=1) for x in rows]
-        return tuple(part for got, scale in results for part in (levels(got), scale.to(dtype)))
-
-    def expected() -> Results:
-        products = [formulas.swiglu(x) for x in rows]
-        scales = [product.abs().amax(-1) / 127 for product in products]
-        pairs = zip(products, scales)
-        return tuple(part for p, scale in pairs for part in (p / scale[:, None] / 128, scale))
-
-    return Int8Probe("npu_dequant_swiglu_quant", call, expected)
-
-
-def levels(values: torch.Tensor) -> torch.Tensor:
-    """Return int8 as a fraction of its range, in bfloat16, which holds every level."""
-    return values.to(torch.bfloat16) / 128
-
-
-def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
-    """Raise unless the device rounds to int8 and multiplies int8 as formulas say.
-
-    Raises
-    ------
-    PrepError
-        If an operator differs; it names the operator. Without it, a quantised model can't be
-        served.
-    """
-    for probe in probes(dtype).values():
-        given = f"{probe.operator}, {dtype}"
-        for got, formula in zip(probe.call(put), probe.expected(), strict=True):
-            outcome = compare(got, formula, given, where=("row",))
-            if outcome.verdict.is_bad:
-                raise PrepError(
-                    f"this device computes {probe.operator} wrongly ({dtype}): expected "
-                    f"{outcome.expected}, got {outcome.got}; serve weights of 16 bits, or see "
-                    "vllm-npu-prep verify-device"
-                )
-
-
-def _numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(rows, columns).uniform_(-2, 2, generator=generator).to(dtype)
-
-
 def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
 
 
-def _dynamic(dtype: torch.dtype) -> Int8Probe:
-    x = _numbers(5, 128, dtype) * torch.tensor([[1.0], [0.01], [30.0], [2.0], [0.3]]).to(dtype)
+def _dynamic(dtype: torch.dtype) -> Probe:
+    x = uniform(5, 128, dtype=dtype) * torch.tensor([[1.0], [0.01], [30.0], [2.0], [0.3]]).to(dtype)
 
     def call(put: Put) -> Results:
         values, scale = operators().npu_dynamic_quant(put(x))
@@ -212,12 +65,12 @@ def _dynamic(dtype: torch.dtype) -> Int8Probe:
         scale = x.double().abs().amax(-1) / 127
         return x.double() / scale[:, None] / 128, scale
 
-    return Int8Probe("npu_dynamic_quant", call, expected)
+    return Probe(call, expected)
 
 
-def _static(dtype: torch.dtype) -> Int8Probe:
+def _static(dtype: torch.dtype) -> Probe:
     """Probe rounding with one scale; some numbers are beyond the ends of int8 and are cut off."""
-    x = _numbers(5, 128, dtype) * 2
+    x = uniform(5, 128, dtype=dtype) * 2
     scale, offset = torch.tensor([STEP]), torch.tensor([OFFSET], dtype=torch.int32)
 
     def call(put: Put) -> Results:
@@ -227,10 +80,10 @@ def _static(dtype: torch.dtype) -> Int8Probe:
     def expected() -> Results:
         return ((x.double() / STEP + OFFSET).clamp(-128, 127) / 128,)
 
-    return Int8Probe("npu_quantize", call, expected)
+    return Probe(call, expected)
 
 
-def _product(dtype: torch.dtype, static: bool) -> Int8Probe:
+def _product(dtype: torch.dtype, static: bool) -> Probe:
     """Probe a transposed weight, different scales, and a bias after scaling or in the sums."""
     x, weight = _integers(5, 96, 0), _integers(64, 96, 1)
     scale = torch.linspace(1, 3, 64) / 2**16
@@ -259,4 +112,189 @@ def _product(dtype: torch.dtype, static: bool) -> Int8Probe:
             return ((sums + bias) * scale.double(),)
         return (sums * scale.double() * tokens.double()[:, None] + bias,)
 
-    return Int8Probe("npu_quant_matmul", call, expected)
+    return Probe(call, expected)
+
+
+def _experts_product(dtype: torch.dtype) -> Probe:
+    """Probe the product of experts: groups of two rows, none and three, and a row of no expert."""
+    sizes, here = (2, 0, 3), 5
+    x = _integers(here + 1, 96, 2)
+    weight = torch.stack([_integers(64, 96, seed) for seed in (3, 4, 5)])  # [E, n, k]
+    scale = (torch.linspace(1, 3, 3 * 64).view(3, 64) / 2**16).to(dtype)
+    tokens = torch.linspace(0.5, 2, here + 1)
+
+    def call(put: Put) -> Results:
+        product = operators().npu_grouped_matmul(
+            [put(x)],
+            [put(weight).transpose(1, 2)],
+            scale=[put(scale if dtype == torch.bfloat16 else scale.float())],
+            per_token_scale=[put(tokens)],
+            group_list=put(torch.tensor(sizes)),
+            group_list_type=1,
+            group_type=0,
+            split_item=2,
+            output_dtype=dtype,
+        )[0]
+        return (product[:here],)
+
+    def expected() -> Results:
+        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+        sums = torch.einsum("tk,tnk->tn", x[:here].double(), weight[expert].double())
+        return (sums * scale[expert].double() * tokens[:here, None].double(),)
+
+    return Probe(call, expected)
+
+
+def norm(dtype: torch.dtype) -> Probe:
+    """Probe the norms that round: with a scale for each token, and with one for all.
+
+    With factors, as Gemma's norms have them, rows are added to themselves: a norm without residual.
+    """
+    x, y = uniform(5, 128, dtype=dtype), uniform(5, 128, dtype=dtype, seed=1)
+    weight, factors = (uniform(128, dtype=dtype, seed=seed) for seed in (2, 3))
+    is_half = dtype == torch.float16
+    scales = torch.full((128,), STEP, dtype=torch.float32 if is_half else dtype)
+    offsets = torch.full((128,), OFFSET, dtype=torch.int32 if is_half else dtype)
+
+    def call(put: Put) -> Results:
+        npu = torch.ops.npu
+        values, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
+            put(x), put(y), put(weight), epsilon=EPSILON
+        )
+        static = npu.npu_add_rms_norm_quant(
+            put(x), put(y), put(weight), put(scales), put(offsets), epsilon=EPSILON
+        )
+        alone, _, _, alone_scale, _ = npu.npu_add_rms_norm_dynamic_quant(
+            put(x), put(x), put(weight), smooth_scale1=put(factors), epsilon=EPSILON
+        )
+        dynamic = levels(values), total, scale.to(dtype)
+        return *dynamic, levels(alone), alone_scale.to(dtype), levels(static[0])
+
+    def expected() -> Results:
+        total = x.double() + y.double()
+        normed = formulas.rms_norm(total, weight, EPSILON)
+        scale = normed.abs().amax(-1) / 127
+        alone = formulas.rms_norm(x.double(), weight, EPSILON / 4) * factors.double()
+        alone_scale = alone.abs().amax(-1) / 127
+        static = (normed / STEP + OFFSET).clamp(-128, 127)
+        dynamic = normed / scale[:, None] / 128, total, scale
+        return *dynamic, alone / alone_scale[:, None] / 128, alone_scale, static / 128
+
+    return Probe(call, expected)
+
+
+def swiglu(dtype: torch.dtype) -> Probe:
+    """Probe the activation that rounds: with a scale for each token, and with one for all."""
+    x = uniform(5, 128, dtype=dtype)
+
+    def call(put: Put) -> Results:
+        operator = torch.ops.npu.npu_dequant_swiglu_quant
+        values, scale = operator(put(x), activate_left=True, quant_mode=1)
+        static, _ = operator(
+            put(x),
+            quant_scale=put(torch.tensor([STEP])),
+            quant_offset=put(torch.tensor([float(OFFSET)])),
+            activate_left=True,
+            quant_mode=0,
+        )
+        return levels(values), scale.to(dtype), levels(static)
+
+    def expected() -> Results:
+        product = formulas.swiglu(x)
+        scale = product.abs().amax(-1) / 127
+        static = (product / STEP + OFFSET).clamp(-128, 127)
+        return product / scale[:, None] / 128, scale, static / 128
+
+    return Probe(call, expected)
+
+
+def _wide_swiglu(dtype: torch.dtype) -> Probe:
+    """Probe the activation that rounds with rows wider than the plugin leaves to it.
+
+    The last column of a row has its maximum, which a kernel that takes rows in parts meets last.
+    """
+    rows = [uniform(tokens, 2 * columns, dtype=dtype) for tokens, columns in WIDE]
+    for x in rows:
+        x[:, x.shape[1] // 2 - 1] = x[:, -1] = 4
+
+    def call(put: Put) -> Results:
+        operator = torch.ops.npu.npu_dequant_swiglu_quant
+        results = [operator(put(x), activate_left=True, quant_mode=1) for x in rows]
+        return tuple(part for got, scale in results for part in (levels(got), scale.to(dtype)))
+
+    def expected() -> Results:
+        products = [formulas.swiglu(x) for x in rows]
+        scales = [product.abs().amax(-1) / 127 for product in products]
+        pairs = zip(products, scales)
+        return tuple(part for p, scale in pairs for part in (p / scale[:, None] / 128, scale))
+
+    return Probe(call, expected)
+
+
+def levels(values: torch.Tensor) -> torch.Tensor:
+    """Return int8 as a fraction of its range, in bfloat16, which holds every level."""
+    return values.to(torch.bfloat16) / 128
+
+
+OF_LINEAR_LAYERS: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
+    "dynamic-quant": ("npu_dynamic_quant", _dynamic),
+    "quantize": ("npu_quantize", _static),
+    "matmul-dynamic": ("npu_quant_matmul", partial(_product, static=False)),
+    "matmul-static": ("npu_quant_matmul", partial(_product, static=True)),
+}
+"""Operators that every quantised linear layer calls, and their probes, which start-up runs, too."""
+
+OTHERS: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
+    "experts": ("npu_grouped_matmul", _experts_product),
+    "swiglu-wide": ("npu_dequant_swiglu_quant", _wide_swiglu),
+}
+"""The product of experts, and a form that the plugin doesn't call yet."""
+
+
+def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
+    """Raise unless the device rounds to int8 and multiplies int8 as formulas say.
+
+    Raises
+    ------
+    PrepError
+        If an operator differs; it names the operator. Without it, a quantised model can't be
+        served.
+    """
+    for operator, probe_of in OF_LINEAR_LAYERS.values():
+        outcome = probe_of(dtype).run(f"{operator}, {dtype}", put)
+        if outcome.verdict.is_bad:
+            raise PrepError(
+                f"this device computes {operator} wrongly ({dtype}): expected "
+                f"{outcome.expected}, got {outcome.got}; serve weights of 16 bits, or see "
+                "vllm-npu-prep verify-device"
+            )
+
+
+def _zeros(dtype: torch.dtype, context: RowContext) -> Outcome:
+    """Check that products of rows of zeros, which padding may be, are zeros and not NaN."""
+    values, scale = torch.ops.npu.npu_dynamic_quant(context.put(torch.zeros(3, 64, dtype=dtype)))
+    weight = context.put(torch.ones(32, 64, dtype=torch.int8)).t()
+    product = torch.ops.npu.npu_quant_matmul(
+        values,
+        weight,
+        context.put(torch.full((32,), 0.5)),
+        pertoken_scale=scale,
+        output_dtype=dtype,
+    )
+    return compare(product, torch.zeros(3, 32, dtype=dtype), f"rows of zeros, {dtype}")
+
+
+def _rows() -> Iterator[Row]:
+    for short, dtype in DTYPES.items():
+        for name, (operator, probe_of) in {**OF_LINEAR_LAYERS, **OTHERS}.items():
+            covers = COVERS.get(name, ())
+            yield row_of_probe(f"int8-{name}-{short}", operator, probe_of, dtype, covers)
+        yield Row(
+            f"int8-zeros-{short}",
+            "npu_dynamic_quant, npu_quant_matmul",
+            partial(_zeros, dtype),
+            records("npu_dynamic_quant", "rows of zeros"),
+        )
+
+
+ROWS: tuple[Row, ...] = tuple(_rows())

@@ -1,8 +1,11 @@
-"""Steps of latent attention through the plugin's kernels, held against a formula in float64."""
+"""Latent attention: steps through the plugin's kernels, held against a formula in float64.
+
+Rows of ``verify-device`` run the same steps as the start-up of an engine.
+"""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,8 +13,8 @@ import torch
 from vllm_npu_prep.attention.kernels.latent import (
     LatentKernels,
     LatentShape,
-    Planes,
     Projected,
+    make_latent_kernels,
     planes_of,
     with_heads,
 )
@@ -19,27 +22,33 @@ from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import attend_prefills, split_common
 from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import Outcome, compare, worst_of
-
-UNUSED = 30.0
-"""What rows of the cache hold that no request owns: so large that it shows where one is read."""
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import (
+    DTYPES,
+    FILLER,
+    Record,
+    Row,
+    RowContext,
+    compare,
+    normal,
+    records,
+)
+from vllm_npu_prep.verify.steps import PagedForm, PagedStep
 
 
 @dataclass(frozen=True)
-class LatentForm:
+class LatentForm(PagedForm):
     """What a step of latent attention depends on.
 
     Attributes
     ----------
-    lengths
-        For each request the tokens in the cache before the step, and its tokens in the step.
-        Requests with at most `decode_threshold` tokens come first, and are decodes.
     shape
         The layer's sizes on this rank.
-    block_size
-        Size of a block in tokens.
+    decode_threshold
+        Requests with at most so many tokens come first, and are decodes.
     workspace_blocks
         Number of blocks in a chunk of the context.
     """
@@ -71,11 +80,29 @@ def shape_of(
     return LatentShape(num_heads, kv_lora_rank, rope, size, value_size or size, scale)
 
 
-class LatentStep:
+class LatentStep(PagedStep):
     """A step with random queries and latent rows.
 
     The mask is the constant mask on the device.
+
+    Attributes
+    ----------
+    latent, rope
+        Lists by request, on the host: ``[seq_len, kv_lora_rank]`` and ``[seq_len,
+        qk_rope_head_dim]``.
+    query
+        ``[num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]``, on the host.
+    absorbed
+        ``[num_tokens, num_heads, kv_lora_rank]``, on the host: the first part of queries as decodes
+        have it.
+    weight
+        ``[kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim)]``, on the host: projects
+        latent rows.
+    planes
+        The cache on the device, which is `kv_cache` before it is cut.
     """
+
+    form: LatentForm
 
     def __init__(
         self,
@@ -85,95 +112,44 @@ class LatentStep:
         mask: torch.Tensor,
         seed: int = 0,
     ) -> None:
-        self.form, self.kernels, self._device = form, kernels, device
-        generator = torch.Generator().manual_seed(seed)
-        shape = form.shape
-
-        def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(*sizes, generator=generator) * scale).to(form.dtype)
-
-        cached, new = zip(*form.lengths)
-        self.seq_lens = [a + b for a, b in form.lengths]
-        self.latent = [random(n, shape.kv_lora_rank) for n in self.seq_lens]
-        self.rope = [random(n, shape.qk_rope_head_dim) for n in self.seq_lens]
+        self.form, self.kernels, self.device = form, kernels, device
+        generator, shape = torch.Generator().manual_seed(seed), form.shape
+        draw = partial(normal, generator, dtype=form.dtype)
+        self.seq_lens, num_tokens = form.seq_lens, sum(form.query_lens)
+        self.latent = [draw(n, shape.kv_lora_rank) for n in form.seq_lens]
+        self.rope = [draw(n, shape.qk_rope_head_dim) for n in form.seq_lens]
         head = shape.qk_nope_head_dim + shape.qk_rope_head_dim
-        self.query = random(sum(new), shape.num_heads, head)
-        self.absorbed = random(sum(new), shape.num_heads, shape.kv_lora_rank, scale=0.3)
+        self.query = draw(num_tokens, shape.num_heads, head)
+        self.absorbed = draw(num_tokens, shape.num_heads, shape.kv_lora_rank, scale=0.3)
         width = shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-        self.weight = random(shape.kv_lora_rank, width, scale=shape.kv_lora_rank**-0.5)
-        self.starts = np.cumsum([0, *new]).astype(np.int32)
-        self.metadata = self._metadata(cached, new, mask, generator)
-        self.planes = self._cache()
-
-    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device)
-
-    def _metadata(
-        self,
-        cached: Sequence[int],
-        new: Sequence[int],
-        mask: torch.Tensor,
-        generator: torch.Generator,
-    ) -> AscendMetadata:
-        size = self.form.block_size
-        needed = [-(-length // size) for length in self.seq_lens]
-        self.num_blocks = sum(needed) + 2
-        # Blocks of all requests in any order; block 0 and the last one are nobody's
-        ids = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
-        table = torch.zeros(len(needed), max(needed) + 1, dtype=torch.int32)
-        for row, count in enumerate(needed):
-            table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
-        self.table = table
-        seq_lens = np.array(self.seq_lens, np.int32)
-        slots = [
-            int(table[row, position // size]) * size + position % size
-            for row, (first, count) in enumerate(self.form.lengths)
-            for position in range(first, first + count)
-        ]
-        no_drafts = np.zeros(len(new), np.int32)
-        state = attention_state(
-            batch_flags(np.array(cached), np.array(new), no_drafts, seq_lens), True
+        self.weight = draw(shape.kv_lora_rank, width, scale=shape.kv_lora_rank**-0.5)
+        self.place_in_blocks(generator)
+        seq_lens, contexts, query_lens = map(
+            np.array, (form.seq_lens, form.contexts, form.query_lens)
         )
-        has_mask = state is not AttentionState.DecodeOnly
-        return AscendMetadata(
-            attn_state=state,
-            attn_mask=mask if has_mask else None,
-            block_tables=self._put(table),
-            slot_mapping=self._put(torch.tensor(slots, dtype=torch.int32)),
-            query_start_loc=self._put(torch.from_numpy(self.starts)),
-            query_start_loc_np=self.starts,
-            seq_lens=self._put(torch.from_numpy(seq_lens)),
-            seq_lens_np=seq_lens,
-            num_computed_tokens=self._put(torch.tensor(cached, dtype=torch.int32)),
-            num_reqs=len(new),
-            max_query_len=max(new),
-            max_seq_len=max(self.seq_lens),
-            num_actual_tokens=sum(new),
-            num_input_tokens=sum(new),
+        no_drafts = np.zeros(len(seq_lens), np.int32)
+        state = attention_state(batch_flags(contexts, query_lens, no_drafts, seq_lens), True)
+        self.metadata = self.metadata_with(
+            state, None if state is AttentionState.DecodeOnly else mask
         )
+        self.kv_cache = self.put(self._cache(form.contexts))
+        self.planes = planes_of(self.kv_cache, shape)
 
-    def _cache(self) -> Planes:
-        """Make the cache with every row that was there before the step."""
+    def _cache(self, lengths: list[int]) -> torch.Tensor:
+        """Make a cache on the host that holds as many rows of each request, by the formula."""
         shape, size = self.form.shape, self.form.block_size
         page = size * (shape.kv_lora_rank + shape.qk_rope_head_dim)
-        host = torch.full((self.num_blocks, page), UNUSED, dtype=self.form.dtype)
-        planes = planes_of(host, shape)
-        for row, (first, _) in enumerate(self.form.lengths):
-            for position in range(first):
-                block, offset = int(self.table[row, position // size]), position % size
-                planes.latent[block, offset, 0] = self.latent[row][position]
-                planes.rope[block, offset, 0] = self.rope[row][position]
-        self.kv_cache = self._put(host)
-        return planes_of(self.kv_cache, shape)
+        cache = torch.full((self.num_blocks, page), FILLER, dtype=self.form.dtype)
+        slots = self.slots_of([range(length) for length in lengths])
+        for plane, rows in zip(planes_of(cache, shape), (self.latent, self.rope)):
+            kept = torch.cat([each[:length] for each, length in zip(rows, lengths)])
+            plane.copy_(formulas.paged_write(plane, kept[:, None], slots, size))
+        return cache
 
     def run(self) -> Outcome:
         form, shape = self.form, self.form.shape
-        fresh = [
-            torch.cat([rows[first:] for rows, (first, _) in zip(each, form.lengths)]).unsqueeze(1)
-            for each in (self.latent, self.rope)
-        ]
         assert self.metadata.slot_mapping is not None
-        latent, rope = (self._put(rows) for rows in fresh)
+        latent, rope = (self.put(self.own_rows(rows)[:, None]) for rows in (self.latent, self.rope))
         self.kernels.write(latent, rope, self.planes, self.metadata.slot_mapping)
         split = LatentSplit(
             form.decode_threshold,
@@ -185,13 +161,13 @@ class LatentStep:
         decodes, outcomes = self.metadata, [self._compare_cache()]
         first = len(self.query)
         if num_decodes < len(form.lengths):
-            on_device = LatentArrays(*(self._put(torch.from_numpy(each)) for each in host))
+            on_device = LatentArrays(*(self.put(each) for each in host))
             halves = split_metadata(self.metadata, num_decodes, host, on_device)
             first = halves.prefills.first_token
             size = len(self.query) - first
-            output = self._put(torch.zeros(size, shape.num_heads, shape.v_head_dim).to(form.dtype))
+            output = self.put(torch.zeros(size, shape.num_heads, shape.v_head_dim).to(form.dtype))
             sizes = [shape.qk_nope_head_dim, shape.qk_rope_head_dim]
-            query, query_rope = self._put(self.query[first:]).split(sizes, -1)
+            query, query_rope = self.put(self.query[first:]).split(sizes, -1)
             own = self._project(query, query_rope, latent[first:].flatten(1), rope[first:])
             attend_prefills(
                 self.kernels,
@@ -219,18 +195,18 @@ class LatentStep:
         Decode context parallelism asks for both.
         """
         form, heads = self.form, self.form.shape.num_heads
-        lens = [first for first, _ in form.lengths]
+        lens = form.contexts
         metadata = replace(
             self.metadata,
             attn_mask=None,
-            seq_lens=self._put(torch.tensor(lens, dtype=torch.int32)),
+            seq_lens=self.put(np.array(lens, np.int32)),
             seq_lens_np=np.array(lens, np.int32),
             max_seq_len=max(lens),
             causal=False,
             kernel_plan=None,
         )
         padded = self.kernels.decode_heads(heads)
-        lse = self._put(torch.full((len(self.query), padded), float("nan")))
+        lse = self.put(torch.full((len(self.query), padded), float("nan")))
         output = self._attend_decodes(metadata, len(self.query), lse)
         outputs, lses = zip(*(self._decode(row, lens[row]) for row in range(len(lens))))
         what = f"{form}, with sums of exponentials"
@@ -248,7 +224,7 @@ class LatentStep:
         heads = self.kernels.decode_heads(shape.num_heads)
         rotated = self.query[:num_tokens, :, shape.qk_nope_head_dim :]
         query, query_rope = (
-            with_heads(self._put(part), heads) for part in (self.absorbed[:num_tokens], rotated)
+            with_heads(self.put(part), heads) for part in (self.absorbed[:num_tokens], rotated)
         )
         output, padded = torch.zeros_like(query), shape._replace(num_heads=heads)
         given = query, query_rope, self.planes, decodes, padded, output
@@ -272,24 +248,20 @@ class LatentStep:
         rope: torch.Tensor,
     ) -> Projected:
         shape = self.form.shape
-        projected = (latent @ self._put(self.weight)).unflatten(1, (shape.num_heads, -1))
+        projected = (latent @ self.put(self.weight)).unflatten(1, (shape.num_heads, -1))
         key, value = projected.split([shape.qk_nope_head_dim, shape.v_head_dim], -1)
         return Projected(query, query_rope, key, rope, value)
 
     def _compare_cache(self) -> Outcome:
-        shape, size = self.form.shape, self.form.block_size
-        page = size * (shape.kv_lora_rank + shape.qk_rope_head_dim)
-        wanted = planes_of(torch.full((self.num_blocks, page), UNUSED).to(self.form.dtype), shape)
-        for row, length in enumerate(self.seq_lens):
-            for position in range(length):
-                block, offset = int(self.table[row, position // size]), position % size
-                wanted.latent[block, offset, 0] = self.latent[row][position]
-                wanted.rope[block, offset, 0] = self.rope[row][position]
+        wanted = planes_of(self._cache(self.seq_lens), self.form.shape)
         outcomes = [
             compare(plane, each.double(), "the cache", tolerance=0.0)
             for plane, each in zip(self.planes, wanted)
         ]
         return worst_of(outcomes, "the cache")
+
+    def _tokens(self, row: int) -> slice:
+        return slice(*self.metadata.query_start_loc_np[row : row + 2])
 
     def _prefill(self, row: int) -> torch.Tensor:
         shape, (_, count) = self.form.shape, self.form.lengths[row]
@@ -298,7 +270,7 @@ class LatentStep:
         )
         key, value = projected.split([shape.qk_nope_head_dim, shape.v_head_dim], -1)
         rope = self.rope[row].double().unsqueeze(1).expand(-1, shape.num_heads, -1)
-        query = self.query[self.starts[row] : self.starts[row + 1]]
+        query = self.query[self._tokens(row)]
         seen = formulas.visible(count, self.seq_lens[row])
         return formulas.attention(query, torch.cat((key, rope), -1), value, shape.scale, seen)[0]
 
@@ -308,7 +280,7 @@ class LatentStep:
         Tokens attend causally, or all of them over the first `num_seen` tokens.
         """
         shape, (_, count) = self.form.shape, self.form.lengths[row]
-        tokens = slice(self.starts[row], self.starts[row + 1])
+        tokens = self._tokens(row)
         rotated = self.query[tokens, :, shape.qk_nope_head_dim :]
         query = torch.cat((self.absorbed[tokens], rotated), -1)
         key = torch.cat((self.latent[row], self.rope[row]), -1).unsqueeze(1)
@@ -336,3 +308,70 @@ def forms_of(
             lengths, shape, dtype, block_size, decode_query_len
         )
     return forms
+
+
+LATENT = records("fused attention, rope", "latent rows twice", "layout with rope")
+CONTEXT = (
+    *records("npu_gather_pa_kv_cache", "block ids", "cache form", "contiguous", "integers"),
+    *records("npu_gather_pa_kv_cache", "offset", "result form", "rows"),
+    *records("npu_attention_update", "head_dim", "lse form", "part form", "parts", "update_type"),
+)
+
+WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
+    "decode": ("decodes over latent rows", LATENT),
+    "drafts": ("drafts over latent rows", LATENT),
+    "prefill": ("prefills over projected rows", CONTEXT),
+}
+"""The form of a step and the records that it tries, by the name of its rows."""
+
+
+USUAL = shape_of(4)
+WIDE = shape_of(5, size=192, value_size=256)
+"""The shape of GLM-4.7-Flash: the number of heads is no power of two; values are as wide as keys
+with their rotated part."""
+
+
+def _step(what: str, shape: LatentShape, dtype: torch.dtype, context: RowContext) -> LatentStep:
+    form, mask = forms_of(shape, dtype, 128, 3)[what], torch.from_numpy(compressed_mask())
+    kernels = make_latent_kernels("fia")
+    return LatentStep(form, context.device.device, kernels, context.put(mask))
+
+
+def _run(what: str, shape: LatentShape, dtype: torch.dtype, context: RowContext) -> Outcome:
+    return _step(what, shape, dtype, context).run()
+
+
+def _run_with_lse(dtype: torch.dtype, context: RowContext) -> Outcome:
+    return _step("drafts over latent rows", USUAL, dtype, context).run_with_lse()
+
+
+def _row(name: str, short: str, shape: LatentShape, instead: str = "") -> Row:
+    what, covers = WHAT[name]
+    is_wide = shape is WIDE
+    return Row(
+        f"latent-{'wide-' * is_wide}{name}-{short}",
+        f"latent attention{', heads of 192 and 256' * is_wide}: {what}",
+        partial(_run, what, shape, DTYPES[short]),
+        covers,
+        instead=instead,
+    )
+
+
+ROWS = (
+    *(
+        _row(name, short, USUAL, "use bfloat16" * (name == "prefill" and short == "fp16"))
+        for name in WHAT
+        for short in DTYPES
+    ),
+    *(
+        Row(
+            f"latent-lse-{short}",
+            "latent attention: tokens over latent rows, softmax_lse asked for",
+            partial(_run_with_lse, dtype),
+            (*LATENT, *records("fused attention", "softmax_lse out")),
+        )
+        for short, dtype in DTYPES.items()
+    ),
+    _row("drafts", "bf16", WIDE),
+    _row("prefill", "bf16", WIDE, "use another model, or CANN 9.0 or newer"),
+)

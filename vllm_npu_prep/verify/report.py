@@ -11,7 +11,7 @@ from rich.text import Text
 from vllm_npu_prep import __version__
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host, installed_versions
-from vllm_npu_prep.verify.children import Found, Result
+from vllm_npu_prep.verify.outcome import Result, RunResults
 from vllm_npu_prep.wording import counted
 
 COLUMNS = ("row", "what", "given", "expected", "got", "verdict")
@@ -20,7 +20,7 @@ FROM_DOCTOR = ("CANN", "driver", "firmware", "npu-smi")
 """Lines of ``doctor`` that are versions, or that name the chips."""
 
 
-def versions_of(found: Found) -> dict[str, str]:
+def versions_of(found: RunResults) -> dict[str, str]:
     """Return everything that a result depends on, by name; what isn't known is left out."""
     host = Host.here()
     looked_at = {
@@ -46,7 +46,7 @@ def summary(results: list[Result]) -> str:
     return f"{counted(len(results), 'row')}: {', '.join(parts) or 'none'}"
 
 
-def report_text(found: Found, versions: dict[str, str], console: Console) -> None:
+def report_text(found: RunResults, versions: dict[str, str], console: Console) -> None:
     """Print the table without the column "what", which the rows' names tell, and the versions."""
     columns = [name for name in COLUMNS if name != "what"]
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
@@ -63,18 +63,18 @@ def report_text(found: Found, versions: dict[str, str], console: Console) -> Non
     console.print(Text(summary(found.results), style="bold"))
 
 
-def report_json(found: Found, versions: dict[str, str]) -> dict[str, Any]:
+def report_json(found: RunResults, versions: dict[str, str]) -> dict[str, Any]:
     return {"versions": versions, "rows": [asdict(result) for result in found.results]}
 
 
-def report_markdown(found: Found, versions: dict[str, str]) -> str:
+def report_markdown(found: RunResults, versions: dict[str, str]) -> str:
     lines = ["# verify-device", "", summary(found.results) + ".", ""]
     lines += ["| what | version |", "| --- | --- |"]
     lines += [f"| {name} | {_escaped(version)} |" for name, version in versions.items()]
     lines += ["", f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     for result in found.results:
         cells = [_escaped(_cell(result, name)) for name in COLUMNS]
-        cells[-1] = f"**{cells[-1]}**" if result.is_bad else cells[-1]
+        cells[-1] = f"**{cells[-1]}**" if result.verdict.is_bad else cells[-1]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -1,14 +1,16 @@
-"""A row of ``verify-device``, its outcome, what it is given to run with, and how it compares."""
+"""What rows of ``verify-device`` are made of: random numbers, one call and its formula, `compare`.
+
+A call that replaces torch's own is a `Probe`, which an engine runs at start-up, too.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vllm_npu_prep.device import Device
+from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
 
 ROW_SECONDS = 120.0
 """Time limit of a row in seconds, unless it has its own; a first call may load or compile
@@ -18,41 +20,23 @@ Record = tuple[str, str]
 """Family and name of something to try on hardware first, as docs/changing/operators.md lists
 them."""
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes that rows are run with, by the ends of the rows' names."""
 
-class Verdict(StrEnum):
-    """How the result of a row is to be taken."""
+FILLER = 30.0
+"""What rows of a cache hold that no request may read: large, so that reading one shows, and finite,
+because kernels may multiply masked rows by 0."""
 
-    SAME = "same"
-    DIFFERS = "DIFFERS"
-    FAILED = "FAILED"  # it raised an error
-    DEAD = "DEAD"  # its process ended, or had to be ended
-    LEFT_OUT = "left out"  # it can't be run here
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the device is not what the plugin takes it for."""
-        return self in (Verdict.DIFFERS, Verdict.FAILED, Verdict.DEAD)
+Put = Callable[[torch.Tensor], torch.Tensor]
+Results = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a row found: the call's sizes, the formula's result, the device's, and the verdict."""
-
-    given: str
-    expected: str
-    got: str
-    verdict: Verdict
-
-    def as_json(self) -> dict[str, str]:
-        return asdict(self)
-
-
-class NotHereError(Exception):
-    """Says why a row can't be run on this device; the row is then left out."""
+def records(family: str, *names: str) -> tuple[Record, ...]:
+    return tuple((family, name) for name in names)
 
 
 @dataclass(frozen=True)
-class Bench:
+class RowContext:
     """Where a row runs: this process's device, and its rank among the processes that run the row.
 
     All processes of the command share the folder, which is deleted afterwards.
@@ -67,13 +51,6 @@ class Bench:
     def rendezvous(self) -> str:
         """``init_method`` by which the ranks of a row's team find each other."""
         return f"file://{self.folder}/team-of-{self.num_ranks}"
-
-    def random(
-        self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
-    ) -> torch.Tensor:
-        """Return normally distributed numbers on the host, the same in every run."""
-        generator = torch.Generator().manual_seed(1 + seed)
-        return torch.randn(*shape, generator=generator).to(dtype)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device.device)
@@ -102,7 +79,7 @@ class Row:
 
     name: str
     what: str
-    run: Callable[[Bench], Outcome]
+    run: Callable[[RowContext], Outcome]
     covers: tuple[Record, ...] = ()
     ranks: int = 1
     seconds: float = ROW_SECONDS
@@ -119,10 +96,6 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 1e-5,
 }
 """Absolute and relative difference that rounding of inputs near 1 may make."""
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype, 0.0)
 
 
 def compare(
@@ -150,7 +123,7 @@ def compare(
         Names of the dimensions.
     """
     if tolerance is None:
-        tolerance = tolerance_of(got.dtype)
+        tolerance = TOLERANCE.get(got.dtype, 0.0)
     if got.shape != expected.shape:
         return Outcome(given, f"shape {[*expected.shape]}", f"{[*got.shape]}", Verdict.DIFFERS)
     found = got.detach().cpu()
@@ -194,15 +167,52 @@ def _shown(value: torch.Tensor) -> str:
     return f"{value.item():.4g}"
 
 
-def worst_of(outcomes: list[Outcome], given: str) -> Outcome:
-    """Return one outcome for several parts of a row: the first that is bad, else the first."""
-    for part in outcomes:
-        if part.verdict.is_bad:
-            return part
-    first = outcomes[0]
-    return Outcome(given, first.expected, first.got, first.verdict)
+@dataclass(frozen=True)
+class Probe:
+    """One call of an operator on a few numbers, and the formula that it is held against.
+
+    Attributes
+    ----------
+    call
+        Takes a function that puts a tensor on the device, and returns results on the device.
+    expected
+        Returns the same results by a formula, in float64 on the host.
+    """
+
+    call: Callable[[Put], Results]
+    expected: Callable[[], Results]
+
+    def run(self, given: str, put: Put) -> Outcome:
+        """Call the operator, and compare each of its results."""
+        results = zip(self.call(put), self.expected(), strict=True)
+        return worst_of(
+            [compare(got, wanted, given, where=("row",)) for got, wanted in results], given
+        )
 
 
-def same_or_not(given: str, expected: Any, got: Any) -> Outcome:
-    verdict = Verdict.SAME if expected == got else Verdict.DIFFERS
-    return Outcome(given, str(expected), str(got), verdict)
+def row_of_probe(
+    name: str,
+    operator: str,
+    probe_of: Callable[[torch.dtype], Probe],
+    dtype: torch.dtype,
+    covers: tuple[Record, ...],
+) -> Row:
+    """Return a row that makes a probe and runs it."""
+
+    def run(context: RowContext) -> Outcome:
+        return probe_of(dtype).run(f"{operator}, {dtype}", context.put)
+
+    return Row(name, operator, run, covers)
+
+
+def normal(
+    generator: torch.Generator, *shape: int, dtype: torch.dtype, scale: float = 1.0
+) -> torch.Tensor:
+    """Draw normally distributed numbers on the host."""
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def uniform(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return numbers between -2 and 2 without a pattern that a wrong operator could keep."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(shape).uniform_(-2, 2, generator=generator).to(dtype)

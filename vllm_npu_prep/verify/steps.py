@@ -5,7 +5,7 @@ A step is random and the same in every run. It goes through the plugin's own cod
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,15 +19,16 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.mask import plan_mask
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.row import Outcome, compare, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, worst_of
+from vllm_npu_prep.verify.row import FILLER, compare, normal
 from vllm_npu_prep.wording import counted
-
-OTHERS = 30.0
-"""What rows of the cache hold that no request may read: large, so that reading one shows, and
-finite, because kernels may multiply masked rows by 0."""
 
 MASK_BYTES = 256 << 20
 """Budget of dense masks, which these steps never reach."""
+
+LONGEST_WINDOW = 8192
+"""Windows up to this many tokens are probed with sequences that reach past them. Larger ones are
+probed with shorter sequences, which show the form but not the limit."""
 
 PROMPTS = ((0, 5), (0, 1), (0, 130), (0, 4))
 DECODES = ((5, 1), (140, 1), (127, 1), (128, 1), (0, 1))
@@ -35,9 +36,8 @@ CHUNKS = ((5, 1), (150, 1), (0, 23), (12, 8), (200, 70))
 """Tokens in the cache, and query tokens in this step, of each request."""
 
 
-@dataclass(frozen=True)
-class AttentionForm:
-    """One form in which the plugin calls attention.
+class PagedForm:
+    """What every step over a paged cache depends on.
 
     Attributes
     ----------
@@ -45,15 +45,128 @@ class AttentionForm:
         For each request the tokens in the cache before the step, and its tokens in the step.
     block_size
         Size of a block in tokens; 0 means that there is no cache.
-    window
-        Sliding window in tokens.
     causal
         False for an encoder, over K and V of the step alone.
     num_padding
         Number of padding requests of a full graph. Each has one token, and is attended to at a
         length of `padding_len` over the null block.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    block_size: int
+    causal: bool = True
+    num_padding: int = 0
+    padding_len: int = 1
+
+    @property
+    def contexts(self) -> list[int]:
+        return [context for context, _ in self.lengths]
+
+    @property
+    def query_lens(self) -> list[int]:
+        return [query for _, query in self.lengths]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [context + query for context, query in self.lengths]
+
+
+class PagedStep:
+    """A step whose requests have blocks of their own, in random order; block 0 is the null block.
+
+    Attributes
+    ----------
+    num_blocks
+        Number of blocks of the cache, the last of which is nobody's.
+    table
+        int32 ``[requests and padding requests, width]``, on the host.
+    """
+
+    form: PagedForm
+    device: torch.device
+
+    def place_in_blocks(
+        self,
+        generator: torch.Generator,
+        num_blocks: int | None = None,
+        table_width: int | None = None,
+    ) -> None:
+        """Give each request its blocks: as many as it needs, of as many as all need together."""
+        form = self.form
+        counts = [-(-n // form.block_size) for n in form.seq_lens] if form.block_size else []
+        # As many as all rows of the table name together: the documentation demands it
+        self.num_blocks = num_blocks or sum(counts) + form.num_padding + 2
+        owned = iter((torch.randperm(self.num_blocks - 1, generator=generator) + 1).tolist())
+        width = table_width or max(counts, default=1) + 1
+        self.table = np.zeros((len(form.lengths) + form.num_padding, width), np.int32)
+        for request, count in enumerate(counts):
+            self.table[request, :count] = [next(owned) for _ in range(count)]
+
+    def slots_of(self, positions: Sequence[range]) -> list[int]:
+        """Return the slots in the KV cache of some positions of each request."""
+        size = self.form.block_size
+        return [
+            int(self.table[request, position // size]) * size + position % size
+            for request, some in enumerate(positions)
+            for position in some
+        ]
+
+    @property
+    def slots(self) -> list[int]:
+        """The slot of each token of the step, -1 for padding."""
+        own = [range(context, context + query) for context, query in self.form.lengths]
+        return self.slots_of(own) + [-1] * self.form.num_padding
+
+    def own_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what the step's own tokens have, ``[num_tokens, ...]``, of lists by request."""
+        return torch.cat([r[context:] for r, context in zip(rows, self.form.contexts)])
+
+    def put(self, array: torch.Tensor | np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array).to(self.device)
+
+    def metadata_with(
+        self, state: AttentionState, mask: torch.Tensor | None, window: int | None = None
+    ) -> AscendMetadata:
+        """Return the step's metadata as layers get it; `mask` is on the device."""
+        form = self.form
+        query_lens = np.array(form.query_lens + [1] * form.num_padding, np.int32)
+        seq_lens = np.array(form.seq_lens + [form.padding_len] * form.num_padding, np.int32)
+        starts = np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)
+        has_cache = form.block_size > 0
+        return AscendMetadata(
+            attn_state=state,
+            attn_mask=mask,
+            block_tables=self.put(self.table) if has_cache else None,
+            slot_mapping=self.put(np.array(self.slots, np.int32)) if has_cache else None,
+            query_start_loc=self.put(starts),
+            query_start_loc_np=starts,
+            seq_lens=self.put(seq_lens),
+            seq_lens_np=seq_lens,
+            num_computed_tokens=self.put(np.array(form.contexts, np.int32)),
+            num_reqs=len(form.lengths),
+            max_query_len=max(form.query_lens),
+            max_seq_len=max(form.seq_lens),
+            num_actual_tokens=sum(form.query_lens),
+            num_input_tokens=int(starts[-1]),
+            sliding_window=window,
+            causal=form.causal,
+            in_full_graph=form.num_padding > 0,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionForm(PagedForm):
+    """One form in which the plugin calls attention.
+
+    Attributes
+    ----------
+    window
+        Sliding window in tokens.
     num_shared
         Number of leading blocks that all requests share.
+    reads_cache_only
+        Whether kernels don't get the step's own K and V, as in layers that share those of another
+        layer.
     """
 
     state: AttentionState
@@ -66,10 +179,10 @@ class AttentionForm:
     num_padding: int = 0
     padding_len: int = 1
     num_shared: int = 0
+    reads_cache_only: bool = False
 
     def __str__(self) -> str:
-        context = max(context for context, _ in self.lengths)
-        queries = [query for _, query in self.lengths]
+        context, queries = max(self.contexts), self.query_lens
         tokens = f"{min(queries)} to {max(queries)}" if len(set(queries)) > 1 else f"{queries[0]}"
         parts = [
             f"{counted(len(self.lengths), 'request')} of {tokens} token{'s' * (tokens != '1')}",
@@ -87,21 +200,13 @@ class AttentionForm:
             parts.append(f"first {counted(self.num_shared, 'block')} shared")
         return ", ".join(parts)
 
-    @property
-    def query_lens(self) -> list[int]:
-        return [query for _, query in self.lengths]
-
-    @property
-    def seq_lens(self) -> list[int]:
-        return [context + query for context, query in self.lengths]
-
 
 def layer_of(num_heads: int, num_kv_heads: int, head_size: int) -> LayerShape:
     """Return a layer with the usual scale, one over the square root of the head size."""
     return LayerShape(num_heads, num_kv_heads, head_size, 1 / math.sqrt(head_size))
 
 
-class AttentionStep:
+class AttentionStep(PagedStep):
     """A random step of one form on a device.
 
     Parameters
@@ -122,6 +227,8 @@ class AttentionStep:
         own tokens.
     """
 
+    form: AttentionForm
+
     def __init__(
         self,
         form: AttentionForm,
@@ -132,76 +239,38 @@ class AttentionStep:
         table_width: int | None = None,
     ) -> None:
         self.form, self.device, self.kernels = form, device, kernels
-        self._generator = torch.Generator().manual_seed(1 + seed)
-        layer = form.layer
-        self.queries = [self._random(n, layer.num_heads, layer.head_size) for n in form.query_lens]
-        self.keys = self._rows()
-        self.values = self._rows()
-        self._place_in_blocks(num_blocks, table_width)
-        self._share()
-        self.host_cache = self._cache()
+        generator, layer = torch.Generator().manual_seed(1 + seed), form.layer
+        draw = partial(normal, generator, dtype=form.dtype)
+        self.queries = [draw(n, layer.num_heads, layer.head_size) for n in form.query_lens]
+        self.keys, self.values = (
+            [draw(n, layer.num_kv_heads, layer.head_size) for n in form.seq_lens] for _ in range(2)
+        )
+        self.place_in_blocks(generator, num_blocks, table_width)
+        if form.num_shared:  # all requests begin with the first one's blocks, and its K and V
+            shared = form.num_shared
+            self.table[: len(form.lengths), :shared] = self.table[0, :shared]
+            for first, *others in (self.keys, self.values):
+                for rows in others:
+                    rows[: shared * form.block_size] = first[: shared * form.block_size]
+        self.host_cache = self.cache_of_every(1, 0)
         self.kv_cache = self.host_cache.to(device, copy=True)
 
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator).to(self.form.dtype)
-
-    def _rows(self) -> list[torch.Tensor]:
-        layer = self.form.layer
-        return [self._random(n, layer.num_kv_heads, layer.head_size) for n in self.form.seq_lens]
-
-    def _place_in_blocks(self, num_blocks: int | None, table_width: int | None) -> None:
-        """Give each request blocks of its own in random order; block 0 is the null block."""
-        form = self.form
-        size = form.block_size or 1
-        counts = [-(-seq_len // size) for seq_len in form.seq_lens] if form.block_size else []
-        # As many as all rows of the table name together: the documentation demands it
-        self.num_blocks = num_blocks or sum(counts) + form.num_padding + 2
-        owned = iter((torch.randperm(self.num_blocks - 1, generator=self._generator) + 1).tolist())
-        width = table_width or max(counts, default=1) + 1
-        self.table = np.zeros((len(form.lengths) + form.num_padding, width), np.int32)
-        for request, count in enumerate(counts):
-            self.table[request, :count] = [next(owned) for _ in range(count)]
-
-    def _share(self) -> None:
-        """Let all requests begin with the first one's blocks, and with its K and V."""
-        num_shared = self.form.num_shared
-        if not num_shared:
-            return
-        tokens = num_shared * self.form.block_size
-        self.table[: len(self.form.lengths), :num_shared] = self.table[0, :num_shared]
-        for rows in (self.keys, self.values):
-            for each in rows[1:]:
-                each[:tokens] = rows[0][:tokens]
-
-    def _cache(self) -> torch.Tensor:
-        """Make the cache on the host before the step: contexts, and large numbers elsewhere."""
-        form, layer = self.form, self.form.layer
-        shape = (2, self.num_blocks, form.block_size or 1, layer.num_kv_heads, layer.head_size)
-        cache = torch.full(shape, OTHERS, dtype=form.dtype)
-        if form.block_size:
-            for request, (context, _) in enumerate(form.lengths):
-                for position in range(context):
-                    block, offset = self._cell(request, position)
-                    cache[0, block, offset] = self.keys[request][position]
-                    cache[1, block, offset] = self.values[request][position]
-        return cache
-
-    def every(self, nth: int, first: int) -> torch.Tensor:
+    def cache_of_every(self, nth: int, first: int) -> torch.Tensor:
         """Make a cache on the host with every n-th token of the contexts, from token `first` on.
 
         The tokens are packed one after another, as a rank of decode context parallelism keeps them.
         """
-        cache = torch.full_like(self.host_cache, OTHERS)
-        for request, (context, _) in enumerate(self.form.lengths):
-            for place, position in enumerate(range(first, context, nth)):
-                block, offset = self._cell(request, place)
-                cache[0, block, offset] = self.keys[request][position]
-                cache[1, block, offset] = self.values[request][position]
-        return cache
-
-    def _cell(self, request: int, position: int) -> tuple[int, int]:
-        size = self.form.block_size
-        return int(self.table[request, position // size]), position % size
+        form, layer = self.form, self.form.layer
+        shape = (self.num_blocks, form.block_size or 1, layer.num_kv_heads, layer.head_size)
+        empty = torch.full(shape, FILLER, dtype=form.dtype)
+        if not form.block_size:
+            return torch.stack([empty, empty])
+        slots = self.slots_of([range(len(range(first, end, nth))) for end in form.contexts])
+        planes = []
+        for plane in (self.keys, self.values):
+            kept = torch.cat([rows[first:end:nth] for rows, end in zip(plane, form.contexts)])
+            planes.append(formulas.paged_write(empty, kept, slots, form.block_size))
+        return torch.stack(planes)
 
     # ----------------------------------------------------------------- what the kernels get
 
@@ -209,96 +278,49 @@ class AttentionStep:
     def num_tokens(self) -> int:
         return sum(self.form.query_lens)
 
-    @property
-    def slots(self) -> list[int]:
-        """The slot in the KV cache of each token, -1 for padding."""
-        slots = []
-        for request, (context, query_len) in enumerate(self.form.lengths):
-            for position in range(context, context + query_len):
-                block, offset = self._cell(request, position)
-                slots.append(block * self.form.block_size + offset)
-        return slots + [-1] * self.form.num_padding
-
     def query(self) -> torch.Tensor:
         """Return ``[T, num_heads, head_size]`` on the device, padding included."""
         return self._padded(torch.cat(self.queries))
 
     def own(self, rows: list[torch.Tensor]) -> torch.Tensor:
         """Return the step's own K or V, ``[T, num_kv_heads, head_size]`` on the device."""
-        return self._padded(torch.cat([r[c:] for r, (c, _) in zip(rows, self.form.lengths)]))
+        return self._padded(self.own_rows(rows))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         padding = torch.ones(self.form.num_padding, *rows.shape[1:], dtype=rows.dtype)
         return torch.cat([rows, padding]).to(self.device)
 
     def metadata(self, masks: MaskCache | None = None) -> AscendMetadata:
-        form = self.form
-        query_lens = np.array(form.query_lens + [1] * form.num_padding, np.int32)
-        seq_lens = np.array(form.seq_lens + [form.padding_len] * form.num_padding, np.int32)
-        starts = np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)
-        num_input_tokens, max_seq_len = int(starts[-1]), max(form.seq_lens)
-        contexts = np.array([context for context, _ in form.lengths], np.int32)
+        form, family = self.form, self.kernels.family
         plan = plan_mask(
             form.state,
-            self.kernels.family.mask_forms[0],
-            num_input_tokens,
-            max_seq_len,
+            family.mask_forms[0],
+            self.num_tokens + form.num_padding,
+            max(form.seq_lens),
             sliding_window=form.window,
             causal=form.causal,
         )
         positions = np.concatenate([np.arange(c, c + n) for c, n in form.lengths])
-        masks = masks or masks_for(self.kernels.family, form.dtype, self.device, max_seq_len)
-        return AscendMetadata(
-            attn_state=form.state,
-            attn_mask=masks.build(plan, self._to_device(positions.astype(np.int64))),
-            block_tables=self._to_device(self.table) if form.block_size else None,
-            slot_mapping=self._to_device(np.array(self.slots, np.int32))
-            if form.block_size
-            else None,
-            query_start_loc=self._to_device(starts),
-            query_start_loc_np=starts,
-            seq_lens=self._to_device(seq_lens),
-            seq_lens_np=seq_lens,
-            num_computed_tokens=self._to_device(contexts),
-            num_reqs=len(form.lengths),
-            max_query_len=max(form.query_lens),
-            max_seq_len=max_seq_len,
-            num_actual_tokens=self.num_tokens,
-            num_input_tokens=num_input_tokens,
-            sliding_window=plan.sliding_window,
-            causal=form.causal,
-            in_full_graph=form.num_padding > 0,
-        )
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        masks = masks or masks_for(family, form.dtype, self.device, max(form.seq_lens))
+        mask = masks.build(plan, self.put(positions.astype(np.int64)))
+        return self.metadata_with(form.state, mask, plan.sliding_window)
 
     # ----------------------------------------------------------------- run
 
     def write(self, metadata: AscendMetadata) -> None:
         """Write the step's own K and V, as a layer does before it attends."""
-        if self.form.block_size:
-            assert metadata.slot_mapping is not None
+        if metadata.slot_mapping is not None:
             key, value = self.own(self.keys), self.own(self.values)
             self.kernels.write_kv(key, value, self.kv_cache, metadata.slot_mapping)
 
-    def attend(self, metadata: AscendMetadata, cache_only: bool = False) -> torch.Tensor:
-        """Attend: ``[T, num_heads, head_size]``, padding included; NaN where nothing was written.
-
-        With `cache_only` the kernels don't get the step's own K and V, as in layers that share
-        those of another layer.
-        """
+    def attend(self, metadata: AscendMetadata) -> torch.Tensor:
+        """Attend: ``[T, num_heads, head_size]`` with padding; NaN where nothing was written."""
         query = self.query()
         output = torch.full_like(query, float("nan"))
-        self.kernels.attend(
-            query,
-            None if cache_only else self.own(self.keys),
-            None if cache_only else self.own(self.values),
-            self.kv_cache,
-            metadata,
-            self.form.layer,
-            output,
-        )
+        key, value = None, None
+        if not self.form.reads_cache_only:
+            key, value = self.own(self.keys), self.own(self.values)
+        self.kernels.attend(query, key, value, self.kv_cache, metadata, self.form.layer, output)
         return output
 
     def call(self, name: str, output: torch.Tensor, query: torch.Tensor) -> AttentionCall:
@@ -314,26 +336,28 @@ class AttentionStep:
         ]
         return torch.stack(planes)
 
+    def _formula(
+        self, form: AttentionForm, keys: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, lses = [], []
+        for query, key, value in zip(self.queries, keys, values):
+            seen = formulas.visible(len(query), len(key), form.window, form.causal)
+            output, lse = formulas.attention(query, key, value, form.layer.scale, seen)
+            outputs.append(output)
+            lses.append(lse)
+        return torch.cat(outputs), torch.cat(lses)
+
     def expected(self, **changed: object) -> torch.Tensor:
         """Compute the real tokens' attention by the formula, float64 ``[num_tokens, heads, size]``.
 
         `changed` attributes of the form give another reading of the call.
         """
         form = replace(self.form, **changed)  # type: ignore[arg-type]
-        parts = []
-        for query, key, value in zip(self.queries, self.keys, self.values):
-            seen = formulas.visible(len(query), len(key), form.window, form.causal)
-            parts.append(formulas.attention(query, key, value, form.layer.scale, seen)[0])
-        return torch.cat(parts)
+        return self._formula(form, self.keys, self.values)[0]
 
     def expected_lse(self) -> torch.Tensor:
         """Compute the log-sum-exps, float64 ``[num_tokens, num_heads]``."""
-        form = self.form
-        parts = []
-        for query, key, value in zip(self.queries, self.keys, self.values):
-            seen = formulas.visible(len(query), len(key), form.window, form.causal)
-            parts.append(formulas.attention(query, key, value, form.layer.scale, seen)[1])
-        return torch.cat(parts)
+        return self._formula(self.form, self.keys, self.values)[1]
 
     def readings(self) -> dict[str, Callable[[], torch.Tensor]]:
         """Return functions for what a wrong result may look like, by what went wrong."""
@@ -358,15 +382,14 @@ class AttentionStep:
         )
 
     def _first_table_row(self) -> torch.Tensor:
-        form, cache = self.form, self.expected_cache()
-        parts = []
-        for query, seq_len in zip(self.queries, form.seq_lens):
-            last = self.table.shape[1] * form.block_size - 1
-            cells = [self._cell(0, min(position, last)) for position in range(seq_len)]
-            key, value = (torch.stack([plane[b, o] for b, o in cells]) for plane in cache)
-            seen = formulas.visible(len(query), seq_len, form.window, form.causal)
-            parts.append(formulas.attention(query, key, value, form.layer.scale, seen)[0])
-        return torch.cat(parts)
+        form, size = self.form, self.form.block_size
+        positions = torch.arange(self.table.shape[1] * size)  # those past the row repeat its last
+        blocks = torch.from_numpy(self.table[0]).long()
+        keys, values = (
+            plane[blocks[positions // size], positions % size] for plane in self.expected_cache()
+        )
+        read = [positions[:n].tolist() + [-1] * (n - len(positions)) for n in form.seq_lens]
+        return self._formula(form, [keys[each] for each in read], [values[e] for e in read])[0]
 
     def check_attention(self, output: torch.Tensor) -> Outcome:
         expected = self.expected()
@@ -395,14 +418,36 @@ class AttentionStep:
             plane[-1, -1] = self.own(rows)[-1].cpu()
         return cache
 
-    def run(self, masks: MaskCache | None = None, cache_only: bool = False) -> Outcome:
+    def run(self, masks: MaskCache | None = None) -> Outcome:
         metadata = self.metadata(masks)
         self.write(metadata)
-        output = self.attend(metadata, cache_only)
-        attended = self.check_attention(output)
+        attended = self.check_attention(self.attend(metadata))
         if not self.form.block_size:
             return attended
         return worst_of([attended, self.check_cache()], str(self.form))
+
+
+def forms_of(prompts: AttentionForm, with_padding: bool) -> dict[str, AttentionForm]:
+    """Return a form of each kind of step of an engine, with lengths that show its limits.
+
+    `with_padding` says whether full graphs will give attention padding requests.
+    """
+    if not prompts.block_size:
+        return {"an encoder": prompts}
+    reach, window = prompts.block_size - 1, prompts.window
+    if window is not None and window <= LONGEST_WINDOW:
+        reach = max(reach, window)
+    decodes, chunks = ((reach + 2, 1), (2, 1)), ((reach, 3), (0, 4), (2, 1))
+    return {
+        "prompts": prompts,
+        "decodes": replace(
+            prompts,
+            state=AttentionState.DecodeOnly,
+            lengths=decodes,
+            num_padding=int(with_padding),
+        ),
+        "chunks": replace(prompts, state=AttentionState.ChunkedPrefill, lengths=chunks),
+    }
 
 
 def masks_for(

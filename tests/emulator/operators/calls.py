@@ -206,13 +206,15 @@ def flash_arguments(seed=0, dtype=torch.float16, lengths=PROMPTS, **changes):
     }, batch
 
 
+def drawing(seed, dtype):
+    """Function that draws tensors in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+
+
 def cache_arguments(seed=0, dtype=torch.float16, slot_name="slot_indices", **changes):
     """Arguments of a cache writer: five tokens, one of them padding."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    random = drawing(seed, dtype)
     return {
         "key": random(5, 2, 16),
         "value": random(5, 2, 16),
@@ -230,11 +232,7 @@ def scatter_arguments(seed=0, dtype=torch.float16, **changes):
 
 def mrope_arguments(seed=0, dtype=torch.float16, **changes):
     """Arguments of ``npu_mrope``: five tokens, four heads of 128 in Q, two in K."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    random = drawing(seed, dtype)
     return {
         "positions": torch.tensor([3, 0, 7, 63, 3]),
         "query": random(5, 512),
@@ -247,11 +245,7 @@ def mrope_arguments(seed=0, dtype=torch.float16, **changes):
 
 def matmul_arguments(seed=0, dtype=torch.float16, **changes):
     """Arguments of ``npu_grouped_matmul``: one x, two transposed weights, two biases."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    random = drawing(seed, dtype)
     of_bias = torch.float16 if dtype == torch.float16 else torch.float32
     return {
         "x": [random(5, 8)] * 2,
@@ -268,3 +262,27 @@ def strided(tensor):
     doubled = torch.stack([tensor, tensor], -1)[..., 0]
     assert not doubled.is_contiguous() and doubled.shape == tensor.shape
     return doubled
+
+
+FUSION = "npu::npu_fusion_attention"
+
+
+def fusion_arguments(batch, **changes):
+    """Arguments over fresh K and V, without a mask."""
+    return {
+        "query": batch.query,
+        "key": torch.cat(batch.keys),
+        "value": torch.cat(batch.values),
+        "head_num": batch.heads[0],
+        "input_layout": "TND",
+        "scale": batch.scale,
+        "actual_seq_qlen": batch.cumulative(batch.query_lens),
+        "actual_seq_kvlen": batch.cumulative(batch.kv_lens),
+    } | changes
+
+
+def band(size, **changes):
+    """Arguments of a window of so many tokens both ways."""
+    mask = triangle(torch.uint8)
+    limits = {"pre_tockens": size, "next_tockens": size}
+    return {"atten_mask": mask, "sparse_mode": 4, **limits, **changes}

@@ -13,13 +13,6 @@ BY_EXPERT = [pair for _, pair in sorted(ACTIVE)]
 """Pairs of active experts in the order of their rows: by expert, then by token."""
 
 
-def test_experts_with_rows_are_listed_in_pairs():
-    ids = torch.tensor([[3, 3], [1, 6]], dtype=torch.int32)
-    x = torch.zeros(2, 8).half()
-    arguments = calls.routing(x=x, expert_idx=ids, active_num=4, expert_tokens_num_type=2)
-    assert call(calls.INIT_ROUTING, arguments)[2][:3].tolist() == [[1, 1], [3, 2], [0, 0]]
-
-
 @pytest.mark.parametrize("smooth", [None, 1, 3])
 def test_rows_are_quantised_by_their_largest_number(smooth, seed):
     factors = None if smooth is None else random(smooth, 8, dtype=torch.float32).abs() + 0.5

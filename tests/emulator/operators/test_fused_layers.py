@@ -2,37 +2,13 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from ascend_emulator import profiles
 from ascend_emulator.operators import KernelRefusalError
 from ascend_emulator.operators.delta_rule import RECURRENT
 from tests.emulator.operators.calls import call, mrope_arguments
-from tests.emulator.operators.formula import DTYPES, assert_close, random
+from tests.emulator.operators.formula import assert_close, random
 from tests.emulator.operators.layer_calls import recurrent
-
-
-def test_rms_norm_over_several_dimensions(seed):
-    x, gamma = random(5, 3, 8, seed=seed), random(3, 8)
-    output, reciprocal = call("npu::npu_rms_norm", {"input": x, "gamma": gamma})
-    assert reciprocal.shape == (5, 1, 1)
-    expected = functional.rms_norm(x.double(), (3, 8), gamma.double(), 1e-6)
-    assert_close(output, expected, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "dim"), [((5, 12), -1), ((6, 4), 0), ((8,), -1), ((2, 4, 3), 1)])
-def test_swiglu(shape, dim, dtype, seed):
-    x = random(*shape, dtype=dtype, seed=seed)
-    output = call("npu::npu_swiglu", {"input": x, "dim": dim})
-    gate, up = x.double().chunk(2, dim)
-    assert output.dtype == dtype
-    assert_close(output, functional.silu(gate) * up, dtype)
-
-
-def partners(x):
-    """Of neighbours: the second with another sign, then the first."""
-    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (2, 3, 5, 8), (2, 3, 1, 8)])
@@ -42,13 +18,6 @@ def test_rotary_mul_with_factors_by_request_and_by_head(shape, seed):
     output = call("npu::npu_rotary_mul", {"input": x, "r1": r1, "r2": r2})
     first, second = x.double().chunk(2, -1)
     assert_close(output, x.double() * r1 + torch.cat((-second, first), -1) * r2, torch.float32)
-
-
-def test_rotary_mul_with_a_matrix(seed):
-    x, r1, r2 = random(1, 5, 2, 8, seed=seed), random(1, 5, 1, 8), random(1, 5, 1, 8, seed=3)
-    arguments = {"input": x, "r1": r1, "r2": r2, "rotate": partners(torch.eye(8))}
-    output = call("npu::npu_rotary_mul", arguments)
-    assert_close(output, x.double() * r1 + partners(x.double()) * r2, torch.float32)
 
 
 @pytest.mark.parametrize("sections", [(16, 24, 24), (24, 20, 20), (16, 16, 16, 16)])

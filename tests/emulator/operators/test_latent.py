@@ -5,22 +5,13 @@ import torch
 
 from tests.emulator.operators.calls import call
 from tests.emulator.operators.latent_calls import (
-    GATHER,
     UPDATE,
     absorbed,
     fused,
-    gather_arguments,
     update_arguments,
 )
 
 LENGTHS = ((5, 1), (130, 1), (16, 3), (0, 2))
-
-
-def test_heads_of_the_output_may_come_first(seed):
-    arguments = absorbed(LENGTHS, seed, return_softmax_lse=True)
-    output, lse = fused(arguments)
-    transposed, again = fused(arguments | {"input_layout": "TND_NTD"})
-    assert torch.equal(transposed.transpose(0, 1), output) and torch.equal(again, lse)
 
 
 def test_rows_past_a_length_are_not_read(seed):
@@ -32,15 +23,6 @@ def test_rows_past_a_length_are_not_read(seed):
             arguments[plane][row[length // 128], length % 128 :] = float("nan")
     output, _ = fused(arguments)
     assert torch.equal(output, expected)
-
-
-def test_gather_takes_cumulative_lengths():
-    arguments = gather_arguments()
-    call(GATHER, arguments)
-    lengths = torch.tensor([0, 40, 56, 61], dtype=torch.int32)
-    again = gather_arguments(seq_lens=lengths, is_seq_lens_cumsum=True)
-    call(GATHER, again)
-    assert torch.equal(arguments["key"], again["key"])
 
 
 @pytest.mark.parametrize("update_type", [0, 1])

@@ -7,31 +7,27 @@ import numpy as np
 import pytest
 
 from tests.helpers.counting import PreparationCounts
-from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import LLAMA4, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import record_states
 
 CASES = [
-    pytest.param("V1", False, {}, id="sync"),
-    pytest.param("V1", True, {}, id="async"),
-    pytest.param("V2", False, {}, id="v2-sync"),
-    pytest.param("V2", True, {}, id="v2"),
-    pytest.param("V2", True, graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16), id="v2-graphs"),
+    pytest.param("V1", False, {}, {}, id="sync"),
+    pytest.param("V1", True, {}, {}, id="async"),
+    pytest.param("V1", True, {}, {**LLAMA4, "attention_chunk_size": 256}, id="local attention"),
+    pytest.param("V2", False, {}, {}, id="v2-sync"),
+    pytest.param("V2", True, {}, {}, id="v2"),
+    pytest.param("V2", True, graphs("FULL_DECODE_ONLY", 1, 2, 4), {}, id="v2-graphs"),
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
-
-
-@pytest.mark.parametrize(
-    ("runner_name", "async_scheduling", "mode"),
-    CASES,
-)
+@pytest.mark.parametrize(("runner_name", "async_scheduling", "mode", "config"), CASES)
 def test_a_step_is_one_copy_and_at_most_two_launches(
-    model, runner_name, async_scheduling, mode, seed
+    tmp_path, runner_name, async_scheduling, mode, config, seed
 ):
+    """And one launch for the block tables of attention chunks."""
+    model = make_model(tmp_path / "model", **config or {"num_hidden_layers": 1})
+    chunked = bool(config)
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 512, n).tolist() for n in (5, 120, 127, 128, 60, 1, 126)]
     with engine_of(
@@ -54,11 +50,11 @@ def test_a_step_is_one_copy_and_at_most_two_launches(
     for index, (state, step) in enumerate(zip(states, counts.steps)):
         assert step.pop("h2d_copies") == 1, (state, step)
         launches = step.pop("launches", 0)
-        assert launches <= (2 if index else 4), (state, launches)  # the first makes the mask
+        assert launches <= (2 if index else 4) + chunked, launches  # the first makes the mask
         if state == "DecodeOnly":
             decode_launches.add(launches)
         left = set(step) - {"h2d_bytes", "peak_memory_bytes"}
         assert not left, (state, step)  # no sync, no copy to the host or on the device
     # Asynchronous: samples are placed by one launch; new blocks, now and then, by another.
-    assert decode_launches == ({1, 2} if async_scheduling else {0, 1})
+    assert decode_launches == {async_scheduling + chunked, async_scheduling + chunked + 1}
     assert waits == 0, "the ring waited, which is to be the exception"

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
 from vllm_npu_prep.runner import graphs
-from vllm_npu_prep.runner.model_runner import NPUModelRunner
+from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 
 SIZES = [1, 64, 256, 512, 1024]
 

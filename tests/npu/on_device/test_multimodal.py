@@ -104,22 +104,14 @@ def test_images_and_videos_beside_text(vision_models, seed, name, attention, mod
         assert not set(counted) - {"peak_memory_bytes"}, "no copies, and no lengths read back"
 
 
-@pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "FULL_AND_PIECEWISE")])
-def test_v2_sees_on_the_device(vision_models, seed, name, mode):
+def test_v2_sees_on_the_device(vision_models, seed):
     """The same tokens; steps with images are in graphs, too, since all read embeddings."""
-    requests = requests_of(seed)
-    answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
-    with engine_of(
-        "V2",
-        vision_models / name,
-        dtype="float16",
-        skip_tokenizer_init=False,
-        max_num_batched_tokens=32,
-        **graphs(mode, 4, 16, 32),
-    ) as llm:
-        runner = runner_of(llm)
+    requests, folder = requests_of(seed), vision_models / "qwen2_5_vl"
+    answers = Reference(folder, torch.float16).answers(requests, 12)
+    settings = {"dtype": "float16", "skip_tokenizer_init": False, "max_num_batched_tokens": 32}
+    settings |= graphs("FULL_AND_PIECEWISE", 4, 16, 32)
+    with engine_of("V2", folder, **settings) as llm:
         outputs = serve(llm, requests, greedy(12))
-        assert str(runner.device) == "npu:0"
-        kinds = runner.padding.counts.by_kind
+        kinds = runner_of(llm).padding.counts.by_kind
     assert tokens_of(outputs) == [answer.tokens for answer in answers]
-    assert set(kinds) >= REPLAYED[mode]
+    assert set(kinds) >= REPLAYED["FULL_AND_PIECEWISE"]

@@ -1,11 +1,14 @@
 """Int8 models on the device: launches, and logits near those of rounded weights and inputs."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
-from tests.helpers.fused import MODEL, forget_layers, settings
+from tests.helpers.fused import MODEL, forget_layers, settings, wrong_operator
+from tests.helpers.hybrids import EXPERTS, ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import (
@@ -21,19 +24,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify import int8 as int8_probes
 
-BUDGET = {"Qwen3": 14, "Llama": 12}
-"""Launches of a layer, with copies: two more than of the float layer. One rounds the input of the
-attention's last projection; one copies V out of the projection, which int8 products don't split."""
-
-LATENT = {"float": 15, "int8": 21}
-"""Launches of a dense latent layer with its MLP. Five copy parts of what two projections give, as
-int8 products have one result; one rounds the input of the attention's last projection."""
-
-FORMATS = {
-    "compressed-tensors": ("compressed-tensors", False),
-    "ModelSlim, dynamic": ("modelslim", False),
-    "ModelSlim, static": ("modelslim", True),
-}
+COMPRESSED, MODELSLIM = "compressed-tensors", "modelslim"
 BOUND = {"float16": 0.25, "bfloat16": 0.7}
 """Logits beside float32, in standard deviations: a level more or less here and there. A wrong scale
 moves them by several."""
@@ -41,17 +32,51 @@ moves them by several."""
 BOUND_OF_EXPERTS = 0.5
 """Of a mixture, in which a router may come to weigh experts a little differently."""
 
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **MODEL}
 LENGTHS = [5, 33, 17, 1]
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **MODEL}
+LATENT = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
+LATENT |= {"n_routed_experts": 0, "spread": 0.1}
+WHOLE = {**LATENT, "q_lora_rank": None}
+"""As DeepSeek V2 Lite: two projections read a layer's input."""
+HYBRID = {**ON_NPUS, "head_dim": 256, "spread": 0.1, "embedding_scale": 20}
 
-GLM = {
-    "num_hidden_layers": 3,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 2,
-    "use_qk_norm": True,
+
+class Case(NamedTuple):
+    """A model, how it is quantised, and launches of its second layer with copies; 0: not asked."""
+
+    family: str
+    dtype: str
+    form: str
+    launches: int = 0
+    config: dict[str, Any] = MODEL
+    static: bool = False
+    left_out: tuple[str, ...] = ()
+    in_graphs: bool = False
+
+
+CASES = {
+    # Two more than of the float layer. One rounds the input of the attention's last projection; one
+    # copies V out of the projection, which int8 products don't split.
+    "Qwen3": Case("Qwen3", "float16", COMPRESSED, 14),
+    "Qwen3, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14),
+    "Qwen3, static": Case("Qwen3", "float16", MODELSLIM, 14, static=True),
+    "Qwen3, static, bfloat16": Case("Qwen3", "bfloat16", MODELSLIM, 14, static=True),
+    "Llama": Case("Llama", "float16", COMPRESSED, 12),
+    "Llama in graphs": Case("Llama", "float16", COMPRESSED, in_graphs=True),
+    # Rounded in a launch of their own
+    "wide rows": Case("Llama", "float16", COMPRESSED, 13, {**MODEL, "intermediate_size": 7872}),
+    # Five copy parts of what two projections give, as int8 products have one result.
+    "latent": Case("DeepseekV3", "bfloat16", COMPRESSED, 21, LATENT),
+    "latent in graphs": Case("DeepseekV3", "bfloat16", COMPRESSED, 0, LATENT, in_graphs=True),
+    "latent, whole queries": Case("DeepseekV3", "bfloat16", MODELSLIM, 19, WHOLE),
+    # Two copies less, and a launch that rounds
+    "latent, float queries": Case(
+        *("DeepseekV3", "bfloat16", MODELSLIM, 18, WHOLE), True, ("kv_b_proj", "q_proj")
+    ),
+    "experts": Case("Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, in_graphs=True),
+    "experts, ModelSlim": Case("Qwen3Moe", "float16", MODELSLIM, 0, MIXTURE, in_graphs=True),
+    "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 1, HYBRID),
+    "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 1, HYBRID | EXPERTS),
 }
 
 
@@ -74,53 +99,27 @@ def distance(model, int8, dtype, seed, **more):
     return worst, counts
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"), **MODEL)
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_launches_of_a_layer(tmp_path, seed, name):
+    case = CASES[name]
+    model = make_model(tmp_path / "float", case.family, **case.config)
+    QUANTIZE(model, tmp_path / "int8", case.form, case.static, case.left_out)
+    mode = graphs("FULL_AND_PIECEWISE", 4, 16) if case.in_graphs else {}
+    if "experts" in name:
+        mode |= {"enable_expert_parallel": True}
+    worst, counts = distance(model, tmp_path / "int8", case.dtype, seed, **mode)
+    assert worst < (BOUND_OF_EXPERTS if "Moe" in case.family else BOUND[case.dtype])
+    if case.launches:
+        assert set(counts) <= {"launches", "hidden_copies"}, "no syncs"
+        assert sum(counts.values()) == case.launches
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("compressed-tensors", "float16"),
-        ("ModelSlim, dynamic", "bfloat16"),
-        ("ModelSlim, static", "float16"),
-        ("ModelSlim, static", "bfloat16"),
-    ],
-)
-def test_logits_and_launches_of_a_layer(qwen3, tmp_path, seed, name, dtype):
-    QUANTIZE(qwen3, tmp_path / "int8", *FORMATS[name])
-    worst, counts = distance(qwen3, tmp_path / "int8", dtype, seed)
-    assert worst < BOUND[dtype]
-    assert set(counts) == {"launches"}, "no syncs"
-    assert counts["launches"] == BUDGET["Qwen3"]
-
-
-def test_a_llama_in_graphs_stays_within_its_budget(tmp_path, seed):
-    model = make_model(tmp_path / "float", "Llama", **MODEL)
-    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
-    _, counts = distance(model, tmp_path / "int8", "float16", seed)
-    assert counts["launches"] == BUDGET["Llama"]
-    replayed, _ = distance(
-        model, tmp_path / "int8", "float16", seed, **graphs("FULL_AND_PIECEWISE", 4, 16)
-    )
-    assert replayed < BOUND["float16"]
-
-
-def test_wide_rows_are_rounded_in_a_launch_of_their_own(tmp_path, seed):
-    model = make_model(tmp_path / "float", "Llama", **{**MODEL, "intermediate_size": 7872})
-    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
-    worst, counts = distance(model, tmp_path / "int8", "float16", seed)
-    assert worst < BOUND["float16"]
-    assert counts["launches"] == BUDGET["Llama"] + 1
-
-
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+@pytest.mark.parametrize("form", [COMPRESSED, MODELSLIM])
 def test_static_scales_beside_float_biases(tmp_path, seed, form):
     """Of Qwen2's attention; with zero points, which are taken out before biases are added."""
     model = make_model(tmp_path / "float", "Qwen2", **MODEL)
     change_tensors(model, draw_biases)
-    if form == "modelslim":
+    if form == MODELSLIM:
         QUANTIZE(model, tmp_path / "int8", form, True)
     else:
         make_static(model, tmp_path / "int8", symmetric=False)
@@ -139,38 +138,8 @@ def launches_of(folder, dtype, seed):
     return sum(counts.values())
 
 
-def test_latent_layers(tmp_path, seed):
-    """Of DeepSeek V3, dense; what decodes absorb is int8 in the files, too."""
-    config = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
-    model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
-    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
-    worst, counts = distance(model, tmp_path / "int8", "bfloat16", seed)
-    assert worst < BOUND["bfloat16"]
-    assert counts == {"launches": LATENT["int8"]}, "no copies and no syncs"
-    assert launches_of(model, "bfloat16", seed) == LATENT["float"]
-
-
-def test_latent_layers_in_graphs(tmp_path, seed):
-    config = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
-    model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
-    QUANTIZE(model, tmp_path / "int8", "compressed-tensors")
-    mode = graphs("FULL_AND_PIECEWISE", 4, 16)
-    assert distance(model, tmp_path / "int8", "bfloat16", seed, **mode)[0] < BOUND["bfloat16"]
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_latent_layers_that_project_queries_at_once(tmp_path, seed, static):
-    """As DeepSeek V2 Lite's: two projections read the layer's input. One is left in float."""
-    config = {**LATENT_ON_NPUS, "q_lora_rank": None, "first_k_dense_replace": 2}
-    model = make_model(tmp_path / "float", "DeepseekV3", spread=0.1, n_routed_experts=0, **config)
-    left_out = ("kv_b_proj", "q_proj") if static else ()
-    QUANTIZE(model, tmp_path / "int8", "modelslim", static, left_out)
-    worst, counts = distance(model, tmp_path / "int8", "bfloat16", seed)
-    assert worst < BOUND["bfloat16"]
-    # Four copies of parts; where queries are left in float, two less and a launch that rounds.
-    assert counts == {"launches": LATENT["int8"] - 2 - static}, "no copies and no syncs"
-
-
+GLM = {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "use_qk_norm": True}
+GLM |= {"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 2}
 FAMILIES = {
     "Mistral": ("float16", {}),
     "Glm4": ("bfloat16", {"partial_rotary_factor": 0.5}),  # vLLM refuses float16
@@ -216,31 +185,19 @@ def test_gemmas_norms_multiply_in_float32(tmp_path, seed):
             assert torch.allclose(norm(small).scale.cpu().double(), scales, rtol=5e-4)
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
-def test_experts(tmp_path, seed, form):
-    """In graphs, one rank of expert parallelism."""
-    model = make_model(tmp_path / "float", "Qwen3Moe", **MOE)
-    QUANTIZE(model, tmp_path / "int8", form)
-    mode = graphs("FULL_AND_PIECEWISE", 4, 16, enable_expert_parallel=True)
-    worst, _ = distance(model, tmp_path / "int8", "float16", seed, **mode)
-    assert worst < BOUND_OF_EXPERTS
-
-
-def test_a_wrong_operator_is_named_at_start_up(monkeypatch):
+def test_a_wrong_operator_is_named_at_start_up():
     """Planted: a kernel that leaves the scales of tokens out."""
-    real = torch.ops.npu.npu_quant_matmul
 
-    class Planted:
-        def __getattr__(self, name):
-            if name != "npu_quant_matmul":
-                return getattr(torch.ops.npu, name)
-            return lambda *args, pertoken_scale, **kwargs: real(
-                *args,
-                pertoken_scale=None if pertoken_scale is None else torch.ones_like(pertoken_scale),
-                **kwargs,
-            )
+    def make(right):
+        def quant_matmul(*args, pertoken_scale=None, **kwargs):
+            ones = None if pertoken_scale is None else torch.ones_like(pertoken_scale)
+            return right(*args, pertoken_scale=ones, **kwargs)
 
-    int8_probes.refuse_wrong(torch.bfloat16, lambda tensor: tensor.npu())
-    monkeypatch.setattr(int8_probes, "operators", Planted)
-    with pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"):
-        int8_probes.refuse_wrong(torch.bfloat16, lambda tensor: tensor.npu())
+        return quant_matmul
+
+    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
+    with (
+        wrong_operator("npu_quant_matmul", make),
+        pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"),
+    ):
+        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)

@@ -17,9 +17,8 @@ from tests.helpers.huggingface import logits_by, logits_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, loaded_tokens, serve_on_ranks
 from tests.helpers.v2 import asked_for
-from tests.npu.close_calls import CLOSE_IN_INT8
 from tests.npu.inputs import adapters_of, drafts_of, prompts
-from tests.npu.models import BOUND, PARTED, judges_of, lacks, make
+from tests.npu.models import BOUND, CLOSE_IN_INT8, PARTED, judges_of, lacks, make
 
 CACHE = 32 << 20
 PAGE = 2 << 20
@@ -221,21 +220,20 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
 async def slept(ranks: Ranks, model: Path) -> dict[str, Any]:
     """Tokens after sleeps of both levels, and free memory of all ranks awake, asleep and awake.
 
-    In between, one rank after the other has no memory to wake up.
+    In between, one rank has no memory to wake up, and after the second sleep the other one.
     """
-    inputs, failures = prompts()[:3], []
+    inputs, failures = prompts()[:2], []
     tokens, free = [await ranks.generate(inputs, 6)], [await ranks.ask("probe_free")]
-    for level in (1, 2):
+    for rank, level in enumerate((1, 2)):
         await ranks.llm.sleep(level=level)
         free.append(await ranks.ask("probe_free"))
-        for rank in range(len(free[0])):
-            await ranks.ask("probe_hold", rank)
-            try:
-                await ranks.llm.wake_up()
-            except Exception as error:
-                failures.append([str(error), await ranks.llm.is_sleeping()])
-            await ranks.ask("probe_let_go")
-            free.append(await ranks.ask("probe_free"))
+        await ranks.ask("probe_hold", rank)
+        try:
+            await ranks.llm.wake_up()
+        except Exception as error:
+            failures.append([str(error), await ranks.llm.is_sleeping()])
+        await ranks.ask("probe_let_go")
+        free.append(await ranks.ask("probe_free"))
         await ranks.llm.wake_up(["weights"])
         if level == 2:
             await ranks.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
@@ -257,19 +255,19 @@ def test_ranks_sleep_together_and_wake_up_together(folder):
     A rank without memory is one line, whichever it is, and the other one sleeps on, too.
     """
     model = make(folder, "Qwen3")
-    settings = settings_of(CASES["two ranks, V2"]._replace(drafts=""), model)
+    settings = settings_of(CASES["two ranks, decodes"], model)
     talk = partial(slept, model=model)
     got = serve_on_ranks(model, settings | {"enable_sleep_mode": True}, talk, seconds=SECONDS)
     first, *others = got["tokens"]
     assert others == [first, first]
     judge = logits_of(model)
-    worst = max(lacks(judge, *each).max() for each in zip(prompts()[:3], first, strict=True))
-    assert worst < BOUND["float16"]
-    assert all(counts.keys() >= REPLAYED["FULL_AND_PIECEWISE"] for counts in got["counts"])
+    worst = max(lacks(judge, *each).max() for each in zip(prompts(), first, strict=False))
+    assert worst < BOUND["bfloat16"]
+    assert all(counts["full graph"] > 0 for counts in got["counts"])
     awake = got["free"][0]
     asleep = [pages + more for pages, more in zip(awake, got["given_back"], strict=True)]
-    assert got["free"] == [awake, *[asleep] * 3, awake, *[asleep] * 3, awake]
-    assert len(got["failures"]) == 4
+    assert got["free"] == [awake, asleep, asleep, awake, asleep, asleep, awake]
+    assert len(got["failures"]) == 2
     for said, is_asleep in got["failures"]:
         assert "wake-up: no memory" in said and "\n" not in said
         assert is_asleep

@@ -1,4 +1,7 @@
-"""Sleep mode on a device: physical memory is given back, and graphs find everything again."""
+"""Sleep mode on a device: graphs find new weights, and memory comes back in whole pages.
+
+What engines give back, and find again: `tests/npu/on_device/test_ranks.py`.
+"""
 
 from typing import Any
 
@@ -7,7 +10,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
 from tests.conftest import SEED
-from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import forget_layers
 from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
@@ -20,7 +23,6 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
 
 LENGTHS = [30, 5, 41]
-CACHE = 64 << 20
 PAGE = 2 << 20
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -29,52 +31,6 @@ def free():
     torch.npu.synchronize()
     torch.npu.empty_cache()
     return torch.npu.mem_get_info()[0]
-
-
-def hold_all_but(nbytes):
-    """Take the device's memory, page by page."""
-    held = []
-    while free() > nbytes + PAGE:
-        held.append(torch.empty(free() - nbytes - PAGE, dtype=torch.uint8, device="npu"))
-    return held
-
-
-def test_an_engine_with_graphs_sleeps(tmp_path):
-    """Both levels; new weights at the addresses that graphs read; a wake-up without memory."""
-    prompts = prompts_of(SEED, LENGTHS)
-    model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
-    settings = {"dtype": "float16", "kv_cache_memory_bytes": CACHE}
-    settings |= graphs("FULL_AND_PIECEWISE", 4, 8, async_scheduling=True)
-    with engine(other, **settings | {"enable_sleep_mode": False}) as llm:
-        new = generate(llm, prompts, greedy(8))
-    with engine(model, enable_sleep_mode=True, **settings) as llm:
-        memory = llm.llm_engine.model_executor.driver_worker.worker.sleep_mode_backend
-        regions = memory._regions["weights"] + memory._regions["kv_cache"]
-        ranges = [(region.data.data_ptr(), region.data.numel()) for region in regions]
-        for parameter in runner_of(llm).get_model().parameters():
-            assert any(0 <= parameter.data_ptr() - begin < size for begin, size in ranges)
-        expected, awake = generate(llm, prompts, greedy(8)), free()
-        llm.sleep(level=1)
-        asleep = free()
-        assert asleep - awake == sum(-(-region.data.numel() // PAGE) * PAGE for region in regions)
-        held = hold_all_but(CACHE // 2)
-        with pytest.raises(PrepError, match=r"no memory for .*still asleep"):
-            llm.wake_up()
-        assert llm.llm_engine.is_sleeping()
-        held.clear()
-        assert free() == asleep
-        llm.wake_up(tags=["weights"])
-        llm.wake_up(tags=["kv_cache"])
-        assert not any(region.data.any() for region in memory._regions["kv_cache"])
-        assert generate(llm, prompts, greedy(8)) == expected
-        assert free() == awake
-        llm.sleep(level=2)
-        llm.wake_up(tags=["weights"])
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        llm.wake_up(tags=["kv_cache"])
-        assert generate(llm, prompts, greedy(8)) == new
-        assert free() == awake
-    assert new != expected
 
 
 LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
@@ -106,7 +62,7 @@ def test_new_weights_are_read_in_graphs(tmp_path, name, runner_name):
             folders[-1] = tmp_path / f"int8 {seed}"
     old, new = folders
     settings = {"dtype": "float16" if how else "bfloat16", "block_size": 128}
-    settings |= graphs("FULL_AND_PIECEWISE", 4, 8)
+    settings |= graphs("FULL_DECODE_ONLY", 4)
     forget_layers()
     with engine_of(runner_name, new, **settings) as llm:
         expected = generate(llm, prompts, greedy(8))

@@ -7,13 +7,13 @@ import torch
 
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.device.staging import StagingRing
-from vllm_npu_prep.prep.layout import step_layout
+from vllm_npu_prep.prep.layout import StepLayout
 
 STEPS = 12
 
 
 def test_a_buffer_is_rewritten_only_after_its_copy():
-    layout = step_layout(4096, 8, 1)
+    layout = StepLayout(4096, 8)
     ring = StagingRing(make_device("npu"), layout.nbytes(), pin_memory=True)
     for step in range(STEPS):
         staged = ring.acquire(layout)
@@ -25,10 +25,10 @@ def test_a_buffer_is_rewritten_only_after_its_copy():
 
 
 def test_arrays_stay_where_they_are():
-    ring = StagingRing(make_device("npu"), step_layout(256, 8, 1).nbytes(), pin_memory=True)
+    ring = StagingRing(make_device("npu"), StepLayout(256, 8).nbytes(), pin_memory=True)
     addresses = set()
     for _ in range(5):
-        layout = step_layout(128, 4, 1)
+        layout = StepLayout(128, 4)
         (slots,) = ring.acquire(layout).device.slot_mapping
         addresses.add(slots.data_ptr())
         ring.submit(layout.nbytes())

@@ -1,4 +1,5 @@
-"""Greedy tokens of engines on the card: each is the best one by transformers in float32.
+"""Greedy tokens of engines on the card: each is the best one by transformers in float32, and each
+step has one copy.
 
 Streams are slow in different ways. What only hardware can show (numerics, speed, layout limits of
 real kernels) is not shown here.
@@ -12,13 +13,14 @@ import pytest
 from transformers import DeepseekV3Config
 
 from ascend_emulator import profiles
+from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import REPLAYED, generate, graphs, greedy, runner_of
 from tests.helpers.fused import forget_layers
 from tests.helpers.latent import as_kimi_k2
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified
-from tests.npu.inputs import WINDOWED, adapters_of, drafts_of, prompts
+from tests.npu.inputs import LENGTHS, WINDOWED, adapters_of, drafts_of, prompts
 from tests.npu.models import BOUND, PARTED, judges_of, lacks, make
 from tests.npu.only_some import REFUSED_MODELS
 from vllm_npu_prep.errors import PrepError
@@ -59,9 +61,9 @@ CASES = {
     "fia, graphs, EAGLE-3, V2": Case("Qwen3", runner="V2", drafts="eagle3", **HALF),
     "fia, graphs, adapters": Case("Qwen3", adapters=True, **HALF),
     "fia, graphs, adapters, V2": Case("Qwen3", runner="V2", adapters=True, **HALF),
-    "atb": Case("Qwen3", "eager", waits=True, **ATB),
-    "atb, decodes": Case("Qwen3", "FULL_DECODE_ONLY", attention="atb"),
-    "atb, decodes, V2": Case("Qwen3", "FULL_DECODE_ONLY", "V2", **ATB),
+    "atb": Case("Qwen3", "FULL_DECODE_ONLY", waits=True, **ATB),
+    "atb, bfloat16": Case("Qwen3", "FULL_DECODE_ONLY", attention="atb"),
+    "atb, V2": Case("Qwen3", "FULL_DECODE_ONLY", "V2", **ATB),
     "atb, graphs, ngram": Case("Qwen3", drafts="ngram", waits=True, **ATB),
     "atb, draft model": Case("Qwen3", "eager", drafts="draft_model", **ATB),
     "atb, EAGLE, V2": Case("Qwen3", "eager", "V2", "eagle", **ATB),
@@ -70,6 +72,8 @@ CASES = {
     "windows": Case("Gemma 3"),  # vLLM refuses float16 for Gemma 3
     "windows, atb": Case("Gemma 3", attention="atb"),
     "windows, layers that share K and V": Case("Gemma 3n", "FULL"),
+    "local attention": Case("Llama 4", "FULL", **HALF),
+    "local attention, atb": Case("Llama 4", waits=True, **ATB),
     "MiMo, MTP": Case("MiMo", drafts="mtp", **HALF),
     "MiMo, MTP, V2": Case("MiMo", runner="V2", drafts="mtp", **HALF),
     "MiMo, MTP, atb": Case("MiMo", "FULL_DECODE_ONLY", drafts="mtp", **ATB),
@@ -96,9 +100,12 @@ CASES = {
         "Qwen3.5 of blocks of 128", drafts="mtp", waits=True, blocks=19
     ),
     "Qwen3.5, MTP, preempted, V2": Case(
-        "Qwen3.5 of blocks of 128", runner="V2", drafts="mtp", blocks=19, tokens=6
+        "Qwen3.5 of blocks of 128", "FULL_DECODE_ONLY", "V2", "mtp", blocks=19, tokens=6
     ),
 }
+
+LONGER = ("Gemma 3", "Gemma 3n", "Llama 4")
+"""Models whose windows or chunks are smaller than some of their prompts."""
 
 WITHOUT_FULL = {"FULL_AND_PIECEWISE": "PIECEWISE", "FULL_DECODE_ONLY": "eager"}
 """Graph modes that start-up chooses where captured attention can't be updated."""
@@ -121,14 +128,15 @@ def test_tokens_are_the_best_by_transformers(folder, name):
     case = CASES[name]
     refusal = REFUSED_MODELS.get(profiles.current().name, {}).get(case.model.partition(" of ")[0])
     model = make(folder, case.model, case.drafts == "mtp")
-    given = prompts(WINDOWED) if "windows" in name else prompts()
+    is_longer = case.model in LONGER
+    given = prompts(WINDOWED if is_longer else LENGTHS)
     mode = case.mode
     if os.environ.get("NPU_EMULATOR_DRIVER") == "24.1.RC3":  # it keeps old arguments in replays
         mode = WITHOUT_FULL[mode]
     settings: dict[str, Any] = {
         "dtype": case.dtype,
         "block_size": 128,
-        "max_model_len": 384 if "windows" in name else 256,
+        "max_model_len": 384 if is_longer else 256,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": 32 << 20,
@@ -155,6 +163,7 @@ def test_tokens_are_the_best_by_transformers(folder, name):
         states, verified = count_states(llm), count_verified(llm)
         preempted = count_preemptions(llm)
         generate(llm, given[:1], greedy(4))
+        counts = PreparationCounts(runner_of(llm))
         tokens = generate(
             llm, given, greedy(case.tokens), adapters_of(model) if case.adapters else None
         )
@@ -169,6 +178,9 @@ def test_tokens_are_the_best_by_transformers(folder, name):
     if case.drafts and case.drafts != "ngram":
         assert min(verified[what] for what in ("partly", "rejected")) > 0, verified
     assert (preempted["preempted"] > 0) == (case.blocks > 0)
+    # Which rows have which adapter is a copy of its own, if it changed.
+    copies = {step["h2d_copies"] for step in counts.steps}
+    assert copies == {1} or (case.adapters and copies == {1, 2})
 
     judged = zip(judges_of(model, case.adapters), given, tokens, strict=False)
     lacking = np.stack([lacks(judge, prompt, row) for judge, prompt, row in judged])

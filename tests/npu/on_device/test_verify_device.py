@@ -17,10 +17,11 @@ from tests.npu.only_some import LEFT_OUT
 from vllm_npu_prep.attention.families import ATB, FIA
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.child import run_row
-from vllm_npu_prep.verify.probe import ProbedLayers, probe_attention
-from vllm_npu_prep.verify.row import Bench
-from vllm_npu_prep.verify.steps import layer_of, masks_for
+from vllm_npu_prep.verify.probe import probe_forms, probed_forms
+from vllm_npu_prep.verify.row import RowContext
+from vllm_npu_prep.verify.steps import AttentionForm, layer_of, masks_for
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +29,11 @@ def run(tmp_path_factory):
     """Function of the name of a row, or of its beginning: verdicts of these rows, by name."""
     from vllm_npu_prep.verify.rows import ROWS  # they need torch_npu
 
-    bench = Bench(make_device("npu"), tmp_path_factory.mktemp("rows"))
+    context = RowContext(make_device("npu"), tmp_path_factory.mktemp("rows"))
     rows = [row for row in ROWS if row.group != "engine" and row.ranks == 1]
 
     def run(*names: str) -> dict[str, dict]:
-        return {row.name: run_row(row, bench)[0] for row in rows if row.name.startswith(names)}
+        return {row.name: run_row(row, context)[0] for row in rows if row.name.startswith(names)}
 
     return run
 
@@ -59,69 +60,63 @@ def test_rows_are_the_same_as_their_formulas(run):
 
 
 FOUND_BY = {
-    "uniform-average": ({"fia-unpaged-bf16", "fia-unpaged-fp16"}, {"fia-prompt-bf16"}),
+    "uniform-average": ("fia-unpaged-bf16 fia-unpaged-fp16", "fia-prompt-bf16"),
     "wide-window": (
-        {"fia-window-prompt-bf16", "fia-window-decode-fp16", "fia-window-chunk-bf16"}
-        | {"fia-window-encoder-bf16", "graph-fia-window-decode"},
-        {"fia-chunk-bf16", "atb-window-decode-bf16"},
+        "fia-window-prompt-bf16 fia-window-decode-fp16 fia-window-chunk-bf16 "
+        "fia-window-encoder-bf16 graph-fia-window-decode",
+        "fia-chunk-bf16 atb-window-decode-bf16",
     ),
     "unnarrowed-decode": (
-        {"fia-window-decode-bf16", "graph-fia-window-decode"},
-        {"fia-decode-bf16", "fia-window-encoder-fp16"},
+        "fia-window-decode-bf16 graph-fia-window-decode",
+        "fia-decode-bf16 fia-window-encoder-fp16",
     ),
     "upper-left-causal": (
-        {"fia-chunk-bf16", "fia-chunk-fp16", "graph-fia-chunk-bf16", "fia-long"},
-        {"fia-decode-bf16", "fia-prompt-bf16"},
+        "fia-chunk-bf16 fia-chunk-fp16 graph-fia-chunk-bf16 fia-long",
+        "fia-decode-bf16 fia-prompt-bf16",
     ),
     "ignored-mask": (
-        {"fia-prompt-bf16", "fia-chunk-fp16", "fia-window-decode-bf16"}
-        | {"atb-prompt-fp16", "atb-chunk-bf16", "atb-window-decode-bf16", "graph-fia-chunk-bf16"},
-        {"fia-decode-bf16", "atb-decode-bf16"},
+        "fia-prompt-bf16 fia-chunk-fp16 fia-window-decode-bf16 atb-prompt-fp16 "
+        "atb-chunk-bf16 atb-window-decode-bf16 graph-fia-chunk-bf16",
+        "fia-decode-bf16 atb-decode-bf16",
     ),
     "ignored-scale": (
-        {"fia-prompt-bf16", "fia-decode-bf16", "atb-decode-fp16", "atb-encoder-bf16"},
-        {"write-fia-bf16"},
+        "fia-prompt-bf16 fia-decode-bf16 atb-decode-fp16 atb-encoder-bf16",
+        "write-fia-bf16",
     ),
     "last-token-dropped": (
-        {"fia-prompt-bf16", "fia-decode-bf16", "atb-decode-bf16", "graph-atb-decode-bf16"},
-        {"write-fia-bf16"},
+        "fia-prompt-bf16 fia-decode-bf16 atb-decode-bf16 graph-atb-decode-bf16",
+        "write-fia-bf16",
     ),
     "interleaved-heads": (
-        {"fia-prompt-bf16", "fia-decode-bf16", "atb-chunk-bf16"},
-        {"fia-equal-heads-decode", "fia-one-kv-head-decode"},
+        "fia-prompt-bf16 fia-decode-bf16 atb-chunk-bf16",
+        "fia-equal-heads-decode fia-one-kv-head-decode",
     ),
     "wrong-lse": (
-        {"fia-lse", "fia-shared-bf16", "latent-lse-bf16", "latent-prefill-bf16"},
-        {"fia-no-lse", "fia-decode-bf16"},
+        "fia-lse fia-shared-bf16 latent-lse-bf16 latent-prefill-bf16",
+        "fia-no-lse fia-decode-bf16",
     ),
     "first-table-row": (
-        {"fia-decode-bf16", "fia-chunk-bf16", "atb-decode-bf16", "fia-shared-blocks"},
-        {"fia-prompt-bf16", "write-atb-bf16"},
+        "fia-decode-bf16 fia-chunk-bf16 atb-decode-bf16 fia-shared-blocks",
+        "fia-prompt-bf16 write-atb-bf16",
     ),
     "ignored-rope": (
-        {"latent-decode-bf16", "latent-drafts-bf16", "latent-prefill-bf16"},
-        {"fia-decode-bf16"},
+        "latent-decode-bf16 latent-drafts-bf16 latent-prefill-bf16",
+        "fia-decode-bf16",
     ),
     "whole-block-read": (
-        {"fia-decode-bf16", "atb-decode-bf16", "graph-fia-decode-bf16", "latent-decode-bf16"},
-        {"fia-prompt-bf16"},
+        "fia-decode-bf16 atb-decode-bf16 graph-fia-decode-bf16 latent-decode-bf16",
+        "fia-prompt-bf16",
     ),
     "padding-slot-written": (
-        {"write-fia-bf16", "write-atb-fp16", "write-fia-padding-only", "fia-padding-bf16"},
-        {"fia-decode-bf16"},
+        "write-fia-bf16 write-atb-fp16 write-fia-padding-only fia-padding-bf16",
+        "fia-decode-bf16",
     ),
     "transposed-cache": (
-        {"write-fia-bf16", "write-atb-bf16", "fia-decode-bf16", "graph-fia-decode-bf16"},
-        {"fia-one-kv-head-decode", "fia-encoder-bf16"},
+        "write-fia-bf16 write-atb-bf16 fia-decode-bf16 graph-fia-decode-bf16",
+        "fia-one-kv-head-decode fia-encoder-bf16",
     ),
-    "early-maximum": (
-        {"int8-swiglu-wide-bf16", "int8-swiglu-wide-fp16"},
-        {"int8-dynamic-quant-bf16"},
-    ),
-    "added-flags": (
-        {"atb-prompt-bf16", "atb-window-encoder-bf16"},
-        {"atb-prompt-fp16", "atb-chunk-bf16"},
-    ),
+    "early-maximum": ("int8-swiglu-wide-bf16 int8-swiglu-wide-fp16", "int8-dynamic-quant-bf16"),
+    "added-flags": ("atb-prompt-bf16 atb-window-encoder-bf16", "atb-prompt-fp16 atb-chunk-bf16"),
 }
 """For each fault of an operator: rows that find it, and some that don't meet it."""
 
@@ -144,7 +139,7 @@ def test_every_fault_of_an_operator_is_planted():
 
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_a_wrong_kernel_is_found_by_the_rows_that_meet_it(name, run, fault):
-    finders, others = FOUND_BY[name]
+    finders, others = (set(rows.split()) for rows in FOUND_BY[name])
     fault(name)
     asked = finders | others
     outcomes = {row: got for row, got in run(*asked).items() if row in asked}
@@ -167,11 +162,12 @@ def test_what_to_try_first_on_hardware_has_a_row_or_a_reason():
     assert not covered & set(NO_ROW)
 
 
-def kinds_of(family, window=None, causal=True, dtype=torch.bfloat16, heads=(4, 2)):
+def probed(family, window=None, causal=True, dtype=torch.bfloat16, heads=(4, 2)):
+    """What start-up probes of layers of a family; encoders have no cache."""
     masks = masks_for(family, dtype, torch.device("npu:0"), 512)
-    size = 128 if causal else 0
-    layer = layer_of(*heads, 128)
-    return ProbedLayers(family.name, layer, dtype, size, window, causal, False, masks)
+    given = layer_of(*heads, 128), dtype, 128 if causal else 0, window, causal
+    prompts = AttentionForm(AttentionState.PrefillNoCache, ((0, 3), (0, 5)), *given)
+    return probed_forms(prompts, family.name, masks, with_padding=True)
 
 
 PROBED = {  # not uniform-average, which hits a form that the plugin avoids
@@ -197,7 +193,7 @@ def test_the_start_up_probe_names_the_form_that_is_wrong(name, fault):
     arguments, form = PROBED[name]
     fault(name.partition(" ")[0])
     with pytest.raises(PrepError) as error:
-        probe_attention([kinds_of(*arguments)], make_device("npu"), print, with_padding=True)
+        probe_forms("attention", probed(*arguments), make_device("npu"), print)
     assert form in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -205,9 +201,9 @@ def test_the_start_up_probe_names_the_form_that_is_wrong(name, fault):
 def test_the_probe_of_usual_layers_is_quick():
     """Two kinds of layers of a usual size, as Gemma has them: a second on this runtime."""
     heads = (16, 8)
-    kinds = [kinds_of(FIA, heads=heads), kinds_of(FIA, 1024, heads=heads)]
+    forms = probed(FIA, heads=heads) + probed(FIA, 1024, heads=heads)
     lines: list[str] = []
     start = time.perf_counter()
-    assert probe_attention(kinds, make_device("npu"), lines.append, with_padding=True) == 6
+    probe_forms("attention", forms, make_device("npu"), lines.append)
     print("probe", time.perf_counter() - start)
-    assert len(lines) == 1
+    assert len(forms) == 6 and len(lines) == 1

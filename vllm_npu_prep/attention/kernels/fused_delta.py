@@ -18,7 +18,7 @@ import torch_npu
 from torch.nn import functional
 
 from vllm_npu_prep.attention.kernels.gated_delta import EPSILON
-from vllm_npu_prep.attention.states import StateMetadata
+from vllm_npu_prep.attention.states import RecurrentMetadata
 
 
 class DeltaShape(NamedTuple):
@@ -142,7 +142,7 @@ class FusedDelta:
         mixed: torch.Tensor,  # [T, width]
         b: torch.Tensor,  # [T, num_v_heads]
         a: torch.Tensor,  # [T, num_v_heads]
-        metadata: StateMetadata,
+        metadata: RecurrentMetadata,
     ) -> torch.Tensor:
         """Compute one token of each request; in a full graph also padding, over the null block.
 
@@ -177,7 +177,7 @@ class FusedDelta:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode_drafts(
-        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
+        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: RecurrentMetadata
     ) -> torch.Tensor:
         """Compute each request's token and drafts; the operator keeps a state for each token.
 
@@ -264,7 +264,7 @@ class FusedDelta:
         return torch.cat([each for each, _ in parts]), torch.cat([each for _, each in parts])
 
     def prefill(
-        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: StateMetadata
+        self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, metadata: RecurrentMetadata
     ) -> torch.Tensor:
         reqs = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[reqs], metadata.state_indices[reqs]

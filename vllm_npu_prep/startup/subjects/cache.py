@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import CONNECTOR, HYBRID, STORED, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
@@ -35,7 +35,7 @@ def connector_module(transfer: "KVTransferConfig") -> str | None:
         return None
 
 
-def _brings_its_code(asked: Asked) -> bool:
+def _brings_its_code(asked: RequestedEngine) -> bool:
     """Tell whether the connector is the user's own."""
     assert asked.transfer is not None
     module = connector_module(asked.transfer)
@@ -45,7 +45,7 @@ def _brings_its_code(asked: Asked) -> bool:
     )
 
 
-def _is_known(asked: Asked) -> bool:
+def _is_known(asked: RequestedEngine) -> bool:
     """Tell whether the kernel family has this connector, and the code is ours."""
     transfer = asked.transfer
     return (
@@ -55,29 +55,29 @@ def _is_known(asked: Asked) -> bool:
     )
 
 
-def _is(asked: Asked, connector: str) -> bool:
+def _is(asked: RequestedEngine, connector: str) -> bool:
     transfer = asked.transfer
     return transfer is not None and transfer.kv_connector == connector and _is_known(asked)
 
 
-def _knows_several_groups(asked: Asked) -> bool:
+def _knows_several_groups(asked: RequestedEngine) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     assert asked.transfer is not None
     return bool(KVConnectorFactory.supports_hma_config(asked.transfer))
 
 
-def _has_no_folder(asked: Asked) -> bool:
+def _has_no_folder(asked: RequestedEngine) -> bool:
     transfer = asked.transfer
     return transfer is not None and "shared_storage_path" not in transfer.kv_connector_extra_config
 
 
-def _extra(asked: Asked, key: str) -> object:
+def _extra(asked: RequestedEngine, key: str) -> object:
     assert asked.transfer is not None
     return asked.transfer.kv_connector_extra_config.get(key)
 
 
-def _words(asked: Asked) -> dict[str, object]:
+def _words(asked: RequestedEngine) -> dict[str, object]:
     assert asked.transfer is not None
     return {
         "name": asked.transfer.kv_connector,
@@ -138,7 +138,7 @@ ANY = (
         ),
         "KV connector {name} with {model}",
         "it is told of the blocks of one KV-cache group (vLLM's SupportsHMA is told of all), and "
-        "states have groups of their own",
+        "recurrent states have groups of their own",
         "use --kv-offloading-size, or leave --kv-transfer-config out",
         _words,
         example=Example(
@@ -215,7 +215,7 @@ OFFLOADING_CONNECTOR = (
         "kv-offloading-states",
         lambda c: c.has_states and not c.config.cache_config.enable_prefix_caching,
         "KV offloading of {model} without the prefix cache",
-        "a request keeps the states at ends of blocks, which the host is to have, only with it",
+        "only with it does a request keep the recurrent states at the ends of blocks for the host",
         "use --enable-prefix-caching",
         example=Example("--kv-offloading-size 1 --no-enable-prefix-caching", model=HYBRID),
     ),
@@ -223,7 +223,7 @@ OFFLOADING_CONNECTOR = (
         "kv-offloading-stages",
         lambda c: c.config.parallel_config.pipeline_parallel_size > 1,
         "KV offloading over pipeline stages",
-        "vLLM counts the host's blocks by the layers of one stage, and others may have more",
+        "vLLM counts the host's blocks by the layers of one stage, and other stages may have more",
         "use --tensor-parallel-size instead of --pipeline-parallel-size",
         example="--kv-offloading-size 1 --pipeline-parallel-size 2",
     ),

@@ -1,7 +1,7 @@
 """Refusals of vLLM's features, and of kinds of models, that this version doesn't support."""
 
 from vllm_npu_prep.quantization.formats import fault
-from vllm_npu_prep.startup.asked import STATE_MODELS, Asked
+from vllm_npu_prep.startup.asked import STATE_MODELS, RequestedEngine
 from vllm_npu_prep.startup.example import CHUNKS, EXPERTS, MLA, STATES, Example, small_model
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
@@ -12,7 +12,7 @@ is a hybrid.
 """
 
 
-def _only_drafts(asked: Asked) -> bool:
+def _only_drafts(asked: RequestedEngine) -> bool:
     from vllm.model_executor.models import registry
 
     return asked.model.architecture in registry._SPECULATIVE_DECODING_MODELS
@@ -76,8 +76,8 @@ MODELS = (
             )
         ),
         "a state-space or linear-attention model ({model})",
-        "steps are prepared for the states of these only: {known}",
-        "use one of them, or a model without states",
+        "steps are prepared for the recurrent states of these only: {known}",
+        "use one of them, or a model without recurrent states",
         lambda c: {"known": ", ".join(STATE_MODELS)},
         example=(
             Example(says="these only: Qwen3NextForCausalLM, ", model=STATES),
@@ -161,7 +161,7 @@ POOLING = (
 )
 
 
-def _is_batch_invariant(asked: Asked) -> bool:
+def _is_batch_invariant(asked: RequestedEngine) -> bool:
     from vllm import envs
 
     return envs.VLLM_BATCH_INVARIANT

@@ -6,25 +6,25 @@ from vllm_npu_prep.config import SECTION, decisions_of, graphs_need_masks
 from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.driver import EXPANDING_PINS
 from vllm_npu_prep.prep.mask import MaskForm
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import OPTION, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 
-def _are_breakable(asked: Asked) -> bool:
+def _are_breakable(asked: RequestedEngine) -> bool:
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
     return is_breakable_cudagraph_enabled()
 
 
-def _hold_attention(asked: Asked) -> bool:
+def _hold_attention(asked: RequestedEngine) -> bool:
     """Tell whether piecewise graphs of the model would have attention inside."""
     compilation = asked.config.compilation_config
     splits = compilation.splitting_ops is None or compilation.splitting_ops_contain_attention()
     return compilation.cudagraph_mode.has_piecewise_cudagraphs() and not splits
 
 
-def _reads_dense_masks(asked: Asked) -> bool:
+def _reads_dense_masks(asked: RequestedEngine) -> bool:
     """Tell whether mixed batches are to be captured with masks whose shape changes.
 
     With a KV connector no full graph is captured.
@@ -35,7 +35,7 @@ def _reads_dense_masks(asked: Asked) -> bool:
     return is_dense and graphs_need_masks(asked.config)
 
 
-def _captures_with_expanding_pins(asked: Asked) -> bool:
+def _captures_with_expanding_pins(asked: RequestedEngine) -> bool:
     captures = bool(asked.config.compilation_config.cudagraph_mode)
     return asked.kind == NPU_KIND and captures and EXPANDING_PINS in _allocator_settings()
 
@@ -57,11 +57,11 @@ GRAPHS = (
         "pieces-with-attention",
         _hold_attention,
         "splitting_ops {ops}",
-        "graph pieces must not contain attention",
-        "leave it out, or use cudagraph_mode {without_pieces}",
+        "piecewise graphs must not contain attention",
+        "leave it out, or use cudagraph_mode {without_piecewise}",
         lambda c: {
             "ops": c.config.compilation_config.splitting_ops,
-            "without_pieces": c.config.compilation_config.cudagraph_mode.without_piecewise(),
+            "without_piecewise": c.config.compilation_config.cudagraph_mode.without_piecewise(),
         },
         example=Example(
             "--compilation-config.splitting_ops []",

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.startup.asked import Asked, multimodal_inputs
+from vllm_npu_prep.startup.asked import RequestedEngine, multimodal_inputs
 from vllm_npu_prep.startup.example import VISION, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
@@ -14,11 +14,11 @@ MODALITIES = ("image", "video")
 """Kinds of multimodal input that were tried."""
 
 
-def _others(asked: Asked) -> list[str]:
+def _others(asked: RequestedEngine) -> list[str]:
     return [each for each in multimodal_inputs(asked.model) if each not in MODALITIES]
 
 
-def _words(asked: Asked) -> dict[str, object]:
+def _words(asked: RequestedEngine) -> dict[str, object]:
     others = _others(asked)
     return {
         "kinds": " and ".join(others),

@@ -18,7 +18,7 @@ from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_ref
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
 from vllm_npu_prep.ranks import ranks_on_host
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
     CHUNKS,
     MLA,
@@ -54,7 +54,7 @@ DTYPE_NAMES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.
 
 
 @dataclass(frozen=True)
-class Need:
+class ModelNeed:
     """Something that models may need and a kernel family may lack."""
 
     id: str
@@ -65,12 +65,12 @@ class Need:
     remedy: str = "use the CPU fallback"
     example: tuple[Example, ...] = field(kw_only=True)
 
-    def is_lacking(self, asked: Asked) -> bool:
+    def is_lacking(self, asked: RequestedEngine) -> bool:
         return self in lacking(asked.model, asked.family)
 
 
 NEEDS = (
-    Need(
+    ModelNeed(
         "logits-soft-cap",
         "logits soft cap",
         lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None),
@@ -78,7 +78,7 @@ NEEDS = (
         "its operators take no cap",
         example=tuple(Example(model=SOFT_CAP, family=family) for family in ("fia", "atb")),
     ),
-    Need(
+    ModelNeed(
         "kv-sharing",
         "sharing of K and V between layers",
         lambda model: getattr(model.hf_text_config, "num_kv_shared_layers", None),
@@ -87,7 +87,7 @@ NEEDS = (
         f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
         example=(Example(model=SHARED_LAYERS, family="atb"),),
     ),
-    Need(
+    ModelNeed(
         "mla",
         "MLA attention",
         lambda model: model.use_mla,
@@ -100,7 +100,7 @@ NEEDS = (
 )
 
 
-def lacking(model: "ModelConfig", family: KernelFamily) -> list[Need]:
+def lacking(model: "ModelConfig", family: KernelFamily) -> list[ModelNeed]:
     return [need for need in NEEDS if need.of_model(model) and not need.of_family(family)]
 
 
@@ -119,7 +119,7 @@ class RefusedCall(NamedTuple):
     demand: str  # what the release takes
 
 
-def _refused_call(asked: Asked) -> RefusedCall | None:
+def _refused_call(asked: RequestedEngine) -> RefusedCall | None:
     """Return the first call, of the model or its drafter, that the installed release doesn't take.
 
     Head sizes and block sizes that no release takes are left to the refusals of their own.
@@ -134,7 +134,7 @@ def _refused_call(asked: Asked) -> RefusedCall | None:
     return None
 
 
-def _fused_words(asked: Asked) -> dict[str, object]:
+def _fused_words(asked: RequestedEngine) -> dict[str, object]:
     refused = _refused_call(asked)
     assert refused is not None
     call, model, demand = refused
@@ -154,12 +154,12 @@ def _fused_words(asked: Asked) -> dict[str, object]:
     }
 
 
-def _latent_demand(asked: Asked) -> str | None:
+def _latent_demand(asked: RequestedEngine) -> str | None:
     layers = latent_layers_of(asked.config, asked.block_size)
     return None if layers is None else latent_refusal(layers, asked.fused_rules)
 
 
-def _what_works(asked: Asked) -> str:
+def _what_works(asked: RequestedEngine) -> str:
     """Name the single changes with each of which every call would be taken."""
     parallel, rules = asked.config.parallel_config, asked.fused_rules
     models = [asked.model, asked.drafter] if asked.has_drafter else [asked.model]
@@ -188,13 +188,13 @@ def _fits_atb(call: FusedCall) -> bool:
     return not does_not_fit(call.head_size, ATB) and _takes_blocks(ATB, call.block_size)
 
 
-def _cache_bytes(asked: Asked) -> int:
+def _cache_bytes(asked: RequestedEngine) -> int:
     """Return the bytes of host memory for the KV caches of this host's ranks; 0 on NPUs."""
     each = asked.config.cache_config.kv_cache_memory_bytes or 0
     return each * ranks_on_host(asked.config.parallel_config) if asked.kind == CPU_KIND else 0
 
 
-def _cache_words(asked: Asked) -> dict[str, object]:
+def _cache_words(asked: RequestedEngine) -> dict[str, object]:
     return {
         "bytes": f"{asked.config.cache_config.kv_cache_memory_bytes:,}",
         "ranks": counted(ranks_on_host(asked.config.parallel_config), "rank"),
@@ -203,7 +203,7 @@ def _cache_words(asked: Asked) -> dict[str, object]:
     }
 
 
-def _has_no_triton(asked: Asked) -> bool:
+def _has_no_triton(asked: RequestedEngine) -> bool:
     """Tell whether Triton can't run: its kernels need a device that one of its drivers finds.
 
     The CPU fallback has no such device.
@@ -213,14 +213,14 @@ def _has_no_triton(asked: Asked) -> bool:
     return not HAS_TRITON or asked.kind == CPU_KIND
 
 
-def _triton_words(asked: Asked) -> dict[str, object]:
+def _triton_words(asked: RequestedEngine) -> dict[str, object]:
     from vllm.triton_utils import HAS_TRITON
 
     missing = "vLLM finds none that works", "the CPU fallback has none"
     return {"missing": missing[HAS_TRITON]}
 
 
-def _needed_operators(asked: Asked) -> list[str]:
+def _needed_operators(asked: RequestedEngine) -> list[str]:
     found: list[str] = []
     if asked.uses_fused_operator:
         found += ["npu_scatter_pa_kv_cache"]
@@ -230,7 +230,7 @@ def _needed_operators(asked: Asked) -> list[str]:
     return found
 
 
-def _chip(asked: Asked) -> dict[str, object]:
+def _chip(asked: RequestedEngine) -> dict[str, object]:
     return {"chip": device_name(asked.kind.device_type)}
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.compat.releases import ray_compiles_graphs
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.ranks import ranks_on_host
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
     EXPERTS,
     NGRAM,
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 
-def _parallel(asked: Asked) -> "ParallelConfig":
+def _parallel(asked: RequestedEngine) -> "ParallelConfig":
     return asked.config.parallel_config
 
 
-def _lack_devices(asked: Asked) -> bool:
+def _lack_devices(asked: RequestedEngine) -> bool:
     """Tell whether ranks would have to share a device, which only those on the CPU can.
 
     Ray counts the devices of its nodes itself.
@@ -35,11 +35,11 @@ def _lack_devices(asked: Asked) -> bool:
     return too_many and not _parallel(asked).use_ray
 
 
-def _ray_compiles_graphs(asked: Asked) -> bool:
+def _ray_compiles_graphs(asked: RequestedEngine) -> bool:
     return _parallel(asked).use_ray and ray_compiles_graphs()
 
 
-def _sees_parts_of_contexts(asked: Asked) -> bool:
+def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
     text, kinds = asked.text, asked.layer_types
     return bool(
         kinds - {"full_attention"}
@@ -50,7 +50,7 @@ def _sees_parts_of_contexts(asked: Asked) -> bool:
     )
 
 
-def _has_untried_beside(asked: Asked) -> bool:
+def _has_untried_beside(asked: RequestedEngine) -> bool:
     parallel = _parallel(asked)
     return bool(
         parallel.pipeline_parallel_size > 1
@@ -193,7 +193,7 @@ RANKS = (
         "ray-data-parallel",
         lambda c: _parallel(c).data_parallel_backend == "ray",
         "--data-parallel-backend ray",
-        "only mp can start engines",
+        "only mp can start data-parallel ranks",
         "use --distributed-executor-backend ray to spread the ranks of each engine over hosts",
         example="--data-parallel-backend ray --distributed-executor-backend ray",
     ),
@@ -221,15 +221,15 @@ SHARED_CONTEXTS = (
         "shared-contexts-family",
         lambda c: not c.family.lse,
         SHARED + "kernel family {family}",
-        "its operators don't tell the sums of exponentials, by which results are merged",
+        "its operators don't return the log-sum-exp, by which results are merged",
         'use {{"npu_prep": {{"attention": "fia"}}}}',
         example=Example(SHARED_BY_2, "with kernel family atb", model=ONE_KV_HEAD, family="atb"),
     ),
     Refusal(
         "shared-contexts-layers",
         _sees_parts_of_contexts,
-        SHARED + "layers that see parts of contexts, share K and V or hold states ({model})",
-        "ranks share contexts that every layer sees all of",
+        SHARED + "windows, attention chunks, shared K and V or recurrent states ({model})",
+        "it is for layers that see whole contexts and have K and V of their own",
         "use --tensor-parallel-size",
         example=Example(SHARED_BY_2, model={**ONE_KV_HEAD, **WINDOWS, "use_sliding_window": True}),
     ),
@@ -237,7 +237,7 @@ SHARED_CONTEXTS = (
         "shared-contexts-speculation",
         lambda c: c.config.speculative_config is not None,
         SHARED + "speculation",
-        "a step with drafts sees them in the cache of one rank each",
+        "a step with drafts finds each of them in the cache of one rank only",
         ALONE,
         example=Example(f"{SHARED_BY_2} {NGRAM}", model=ONE_KV_HEAD),
     ),
@@ -245,7 +245,7 @@ SHARED_CONTEXTS = (
         "shared-contexts-connector",
         lambda c: c.transfer is not None,
         SHARED + "a KV connector",
-        "connectors store blocks of one rank",
+        "connectors store the blocks of one rank",
         ALONE,
         example=Example(f"{SHARED_BY_2} {STORED}", model=ONE_KV_HEAD),
     ),
@@ -260,7 +260,7 @@ SHARED_CONTEXTS = (
     Refusal(
         "shared-contexts-beside",
         _has_untried_beside,
-        SHARED + "pipeline stages, several engines, images, LoRA or int8",
+        SHARED + "pipeline stages, data parallelism, images, LoRA or int8",
         "it was tried with tensor parallelism and text alone",
         ALONE,
         example=Example(
@@ -273,7 +273,7 @@ SHARED_CONTEXTS = (
             _parallel(c).dcp_comm_backend not in (None, "ag_rs") or _parallel(c).dcp_q_replicate
         ),
         "--dcp-comm-backend or --dcp-q-replicate",
-        "results are gathered and scattered, and queries are gathered",
+        "the ranks gather their queries, and gather and scatter the results",
         "leave them out",
         example=Example(f"{SHARED_BY_2} --dcp-comm-backend a2a", model=ONE_KV_HEAD),
     ),

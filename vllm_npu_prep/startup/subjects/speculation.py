@@ -2,7 +2,7 @@
 
 from vllm_npu_prep.compat.releases import drafters_head_quantization
 from vllm_npu_prep.quantization.formats import method_of
-from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, Asked, layer_types
+from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, RequestedEngine, layer_types
 from vllm_npu_prep.startup.example import (
     CHUNKS,
     DRAFTS,
@@ -27,11 +27,11 @@ in the layout TND (``attention_v1.py``).
 """
 
 
-def _method(asked: Asked) -> dict[str, object]:
+def _method(asked: RequestedEngine) -> dict[str, object]:
     return {"method": asked.speculative.method}
 
 
-def _drafter(asked: Asked) -> dict[str, object]:
+def _drafter(asked: RequestedEngine) -> dict[str, object]:
     return {
         **_method(asked),
         "drafter": asked.drafter.model,
@@ -47,7 +47,7 @@ _MTP_REASONS = {
 """Why MTP layers of these architectures don't draft; those of others have not been tried."""
 
 
-def _mtp(asked: Asked) -> dict[str, object]:
+def _mtp(asked: RequestedEngine) -> dict[str, object]:
     return {
         "layers": asked.mtp,
         "why": _MTP_REASONS.get(asked.mtp, "its draft passes have not been tried"),
@@ -331,7 +331,7 @@ DRAFTERS = (
         "drafter-states",
         lambda c: c.drafter.is_hybrid or c.drafter.is_attention_free,
         "{drafter} as a drafter ({method})",
-        "draft passes prepare no states",
+        "draft passes prepare no recurrent states",
         "use another drafter",
         _drafter,
         example=Example(DRAFTS, "/drafter as a drafter (draft_model)", drafter=STATES),
@@ -384,7 +384,7 @@ DRAFTERS = (
 )
 
 
-def _speculates(asked: Asked) -> bool:
+def _speculates(asked: RequestedEngine) -> bool:
     return asked.config.speculative_config is not None
 
 

@@ -6,12 +6,12 @@ import torch
 
 from vllm_npu_prep.attention.families import ATB
 from vllm_npu_prep.config import SECTION
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import DRAFTS, HYBRID, NGRAM, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.attention.state_pages import StatePage
+    from vllm_npu_prep.attention.state_pages import RecurrentStatePage
 
 MOST_HEADS = 64
 """The most value heads of a rank that ``npu_chunk_gated_delta_rule`` takes."""
@@ -26,17 +26,17 @@ WITH_STATES = ("mtp", "ngram")
 """Methods whose drafts were verified over recurrent states."""
 
 
-def _on_npus(asked: Asked) -> bool:
+def _on_npus(asked: RequestedEngine) -> bool:
     return asked.family.device_type == "npu"
 
 
-def _heads_fit(asked: Asked) -> bool:
+def _heads_fit(asked: RequestedEngine) -> bool:
     text, ranks = asked.text, asked.config.parallel_config.tensor_parallel_size
     sizes = {text.linear_key_head_dim, text.linear_value_head_dim}
     return sizes == {HEAD_SIZE} and text.linear_num_value_heads <= MOST_HEADS * ranks
 
 
-def _page(asked: Asked) -> "StatePage":
+def _page(asked: RequestedEngine) -> "RecurrentStatePage":
     from vllm_npu_prep.attention.state_pages import find_state_page
 
     page = find_state_page(asked.config)
@@ -44,7 +44,7 @@ def _page(asked: Asked) -> "StatePage":
     return page
 
 
-def _page_words(asked: Asked) -> dict[str, object]:
+def _page_words(asked: RequestedEngine) -> dict[str, object]:
     page = _page(asked)
     tokens = 2 * max(page.parts) / page.token_bytes
     fitting = [size for size in range(16, 129, 16) if tokens % size == 0]
@@ -77,7 +77,7 @@ STATES = (
         "states-kernels",
         lambda c: c.family is ATB,
         "{model} with kernel family {family}",
-        "its blocks are as large as states, and only fia's kernels see them in parts",
+        "its blocks are as large as recurrent states, and only fia's kernels see them in parts",
         f'leave "{SECTION}.attention" out, for "fia"',
         example=Example(model={**HYBRID, "head_dim": 128}, family="atb"),
     ),
@@ -112,8 +112,8 @@ STATES = (
         "states-page",
         lambda c: _on_npus(c) and _heads_fit(c) and not _page(c).is_exact,
         "blocks of {block_size} tokens for {model}",
-        "on NPUs a state has to fill half a block, that is the K of {tokens} tokens, which is no "
-        "multiple of it",
+        "on NPUs a recurrent state has to fill half a block, that is the K of {tokens} tokens, "
+        "which is no multiple of it",
         "{remedy}",
         _page_words,
         example=Example(
@@ -129,8 +129,8 @@ STATES = (
             c.config.parallel_config.pipeline_parallel_size > 1
             or c.config.parallel_config.data_parallel_size > 1
         ),
-        "{model} in several stages or engines",
-        "states have been tried with tensor parallelism only",
+        "{model} with pipeline stages or data parallelism",
+        "recurrent states have been tried with tensor parallelism only",
         "use --tensor-parallel-size",
         example=Example("--pipeline-parallel-size 2", model=HYBRID),
     ),
@@ -138,7 +138,7 @@ STATES = (
         "states-alone",
         lambda c: c.layer_types and "full_attention" not in c.layer_types,
         "a model without full attention ({model})",
-        "blocks, which hold its states, are sized by K and V of layers that attend",
+        "blocks, which hold its recurrent states, are sized by K and V of layers that attend",
         "use a model that has both",
         example=Example(
             model={**HYBRID, "layer_types": ["linear_attention"], "num_hidden_layers": 1}
@@ -150,7 +150,7 @@ STATES = (
             c.config.speculative_config is not None and c.speculative.method not in WITH_STATES
         ),
         "speculative method {method} with {model}",
-        "with states only mtp and ngram have been tried",
+        "with recurrent states only mtp and ngram have been tried",
         "use one of them, or leave --speculative-config out",
         lambda c: {"method": c.speculative.method},
         example=Example(
@@ -187,7 +187,7 @@ STATES = (
         "states-pooling",
         lambda c: c.pools,
         "pooling with {model}",
-        "only models that generate have been tried with states",
+        "recurrent states have been tried with models that generate only",
         "use a model without linear attention",
         example=Example("--runner pooling", model=HYBRID),
     ),
@@ -195,14 +195,14 @@ STATES = (
         "states-replay",
         lambda c: c.config.cache_config.use_replayssm,
         "--use-replayssm",
-        "states are computed step by step, and no inputs of them are kept",
+        "recurrent states are computed step by step, and their inputs are not kept",
         "leave the flag out",
         example=Example("--use-replayssm", model=HYBRID),
     ),
 )
 
 
-def _has_states(asked: Asked) -> bool:
+def _has_states(asked: RequestedEngine) -> bool:
     return asked.has_states
 
 

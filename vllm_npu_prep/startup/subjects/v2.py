@@ -1,6 +1,6 @@
 """Refusals of what vLLM's Model Runner V2 can't do here yet; V1 has most of it."""
 
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
     DRAFTS,
     MIMO,
@@ -17,15 +17,15 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-def _has_stages(asked: Asked) -> bool:
+def _has_stages(asked: RequestedEngine) -> bool:
     return asked.config.parallel_config.pipeline_parallel_size > 1
 
 
-def _has_engines(asked: Asked) -> bool:
+def _has_engines(asked: RequestedEngine) -> bool:
     return asked.config.parallel_config.data_parallel_size > 1
 
 
-def _sees(asked: Asked) -> bool:
+def _sees(asked: RequestedEngine) -> bool:
     return asked.model.supports_multimodal_inputs or asked.model.uses_mrope
 
 
@@ -46,7 +46,7 @@ V2 = (
         "v2-async-stages",
         lambda c: _has_stages(c) and c.config.scheduler_config.async_scheduling,
         "Model Runner V2 with asynchronous scheduling over pipeline stages",
-        "the scheduler tells its stages what was sampled, which it has to know by then",
+        "the scheduler tells the stages what was sampled, so it has to know it before their step",
         "give --no-async-scheduling",
         example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2",
     ),
@@ -120,7 +120,7 @@ V2_SPECULATION = (
 )
 
 
-def could_run(asked: Asked) -> bool:
+def could_run(asked: RequestedEngine) -> bool:
     """Tell whether an engine on V1 generates from text, and V2 has all that it asks for."""
     if asked.config.use_v2_model_runner or asked.pools:
         return False
@@ -130,7 +130,7 @@ def could_run(asked: Asked) -> bool:
     return not any(refusal.when(asked) for refusal in refusals)
 
 
-def _is_wanted(asked: Asked) -> bool:
+def _is_wanted(asked: RequestedEngine) -> bool:
     """Tell whether somebody asked for V2.
 
     vLLM takes V2 by itself for watermarks, which have a refusal of their own.

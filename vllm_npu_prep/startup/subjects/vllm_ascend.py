@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from vllm_npu_prep.startup.asked import Asked
+from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
@@ -93,7 +93,7 @@ VARIABLES = ("VLLM_ASCEND_", "DYNAMIC_EPLB", "EXPERT_MAP_RECORD", "MSMONITOR_USE
 """The beginnings of its environment variables, by its ``vllm_ascend/envs.py``."""
 
 
-def _keys_of(asked: Asked) -> list[str]:
+def _keys_of(asked: RequestedEngine) -> list[str]:
     given = asked.config.additional_config
     return sorted(KEYS & set(given)) if isinstance(given, Mapping) else []
 

@@ -1,0 +1,49 @@
+"""The shape of an engine: what its steps consist of, whatever their number of tokens."""
+
+from dataclasses import dataclass
+
+from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
+from vllm_npu_prep.prep.states import NO_RECURRENT_GROUPS, RecurrentGroups
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What decides, together with a step's padded sizes, which arrays the step has.
+
+    Where an engine lacks a part, an object stands for none of it and is false: ``if shape.local``
+    asks whether there is chunked local attention.
+
+    Attributes
+    ----------
+    num_groups
+        The number of KV-cache groups, each of which has its own block table and slots.
+    max_logits_per_req
+        The most rows of logits of one request: one for each draft, and one after them.
+    mrope_dims
+        The dimensions of M-RoPE positions; 0 for a model without them.
+    local
+        The groups with chunked local attention.
+    latent
+        How steps are split for latent attention.
+    states
+        The groups that hold recurrent states.
+    dcp
+        The part of each context that this rank keeps (decode context parallelism).
+    has_request_rows
+        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
+    """
+
+    num_groups: int = 1
+    max_logits_per_req: int = 1
+    mrope_dims: int = 0
+    local: LocalGroups = NO_LOCAL_GROUPS
+    latent: LatentSplit = NO_LATENT_SPLIT
+    states: RecurrentGroups = NO_RECURRENT_GROUPS
+    dcp: ContextShards = WHOLE_CONTEXTS
+    has_request_rows: bool = False
+
+
+PLAIN_SHAPE = EngineShape()
+"""One KV-cache group of causal attention, without speculation."""

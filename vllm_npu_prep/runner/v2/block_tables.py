@@ -1,0 +1,126 @@
+"""Block tables by request row on the host, and in the order of the batch on the device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_npu_prep.prep.arrays import PADDING_ROWS
+
+
+class NPUBlockTables:
+    """The block tables of all KV-cache groups; a stand-in for upstream's ``BlockTables``.
+
+    Upstream keeps the device's tables by request row and gathers the rows of the batch in each
+    step. Here the device's tables are in the order of the batch already, and the step's one copy
+    changes them entry by entry (`vllm_npu_prep.prep.fused_pass.list_block_changes`). A whole row is
+    sent only when another request takes its place: see `follow`.
+
+    Parameters
+    ----------
+    block_sizes
+        Block size of each group, in tokens.
+    max_num_reqs
+        Number of request rows, and of rows of a batch.
+    max_num_batched_tokens
+        Not used: slot mappings are among a step's arrays.
+    max_num_blocks_per_group
+        The largest number of blocks that a request can have in each group.
+    blocks_per_chunk
+        Row lengths are rounded up to a multiple of this, for layers that view a row as attention
+        chunks.
+    **unused
+        Upstream's arguments for context parallelism, which the fused pass applies, and for the
+        choice of groups that write slots.
+    """
+
+    redirect_writes_to_null_block = False
+
+    def __init__(
+        self,
+        block_sizes: list[int],
+        max_num_reqs: int,
+        max_num_batched_tokens: int,
+        max_num_blocks_per_group: list[int],
+        device: torch.device,
+        blocks_per_chunk: int = 1,
+        **unused: Any,
+    ) -> None:
+        self.block_sizes = np.array(block_sizes, np.int32)
+        chunks = [-(-width // blocks_per_chunk) for width in max_num_blocks_per_group]
+        self.max_num_blocks = np.array(chunks, np.int32) * np.int32(blocks_per_chunk)
+        shape = (len(block_sizes), max_num_reqs)
+        # See `vllm_npu_prep.prep.tables.BatchTables` for these.
+        self.num_blocks = np.zeros(shape, np.int32)
+        self.num_synced_blocks = np.zeros(shape, np.int32)
+        self.num_device_blocks = np.zeros(shape, np.int32)
+        num_rows = max_num_reqs + PADDING_ROWS
+        sizes = [num_rows * width for width in self.max_num_blocks.tolist()]
+        self.block_table_flat_np = np.zeros(sum(sizes), np.int32)
+        with torch.inference_mode(False):  # steps change it in place
+            self.block_table_flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        borders = np.cumsum(sizes)[:-1]
+        self._rows = [
+            part.reshape(num_rows, width)
+            for part, width in zip(
+                np.split(self.block_table_flat_np, borders), self.max_num_blocks.tolist()
+            )
+        ]
+        self._on_device = [part.view(num_rows, -1) for part in self.block_table_flat.split(sizes)]
+        self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
+        # Each request that arrives gets a number: those of the request rows, and those of the
+        # requests whose entries are in the device's rows
+        self._arrivals = 0
+        self._of_slot = np.zeros(max_num_reqs, np.int64)
+        self._of_row = np.zeros(max_num_reqs, np.int64)
+
+    def append_block_ids(
+        self, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
+    ) -> None:
+        """Append blocks to a request row, or replace its blocks if the request is new.
+
+        Raises
+        ------
+        ValueError
+            If a request would have more blocks than its row can hold.
+        """
+        if overwrite:
+            self._arrivals += 1
+            self._of_slot[req_index] = self._arrivals
+        for group, block_ids in enumerate(new_block_ids):
+            start = 0 if overwrite else int(self.num_blocks[group, req_index])
+            end = start + len(block_ids)
+            if end > self.max_num_blocks[group]:
+                raise ValueError(
+                    f"{end} blocks of group {group} in request row {req_index}: a request may have "
+                    f"{self.max_num_blocks[group]}"
+                )
+            self._rows[group][req_index, start:end] = block_ids
+            self.num_blocks[group, req_index] = end
+
+    def apply_staged_writes(self) -> None:
+        """Do nothing: the step's one copy carries the new entries."""
+
+    def follow(self, slots: np.ndarray) -> None:
+        """Mark rows of the device's tables to be sent whole if another request takes their place.
+
+        Parameters
+        ----------
+        slots
+            int ``[num_reqs]``: the request row of each request, in the order of the batch.
+        """
+        wanted, rows = self._of_slot[slots], self._of_row[: len(slots)]
+        are_others = wanted != rows
+        if are_others.any():
+            self.num_synced_blocks[:, : len(slots)][:, are_others] = 0
+            rows[:] = wanted
+
+    def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        """Return the leading rows of the device's tables, int32 ``[num_reqs, max_num_blocks]`` per
+        group."""
+        rows = self._device_rows.get(num_reqs)
+        if rows is None:
+            rows = tuple(table[:num_reqs] for table in self._on_device)
+            self._device_rows[num_reqs] = rows
+        return rows

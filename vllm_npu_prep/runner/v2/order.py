@@ -1,0 +1,91 @@
+"""The order of a batch: requests keep their places, so that their rows on the device stay valid."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+
+from vllm_npu_prep.runner.v2.states import NPURequestState
+
+
+class BatchOrder:
+    """Finds a place in the batch for each request of a step.
+
+    The device's block tables are in the order of the batch, so the whole row of a request that
+    moves is sent again. Requests that stay therefore keep their places, new ones take the places of
+    those that left, and places that are still empty are filled from the end. With latent attention
+    or recurrent states, decodes come first, and requests keep their places within each of the two
+    parts.
+
+    Parameters
+    ----------
+    decode_threshold
+        The largest number of tokens of a decode, where decodes come first
+        (`prep.latent.LatentSplit`); 0 if the order is free.
+    """
+
+    def __init__(self, decode_threshold: int = 0) -> None:
+        self._decode_threshold = decode_threshold
+        self._scheduled: list[str] = []  # in the scheduler's order
+        self._num_decodes = 0  # decodes that come first
+        self._req_ids: list[str] = []  # in the order of the batch
+
+    def of_step(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Return the requests of a step in the order of the batch; the list is never changed later.
+
+        `scheduled` has the number of tokens of each request, in the scheduler's order.
+        """
+        names, num_decodes = list(scheduled), 0
+        if self._decode_threshold:
+            names.sort(key=lambda req_id: scheduled[req_id] > self._decode_threshold)
+            num_decodes = sum(each <= self._decode_threshold for each in scheduled.values())
+        if (names, num_decodes) != (self._scheduled, self._num_decodes):
+            self._scheduled, self._num_decodes = names, num_decodes
+            self._req_ids = self._placed(names, num_decodes)
+        return self._req_ids
+
+    def _placed(self, names: list[str], num_decodes: int) -> list[str]:
+        places = {req_id: place for place, req_id in enumerate(self._req_ids)}
+        placed: list[str | None] = [None] * len(names)
+        others = []  # in the order of the parts
+        for index, req_id in enumerate(names):
+            place = places.get(req_id, len(names))
+            if place < len(names) and (place < num_decodes) == (index < num_decodes):
+                placed[place] = req_id
+            else:
+                others.append(req_id)
+        without = iter(others)
+        return [next(without) if req_id is None else req_id for req_id in placed]
+
+
+def batch_of_step(
+    order: BatchOrder, states: NPURequestState, scheduler_output: SchedulerOutput
+) -> BatchReqState:
+    """Return what upstream's code reads of a step's requests, in the order of the batch."""
+    num_scheduled = scheduler_output.num_scheduled_tokens
+    req_ids = order.of_step(num_scheduled)
+    slots = states.rows_of(req_ids)  # a request may come back in another request row
+    counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
+    prefill = states.prefill_len.np[slots]
+    computed = states.num_computed_prefill_tokens[slots]
+    is_prefilling = computed < prefill
+    has_prefill = bool(is_prefilling.any())
+    num_drafts: np.ndarray | None = None
+    if drafts := scheduler_output.scheduled_spec_decode_tokens:
+        found = (len(drafts.get(req_id, ())) for req_id in req_ids)
+        num_drafts = np.fromiter(found, np.int32, len(req_ids))
+    return BatchReqState(
+        req_ids=req_ids,
+        num_scheduled_tokens=counts,
+        num_tokens=scheduler_output.total_num_scheduled_tokens,
+        num_draft_tokens_np=num_drafts,
+        idx_mapping_np=slots,
+        prefill_len_np=prefill,
+        num_computed_prefill_tokens_np=computed,
+        is_prefilling_np=is_prefilling,
+        max_seq_len_np=None,
+        has_prefill=has_prefill,
+        prefill_runs_as_decode_np=None,
+        decode_graph_eligible=not has_prefill,
+    )

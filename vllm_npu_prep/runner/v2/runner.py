@@ -1,0 +1,760 @@
+"""vLLM's V2 runner with its input preparation replaced."""
+
+import contextlib
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor
+from vllm.lora.layers import LoRAMappingType
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
+from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.kv_connector import get_kv_connector
+from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
+from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup, copy_kv_cache_blocks_inplace
+
+from vllm_npu_prep.attention.kv_cache import (
+    planes_by_layer,
+    split_by_window,
+    zero_new_blocks,
+)
+from vllm_npu_prep.attention.local_attention import find_local_groups
+from vllm_npu_prep.compat import v2
+from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.device import Device
+from vllm_npu_prep.device.readback import ReadBack
+from vllm_npu_prep.graph.wrapper import GraphWrapper
+from vllm_npu_prep.observe.metrics import StepMetrics
+from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
+from vllm_npu_prep.prep.batch import StepBatch, prepare_step
+from vllm_npu_prep.prep.checks import NO_LIMITS
+from vllm_npu_prep.prep.mrope import NO_MROPE
+from vllm_npu_prep.runner.accepted import AcceptedTokens
+from vllm_npu_prep.runner.common import CommonRunner
+from vllm_npu_prep.runner.graphs import measure_graphs
+from vllm_npu_prep.runner.lora import StepLoRAMapping
+from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
+from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
+from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.runner.v2.adapters import NPULoraState
+from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
+from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
+from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
+from vllm_npu_prep.runner.v2.drawing import Requests
+from vllm_npu_prep.runner.v2.engines import DPDecisions
+from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
+from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
+from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
+from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
+from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
+from vllm_npu_prep.runner.v2.output import DraftsOfStep, PooledOutput, StepOutput
+from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState, ids_of
+from vllm_npu_prep.runner.v2.prompt_scores import (
+    PromptScores,
+    score_step,
+    score_with_adapters,
+    wants_scores,
+)
+from vllm_npu_prep.runner.v2.rope import NPURopeState, Rotations
+from vllm_npu_prep.runner.v2.sampler import NPUSampler
+from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
+from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
+from vllm_npu_prep.runner.v2.states import Found, NPURequestState
+from vllm_npu_prep.runner.v2.step_inputs import StepInputs
+from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
+from vllm_npu_prep.runner.v2.verification import Accepted, NPURejectionSampler, count_accepted
+from vllm_npu_prep.runner.v2.watched import CheckedBatch
+
+
+class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
+    """Prepares a step in six stages and gives attention an `AscendMetadata`.
+
+    A request gets a row of the tables when it arrives, and keeps it until it is finished or
+    preempted. Upstream computes a step's inputs from these rows on the device: with two copies,
+    sixteen more where host and device share no memory, and seven Triton launches. Here the host
+    has what they are computed from, and one copy brings them.
+
+    The class has only overrides of upstream's methods and their helpers. Upstream's
+    ``execute_model`` calls them in this order, and all that it asks for after the preparation is in
+    one record, `in_flight`:
+
+    ==========================  ==================================================================
+    method                      what it does with the scheduler's output
+    ==========================  ==================================================================
+    `add_requests`              gives rows to requests that arrive
+    `update_requests`           enters new counts and blocks of the others
+    `gather_batch_req_state`    puts the requests in order and calls `_prepare_inputs`
+    `prepare_inputs`            hands out the step's arrays as upstream's ``InputBatch``
+    `prepare_attn`              hands out block tables and slots; `model_state` the metadata
+    `sample_tokens`             samples, verifies drafts and makes new ones
+    ==========================  ==================================================================
+
+    Who keeps what, and under which of upstream's names:
+
+    ==========================  ==================================================================
+    attribute                   owner
+    ==========================  ==================================================================
+    req_states                  `NPURequestState`: tokens and counts by row, and the last samples,
+                                from which steps continue on the device
+    block_tables                `NPUBlockTables`: by row on the host, in the order of the batch on
+                                the device
+    order                       `BatchOrder`: requests stay in their places in the batch
+    model_state                 `PreparedModelState`: metadata and M-RoPE positions of the step
+    lora_state                  `NPULoraState`: adapters by row
+    sampler                     `NPUSampler`, and `NPURejectionSampler` where drafts are verified
+    speculator                  `NPUSpeculator` or `NPUNgramSpeculator`
+    draft_tokens_handler        `DraftsOfStep`: drafts for the scheduler
+    cudagraph_manager           `GraphManager`: upstream's choice of graphs, our capture and replay
+    inputs                      `StepInputs`: views of a step's arrays as upstream's code reads them
+    input_batch                 `CheckedBatch`: what checks and records read of the batch
+    ==========================  ==================================================================
+
+    Parameters
+    ----------
+    device
+        The device as torch sees it.
+    prep_device
+        The same device by this plugin's interface.
+    """
+
+    req_states: NPURequestState  # type: ignore[assignment]
+    draft_tokens_handler: DraftsOfStep  # type: ignore[assignment]
+    block_tables: NPUBlockTables  # type: ignore[assignment]
+    model_state: PreparedModelState
+    lora_state: NPULoraState
+    cudagraph_manager: GraphManager  # as the next one, set by `initialize_kv_cache`
+    order: BatchOrder
+    requests: Rotations  # what checks read of models with M-RoPE
+    dp_decisions: DPDecisions | None  # with data-parallel ranks that share experts
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
+        self.prep_device = prep_device
+        with prep_device.host_streams(), self._stand_ins(device):
+            super().__init__(vllm_config, device)
+        self.dcp_size = 1  # else upstream launches a kernel that counts each rank's part
+        num_drafts = self.num_speculative_steps
+        self.use_async_spec_decode = bool(
+            num_drafts and vllm_config.scheduler_config.async_scheduling
+        )
+        # The scheduler tells pipeline stages the samples; synchronous steps without drafts wait
+        # for their own
+        self._host_has_samples = self.use_pp or not (
+            num_drafts or vllm_config.scheduler_config.async_scheduling
+        )
+        self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
+        self.input_batch = CheckedBatch(self.req_states)
+        self.metrics = StepMetrics(vllm_config)
+        self._checks_fully = parse_config(vllm_config.additional_config).check == "full"
+        self.cache_memory = prep_device
+        parallel = vllm_config.parallel_config
+        self.dp_decisions = DPDecisions(parallel) if self.dp_size > 1 else None
+        self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(parallel.use_all2all))
+        self.accepted = AcceptedTokens(self.max_num_reqs)
+        self.padding = StepPadding(
+            self._dispatch,
+            lambda: self.graphs.captured(),
+            1 + num_drafts,
+            depends_on_counts_only=depends_on_counts_only(vllm_config),
+        )
+
+    @staticmethod
+    def _stand_ins(device: torch.device) -> Any:
+        """Put this plugin's classes under the names by which upstream makes its parts."""
+
+        def slot_values(*args: Any, **kwargs: Any) -> RowValues:
+            return RowValues(device, *args, **kwargs)
+
+        return v2.stand_ins(
+            RequestState=NPURequestState,
+            RopeState=NPURopeState,
+            BlockTables=NPUBlockTables,
+            Sampler=NPUSampler,
+            UvaBackedTensor=slot_values,
+            StagedWriteTensor=StagedRows,
+            LoraState=NPULoraState,
+            init_model_state=make_model_state,
+            init_speculator=make_speculator,
+            RejectionSampler=NPURejectionSampler,
+            DraftTokensHandler=DraftsOfStep,
+            PPHandler=SchedulerPPHandler,
+            PromptEmbedsState=NPUPromptEmbedsState,
+            ThinkingBudgetState=NPUThinkingBudgetState,
+        )
+
+    # ----------------------------------------------------------------- requests
+
+    @property
+    def has_own_processors(self) -> bool:
+        """Return whether users gave logits processors (``--logits-processors``) beside vLLM's
+        three."""
+        return self.sampler is not None and len(self.sampler.logits_processors) > 3
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add requests as upstream does, but send nothing in steps in which no request arrives."""
+        if self.step_check is not None:
+            self.step_check.follow(scheduler_output)
+        arrived = scheduler_output.scheduled_new_reqs
+        if not arrived:
+            if self.sampler is not None and self.has_own_processors:  # called in every step
+                self.sampler.apply_staged_writes()
+            return
+        self.req_states.read_on_device = {
+            new.req_id for new in arrived if reads_tokens(new.sampling_params)
+        }
+        self.req_states.have_ids = embedded = ids_of(arrived)
+        super().add_requests(scheduler_output)
+        if embedded and self.prompt_logprobs_worker is not None:  # no ids, no log-probabilities
+            slots = self.req_states.rows_of(list(embedded))
+            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.req_ids:
+            slots = self.req_states.rows_of(cached.req_ids)
+            counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
+            if self.use_async_spec_decode:
+                counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
+            self.req_states.advance(slots, counts)
+            if self.use_pp:
+                self.req_states.enter_samples(slots, cached.new_token_ids)
+            for index, block_ids in enumerate(cached.new_block_ids):
+                if block_ids is not None:
+                    self.block_tables.append_block_ids(int(slots[index]), block_ids, False)
+        if scheduler_output.new_block_ids_to_zero:
+            zero_new_blocks(self.kv_caches, scheduler_output.new_block_ids_to_zero)
+        if scheduler_output.kv_cache_block_copies:
+            copy_kv_cache_blocks_inplace(
+                self.kv_caches,
+                self.kv_cache_config.num_blocks,
+                scheduler_output.kv_cache_block_copies,
+            )
+
+    # ----------------------------------------------------------------- the step
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run upstream's method; end the step in flight if it fails or leaves nothing to sample."""
+        decisions: Any = contextlib.nullcontext()
+        if self.dp_decisions is not None:
+            decisions = v2.decisions_by(self.dp_decisions.take)
+        try:
+            with decisions:
+                return super().execute_model(*args, **kwargs)
+        finally:
+            if self.execute_model_state is None:
+                self._end_step()
+
+    def features_of(self, req_id: str) -> list[Any]:
+        assert self.encoder_cache is not None
+        return self.encoder_cache.mm_features[req_id]
+
+    def gather_batch_req_state(
+        self, scheduler_output: SchedulerOutput, dummy_run: bool
+    ) -> tuple[BatchReqState | None, int | None]:
+        """Prepare the step: upstream asks for its numbers here, and for its inputs only later."""
+        if dummy_run:
+            return super().gather_batch_req_state(scheduler_output, dummy_run)
+        return self._prepare_inputs(scheduler_output), None
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> BatchReqState:
+        """Prepare one step; this replaces what upstream computes on the device.
+
+        Parameters
+        ----------
+        scheduler_output
+            What the scheduler decided; `add_requests` and `update_requests` have already entered it
+            in the request states.
+
+        Returns
+        -------
+        BatchReqState
+            The requests in the order of the batch, as upstream's `gather_batch_req_state` returns
+            them.
+        """
+        started = perf_counter()
+        preparer, states = self.preparer, self.req_states
+        now = batch_of_step(self.order, states, scheduler_output)
+        samples = self._last_samples(now)
+        batch = self._step_batch(scheduler_output, now, samples)
+        # 1 padding: decided first, from counts alone; data-parallel ranks agree on it
+        num_loras = len(self.lora_state.get_activate_loras(now.req_ids))
+        decision = self.padding.decide(batch, 0, num_loras)
+        # 2 layout: where each array lives, a function of the padded sizes
+        layout = preparer.layout(decision.padding)
+        staged = preparer.staging.acquire(layout)
+        # 3 fused pass and 4 state: one pass writes every array and decides the state
+        step = prepare_step(batch, decision.padding, layout, staged.np)
+        if self.model_state.prompt_embeds_state is not None:
+            is_token_ids = states.is_token_ids
+            self.model_state.prompt_embeds_state.follow(step, now.idx_mapping_np, is_token_ids)
+        # 5 copy: all arrays at once; then the last step's samples are scattered on the device
+        preparer.staging.send(step, samples.token_ids)
+        # 6 metadata: one for each KV-cache group, from host values at hand
+        metadata = preparer.build_metadata(step, staged)
+        in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
+        self._begin_step(in_flight, now, samples)
+        self._observe(in_flight, decision.kind, scheduler_output, started)
+        return now
+
+    def _last_samples(self, now: BatchReqState) -> Found:
+        """Return the last samples of the step's requests, if they are on the device only."""
+        in_prompt = now.is_prefilling_np
+        are_awaited = np.zeros_like(in_prompt) if self._host_has_samples else ~in_prompt
+        return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
+
+    def _step_batch(
+        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: Found
+    ) -> StepBatch:
+        """Return the step as the pure core reads it, whose tables are now in the batch's order."""
+        preparer, states, check = self.preparer, self.req_states, self.step_check
+        slots, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
+        preparer.tables.slots[: len(slots)] = slots
+        self.block_tables.follow(slots)
+        if self.model_state.rope_state is not None:
+            self.model_state.rope_state.follow(slots)
+        states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
+        return StepBatch(
+            preparer.tables,
+            now.num_scheduled_tokens,
+            preparer.no_drafts if num_drafts is None else num_drafts,
+            now.num_tokens,
+            samples.rows,
+            samples.num_rows,
+            samples.num_drafts,
+            check_limits=NO_LIMITS if check is None else check.limits_in_pass,
+            num_accepted_tokens=self.accepted.count(
+                preparer.tables,
+                now.req_ids,
+                states.req_id_to_index,
+                now.num_scheduled_tokens,
+                scheduler_output,
+            ),
+        )
+
+    def _begin_step(self, in_flight: StepInFlight, now: BatchReqState, samples: Found) -> None:
+        """Make a prepared step available to upstream's later code."""
+        self.in_flight = in_flight
+        self.model_state.metadata = self.preparer.for_layers(in_flight.metadata)
+        if self.model_state.rope_state is not None:
+            self.model_state.positions = in_flight.staged.device.mrope_positions
+        self.cudagraph_manager.decided = in_flight.dispatched[2]
+        self.input_batch.now = now, samples
+        if samples.num_drafts:
+            self._draft_token_ids = samples.by_row[:, 1:]  # as checks read it
+
+    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
+        del batch  # upstream's choice depends on the counts alone
+        return self.cudagraph_manager.ask(counts, self.dp_decisions)
+
+    def prepare_inputs(
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: BatchReqState,
+        batch_desc: Any,
+        num_active_loras: int,
+    ) -> InputBatch:
+        assert self.in_flight is not None
+        structured = scheduler_output.has_structured_output_requests
+        return self.inputs.of_step(batch_req_state, self.in_flight, structured)
+
+    def prepare_attn(  # type: ignore[override]
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
+        assert self.in_flight is not None
+        self.graphs.check_padding(self.in_flight, self.preparer)
+        tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
+        return tables, self.in_flight.staged.device.slot_mappings
+
+    def prepare_dummy_attn(  # type: ignore[override]
+        self, input_batch: InputBatch, valid_state_slots: bool = False
+    ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor] | torch.Tensor]:
+        """Prepare a step that is all padding, at the addresses that graphs read; it writes no
+        cache."""
+        del valid_state_slots
+        tables = self.block_tables.device_rows(input_batch.num_reqs)
+        asked = self.cudagraph_manager.of_dummy_run
+        if asked is None or asked.cg_mode == CUDAGraphMode.NONE:
+            shape = len(tables), input_batch.num_tokens
+            return tables, torch.full(shape, PAD_SLOT_ID, dtype=torch.int32, device=self.device)
+        descriptor = self.cudagraph_manager.descriptor(asked)
+        self.in_flight = in_flight = self._all_padding(asked.cg_mode, descriptor)
+        if self.step_check is not None:
+            self.step_check.verify(self, SchedulerOutput.make_empty())
+        arrays = in_flight.staged.device
+        if self.model_state.rope_state is not None:
+            self.model_state.positions = arrays.mrope_positions
+        input_batch.input_ids, input_batch.positions = arrays.input_ids, arrays.positions
+        input_batch.is_padding = arrays.is_padding
+        return tables, arrays.slot_mappings
+
+    def _end_step(self) -> None:
+        self.in_flight = None
+        if hasattr(self, "model_state"):  # not after `shutdown`
+            self.model_state.metadata = self.model_state.positions = None
+        if self.cudagraph_manager is not None:  # as before the cache is allocated
+            self.cudagraph_manager.decided = None
+            self.cudagraph_manager.of_dummy_run = None
+
+    # ----------------------------------------------------------------- after the forward pass
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if state is None:  # `execute_model` has failed
+            return None
+        self.execute_model_state = None
+        try:
+            if not self.is_last_pp_rank:
+                return self._nothing_sampled(state)
+            with self.prep_device.host_streams():
+                return self._sample_step(state, grammar_output)
+        finally:
+            self._end_step()
+
+    def _nothing_sampled(self, state: Any) -> ModelRunnerOutput | None:
+        """Return the output of a pipeline stage that is not the last."""
+        of_connector = self.kv_connector.post_forward(state.finished_req_ids)
+        output: ModelRunnerOutput | None
+        output = ModelRunnerOutput.with_kv_conn_output_only(of_connector)
+        return output
+
+    def _sample_step(self, state: Any, grammar_output: Any) -> StepOutput | ModelRunnerOutput:
+        assert self.in_flight is not None
+        batch, hidden_states = state.input_batch, state.hidden_states
+        step, staged = self.in_flight.step, self.in_flight.staged
+        discard = staged.np.discard_request_mask[: step.num_reqs].copy()
+        sampler_output, _, _ = self.sample(hidden_states, batch, grammar_output)
+        scores = self._score_prompts(hidden_states, batch)
+        output = ModelRunnerOutput(
+            req_ids=batch.req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(batch.req_ids)},
+            sampled_token_ids=None,  # type: ignore[arg-type]  # filled in later
+            prompt_logprobs_dict=scores.most_likely,
+            prompt_token_id_logprobs_dict=scores.named,
+            cudagraph_stats=state.cudagraph_stats,
+        )
+        returned = StepOutput(output, sampler_output, discard, self.output_copy_stream)
+        sampled = sampler_output.sampled_token_ids
+        discarded = staged.device.discard_request_mask[: step.num_reqs]
+        assert self.sampler is not None
+        note_samples(self.sampler, self.req_states, batch, sampled, discarded)
+        kept = batch.idx_mapping_np, discard
+        if self._checks_fully:
+            self.input_batch.follow(batch.req_ids, discard)
+        if self.speculator is not None:
+            accepted = count_accepted(sampled, step, staged.device, self.vocab_size)
+            if self.use_async_spec_decode or self.num_speculative_steps > 1:
+                self.num_valid_tokens.start(accepted.num_valid_tokens)
+            drafts = self._draft(state, accepted)
+            self.draft_tokens_handler.keep(
+                batch.req_ids,
+                drafts,
+                structured=batch.has_structured_output_reqs,
+                copy_stream=self.output_copy_stream,
+            )
+            self.req_states.samples.keep(accepted.next_token_ids, *kept, drafts)
+        elif not self._host_has_samples:
+            self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
+        output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)
+        if self.use_pp or not self._host_has_samples:
+            return returned
+        output = returned.get_output()
+        samples = returned.samples[:, 0].numpy()
+        self.req_states.append_samples(*kept, batch.num_scheduled_tokens, samples)
+        return output
+
+    def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
+        """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
+        assert self.in_flight is not None
+        if isinstance(self.speculator, NPUNgramSpeculator):
+            most_known = min(self.in_flight.step.max_seq_len + 1, self.max_model_len)
+            return self.speculator.draft(state.input_batch.idx_mapping, accepted, most_known)
+        assert isinstance(self.speculator, NPUSpeculator) and self.sampler is not None
+        batch, drawn = state.input_batch, None
+        if self.speculator.draft_logits is not None:
+            drawn = Requests(
+                self.sampler.sampling_states,
+                batch.idx_mapping_np,
+                batch.idx_mapping,
+                self.sampler.use_fp64_gumbel,
+            )
+            drawn = drawn if drawn.are_random.any() else None
+        return self.speculator.draft(
+            self.in_flight,
+            accepted,
+            self.num_valid_tokens,
+            state.hidden_states,
+            state.aux_hidden_states,
+            self.model_state.metadata,
+            self.preparer.slot_mappings(self.in_flight.staged)[1],
+            drawn,
+        )
+
+    @torch.inference_mode()
+    def pool(self) -> Any:
+        state = self.execute_model_state
+        if state is None:  # `execute_model` has failed
+            return None
+        self.execute_model_state = None
+        assert self.pooling_runner is not None and state.hidden_states is not None
+        batch, hidden_states = state.input_batch, state.hidden_states
+        try:
+            with self.prep_device.host_streams():
+                states: Any = self.req_states
+                pooled = self.pooling_runner.pool(hidden_states, batch, states)
+                output = ModelRunnerOutput(
+                    req_ids=batch.req_ids,
+                    req_id_to_index={name: index for index, name in enumerate(batch.req_ids)},
+                    kv_connector_output=self.kv_connector.post_forward(state.finished_req_ids),
+                )
+                return PooledOutput(output, *pooled, self.output_copy_stream)
+        finally:
+            self._end_step()
+
+    def _score_prompts(self, hidden_states: torch.Tensor, batch: InputBatch) -> PromptScores:
+        worker = self.prompt_logprobs_worker
+        assert worker is not None
+        if not wants_scores(worker, batch):
+            return PromptScores({}, {})
+
+        def score() -> PromptScores:
+            compute_logits: Any = self.model.compute_logits
+            return score_step(worker, self.req_states, compute_logits, hidden_states, batch)
+
+        if not self.lora_config:
+            return score()
+        return score_with_adapters(self.lora_manager, self.lora_state, worker, batch, score)
+
+    # ----------------------------------------------------------------- adapters
+
+    def _set_active_loras(
+        self,
+        prompt_lora_mapping: Sequence[int] | np.ndarray,
+        token_lora_mapping: Sequence[int] | np.ndarray,
+        lora_requests: Any,
+        mapping_type: LoRAMappingType = LoRAMappingType.LANGUAGE,
+    ) -> None:
+        """Set the adapters from arrays; upstream makes tuples of the mappings to compare them."""
+        of_samples = np.asarray(prompt_lora_mapping)
+        if self.in_flight is not None and self.in_flight.step.num_drafts:
+            of_samples = of_samples.repeat(self.in_flight.step.num_sampled_tokens)
+        mapping = StepLoRAMapping(
+            np.asarray(token_lora_mapping),  # type: ignore[arg-type]
+            of_samples,  # type: ignore[arg-type]
+            is_prefill=True,
+            type=mapping_type,
+        )
+        self.lora_manager.set_active_adapters(lora_requests, mapping)
+
+    # ----------------------------------------------------------------- graphs
+
+    def _forward(
+        self, in_flight: StepInFlight, mode: CUDAGraphMode, descriptor: BatchDescriptor
+    ) -> Any:
+        """Run the model over a prepared step: eagerly, or to capture or replay its graph."""
+        _, slots = self.preparer.slot_mappings(in_flight.staged)
+        metadata = self.preparer.for_layers(in_flight.metadata)
+        model: Any = self.model if self._full_graphs is None else self._full_graphs
+        inputs = self._model_inputs(in_flight)
+        given = self.vllm_config, in_flight, inputs, metadata, slots
+        return run_model(model, *given, mode, descriptor)
+
+    def _model_inputs(self, in_flight: StepInFlight) -> dict[str, Any]:
+        """Return a prepared step's inputs as upstream gives them, at the addresses of graphs."""
+        arrays = in_flight.staged.device
+        rotates = self.model_state.rope_state is not None
+        inputs: dict[str, Any] = {
+            "input_ids": arrays.input_ids,
+            "positions": arrays.mrope_positions if rotates else arrays.positions,
+            "inputs_embeds": None,
+            "intermediate_tensors": None,
+        }
+        if self.intermediate_tensors is not None:  # of a stage that is not the first
+            num_tokens = in_flight.step.num_input_tokens
+            inputs["input_ids"] = None
+            inputs["intermediate_tensors"] = self.intermediate_tensors[:num_tokens]
+        elif self.uses_inputs_embeds:
+            num_tokens = in_flight.step.num_input_tokens
+            inputs["inputs_embeds"] = self.model_state.dummy_inputs_embeds(num_tokens)
+            if not requires_raw_input_tokens(self.model):
+                inputs["input_ids"] = None
+        return inputs
+
+    def _replay(self, descriptor: BatchDescriptor) -> torch.Tensor:
+        assert self.in_flight is not None
+        return self._forward(self.in_flight, CUDAGraphMode.FULL, descriptor)
+
+    def _all_padding(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> StepInFlight:
+        padding = self.padding.of_capture(mode, desc)
+        step, staged, metadata = self.preparer.prepare_padding_only(padding)
+        if mode != CUDAGraphMode.FULL:
+            metadata = {}  # no attention: its kernels refuse a step without requests
+        return StepInFlight(step, staged, metadata, (mode, desc))
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run upstream's method; if it replays a graph, the step is all padding."""
+        if self.recorder is not None:
+            self.recorder.read_experts()  # an idle rank's pass counts the tokens of the others
+        try:
+            return super()._dummy_run(*args, **kwargs)
+        finally:
+            self._end_step()
+
+    def _capture(self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode) -> None:
+        """Warm up and capture one graph, over steps that are all padding.
+
+        Each run has its own metadata, because what the first layer computes for the later ones has
+        to be computed within the graph, too.
+        """
+        select_adapters = create_lora_capture_hook(self.lora_config, self)
+        if select_adapters is not None:
+            num_reqs = min(desc.num_tokens, self.max_num_reqs)
+            select_adapters(desc.num_active_loras, num_reqs, desc.num_tokens)
+        for _ in range(self.compilation_config.cudagraph_num_of_warmups):
+            warm = self._all_padding(cudagraph_runtime_mode, desc)
+            self._forward(warm, CUDAGraphMode.NONE, desc)
+        in_flight = self._all_padding(cudagraph_runtime_mode, desc)
+        self.prep_device.synchronize()
+        self._forward(in_flight, cudagraph_runtime_mode, desc)
+        is_in_pieces = cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+        if is_in_pieces and isinstance(self.speculator, NPUSpeculator):
+            self.speculator.capture_pass(desc.num_tokens)
+
+    @torch.inference_mode()
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        del profile_only
+        self._refuse_to_capture(self.req_states.num_reqs)
+        with self.maybe_setup_dummy_loras(self.lora_config):
+            capture_one = self.cudagraph_manager.measured(self._capture)
+            taken = self._capture_graphs(capture_one, freeze_gc_for_cudagraph_capture)
+        if isinstance(self.speculator, NPUSpeculator):
+            pieces = self.cudagraph_manager.cudagraph_keys.get(CUDAGraphMode.PIECEWISE, ())
+            self.speculator.use_graphs({each.num_tokens for each in pieces})
+        return taken
+
+    def profile_cudagraph_memory(self) -> int:
+        return measure_graphs(self.prep_device, super().profile_cudagraph_memory)
+
+    def _make_graph_manager(self, *args: Any, **kwargs: Any) -> GraphManager:
+        manager = GraphManager(self._replay, self.prep_device, *args, **kwargs)
+        self._full_graphs = None
+        if manager.cudagraph_mode.has_full_cudagraphs():
+            self._full_graphs = GraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
+        self.graphs = self._make_graphs(manager, 1 + self.num_speculative_steps)
+        return manager
+
+    # ----------------------------------------------------------------- weights and the KV cache
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        name_aux_layers(self.speculative_config)
+        with self.prep_device.host_streams(), self._stand_ins(self.device):
+            super().load_model(*args, **kwargs)
+        if self.has_own_processors:  # they may read any request's tokens
+            self.req_states.keeps_all_tokens = True
+        self._replace_layers(self.get_model(), self.speculator)
+
+    def _make_block_tables(self, *args: Any, **kwargs: Any) -> NPUBlockTables:
+        kwargs["blocks_per_chunk"] = find_local_groups(self.attn_groups).blocks_per_chunk
+        return NPUBlockTables(*args, **kwargs)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        with (
+            self.prep_device.host_streams(),
+            self._stand_ins(self.device),
+            v2.stand_ins(
+                init_kv_cache=self._allocate_planes,
+                get_kv_connector=self._connect,
+                ModelCudaGraphManager=self._make_graph_manager,
+                BlockTables=self._make_block_tables,
+            ),
+        ):
+            super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self.attn_groups[:] = [
+            self._split_by_window(groups, index) for index, groups in enumerate(self.attn_groups)
+        ]
+        self.attn_groups += [[group] for group in self.model_state.encoder_attn_groups]
+        self.kv_caches = self._planes
+        builders = builders_of(self.attn_groups)
+        states, blocks = self.req_states, self.block_tables
+        rope = self.model_state.rope_state
+        if rope is not None:
+            self.requests = rope.of_requests(states.req_id_to_index)
+        tables = make_tables(
+            blocks,
+            self.attn_groups,
+            builders,
+            self.vllm_config,
+            has_request_rows=True,
+            mrope=NO_MROPE if rope is None else rope.tables,
+            num_computed_tokens=states.num_computed_tokens_np,
+            num_prompt_tokens=states.prompt_len.np,
+            num_tokens=states.num_tokens,
+            token_ids=states.token_ids,
+        )
+        latent = tables.shape.latent
+        halves = latent or tables.shape.states  # with either, decodes come first
+        self.order = BatchOrder(halves.decode_threshold if halves else 0)
+        self.preparer = Preparer(
+            self.prep_device,
+            tables,
+            blocks,
+            builders,
+            max_num_tokens=self.max_num_tokens,
+            pin_memory=is_pin_memory_available(),
+        )
+        if isinstance(self.speculator, NPUSpeculator):
+            self.speculator.follow(builders, blocks)
+        assert isinstance(self.kv_cache_dtype, torch.dtype)
+        is_profiling = bool(kwargs.get("is_profiling"))
+        self._follow_cache(kv_cache_config, self.kv_cache_dtype, is_profiling=is_profiling)
+
+    def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
+        """Return groups with one window size each; upstream has made builders for the unsplit
+        groups."""
+        layers = self.compilation_config.static_forward_context
+        split = split_by_window(groups, layers)
+        if len(split) > len(groups):
+            sizes = dict(enumerate(self.kernel_block_sizes))
+            for group in split:
+                group.create_metadata_builders(self.vllm_config, self.device, sizes.get(index))
+        return split
+
+    def _allocate_planes(
+        self, forward_context: dict[str, Any], kv_cache_config: KVCacheConfig, *_: Any, **__: Any
+    ) -> dict[str, torch.Tensor]:
+        """Allocate the caches, and return those of which upstream asks the device."""
+        self._caches, self._planes = self._allocate_caches(kv_cache_config)
+        # Not the pair of a recurrent state, which has none
+        caches = self._caches.items()
+        return {name: cache for name, cache in caches if isinstance(cache, torch.Tensor)}
+
+    def _connect(self, vllm_config: VllmConfig, *_: Any) -> Any:
+        """Make upstream's KV connector over all caches, recurrent states included."""
+        layers = self.compilation_config.static_forward_context
+        return get_kv_connector(vllm_config, planes_by_layer(self._caches, layers))
+
+    def _init_kv_zero_meta(self) -> None:
+        """Do nothing: upstream prepares a Triton kernel here, which is not used."""
+
+    # ----------------------------------------------------------------- the device
+
+    def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
+        drafter = self.get_draft_model() if weights_iterator is None else None
+        with self._new_weights(self.get_model(), drafter):
+            super().reload_weights(weights_iterator, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        self._end_run(getattr(self, "speculator", None))
+        self.prep_device.synchronize()
+        super().shutdown()
+        GraphWrapper.clear_all_graphs()

@@ -1,0 +1,62 @@
+"""What checks of a step read of the batch, under the names that V1's input batch has."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+
+from vllm_npu_prep.runner.v2.states import Found, NPURequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NOBODY = ""
+"""Stands for a request whose sample was discarded."""
+
+
+class CheckedBatch:
+    """The batch of the step in flight.
+
+    Attributes
+    ----------
+    now
+        The batch, and the samples from which it continues.
+    """
+
+    now: tuple[BatchReqState, Found]
+
+    def __init__(self, states: NPURequestState) -> None:
+        self._states = states
+        self._sampled: list[str] = []  # request of each row of samples, in the full check
+
+    def follow(self, req_ids: list[str], discard: np.ndarray) -> None:
+        """Note by name which requests sampled in a step; `Samples` notes it by request row.
+
+        The full check compares the two. `discard`, bool ``[num_reqs]``, marks samples that don't
+        count.
+        """
+        known = self._states.req_id_to_index.keys() - req_ids
+        sampled = [NOBODY if thrown else name for name, thrown in zip(req_ids, discard)]
+        self._sampled = [name for name in self._sampled if name in known] + sampled
+
+    @property
+    def req_ids(self) -> list[str]:
+        return self.now[0].req_ids
+
+    @property
+    def prev_sampled_token_ids(self) -> torch.Tensor:
+        """Return the samples from which requests continue, ``[num_rows, 1]``."""
+        return self.now[1].by_row[:, :1]
+
+    @property
+    def prev_req_id_to_index(self) -> "Mapping[str, int]":
+        """Return the row in `prev_sampled_token_ids` of each request past its prompt."""
+        states, batch = self._states, set(self.req_ids)
+        found = {req_id: row for row, req_id in enumerate(self._sampled) if req_id in batch}
+        slots = {req_id: states.req_id_to_index[req_id] for req_id in found}
+        return {
+            req_id: found[req_id]
+            for req_id, slot in slots.items()
+            if states.num_computed_tokens_np[slot] >= states.prefill_len.np[slot]
+        }

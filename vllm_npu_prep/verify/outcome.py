@@ -1,0 +1,80 @@
+"""What a row of ``verify-device`` found, and what a whole run found; nothing here needs torch."""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """How the result of a row is to be taken."""
+
+    SAME = "same"
+    DIFFERS = "DIFFERS"
+    FAILED = "FAILED"  # it raised an error
+    DEAD = "DEAD"  # its process ended, or had to be ended
+    LEFT_OUT = "left out"  # it can't be run here
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the device is not what the plugin takes it for."""
+        return self in (Verdict.DIFFERS, Verdict.FAILED, Verdict.DEAD)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a row found: the call's sizes, the formula's result, the device's, and the verdict."""
+
+    given: str
+    expected: str
+    got: str
+    verdict: Verdict
+
+    def as_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+class NotHereError(Exception):
+    """Says why a row can't be run on this device; the row is then left out."""
+
+
+@dataclass
+class Result:
+    """The outcome of one row, as it is reported."""
+
+    name: str
+    what: str
+    given: str
+    expected: str
+    got: str
+    verdict: Verdict
+    seconds: float
+
+    def __post_init__(self) -> None:
+        self.verdict = Verdict(self.verdict)  # a line of JSON has its text
+
+
+@dataclass
+class RunResults:
+    """What all processes have reported.
+
+    The versions are those of CANN and the driver, as torch_npu knows them; the results are in the
+    order of the rows.
+    """
+
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+
+def worst_of(outcomes: list[Outcome], given: str) -> Outcome:
+    """Return one outcome for several parts of a row: the first that is bad, else the first."""
+    for part in outcomes:
+        if part.verdict.is_bad:
+            return part
+    first = outcomes[0]
+    return Outcome(given, first.expected, first.got, first.verdict)
+
+
+def first_line_of(error: Exception) -> str:
+    """Return an error's type and its first line; errors of CANN fill pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
