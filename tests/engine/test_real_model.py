@@ -7,15 +7,15 @@ from tests.helpers.real_model import CLOSE, chat_prompt, reference, tokenizer_of
 from tests.helpers.v2 import ALSO_V2, engine_of
 from tests.helpers.watch import count_preemptions, count_verified, record_cached
 
-STORY = """The harbour of the small town lies between two hills. In the morning the fishermen come \
-back with herring and cod, which they sell on the quay before breakfast. Anna, who is nine years \
-old, waits for her father every day. He has a blue boat with a white sail, and its name is the \
-Swallow. When the wind blows from the west, the boats stay at home, and the fishermen mend their \
-nets in the hall beside the church. On Sundays there is a market in front of the town hall: farmers \
-sell apples, cheese and honey, and a man with a grey beard plays the violin. In winter the sea \
-freezes near the shore, and the children skate to the lighthouse and back. The keeper of the \
-lighthouse gives them hot chocolate, and tells them of ships that were lost in the fog, of whales, \
-and of a storm that took the roof of the church."""
+STORY = """The harbour of the small town lies between two hills. In the morning the fishermen \
+come back with herring and cod, which they sell on the quay before breakfast. Anna, who is nine \
+years old, waits for her father every day. He has a blue boat with a white sail, and its name is \
+the Swallow. When the wind blows from the west, the boats stay at home, and the fishermen mend \
+their nets in the hall beside the church. On Sundays there is a market in front of the town hall: \
+farmers sell apples, cheese and honey, and a man with a grey beard plays the violin. In winter \
+the sea freezes near the shore, and the children skate to the lighthouse and back. The keeper of \
+the lighthouse gives them hot chocolate, and tells them of ships that were lost in the fog, of \
+whales, and of a storm that took the roof of the church."""
 CHATS = (
     f"Copy this text word by word:\n{STORY}",
     "What is the capital of France?",

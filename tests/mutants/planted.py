@@ -97,6 +97,8 @@ V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_slot_sampling.py",)
 DRAWN_DRAFTS = ("tests/ops/test_slot_rejection.py",)
 FAULTS = ("tests/engine/test_faults.py",)
+REAL = "tests/engine/test_real_model.py::test_chats_in_graphs_have_the_tokens_of_transformers"
+REAL_TEXT, V2_REAL_TEXT = (f"{REAL}[FULL_DECODE_ONLY]",), (f"{REAL}[FULL_DECODE_ONLY-V2]",)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "attention/block_tables.py": [
         ("async: sampled tokens of other rows", "self.previous_rows[:num_reqs] = self._rows[:num_reqs]", "self.previous_rows[:num_reqs] = 0", ENGINE),
         ("a row that is replaced is not sent again", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n", CORE),
+        ("real text: a preempted request comes back to the blocks of its row on the device", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = np.minimum(self.num_device_blocks[:, row_idx], [len(ids) for ids in block_ids])\n", REAL_TEXT),
         ("rows that change places are not sent again", "super().swap_row(src, tgt)\n        self.num_synced_blocks[:, [src, tgt]] = 0\n", "super().swap_row(src, tgt)\n", CORE),
         ("what a dummy run left on the device is trusted", "super().commit_block_table(num_reqs)\n        self.forget()", "super().commit_block_table(num_reqs)", CORE),
         ("previous rows stay behind their requests", "self.previous_rows[tgt] = self.previous_rows[src]", "pass", CORE),
@@ -246,6 +249,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("rows of the device mask by index, not by position", "index_select(0, positions)", "index_select(0, torch.arange(len(positions)))", CORE),
         ("mask cache changes a matrix in flight", "        matrix = self._matrices.get((sliding_window, value))\n", "        matrix = self._matrices.get((sliding_window, value))\n        _ = matrix.zero_() if matrix is not None else None\n", CORE),
         ("npu: wrong dtype of the constant mask", "torch.ones(size, size, dtype=torch.int8", "torch.ones(size, size, dtype=torch.float32", FIA),
+        ("real text: a token sees the one after it", "self._compressed = ones.triu_(1)", "self._compressed = ones.triu_(2)", REAL_TEXT),
         ("npu: dense mask with strides", ".contiguous()", "", ATB),
         ("mask rows of positions in a request for chunks", "positions = positions % plan.attention_chunk_size", "positions = positions.clamp(max=plan.attention_chunk_size - 1)", ("tests/attention/test_mask_cache.py",)),
     ],
@@ -705,6 +709,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a mapping of other samples is taken for the old one", "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n", "", LORA),
     ],
     "runner/v1/runner.py": [
+        ("real text: rotary of another base", "        super().load_model(*args, **kwargs)\n", "        self.model_config.hf_config.rope_parameters['rope_theta'] = 1e4\n        super().load_model(*args, **kwargs)\n", REAL_TEXT),
         ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
         ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
@@ -926,6 +931,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/block_tables.py": [
         ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
+        ("real text, V2: a preempted request comes back to the blocks of its row on the device", "[:, are_others] = 0", "[:, are_others] = np.minimum(self.num_device_blocks[:, : len(slots)], self.num_blocks[:, slots])[:, are_others]", V2_REAL_TEXT),
     ],
     "runner/v2/buffers.py": [
         ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
