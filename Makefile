@@ -32,7 +32,7 @@ help: ## this list
 install: ## make .venv with vLLM and the plugin; quick when nothing changed; VLLM=0.33.0 for the other supported release
 	@scripts/install.sh --venv $(VENV) $(if $(VLLM),--vllm $(VLLM))
 
-serve: install ## vllm serve with the plugin, a chat request; MODEL=path, SPECULATE=eagle, VISION=1, EMULATE=1, ONCE=1, PORT=, ARGS="..."
+serve: install ## vllm serve with the plugin and a real chat model, a chat request; MODEL=tiny or a path, SPECULATE=eagle, VISION=1, EMULATE=1, ONCE=1, PORT=, ARGS="..."
 	@$(PY) examples/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
 	  $(if $(SPECULATE),--speculate $(SPECULATE)) $(if $(VISION),--vision) \
 	  $(if $(EMULATE),--emulate) -- $(ARGS)

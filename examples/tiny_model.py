@@ -44,6 +44,12 @@ def recipe_hash() -> str:
     return hashlib.sha256(Path(__file__).read_bytes() + TEXT.read_bytes()).hexdigest()
 
 
+def is_made(out: Path, recipe: str) -> bool:
+    """Whether a folder was filled by this recipe."""
+    stamp = out / STAMP
+    return stamp.exists() and stamp.read_text() == recipe
+
+
 def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -> Path:
     """Let a function fill a folder, unless it was filled by the same recipe before.
 
@@ -71,8 +77,7 @@ def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -
     RuntimeError
         If `fill` failed; it has said why.
     """
-    stamp = out / STAMP
-    if stamp.exists() and stamp.read_text() == recipe:
+    if is_made(out, recipe):
         log(f"{what}: {out} is up to date")
         return out
     log(f"{what}: making {out} (under a minute on an idle machine) ...")
@@ -82,6 +87,7 @@ def make_once(what: str, out: Path, recipe: str, fill: Callable[[Path], None]) -
     with log_while_waiting(what, log):
         child.join()
     if child.exitcode:
+        shutil.rmtree(part, ignore_errors=True)
         raise RuntimeError(f"{what}: {out} could not be made, see above")
     (part / STAMP).write_text(recipe)
     shutil.rmtree(out, ignore_errors=True)

@@ -3,7 +3,7 @@
 # virtual environment.
 # make install, CI and the container all run this file.
 #
-#   scripts/install.sh [--venv DIR] [--extras test,npu] [--python PYTHON]
+#   scripts/install.sh [--venv DIR] [--extras test,demo,npu] [--python PYTHON]
 #                      [--no-editable] [--steps environment,torch,...] [--constraints FILE]
 #                      [--vllm VERSION]
 #
@@ -14,7 +14,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=$root/.venv
-extras="test"
+extras="test,demo"
 python=${PYTHON:-}
 constraints=$root/constraints.txt
 editable=--editable

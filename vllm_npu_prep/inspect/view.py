@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.texts import input_texts
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
@@ -74,6 +75,8 @@ class StepView:
     padded: bool = True  # whether the device sees other sizes than the scheduler's
     # By layer: tokens of each expert, if the record was asked for them
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
+    # The text of each token (`vllm_npu_prep.inspect.texts`); empty without a tokenizer
+    input_texts: list[str | None] = field(default_factory=list)
 
     @classmethod
     def of_scenario(cls, scenario: Scenario) -> "StepView":
@@ -236,7 +239,8 @@ class StepView:
 
 
 def view_of_record(file: Path) -> StepView:
-    """Return the step of a record, with the tokens of its experts where these were counted.
+    """Return the step of a record, with the tokens of its experts where these were counted, and
+    the texts of its tokens where the model's tokenizer is at hand.
 
     Raises
     ------
@@ -248,4 +252,5 @@ def view_of_record(file: Path) -> StepView:
         view = StepView.of_record(record, f"step {record.number} of {file}")
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
-    return replace(view, tokens_per_expert=read_expert_counts(file))
+    experts, texts = read_expert_counts(file), input_texts(file, record)
+    return replace(view, tokens_per_expert=experts, input_texts=texts)
