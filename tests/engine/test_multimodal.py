@@ -89,7 +89,7 @@ def test_images_and_videos_beside_text(vision_models, references, seed, name, mo
     requests = requests_of(seed)
     answers = references[name].answers(requests, MAX_TOKENS)
     settings = SETTINGS | ({} if mode == "eager" else graphs(mode, 4, 16, 32))
-    with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
+    with engine_of("V1", vision_models / name, async_scheduling=asynchronous, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = serve(llm, requests, greedy(MAX_TOKENS))
         counts, kinds = runner.inputs.counts, runner.padding.counts.by_kind
@@ -155,7 +155,7 @@ def test_the_prefix_cache_knows_images_by_what_they_show(
     first, num_tokens = ids.index(marks[0]), ids.count(marks[0])
     settings = SETTINGS | {"block_size": 8, "enable_prefix_caching": True}
     settings["additional_config"] = {"npu_prep": {"scheduler": scheduler, "check": "full"}}
-    with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
+    with engine_of("V1", vision_models / name, async_scheduling=asynchronous, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = [serve(llm, [each], greedy(MAX_TOKENS))[0] for each in requests]
         encoded = runner.inputs.counts.encoded
@@ -183,7 +183,7 @@ def test_a_request_preempted_within_an_image_comes_back(vision_models, reference
     requests, few = others + 2 * sees, {"block_size": 4, "num_gpu_blocks_override": 50}
     answers = references[name].answers(requests, 40)
     settings = SETTINGS | few | {"max_model_len": 192, "max_num_batched_tokens": 8}
-    with engine(vision_models / name, **settings) as llm:
+    with engine_of("V1", vision_models / name, **settings) as llm:
         watched = watch(llm)
         outputs = serve(llm, requests, greedy(40))
         check_refused_requests(llm, references[name], seed + 1)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.engine import engine
-from vllm_npu_prep.compat import v2
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 
 RUNNERS = ("V1", "V2")
 """vLLM's model runners, by which tests of an engine are parametrised."""
@@ -36,7 +36,7 @@ def on_both(cases: dict[str, Any]) -> list[Any]:
 @contextlib.contextmanager
 def asked_for(runner: str) -> Iterator[None]:
     """Engines that begin here, and their processes, have the runner "V1" or "V2"."""
-    asked = {v2.RUNNER_ENV_VAR: str(int(runner == "V2"))}
+    asked = {RUNNER_ENV_VAR: str(int(runner == "V2"))}
     from vllm import envs
 
     envs.disable_envs_cache()  # which an engine that is still alive has begun

@@ -319,7 +319,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA_GRAPHS),
     ],
     "compat/v2.py": [
-        ("V2 is there only if a process asked for it when it began", "        return is_asked_for()\n", "        return False\n", ("tests/startup/test_start_up.py",)),
+        ("an engine has V2 whatever V1 alone has", "        return not (is_open and platform.reason_for_v1(self)) and upstream(self)\n", "        return upstream(self)\n", ("tests/startup/test_start_up.py",)),
+        ("V1's reasons overrule who chose V2", "is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and", "is_open =", ("tests/startup/test_refusals.py",)),
     ],
     "config.py": [
         ("dense masks beyond the budget are taken", "fits = dense_bytes <= config.mask_budget_bytes", "fits = True", ("tests/test_config.py",)),

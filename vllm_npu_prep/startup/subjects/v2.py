@@ -1,4 +1,9 @@
-"""Refusals of what vLLM's Model Runner V2 can't do here yet; V1 has most of it."""
+"""What vLLM's Model Runner V2 can't do here yet: what V1 has of it chooses V1, the rest is refused.
+
+An engine that the environment leaves the choice takes V2, unless a refusal of `V1_HAS` or of
+`V1_HAS_DRAFTS` applies: then it takes V1, for that reason. If the environment asks for V2, all of
+them are refusals.
+"""
 
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
@@ -12,7 +17,7 @@ from vllm_npu_prep.startup.example import (
     Example,
     small_model,
 )
-from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.refusal import NOT_SUPPORTED, Refusal, Subject
 
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
@@ -26,14 +31,17 @@ def _has_engines(asked: RequestedEngine) -> bool:
 
 
 def _sees(asked: RequestedEngine) -> bool:
-    return asked.model.supports_multimodal_inputs or asked.model.uses_mrope
+    """Tell whether the model takes images or videos: the target, for a drafter's own config."""
+    speculative = asked.config.speculative_config
+    model = asked.model if speculative is None else speculative.target_model_config
+    return model.supports_multimodal_inputs or model.uses_mrope
 
 
-STAGES = f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --no-async-scheduling"
+STAGES = f"{ON_V2} --enforce-eager --pipeline-parallel-size 2"
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
 """Arguments of examples, as `STAGES` is."""
 
-V2 = (
+V1_HAS = (
     Refusal(
         "v2-multimodal-adapters",
         lambda c: _sees(c) and c.config.lora_config is not None,
@@ -41,14 +49,6 @@ V2 = (
         "it was tried without adapters",
         BY_V1,
         example=Example(f"{ON_V2} --enforce-eager --enable-lora", model=VISION),
-    ),
-    Refusal(
-        "v2-async-stages",
-        lambda c: _has_stages(c) and c.config.scheduler_config.async_scheduling,
-        "Model Runner V2 with asynchronous scheduling over pipeline stages",
-        "the scheduler tells the stages what was sampled, so it has to know it before their step",
-        "give --no-async-scheduling",
-        example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2",
     ),
     Refusal(
         "v2-stages",
@@ -67,14 +67,6 @@ V2 = (
         example=f"{STAGES} --data-parallel-size 2",
     ),
     Refusal(
-        "v2-replaced-samples",
-        lambda c: c.model.enable_trace_replay or c.model.return_sampling_mask,
-        "--enable-trace-replay or --return-sampling-mask",
-        "their kernels of Triton are not replaced",
-        "leave them out",
-        example=f"{ON_V2} --enforce-eager --enable-trace-replay",
-    ),
-    Refusal(
         "v2-kept-kernels",
         lambda c: c.options.triton_kernels == "keep",
         "Model Runner V2 with triton_kernels keep",
@@ -86,8 +78,7 @@ V2 = (
     ),
 )
 
-
-V2_SPECULATION = (
+V1_HAS_DRAFTS = (
     Refusal(
         "v2-multimodal-drafts",
         _sees,
@@ -120,18 +111,29 @@ V2_SPECULATION = (
 )
 
 
-def could_run(asked: RequestedEngine) -> bool:
-    """Tell whether an engine on V1 generates from text, and V2 has all that it asks for."""
-    if asked.config.use_v2_model_runner or asked.pools:
-        return False
-    if asked.model.is_encoder_decoder or _sees(asked):
-        return False
-    refusals = V2 if asked.config.speculative_config is None else V2 + V2_SPECULATION
-    return not any(refusal.when(asked) for refusal in refusals)
+NOBODY_HAS = (
+    Refusal(
+        "v2-replaced-samples",
+        lambda c: c.model.enable_trace_replay or c.model.return_sampling_mask,
+        "--enable-trace-replay or --return-sampling-mask",
+        "their kernels of Triton are not replaced",
+        "leave them out",
+        example="--enforce-eager --enable-trace-replay",
+    ),
+)
 
 
-def _is_wanted(asked: RequestedEngine) -> bool:
-    """Tell whether somebody asked for V2.
+def reason_for_v1(asked: RequestedEngine) -> str:
+    """Return what an engine is asked for that V1 has and V2 hasn't, and why; empty if nothing."""
+    speculates = asked.config.speculative_config is not None
+    for refusal in V1_HAS + V1_HAS_DRAFTS * speculates:
+        if refusal.when(asked):
+            return refusal.cause(asked, NOT_SUPPORTED)
+    return ""
+
+
+def _has_v2(asked: RequestedEngine) -> bool:
+    """Tell whether the engine has V2.
 
     vLLM takes V2 by itself for watermarks, which have a refusal of their own.
     """
@@ -139,10 +141,10 @@ def _is_wanted(asked: RequestedEngine) -> bool:
 
 
 SUBJECTS = (
-    Subject("model-runner-v2", V2, when=_is_wanted),
+    Subject("model-runner-v2", V1_HAS + NOBODY_HAS, when=_has_v2),
     Subject(
         "model-runner-v2-speculation",
-        V2_SPECULATION,
-        when=lambda c: _is_wanted(c) and c.config.speculative_config is not None,
+        V1_HAS_DRAFTS,
+        when=lambda c: _has_v2(c) and c.config.speculative_config is not None,
     ),
 )
