@@ -1,6 +1,7 @@
 """Images and videos: greedy tokens and M-RoPE positions are those of transformers."""
 
 import os
+import shutil
 from collections import Counter
 from copy import copy
 from multiprocessing import Lock
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.cache import (
     LruKeyReplicatedReceiverCache,
     LruKeyReplicatedSenderCache,
@@ -20,7 +22,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
-from tests.helpers.v2 import engine_of
+from tests.helpers.lora import ATTENTION, make_adapter, merge
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.vision import (
     MARKS,
     Reference,
@@ -130,6 +133,34 @@ def test_v2_sees_what_v1_sees(vision_models, references, seed, which):
         kinds = runner.padding.counts.by_kind
     assert (preempted["preempted"] > 0) == (which != "graphs")
     assert which != "graphs" or REPLAYED["FULL_AND_PIECEWISE"] <= set(kinds)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_adapters_and_ngram_drafts_beside_images(vision_models, references, seed, tmp_path, runner):
+    """Every other request has an adapter; texts that repeat themselves have drafts accepted."""
+    model, image = vision_models / "qwen3_vl", make_image(seed)
+    folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=ATTENTION)
+    merged = shutil.copytree(model, tmp_path / "merged")
+    shutil.copy(merge(model, folder, tmp_path / "weights") / "model.safetensors", merged)
+    requests = [
+        chat(image, "to and fro and to and fro and to and fro and"),
+        chat("A slot, a block, a slot, a block, a slot, a block"),
+        chat(make_image(seed + 1, 64, 32), image, QUESTION),
+        chat(image, "to and fro and to and fro and to and fro and"),
+    ]
+    loras = [None, LoRARequest("adapter", 1, str(folder))] * 2
+    known = references["qwen3_vl"], Reference(merged)
+    expected = [of.answer(each, 32).tokens for of, each in zip(known * 2, requests, strict=True)]
+    settings = SETTINGS | graphs("FULL_AND_PIECEWISE", 4, 16, 32)
+    settings["additional_config"] = {"npu_prep": {"check": "full"}}
+    settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
+    settings["speculative_config"]["prompt_lookup_max"] = 3
+    with engine_of(runner, model, **settings, enable_lora=True, max_lora_rank=8) as llm:
+        verified, kinds = count_verified(llm), runner_of(llm).padding.counts.by_kind
+        for _ in range(2):
+            assert tokens_of(serve(llm, requests, greedy(32), loras)) == expected
+    assert verified["accepted"] > 8 and verified["rejected"] > 0
+    assert "full graph" in kinds and expected[0] != expected[3]
 
 
 @pytest.mark.parametrize(

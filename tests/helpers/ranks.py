@@ -160,6 +160,17 @@ class Ranks:
         )
         return outputs
 
+    async def embed(self, prompts: list[list[int]]) -> list[Any]:
+        """The embedding of each prompt, of all together."""
+        from vllm import PoolingParams
+
+        async def one(number: int, prompt: list[int]) -> Any:
+            inputs, params = {"prompt_token_ids": prompt}, PoolingParams(task="embed")
+            outputs = [each async for each in self.llm.encode(inputs, params, str(number))]
+            return outputs[-1].outputs.data.float()
+
+        return await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
+
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """What a method of `RankProbe` returns on every rank."""
         core = self.llm.engine_core

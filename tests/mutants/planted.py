@@ -518,6 +518,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: penalties don't see prompts", "torch.where(in_prompt | is_in_output, repetition, 1.0)", "torch.where(is_in_output, repetition, 1.0)", KERNELS),
         ("V2: penalties count drafts of other requests", "return sums - sums[first.long()]", "return sums", KERNELS),
         ("V2: bad words don't see drafts", "at = known + local_pos - (end", "at = known - (end", KERNELS),
+        ("V2: rows past a request's samples have masks", "(place < num_sampled_tokens[:, None]).flatten()", "(place >= 0).expand(len(num_sampled_tokens), -1).flatten()", KERNELS),
         ("V2: a temperature of 0 divides", "torch.where(chosen == 0, 1.0, chosen)", "torch.where(chosen == 0, 0.5, chosen)", KERNELS),
     ],
     "ops/thinking.py": [
@@ -968,6 +969,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
     "runner/v2/output.py": [
+        ("V2: masks of rejected drafts are handed out", "np.arange(*each) for each in zip(starts, starts + counts)", "np.arange(*each) for each in zip(starts, starts + counts[::-1])", V2_ENGINE),
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
         ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
@@ -1025,6 +1027,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/thinking.py": [
         ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
+    ],
+    "runner/v2/traces.py": [
+        ("V2: a trace is one token ahead", "zip(slots, ends - self._prompt_len[slots])", "zip(slots, ends - self._prompt_len[slots] + 1)", V2_ENGINE),
+        ("V2: a trace stays with its row", "        self._traces.pop(req_idx, None)", "        pass", V2_ENGINE),
     ],
     "runner/v2/verification.py": [
         ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),

@@ -206,7 +206,7 @@ UNSUPPORTED = "with disable_padded_drafter_batch is not supported by vllm_npu_pr
         ({}, "V2; random tokens of a seed are others than V1's, which VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"speculative_config": UNPADDED}, f"V1: Model Runner V2 {UNSUPPORTED}"),
         ({"pipeline_parallel_size": 2}, "V2"),
-        ({"pipeline_parallel_size": 2, "runner": "pooling"}, "V1: Model Runner V2 with pipeline"),
+        ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, "V1: Model Runner V2 with pipe"),
     ],
     ids=["V2", "V1", "stages on V2", "stages on V1"],
 )

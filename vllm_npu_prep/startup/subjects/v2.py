@@ -1,4 +1,4 @@
-"""What vLLM's Model Runner V2 can't do here yet: what V1 has of it chooses V1, the rest is refused.
+"""What vLLM's Model Runner V2 can't do here yet, and V1 can.
 
 An engine that the environment leaves the choice takes V2, unless a refusal of `V1_HAS` or of
 `V1_HAS_DRAFTS` applies: then it takes V1, for that reason. If the environment asks for V2, all of
@@ -10,7 +10,6 @@ from vllm_npu_prep.startup.example import (
     DRAFTS,
     MIMO,
     MTP,
-    NGRAM,
     ON_V2,
     OPTION,
     VISION,
@@ -37,34 +36,17 @@ def _sees(asked: RequestedEngine) -> bool:
     return model.supports_multimodal_inputs or model.uses_mrope
 
 
-STAGES = f"{ON_V2} --enforce-eager --pipeline-parallel-size 2"
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
-"""Arguments of examples, as `STAGES` is."""
+"""Arguments of examples."""
 
 V1_HAS = (
-    Refusal(
-        "v2-multimodal-adapters",
-        lambda c: _sees(c) and c.config.lora_config is not None,
-        "Model Runner V2 with adapters on a multimodal model ({model})",
-        "it was tried without adapters",
-        BY_V1,
-        example=Example(f"{ON_V2} --enforce-eager --enable-lora", model=VISION),
-    ),
-    Refusal(
-        "v2-stages",
-        lambda c: _has_stages(c) and (_sees(c) or c.model.runner_type == "pooling"),
-        "Model Runner V2 with pipeline stages for {model}",
-        "it was tried with models that generate from text",
-        BY_V1,
-        example=f"{STAGES} --runner pooling --convert embed",
-    ),
     Refusal(
         "v2-stages-of-engines",
         lambda c: _has_stages(c) and _has_engines(c),
         "Model Runner V2 with pipeline stages and data parallelism",
         "each was tried without the other",
         BY_V1,
-        example=f"{STAGES} --data-parallel-size 2",
+        example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --data-parallel-size 2",
     ),
     Refusal(
         "v2-kept-kernels",
@@ -81,17 +63,14 @@ V1_HAS = (
 V1_HAS_DRAFTS = (
     Refusal(
         "v2-multimodal-drafts",
-        _sees,
-        "Model Runner V2 with drafts for a multimodal model ({model})",
+        lambda c: _sees(c) and c.has_drafter,
+        "Model Runner V2 with a drafter for a multimodal model ({model})",
         "its drafters read positions of one dimension, and token ids",
-        BY_V1,
-        example=(
-            Example(f"{ON_V2} --enforce-eager {NGRAM}", model=VISION),
-            Example(
-                f"{ON_V2} --enforce-eager {DRAFTS}",
-                model=VISION,
-                drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
-            ),
+        f"use ngram, or {BY_V1}",
+        example=Example(
+            f"{ON_V2} --enforce-eager {DRAFTS}",
+            model=VISION,
+            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
         ),
     ),
     Refusal(
@@ -107,18 +86,6 @@ V1_HAS_DRAFTS = (
             ),
             Example(f"{UNPADDED} {DRAFTS}", "drafts the same; leave the key out"),
         ),
-    ),
-)
-
-
-NOBODY_HAS = (
-    Refusal(
-        "v2-replaced-samples",
-        lambda c: c.model.enable_trace_replay or c.model.return_sampling_mask,
-        "--enable-trace-replay or --return-sampling-mask",
-        "their kernels of Triton are not replaced",
-        "leave them out",
-        example="--enforce-eager --enable-trace-replay",
     ),
 )
 
@@ -141,7 +108,7 @@ def _has_v2(asked: RequestedEngine) -> bool:
 
 
 SUBJECTS = (
-    Subject("model-runner-v2", V1_HAS + NOBODY_HAS, when=_has_v2),
+    Subject("model-runner-v2", V1_HAS, when=_has_v2),
     Subject(
         "model-runner-v2-speculation",
         V1_HAS_DRAFTS,
