@@ -66,7 +66,8 @@ def let_platform_choose(platform: Any) -> None:
     from vllm.config import VllmConfig
     from vllm.v1.engine.input_processor import InputProcessor
 
-    upstream, process = VllmConfig.use_v2_model_runner.fget, InputProcessor.process_inputs
+    upstream = VllmConfig.use_v2_model_runner.fget
+    build = InputProcessor._build_logits_processors_params_validator
     if hasattr(upstream, "__wrapped__"):
         return
 
@@ -75,16 +76,22 @@ def let_platform_choose(platform: Any) -> None:
         is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and self.watermark_config is None
         return not (is_open and platform.reason_for_v1(self)) and upstream(self)
 
-    @functools.wraps(process)
-    def process_inputs(
-        self: "InputProcessor", request_id: Any, prompt: Any, params: Any, *args: Any, **more: Any
-    ) -> Any:
-        if self.vllm_config.use_v2_model_runner:
+    @functools.wraps(build)
+    def build_validator(self: "InputProcessor") -> Callable[[Any], None]:
+        validate = build(self)
+        if not self.vllm_config.use_v2_model_runner:
+            return validate
+
+        def validate_both(params: Any) -> None:
+            validate(params)
             platform.refuse_on_v2(params)
-        return process(self, request_id, prompt, params, *args, **more)
+
+        return validate_both
 
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
-    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
+    InputProcessor._build_logits_processors_params_validator = (  # type: ignore[method-assign]
+        build_validator
+    )
 
 
 def let_workers_run_without_triton() -> None:
