@@ -496,9 +496,12 @@ def _log_start_up(
         lines.append(f"record        {config.record.steps}, in {config.record.dir}")
     if model.supports_multimodal_inputs:
         rope = ", M-RoPE" if model.uses_mrope else ""
+        how = "steps that read them run eagerly"
+        if vllm_config.use_v2_model_runner:
+            how = "all steps read embeddings"
         lines.append(
-            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; steps that read them run "
-            f"eagerly; the encoder's last {scheduler.encoder_cache_size} tokens are cached"
+            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; {how}; the encoder's last "
+            f"{scheduler.encoder_cache_size} tokens are cached"
         )
     lora = vllm_config.lora_config
     if lora is not None:

@@ -95,7 +95,7 @@ def test_defaults_that_start_up_decides(configure):
 def test_a_model_that_sees_says_so_or_serves_text_only(block, vision_models):
     sees = {"skip_tokenizer_init": False, "compilation_config": {"cudagraph_mm_encoder": True}}
     seeing = block(vision_models / "qwen2_5_vl", max_num_seqs=3, **sees)
-    assert "multimodal    image, video, M-RoPE; steps that read them" in seeing
+    assert "multimodal    image, video, M-RoPE; all steps read embeddings" in seeing
     assert "off           cudagraph_mm_encoder" in seeing
     both_ways = {"language_model_only": True, "hf_overrides": {"is_mm_prefix_lm": True}}
     assert "multimodal" not in block(

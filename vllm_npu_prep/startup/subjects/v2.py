@@ -5,6 +5,11 @@ An engine that the environment leaves the choice takes V2, unless a refusal of `
 them are refusals.
 """
 
+import contextlib
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
     DRAFTS,
@@ -36,10 +41,47 @@ def _sees(asked: RequestedEngine) -> bool:
     return model.supports_multimodal_inputs or model.uses_mrope
 
 
+@functools.cache
+def _installed_processors() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group="vllm.logits_processors"))
+
+
+def _processors_of_v1(asked: RequestedEngine) -> list[str]:
+    """Return the names of users' logits processors that V2's sampler can't call.
+
+    One that can't be loaded is left to vLLM, which says why.
+    """
+    given: list[Any] = [*(asked.model.logits_processors or ()), *_installed_processors()]
+    if not given:
+        return []
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+    kinds = []
+    for each in given:
+        with contextlib.suppress(Exception):
+            entry = EntryPoint(each, each, "") if isinstance(each, str) else each
+            kinds.append(entry if isinstance(entry, type) else entry.load())
+    kinds = [kind for kind in kinds if isinstance(kind, type)]
+    return [kind.__name__ for kind in kinds if not issubclass(kind, LogitsProcessor)]
+
+
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
 """Arguments of examples."""
 
 V1_HAS = (
+    Refusal(
+        "v2-logits-processors",
+        _processors_of_v1,
+        "Model Runner V2 with the logits processors {names}",
+        "they have the interface of V1's sampler, and V2's has another",
+        BY_V1,
+        lambda c: {"names": ", ".join(_processors_of_v1(c))},
+        example=Example(
+            f"{ON_V2} --enforce-eager "
+            "--logits-processors vllm.v1.sample.logits_processor:MinPLogitsProcessor",
+            "processors MinPLogitsProcessor is not supported",
+        ),
+    ),
     Refusal(
         "v2-stages-of-engines",
         lambda c: _has_stages(c) and _has_engines(c),
