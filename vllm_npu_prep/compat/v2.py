@@ -66,7 +66,7 @@ def let_platform_choose(platform: Any) -> None:
     from vllm.config import VllmConfig
     from vllm.v1.engine.input_processor import InputProcessor
 
-    upstream = VllmConfig.use_v2_model_runner.fget
+    upstream: Any = vars(VllmConfig)["use_v2_model_runner"].fget
     build = InputProcessor._build_logits_processors_params_validator
     if hasattr(upstream, "__wrapped__"):
         return
