@@ -159,7 +159,7 @@ def test_adapters_and_ngram_drafts_beside_images(vision_models, references, seed
         verified, kinds = count_verified(llm), runner_of(llm).padding.counts.by_kind
         for _ in range(2):
             assert tokens_of(serve(llm, requests, greedy(32), loras)) == expected
-    assert verified["accepted"] > 8 and verified["rejected"] > 0
+    assert verified["accepted"] > 0 and verified["rejected"] > 0
     assert "full graph" in kinds and expected[0] != expected[3]
 
 

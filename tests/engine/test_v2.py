@@ -248,7 +248,8 @@ def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts
     traces = {index: rng.integers(2, 512, 9).tolist() for index in range(0, len(prompts), 2)}
     traces = {} if case == "drafts" else traces
     params = [
-        SamplingParams(seed=5, top_k=5, max_tokens=20, ignore_eos=True, logprobs=0) for _ in prompts
+        SamplingParams(seed=5, temperature=0.5, top_k=5, max_tokens=20, ignore_eos=True)
+        for _ in prompts
     ]
     for index, trace in traces.items():
         params[index].trace_decode_token_ids = trace
@@ -256,7 +257,7 @@ def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts
     settings |= {"enable_trace_replay": bool(traces), "async_scheduling": case != "sync"}
     settings |= {"speculative_config": drafts} if case == "drafts" else FEW_BLOCKS
     with engine_of("V2", model, max_num_batched_tokens=48, **CHECKED, **settings) as llm:
-        verified = count_verified(llm) if case == "drafts" else {"accepted": 1, "rejected": 1}
+        verified = count_verified(llm) if case == "drafts" else {"partly": 1, "rejected": 1}
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(inputs, params, use_tqdm=False)
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -268,4 +269,4 @@ def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts
         best = [sorted(row.argsort()[-5:].tolist()) for row in logits]
         assert answer.sampling_mask.token_ids == best
         assert index in traces or all(token in row for token, row in zip(tokens, best))
-    assert verified["accepted"] > 0 and verified["rejected"] > 0
+    assert verified["partly"] > 0 and verified["rejected"] > 0
