@@ -6,6 +6,7 @@ from operator import methodcaller
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 
@@ -102,6 +103,7 @@ def test_embeddings_of_stages(tmp_path, seed, runner):
     settings = {"pipeline_parallel_size": 2, "runner": "pooling", "skip_tokenizer_init": False}
     with asked_for(runner):
         got = serve_on_ranks(model, settings, methodcaller("embed", prompts))
+    got = [torch.tensor(row) for row in got]
     check_close(got, [normalized(rows[-1]) for rows in hidden_states(model, prompts)])
 
 

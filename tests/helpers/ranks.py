@@ -160,14 +160,14 @@ class Ranks:
         )
         return outputs
 
-    async def embed(self, prompts: list[list[int]]) -> list[Any]:
+    async def embed(self, prompts: list[list[int]]) -> list[list[float]]:
         """The embedding of each prompt, of all together."""
         from vllm import PoolingParams
 
-        async def one(number: int, prompt: list[int]) -> Any:
+        async def one(number: int, prompt: list[int]) -> list[float]:
             inputs, params = {"prompt_token_ids": prompt}, PoolingParams(task="embed")
             outputs = [each async for each in self.llm.encode(inputs, params, str(number))]
-            return outputs[-1].outputs.data.float()
+            return outputs[-1].outputs.data.tolist()  # tensors are shared while a process lives
 
         return await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
 
