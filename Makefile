@@ -72,9 +72,9 @@ timing: test ## make test, measured file by file; writes the table of tests/READ
 
 bench: install ## host time of a step beside upstream's runner and scheduler, its growth (growth.png), a server, device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
+	$(PY) benchmarks/host_step_v2.py
 	$(PY) benchmarks/host_step.py
 	$(PY) benchmarks/host_step.py --growth growth.png
-	$(PY) benchmarks/host_step_v2.py
 	$(PY) benchmarks/engine_step.py --parts
 	$(PY) benchmarks/serving.py
 	$(PY) benchmarks/looking_costs.py

@@ -14,10 +14,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep.attention.families import KERNEL_FAMILIES
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES, REFERENCE
 from vllm_npu_prep.attention.fused_calls import rules_of
-from vllm_npu_prep.compat import v2
 from vllm_npu_prep.compat.releases import note_on_torch
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.config import (
     Decisions,
     decisions_of,
@@ -50,7 +50,7 @@ from vllm_npu_prep.startup.subjects.cache import (
     UPSTREAM_SPEC,
     connector_module,
 )
-from vllm_npu_prep.startup.subjects.v2 import could_run
+from vllm_npu_prep.startup.subjects.v2 import reason_for_v1
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
 from vllm_npu_prep.wording import counted
 
@@ -253,10 +253,25 @@ class NPUPlatform(Platform):
             from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
             refuse_non_finite(processed_inputs["prompt_embeds"])
-        if v2.is_asked_for():
-            from vllm_npu_prep.runner.v2.limits import refuse_long_lists
 
-            refuse_long_lists(params)
+    @classmethod
+    def refuse_on_v2(cls, params: Any) -> None:
+        """Refuse a request's parameters for which Model Runner V2 has no room."""
+        from vllm_npu_prep.runner.v2.limits import refuse_long_lists
+
+        refuse_long_lists(params)
+
+    @classmethod
+    def reason_for_v1(cls, vllm_config: "VllmConfig") -> str:
+        """Return why an engine has Model Runner V1 if the environment leaves the choice; empty if
+        it has V2.
+
+        The config need not be complete: vLLM asks while it resolves one.
+        """
+        if vllm_config.model_config is None:
+            return ""
+        # The kernel family is not known yet, and no reason depends on it
+        return reason_for_v1(RequestedEngine(vllm_config, REFERENCE, KIND))
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -285,7 +300,7 @@ class NPUPlatform(Platform):
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         notes += _agree_on_the_host(vllm_config.parallel_config)
-        notes += unread_variables(os.environ) + _note_v2(vllm_config, decisions)
+        notes += unread_variables(os.environ)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler
@@ -362,14 +377,15 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
     return [f"fused attention: checked by the rules of {by}{documented}{unknown}"]
 
 
-def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
-    """Return a line where Model Runner V2 could run this engine, too, which runs on V1."""
-    if not could_run(RequestedEngine(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
-        return []
-    return [
-        "Model Runner V1, the plugin's default; V2, which is vLLM's default, has all that this "
-        "engine asks for, too: VLLM_USE_V2_MODEL_RUNNER=1 chooses it"
-    ]
+def _describe_runner(vllm_config: "VllmConfig") -> str:
+    if vllm_config.use_v2_model_runner:
+        return (
+            "Model Runner V2; random tokens of a seed are others than V1's, which "
+            f"{RUNNER_ENV_VAR}=0 chooses"
+        )
+    if os.environ.get(RUNNER_ENV_VAR) is not None:
+        return f"Model Runner V1, which {RUNNER_ENV_VAR} chooses"
+    return f"Model Runner V1: {NPUPlatform.reason_for_v1(vllm_config)}"
 
 
 def _known_faults(vllm_config: "VllmConfig") -> list[str]:
@@ -415,6 +431,14 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     if vllm_config.profiler_config.capture_torch_profiler:
         vllm_config.profiler_config.capture_torch_profiler = False
         off.append("capture_torch_profiler: captures of graphs are not profiled")
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    scheduler = vllm_config.scheduler_config
+    if has_stages and scheduler.async_scheduling and vllm_config.use_v2_model_runner:
+        scheduler.async_scheduling = False
+        off.append(
+            "asynchronous scheduling: the scheduler tells pipeline stages what was sampled, so it "
+            "has to know it before their step"
+        )
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mm_encoder:
         compilation.cudagraph_mm_encoder = False
@@ -440,6 +464,7 @@ def _log_start_up(
     block_size = cache.block_size if cache.user_specified_block_size else "default (128)"
     lines = [
         f"device        {KIND.label} ({NPUPlatform.get_device_name()})",
+        f"runner        {_describe_runner(vllm_config)}",
         f"attention     {decisions.attention} kernels, {model.dtype}, block size {block_size}",
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",
@@ -471,9 +496,12 @@ def _log_start_up(
         lines.append(f"record        {config.record.steps}, in {config.record.dir}")
     if model.supports_multimodal_inputs:
         rope = ", M-RoPE" if model.uses_mrope else ""
+        how = "steps that read them run eagerly"
+        if vllm_config.use_v2_model_runner:
+            how = "all steps read embeddings"
         lines.append(
-            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; steps that read them run "
-            f"eagerly; the encoder's last {scheduler.encoder_cache_size} tokens are cached"
+            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; {how}; the encoder's last "
+            f"{scheduler.encoder_cache_size} tokens are cached"
         )
     lora = vllm_config.lora_config
     if lora is not None:

@@ -127,6 +127,10 @@ class Mutant:
 # A row each: the bug in a few words, what is in the file, what takes its place, the tests that notice.
 # fmt: off
 PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
+    "runner/v2/traces.py": [
+        ("V2: a trace stays with its row", "        self._traces.pop(req_idx, None)", "        pass", V2_ENGINE),
+        ("V2: a trace is one token ahead", "ends - self._prompt_len[request_rows]", "ends - self._prompt_len[request_rows] + 1", V2_ENGINE),
+    ],
     "aclnn.py": [
         ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/npu/test_start_up.py::test_what_an_npu_cannot_run_is_refused_in_one_line",)),
     ],
@@ -322,7 +326,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA_GRAPHS),
     ],
     "compat/v2.py": [
-        ("V2 is there only if a process asked for it when it began", "        return is_asked_for()\n", "        return False\n", ("tests/startup/test_start_up.py",)),
+        ("V1's reasons overrule who chose V2", "is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and", "is_open =", ("tests/startup/test_refusals.py",)),
+        ("an engine has V2 whatever V1 alone has", "        return not (is_open and platform.reason_for_v1(self)) and upstream(self)\n", "        return upstream(self)\n", ("tests/startup/test_start_up.py",)),
     ],
     "config.py": [
         ("dense masks beyond the budget are taken", "fits = dense_bytes <= config.mask_budget_bytes", "fits = True", ("tests/test_config.py",)),
@@ -518,6 +523,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a drawn draft is accepted with the target's probability of it", "of_target.gather(1, tokens) - of_drafter.gather(1, tokens)", "of_target.gather(1, tokens)", (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py")),
     ],
     "ops/triton/sampling_v2.py": [
+        ("V2: rows past a request's samples have masks", "(place < num_sampled_tokens[:, None]).flatten()", "(place >= 0).expand(len(num_sampled_tokens), -1).flatten()", KERNELS),
         ("V2: penalties don't see prompts", "torch.where(in_prompt | is_in_output, repetition, 1.0)", "torch.where(is_in_output, repetition, 1.0)", KERNELS),
         ("V2: penalties count drafts of other requests", "return sums - sums[first.long()]", "return sums", KERNELS),
         ("V2: bad words don't see drafts", "at = known + local_pos - (end", "at = known - (end", KERNELS),
@@ -831,6 +837,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
     "runner/v2/output.py": [
+        ("V2: masks of rejected drafts are handed out", "np.arange(*each) for each in zip(starts, starts + counts)", "np.arange(*each) for each in zip(starts, starts + counts[::-1])", V2_ENGINE),
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
         ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),

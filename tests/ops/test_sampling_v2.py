@@ -334,3 +334,32 @@ def test_noise_of_seeds(dtype):
                 uniform = ((high << 32 | low) >> 11) * 2**-53 + 2**-54
                 expected = pytest.approx(-math.log(-math.log(uniform)), rel=1e-12, abs=1e-12)
             assert float(noise[row, token]) == expected
+
+
+@pytest.mark.parametrize("per_request", [1, 3])
+def test_tokens_that_were_kept(rng, per_request):
+    """Of rows of requests with a sample less than they may have, and of one without any."""
+    logits, _ = rows_of(rng, 4 * per_request)
+    logits[rng.random(logits.shape) < 0.7] = -INF
+    logits[0, 3], logits[1, 4] = INF, math.nan
+    borders = tensor(range(0, 4 * per_request + 1, per_request))
+    sampled = tensor([per_request, 0, per_request, max(1, per_request - 1)])
+    num_rows, most = 4 * per_request, 9
+    ids = torch.full((num_rows, most), -1, dtype=torch.int32)
+    packed, counts = (
+        torch.zeros(num_rows, -(-VOCAB // 8), dtype=torch.uint8),
+        tensor([7] * num_rows),
+    )
+    sampling_v2.list_kept_tokens(
+        *(logits, VOCAB, 1, borders, sampled, ids, most, packed, 9, counts, VOCAB, most),
+        ROWS_PER_REQUEST=per_request,
+        BLOCK_SIZE=64,
+    )
+    for row in range(num_rows):
+        req, place = divmod(row, per_request)
+        kept = [token for token in range(VOCAB) if abs(float(logits[row, token])) < INF]
+        kept = kept if place < sampled[req] else []
+        assert counts[row] == len(kept)
+        assert ids[row, : len(kept)].tolist() == kept[:most]
+        bits = np.unpackbits(packed[row].numpy(), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == kept

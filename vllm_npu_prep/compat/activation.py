@@ -82,7 +82,7 @@ def activate_platform() -> str | None:
             _let_segments_expand()
         else:
             silence_accelerator_calls()
-        _select_runner()
+        v2.read_choice()
         _switch_off_aot_compile()
         _leave_graphs_unbroken()
         torchvision_import.install()
@@ -104,6 +104,7 @@ def prepare_process() -> bool:
     is_ours = f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS
     if is_ours:
         v2.let_it_run_without_triton()
+        v2.let_platform_choose(kind)
         models.refuse_vision_without_torchvision()
         models.take_no_mtp_layers_for_none()
         scheduler.get_our_schedulers_quietly()
@@ -161,17 +162,6 @@ def _let_segments_expand() -> None:
     """
     settings = f"expandable_segments:True,{PINNED_THRESHOLD}:{PINNED_THRESHOLD_MB}"
     os.environ.setdefault(ALLOCATOR_ENV_VAR, settings)
-
-
-def _select_runner() -> None:
-    """Take Model Runner V1 unless the environment asks for V2.
-
-    V2 is vLLM's default wherever Triton works; its scheduler output differs. The choice must be
-    made before vLLM resolves its config, and hold in every process of the engine, hence the
-    environment variable.
-    """
-    if not v2.is_asked_for():
-        os.environ[v2.RUNNER_ENV_VAR] = "0"
 
 
 def _switch_off_aot_compile() -> None:

@@ -80,6 +80,7 @@ def replace_v2_kernels() -> None:
             f"{sampler}.penalties._penalties_kernel": sampling_v2.apply_penalties,
             f"{sampler}.logit_bias._bias_kernel": sampling_v2.apply_logit_bias,
             f"{sampler}.bad_words._bad_words_kernel": sampling_v2.forbid_bad_words,
+            f"{sampler}.output._compact_sampling_mask_kernel": sampling_v2.list_kept_tokens,
             f"{sampler}.logprob._topk_log_softmax_kernel": sampling_v2.log_softmax_of,
             f"{sampler}.logprob._ranks_kernel": sampling_v2.ranks_of,
             f"{sampler}.logprob._fill_logprob_token_ids_kernel": (

@@ -17,7 +17,6 @@ from ascend_emulator import profiles
 from ascend_emulator.operators.schemas import signature
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import (
-    engine,
     engine_config,
     generate,
     greedy,
@@ -25,6 +24,7 @@ from tests.helpers.engine import (
     runner_of,
 )
 from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings, wrong_operator
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.attention.fused_releases import version_of
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.npu import rotary, vision
@@ -62,7 +62,7 @@ def qwen3(tmp_path_factory):
 def test_a_layer_stays_within_its_budget(qwen3, tmp_path, family):
     model = qwen3 if family == "Qwen3" else make_model(tmp_path / "model", family, **MODEL)
     forget_layers()
-    with engine(model, **settings()) as llm:
+    with engine_of("V1", model, **settings()) as llm:
         runner, sampling = runner_of(llm), {}
         counted = ModuleCounts(runner.get_model(), ["model.layers.1"])
         sample = runner.sampler.forward

@@ -319,6 +319,40 @@ def apply_grammar_bitmask(
     logits.index_add_(0, rows, torch.where(forbidden, -INFINITY, 0.0).to(logits.dtype))
 
 
+def list_kept_tokens(
+    logits: torch.Tensor,  # [R, V]
+    logits_row_stride: int,
+    logits_col_stride: int,
+    cu_num_logits: torch.Tensor,  # [N + 1] int
+    num_sampled_tokens: torch.Tensor,  # [N] int
+    token_ids: torch.Tensor,  # [N * ROWS_PER_REQUEST, max_num_kept] int32, written
+    token_ids_stride: int,
+    packed_mask: torch.Tensor,  # [N * ROWS_PER_REQUEST, ceil(V / 8)] uint8, written
+    packed_mask_stride: int,
+    counts: torch.Tensor,  # [N * ROWS_PER_REQUEST] int32, written
+    vocab_size: int,
+    max_num_kept: int,
+    **constants: Any,
+) -> None:
+    """List the tokens of finite logits: the first of them, their number, and a bit for each.
+
+    This is ``_compact_sampling_mask_kernel`` of ``output.py``. Rows past a request's samples count
+    none; what else the kernel leaves unwritten is zero here.
+    """
+    place = torch.arange(constants["ROWS_PER_REQUEST"], device=logits.device)
+    is_there = (place < num_sampled_tokens[:, None]).flatten()
+    rows = (cu_num_logits[:-1, None] + place).flatten().clamp(max=len(logits) - 1)
+    keep = logits[rows].isfinite() & is_there[:, None]
+    counts.copy_(keep.sum(1))
+    found = torch.where(keep, keep.cumsum(1) - 1, max_num_kept).clamp(max=max_num_kept)
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=logits.device).expand_as(found)
+    listed = token_ids.new_zeros(len(keep), max_num_kept + 1).scatter_(1, found, tokens)
+    token_ids.copy_(listed[:, :max_num_kept])
+    bits = torch.nn.functional.pad(keep.to(torch.uint8), (0, -vocab_size % 8))
+    weights = 2 ** torch.arange(8, device=logits.device)
+    packed_mask.copy_((bits.view(len(keep), -1, 8) * weights).sum(-1))
+
+
 def _draft_counts(
     token_ids: torch.Tensor, local_pos: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:

@@ -71,6 +71,7 @@ from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
 from vllm_npu_prep.runner.v2.step_inputs import StepInputs
 from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
+from vllm_npu_prep.runner.v2.traces import NPUTraceReplayState
 from vllm_npu_prep.runner.v2.verification import AcceptedCounts, NPURejectionSampler, count_accepted
 from vllm_npu_prep.runner.v2.watched import CheckedBatch
 
@@ -188,6 +189,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             PPHandler=SchedulerPPHandler,
             PromptEmbedsState=NPUPromptEmbedsState,
             ThinkingBudgetState=NPUThinkingBudgetState,
+            TraceReplayState=NPUTraceReplayState,
         )
 
     # ----------------------------------------------------------------- requests
@@ -443,7 +445,8 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             prompt_token_id_logprobs_dict=scores.named,
             cudagraph_stats=state.cudagraph_stats,
         )
-        returned = StepOutput(output, sampler_output, discard, self.output_copy_stream)
+        borders, stream = batch.cu_num_logits_np, self.output_copy_stream
+        returned = StepOutput(output, sampler_output, discard, borders, stream)
         sampled = sampler_output.sampled_token_ids
         discarded = staged.device.discard_request_mask[: step.num_reqs]
         assert self.sampler is not None
@@ -506,9 +509,11 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         if state is None:  # `execute_model` has failed
             return None
         self.execute_model_state = None
-        assert self.pooling_runner is not None and state.hidden_states is not None
         batch, hidden_states = state.input_batch, state.hidden_states
         try:
+            if not self.is_last_pp_rank:
+                return self._nothing_sampled(state)
+            assert self.pooling_runner is not None and hidden_states is not None
             with self.prep_device.host_streams():
                 states: Any = self.req_states
                 pooled = self.pooling_runner.pool(hidden_states, batch, states)

@@ -7,12 +7,13 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.triton.rejection_v2 import verify_drawn_drafts
 from vllm_npu_prep.runner.v2.drawing import Requests, draw, uniform
+from vllm_npu_prep.runner.v2.traces import NPUTraceReplayState
 
 
 class SampledDrafts(NamedTuple):
@@ -41,6 +42,8 @@ class NPUSampler(Sampler):
     same tokens whatever it is batched with. With ``--use-fp64-gumbel`` noise is float64, as
     upstream's.
     """
+
+    trace_replay_state: NPUTraceReplayState | None  # type: ignore[assignment]
 
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, drafts: SampledDrafts | None = None
@@ -90,6 +93,8 @@ class NPUSampler(Sampler):
             sampled = draw(processed, requests, lambda: positions_of(input_batch))
         else:
             sampled = self._verified(processed, input_batch, requests, drafts)
+        if self.trace_replay_state is not None:
+            self.trace_replay_state.replace(sampled, input_batch)
         logprobs = None
         if dims is not None:
             wanted = processed if self.logprobs_mode.startswith("processed") else logits
@@ -103,7 +108,16 @@ class NPUSampler(Sampler):
             else None,
             num_sampled=None,  # type: ignore[arg-type]
             num_rejected=None,  # type: ignore[arg-type]
+            sampling_mask_tensors=self._kept(processed, request_rows)
+            if self.return_sampling_mask
+            else None,
         )
+
+    def _kept(self, logits: torch.Tensor, request_rows: np.ndarray) -> SamplingMaskTensors:
+        """Return the tokens that each row of logits was sampled from."""
+        rows = torch.arange(len(logits) + 1, device=logits.device)
+        most = int(self.sampling_states.top_k.np[request_rows].max())
+        return SamplingMaskTensors.from_logits(logits, rows, torch.ones_like(rows[1:]), most)
 
     def _logprobs(
         self,

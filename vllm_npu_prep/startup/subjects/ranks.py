@@ -182,12 +182,15 @@ RANKS = (
         lambda c: (
             _parallel(c).pipeline_parallel_size > 1
             and c.config.scheduler_config.async_scheduling
-            and not c.config.use_v2_model_runner  # which has a refusal of its own
+            and not c.config.use_v2_model_runner  # with which it is switched off
         ),
         "--async-scheduling over pipeline stages",
         "vLLM's V1 runner does not support it",
         "leave the flag out",
-        example=Example("--pipeline-parallel-size 2 --async-scheduling", until="0.33.0"),
+        example=Example(
+            "VLLM_USE_V2_MODEL_RUNNER=0 --pipeline-parallel-size 2 --async-scheduling",
+            until="0.33.0",
+        ),
     ),
     Refusal(
         "ray-data-parallel",
