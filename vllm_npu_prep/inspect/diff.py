@@ -215,9 +215,9 @@ def _token_level(a: StepView, b: StepView, req_id: str, row_a: int, row_b: int) 
         differ = np.flatnonzero(own_a != own_b)
         of_group = int(group) if group else None
         for run in runs_of(positions_a[in_a[differ]].tolist()):  # each makes one line
-            values = [own[differ[: len(run)]].tolist() for own in (own_a, own_b)]
-            differ = differ[len(run) :]
-            yield Change(text, *values, req_id, (run.start, run.stop), of_group)
+            chosen, differ = np.split(differ, [len(run)])
+            of_a, of_b = own_a[chosen].tolist(), own_b[chosen].tolist()
+            yield Change(text, of_a, of_b, req_id, (run.start, run.stop), of_group)
 
 
 def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -252,7 +252,7 @@ def diff_text(a: StepView, b: StepView, found: list[Change], console: Console) -
     rows: dict[str, list[list[object]]] = {title: [] for title in COLUMNS}
     for each in found:
         name = each.name if each.group is None else f"{each.name} of group {each.group}"
-        values = [name, _short(each.a), _short(each.b)]
+        values: list[object] = [name, _short(each.a), _short(each.b)]
         if each.req_id is None:
             rows["step"].append(values)
         elif each.positions is None:

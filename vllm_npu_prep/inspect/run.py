@@ -26,7 +26,8 @@ import numpy as np
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.records.record_file import RECORD_SUFFIX, read_outline
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -215,9 +216,9 @@ class RankRun:
                 )
         self.index.append(index)
         self.steps.append(step)
-        for name, prompt, *counts in requests:
+        for name, prompt, computed, scheduled, drafts in requests:
             row = self.requests.setdefault(name, RequestRow(name, prompt))
-            row.add(index, *counts, begins)
+            row.add(index, computed, scheduled, drafts, begins)
 
 
 def _distinct(ids: np.ndarray) -> int:

@@ -73,7 +73,7 @@ SCALARS = (
     "max_query_len",
     "max_seq_len",
 )
-SIZES = {
+SIZES: dict[str, tuple[str, type[LocalRequests | RecurrentStep | LatentStep]]] = {
     "local_requests": ("local", LocalRequests),
     "states": ("states", RecurrentStep),
     "latent": ("latent", LatentStep),
