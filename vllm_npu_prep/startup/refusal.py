@@ -61,7 +61,7 @@ class Refusal:
     when: Callable[[RequestedEngine], object]
     feature: str
     reason: str
-    remedy: str
+    remedy: str = "leave the flag out"
     words: Callable[[RequestedEngine], dict[str, object]] = _no_words
     _: KW_ONLY
     example: str | Example | tuple[Example, ...]

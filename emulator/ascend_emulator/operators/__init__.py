@@ -5,9 +5,9 @@ as far as its documentation and its users tell; ``docs/changing/operators.md`` l
 demanded and on whose word. Nothing here was run on an NPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ascend_emulator import functions, profiles
 from ascend_emulator.operators import (
@@ -60,45 +60,23 @@ class Reference(NamedTuple):
     block_ids: tuple[str, ...] = ()  # arguments that say which
 
 
-KEYS = ("key", "value", "key_rope"), ("block_table",)
+def fused_references(name: str, sizes_workspace: str) -> tuple[Reference, ...]:
+    """Return the references of one version of fused attention."""
+    paged: dict[str, Any] = {"paged": ("key", "value", "key_rope"), "block_ids": ("block_table",)}
+    of_sizes = fused_attention.max_workspace(sizes_workspace), fused_attention.workspace
+    return (
+        Reference(name, "", fused_attention.functional(name), **paged),
+        Reference(name, "out", fused_attention.out_variant(name), **paged),
+        Reference(sizes_workspace, "", *of_sizes),
+    )
+
+
 CACHES = ("key_cache", "value_cache"), ("block_table",)
 
 
 REFERENCES = (
-    Reference(
-        fused_attention.V1, "", fused_attention.functional(fused_attention.V1), None, None, *KEYS
-    ),
-    Reference(
-        fused_attention.V1,
-        "out",
-        fused_attention.out_variant(fused_attention.V1),
-        None,
-        None,
-        *KEYS,
-    ),
-    Reference(
-        fused_attention.V1_WORKSPACE,
-        "",
-        fused_attention.max_workspace(fused_attention.V1_WORKSPACE),
-        fused_attention.workspace,
-    ),
-    Reference(
-        fused_attention.V2, "", fused_attention.functional(fused_attention.V2), None, None, *KEYS
-    ),
-    Reference(
-        fused_attention.V2,
-        "out",
-        fused_attention.out_variant(fused_attention.V2),
-        None,
-        None,
-        *KEYS,
-    ),
-    Reference(
-        fused_attention.V2_WORKSPACE,
-        "",
-        fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
-        fused_attention.workspace,
-    ),
+    *fused_references(fused_attention.V1, fused_attention.V1_WORKSPACE),
+    *fused_references(fused_attention.V2, fused_attention.V2_WORKSPACE),
     Reference(fusion_attention.FUSION_ATTENTION, "", fusion_attention.fusion_attention),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache, paged=CACHES[0]),
     Reference(
@@ -167,31 +145,10 @@ def _not_found(function: str, *given: object, **named: object) -> None:
     )
 
 
-class RegisterReference(Protocol):
-    """How the runtime takes a reference; `ascend_emulator.register_reference` is one such."""
-
-    def __call__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        overload: str = "",
-        on_host: Callable[..., Any] | None = None,
-        contiguous: Sequence[str] | None = None,
-        paged: Sequence[str] = (),
-        block_ids: Sequence[str] = (),
-    ) -> object: ...
-
-
-def install(register_reference: RegisterReference) -> None:
+def install(register_reference: Callable[..., object]) -> None:
+    """Register every reference, by `ascend_emulator.register_reference` or what stands for it."""
     release = profiles.current().release
     for reference in REFERENCES:
-        function = functions.missing(release, reference.name)
-        register_reference(
-            reference.name,
-            reference.function,
-            overload=reference.overload,
-            on_host=partial(_not_found, function) if function else reference.on_host,
-            contiguous=reference.contiguous,
-            paged=reference.paged,
-            block_ids=reference.block_ids,
-        )
+        if function := functions.missing(release, reference.name):
+            reference = reference._replace(on_host=partial(_not_found, function))
+        register_reference(**reference._asdict())

@@ -1,19 +1,20 @@
 """Reference of the operator that multiplies several pairs of matrices.
 
-This file has the form in which nothing is grouped; `grouped_rows` has the one that groups rows, and
-`grouped_int8` the same for int8.
+This file has the form in which nothing is grouped; `grouped_rows` has the one that groups rows.
 """
 
 import torch
 
 from ascend_emulator.operators.constraint import Call, shape_of
-from ascend_emulator.operators.grouped_int8 import grouped_int8
-from ascend_emulator.operators.grouped_rows import grouped_rows
+from ascend_emulator.operators.grouped_rows import (
+    DTYPES,
+    GROUPED_MATMUL,
+    INNER_LIMIT,
+    grouped_rows,
+)
 
-GROUPED_MATMUL = "npu::npu_grouped_matmul"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INNER_LIMIT = 65536
 MAX_TENSORS = 128
+HANDLED = ("x", "weight", "bias", "split_item", "group_type")
 GROUPED_BY_ROWS = 0
 """``group_type`` with which each group of rows has a weight."""
 
@@ -44,48 +45,15 @@ def grouped_matmul(
     per_token_scale_dtype: int | None = None,
 ) -> list[torch.Tensor]:
     """Compute ``x[i] @ weight[i] + bias[i]`` for each i, or groups of rows with a weight each."""
-    others: dict[str, object] = {
-        "scale": scale,
-        "offset": offset,
-        "antiquant_scale": antiquant_scale,
-        "antiquant_offset": antiquant_offset,
-        "per_token_scale": per_token_scale,
-        "activation_input": activation_input,
-        "activation_quant_scale": activation_quant_scale,
-        "activation_quant_offset": activation_quant_offset,
-        "act_type": act_type or None,
-        "tuning_config": tuning_config,
-        "output_dtype": output_dtype,
-        "x_dtype": x_dtype,
-        "weight_dtype": weight_dtype,
-        "scale_dtype": scale_dtype,
-        "per_token_scale_dtype": per_token_scale_dtype,
-    }
-    if group_type == GROUPED_BY_ROWS and x[0].dtype == torch.int8:
-        of_weights = ("scale", "per_token_scale", "output_dtype")
-        rest = {name: value for name, value in others.items() if name not in of_weights}
-        return grouped_int8(
-            Call("npu_grouped_matmul, int8 rows", GROUPED_MATMUL),
-            x,
-            weight,
-            scale,
-            per_token_scale,
-            group_list,
-            group_list_type or 0,
-            split_item or 0,
-            output_dtype,
-            rest | {"bias": bias or None},
-        )
+    arguments = {name: value for name, value in locals().items() if name not in HANDLED}
+    zeros = [name for name in ("act_type", "group_list_type") if not arguments[name]]  # defaults
+    given = {n: value for n, value in arguments.items() if value is not None and n not in zeros}
     if group_type == GROUPED_BY_ROWS:
-        call = Call("npu_grouped_matmul, rows", GROUPED_MATMUL)
-        others["bias"] = bias or None
-        listed_as, split = group_list_type or 0, split_item or 0
-        return grouped_rows(call, x, weight, group_list, listed_as, split, others)
-    others |= {"group_list": group_list, "group_list_type": group_list_type or None}
-    given = [name for name, value in others.items() if value is not None]
+        given |= {"bias": bias} if bias else {}
+        return grouped_rows(x, weight, split_item or 0, given)
     demand = Call("npu_grouped_matmul", GROUPED_MATMUL).demand
     is_apart = (group_type, split_item) == (-1, 0) and not given
-    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {given}")
+    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {[*given]}")
     biases: list[torch.Tensor | None] = [*bias] if bias else [None] * len(weight)
     counts = f"{len(x)}, {len(weight)} and {len(biases)}"
     same_count = 0 < len(x) == len(weight) == len(biases) <= MAX_TENSORS

@@ -7,9 +7,9 @@ import torch
 
 from ascend_emulator import profiles
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.operators.fused_route import explain
 from tests.emulator.operators import formula
 from tests.emulator.operators.calls import Batch, fused
+from tests.emulator.operators.routes import explain
 from tests.emulator.operators.violations.attention import BY_KERNEL
 from tests.emulator.operators.violations.breaking import in_profile
 
