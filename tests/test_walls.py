@@ -313,7 +313,6 @@ LONG = {
     "inspect/explain.py": "every table of a step that explain prints, a function each",
     "platform.py": "every question of vLLM about a device, a few lines each",
     "records/scenario.py": "every field of a scenario file, and the rules for them",
-    "observe/ledger.py": "slots and states, which the same requests own in the same blocks",
     "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
     "worker.py": "the same of upstream's worker",
     "runner/v2/runner.py": "the same of upstream's V2 runner",

@@ -56,7 +56,7 @@ class Steps:
         return self.step.batch.tables
 
     @property
-    def slots(self) -> list[int]:
+    def request_rows(self) -> list[int]:
         """Row of each request in the tables."""
         return self.step.request_rows.tolist()
 
