@@ -314,7 +314,7 @@ LONG = {
     "platform.py": "every question of vLLM about a device, a few lines each",
     "records/scenario.py": "every field of a scenario file, and the rules for them",
     "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
-    "worker.py": "the same of upstream's worker",
+    "worker.py": "every override of upstream's worker, from its start to its sleep",
     "runner/v2/runner.py": "the same of upstream's V2 runner",
 }
 """Files of more than 500 lines: what their one job is."""
