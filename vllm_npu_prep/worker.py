@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.layers import refuse_other_layers
-from vllm_npu_prep.attention.step_memory import attention_bytes
+from vllm_npu_prep.attention.step_memory import StepBound, attention_bytes, process_bytes
 from vllm_npu_prep.compat import kv_connector, v2
 from vllm_npu_prep.compat.models import look_at_models_before_weights
 from vllm_npu_prep.compat.multimodal import items_of
@@ -57,17 +57,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 CPU_KV_CACHE_BYTES = 2 << 30
 """The size of the CPU fallback's KV cache unless ``--kv-cache-memory-bytes`` says otherwise."""
 
-PROCESS_BYTES = 96 << 20
-"""The bytes that a step on the CPU fallback may add to resident memory beside tensors: 32 MiB of
-Python's objects, and 64 MiB that glibc keeps at the end of its heap (twice its largest mmap
-threshold).
-"""
-PROCESS_BYTES_A_TOKEN = 256
-"""The bytes that it may add for each token of the longest request: lists of ids, 40 bytes a token
-each, which client, scheduler and runner keep of it. 128k tokens took 139 bytes each beside
-`PROCESS_BYTES`.
-"""
-
 RETURN_TOKENS = 8192
 """After steps with so many tokens, free memory is returned as soon as no request runs. On the CPU
 fallback, tensors that grow with a prompt leave holes that glibc keeps, and that the next prompt
@@ -97,6 +86,13 @@ class NPUWorker(Worker):
             v2.let_workers_run_without_triton()
         super().__init__(vllm_config, *args, **kwargs)
         self._outputs = OutputsInFlight()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by now
+        return dtype
 
     def init_device(self) -> None:
         """Set up kernels, the device and the process group, then build the runner.
@@ -132,8 +128,7 @@ class NPUWorker(Worker):
             if changed:
                 logger.info("%s.", changed)
         if options.probe and self.device.type == "npu" and self.model_config.quantization:
-            assert isinstance(self.model_config.dtype, torch.dtype)
-            refuse_wrong(self.model_config.dtype, lambda tensor: tensor.to(self.device))
+            refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device))
         register_fused(
             self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
         )
@@ -260,25 +255,18 @@ class NPUWorker(Worker):
         """Log the most bytes that a step takes beside weights and KV cache."""
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
         splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
-        assert isinstance(self.model_config.dtype, torch.dtype)
+        max_model_len, on_host = self.model_config.max_model_len, self.prep_device.computes_on_host
         attention = attention_bytes(
             self.vllm_config.compilation_config.static_forward_context.values(),
             decisions_of(self.vllm_config),
-            self.model_config.dtype.itemsize,
-            self.model_config.max_model_len,
+            self._dtype.itemsize,
+            max_model_len,
             max((split.workspace_tokens for split in splits), default=0),
         )
-        beside = 0
-        if self.prep_device.computes_on_host:
-            beside = PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * self.model_config.max_model_len
-        self.step_bytes = self._peak_of_step + attention + beside
-        parts = self.step_bytes, self._peak_of_step, attention, beside
-        logger.info(
-            "Memory: beside weights and KV cache, a step takes at most %s MiB with contexts of any "
-            "length (%s MiB without any, measured; masks and attention %s MiB; the process itself "
-            "%s MiB).",
-            *(f"{-(-part // (1 << 20)):,}" for part in parts),
-        )
+        process = process_bytes(max_model_len) if on_host else 0
+        bound = StepBound(self._peak_of_step, attention, process)
+        self.step_bytes = bound.total
+        logger.info("%s", bound)
 
     def _probe(self) -> None:
         """Compare this device's attention with formulas, before graphs are made of it.
@@ -288,13 +276,12 @@ class NPUWorker(Worker):
         config = parse_config(self.vllm_config.additional_config)
         if self.prep_device.computes_on_host or not config.probe:
             return
-        assert isinstance(self.model_config.dtype, torch.dtype)
         compilation = self.vllm_config.compilation_config
         with log_while_waiting("Probing attention", logger.info):
             probe_layers(
                 self.model_runner.attn_groups,
                 compilation.static_forward_context,
-                self.model_config.dtype,
+                self._dtype,
                 self.prep_device,
                 logger.info,
                 compilation.cudagraph_mode.has_full_cudagraphs(),

@@ -111,7 +111,7 @@ def state_of_a_block_too_far(steps, monkeypatch):
 @said_of("shared state", "A", "block 1, also of request C")
 def shared_state_written(steps, monkeypatch):
     """C shares A's state, not its K and V, which were loaded; A is told to begin again."""
-    steps.runner.step_check.ledger.loads = True
+    steps.runner.step_check.ledger.owned.loads = True
     new = [request("C", [*PROMPT_A[:16], 5], [1, 8], [10, 9], 16)]
     steps.first().second(counts={"C": 1}, new=new)
     steps.step({"A": 16}, {"A": (None, 0)})

@@ -418,14 +418,16 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/ledger.py": [
         ("the ledger takes the scheduler's count for one before drafts are verified", "told = min(told, request.certain - 1 + num_kept)", "pass", SPECULATION),
         ("the check takes a state that the host brought for what its block held before", "            self.states[block] = expected\n", "            self.states.setdefault(block, expected)\n", OFFLOADING),
-        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
-        ("preempted requests keep their blocks in the ledger", "        for req_id in output.preempted_req_ids or ():\n            self._release(req_id)\n", "", CHECKS),
         ("any state that was written once may be read", "if self.states.get(block) == expected:", "if block in self.states:", CHECKS_OF_STATES),
         ("K and V leave the state that was in their block", "            self.states.pop(block, None)\n            self.writers[block] = req_id\n", "            self.writers[block] = req_id\n", CHECKS_OF_STATES),
         ("a state that is another request's, too, may be written", "others = [other for other in owners.get(block, {}) if other != req_id]", "others: list[str] = []", CHECKS_OF_STATES),
+        ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self.owned.load_of(request.adapter)) != request.load:", "if False:", CHECKS),
+    ],
+    "observe/ledger_owners.py": [
+        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
+        ("preempted requests keep their blocks in the ledger", "        for req_id in output.preempted_req_ids or ():\n            self._release(req_id)\n", "", CHECKS),
         ("a block that was given back is nobody's", "            self.freed.update(dict.fromkeys(blocks, req_id))\n", "", CHECKS),
         ("V2: the ledger forgets which blocks a preempted request had", "arrived.former = before.former", "pass", ("tests/engine/test_full_check.py",)),
-        ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self._load_of(request.adapter)) != request.load:", "if False:", CHECKS),
     ],
     "observe/metrics.py": [
         ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py",)),

@@ -8,7 +8,8 @@ a server.
 from typing import Any
 
 from vllm_npu_prep.observe.check import StepCheck
-from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
+from vllm_npu_prep.observe.ledger import SlotLedger
+from vllm_npu_prep.observe.ledger_owners import LedgerGroup
 from vllm_npu_prep.prep.checks import NO_SLOTS
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 

@@ -4,6 +4,12 @@ Upstream goes through the rows of a step one after the other. So do we, in one l
 which upstream would only append tokens, and hand it the others in their place. `Rows` stands for
 ``num_scheduled_tokens`` in the step that upstream's method gets, and its ``items()`` yields only
 those. Therefore everything that upstream does, it does in the order in which it would have done it.
+
+Two passes, first all plain rows and then upstream's method with the others, would do without a
+generator. But rows would be done in another order than upstream's: of two requests
+with the same tokens another's block would be the one that the prefix cache finds, encoder outputs
+would be evicted in another order, and events of the KV cache would be published in another one. The
+twin test (`tests/scheduling`) compares these, too.
 """
 
 from collections import Counter

@@ -8,6 +8,11 @@ known to do nothing else with the norm's result.
 DeepSeek V3 and Kimi K2 add a float32 bias to scores, for which logits are cast, also a launch.
 Their routers' weights become float32, which changes no value; logits are then not rounded, as in
 transformers' code.
+
+Norms and mixtures of experts get another class (`_cast_in`). They stay the modules that they are,
+with their parameters, loaders and names, so that new weights find them; and their type says to
+everybody who asks whether a norm is vLLM's plain one (``quantization/fused.py``) that it isn't. A
+``forward`` that is set on the module would leave the type as it was.
 """
 
 from collections.abc import Mapping

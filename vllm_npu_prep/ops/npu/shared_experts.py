@@ -2,7 +2,8 @@
 
 vLLM multiplies their output by the gate and adds it to the routed experts' sum, which is two
 launches. Qwen2-MoE, Qwen3-Next and Qwen3.5 have such a gate. In Qwen2-MoE's code both gates read
-the same rows, one after the other; here one launch computes both products.
+the same rows, one after the other; here one launch computes both products. That gate gets another
+class, for the reasons that `ops.npu.router_norms` names.
 """
 
 from collections.abc import Callable, Collection

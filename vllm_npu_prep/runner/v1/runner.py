@@ -1,4 +1,4 @@
-"""vLLM's V1 runner with its input preparation replaced. This file holds no arithmetic."""
+"""vLLM's V1 runner with its input preparation replaced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
