@@ -16,6 +16,7 @@ it among its files. The beginning is measured, and the second half calibrates st
 import argparse
 import hashlib
 import math
+import os
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -71,7 +72,9 @@ def _fill(model: Path, form: str, how: dict[str, Any], folder: Path) -> None:
 
 def perplexity(model: Path, text: str, tokens: int, dtype: str) -> tuple[float, int]:
     """Perplexity of the beginning of a text, and the number of tokens that were predicted."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # which would import vLLM once a model
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = LLM(
         str(model),
@@ -94,6 +97,7 @@ def perplexity(model: Path, text: str, tokens: int, dtype: str) -> tuple[float, 
         for token, told in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
     ]
     llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
     return math.exp(-sum(found) / len(found)), len(found)
 
 

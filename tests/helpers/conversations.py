@@ -1,15 +1,21 @@
 """Chats with SmolLM2 over many turns, and how far its tokens are from the best by transformers."""
 
 import json
-from collections.abc import Iterator
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from perplexity import book
+
+from tests.helpers.engine import graphs
 from tests.helpers.grammars import allowed, compiler_of
 from tests.helpers.lora import make_adapter, merge
+from tests.helpers.v2 import engine_of
+from tests.helpers.watch import count_preemptions, count_verified, record_cached
 
 TEXT = Path(__file__).with_name("conversations.txt")
 MAX_TOKENS = 24
@@ -82,26 +88,28 @@ class Chat:
         return last.prompt + last.tokens + tokenizer.encode(asked)
 
 
-def chats_of(tokenizer: Any, book: str = "", lengths: tuple[int, ...] = ()) -> Iterator[Chat]:
-    """All conversations, and one about so many tokens of a book for each length.
+def chats_of(tokenizer: Any, which: slice) -> list[Chat]:
+    """Some of the conversations, and two about a book: 7,900 and 1,000 tokens of it.
 
-    A third of them each is without an adapter, with the first and with the second. Every fifth ends
-    with a form, of which half are about tools.
+    A third each is without an adapter, with the first and with the second. Every fourth has scores.
+    Every fifth ends with a form, of which half are calls of tools.
     """
-    for number, asked in enumerate(conversations()):
+    chats = []
+    for number, asked in [*enumerate(conversations())][which]:
         chat = Chat(asked, number % (ADAPTERS + 1), scored=3 if number % 4 == 0 else -1)
-        if number % 5 == 4:
-            last = len(asked) - 1
+        last = len(asked) - 1
+        if number % 10 == 4:
             chat.forms = {last: "list"}
-            if number % 2:
-                chat.system, chat.forms = TOOLS, {last - 1: "call", last: "call"}
-                chat.asked = [*asked[:-2], "What time is it in Rome?", "Does it rain in Oslo?"]
-        yield chat
-    for number, length in enumerate(lengths):
-        ids = tokenizer.encode(book)
-        text = tokenizer.decode(ids[number * length : (number + 1) * length])
+        elif number % 10 == 9 or number == 1:
+            chat.system, chat.forms = TOOLS, {last - 1: "call", last: "call"}
+            chat.asked = [*asked[:-2], "What time is it in Rome?", "Does it rain in Oslo?"]
+        chats.append(chat)
+    ids = tokenizer(book(), verbose=False).input_ids
+    for adapter, part in enumerate((ids[:7900], ids[8000:9000])):
+        text = tokenizer.decode(part)
         asked = [f"{text}\n\nWhat is this text about?", "Who wrote it?", "Sum it up in a line."]
-        yield Chat(asked, number % (ADAPTERS + 1), scored=0 if number == 0 else -1)
+        chats.append(Chat(asked, adapter, scored=2 - adapter))
+    return chats
 
 
 def play(llm: Any, tokenizer: Any, chats: list[Chat], loras: list[Any]) -> None:
@@ -137,14 +145,6 @@ def play(llm: Any, tokenizer: Any, chats: list[Chat], loras: list[Any]) -> None:
                     [each[token].logprob for token, each in told],
                 )
             )
-
-
-def make_loras(model: Path, folder: Path) -> list[Path]:
-    """Small random adapters of a model."""
-    return [
-        make_adapter(folder / f"adapter-{number}", model, seed=number, rank=4, spread=0.02)
-        for number in range(1, ADAPTERS + 1)
-    ]
 
 
 @dataclass
@@ -193,3 +193,75 @@ def _read(network: Any, chat: Chat, tokenizer: Any, verdict: Verdict) -> None:
             rows = network.lm_head(states[start : start + len(told)]).log_softmax(-1)
             ids = torch.tensor(turn.prompt[start + 1 : start + 1 + len(told)])
             verdict.scores_off += (rows.gather(1, ids[:, None])[:, 0] - told).abs().tolist()
+
+
+@dataclass
+class Outcome:
+    """What an engine answered, what transformers says of it, and what happened meanwhile."""
+
+    turns: list[Turn]
+    verdict: Verdict
+    preempted: int
+    accepted: float
+    """Share of drafts of which all tokens were kept."""
+    cached: int
+    """Tokens of prompts that were in the prefix cache."""
+
+    def __str__(self) -> str:
+        short, off = self.verdict.short, self.verdict.scores_off
+        return (
+            f"{len(self.turns)} turns, {len(short)} tokens: {sum(map(bool, short))} not the best "
+            f"one, by {max(short):.2g} at most; {len(off)} log-probabilities of prompts: off by "
+            f"{max(off):.2g} at most; {self.preempted} preempted, {self.accepted:.0%} of drafts "
+            f"accepted, {self.cached} tokens cached"
+        )
+
+
+def converse(runner: str, model: Path, folder: Path, which: slice, **settings: Any) -> Outcome:
+    """Hold conversations with an engine that has to do everything at once.
+
+    Adapters, forms, drafts, cached prefixes, a cache that is too small, prompts in chunks, graphs.
+    """
+    from transformers import AutoTokenizer
+    from vllm.lora.request import LoRARequest
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    numbers = range(1, ADAPTERS + 1)
+    adapters = [
+        make_adapter(folder / f"adapter-{n}", model, seed=n, rank=4, spread=0.02) for n in numbers
+    ]
+    loras = [None, *(LoRARequest(f"{n}", n, str(path)) for n, path in zip(numbers, adapters))]
+    chats = chats_of(tokenizer, which)
+    defaults = {
+        "skip_tokenizer_init": False,
+        "max_model_len": 8192,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "kv_cache_memory_bytes": None,
+        "enable_lora": True,
+        "max_loras": ADAPTERS,
+        "max_lora_rank": 8,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+        },
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        **graphs("FULL_AND_PIECEWISE", 4, 16, 64),
+    }
+    with engine_of(runner, model, **defaults | settings) as llm:
+        preempted, verified, cached = (
+            count_preemptions(llm),
+            count_verified(llm),
+            record_cached(llm),
+        )
+        play(llm, tokenizer, chats, loras)
+    outcome = Outcome(
+        [turn for chat in chats for turn in chat.turns],
+        judge(model, adapters, folder, tokenizer, chats),
+        preempted["preempted"],
+        verified["accepted"] / verified.total(),
+        sum(cached),
+    )
+    print(f"{runner}, {settings}: {outcome}")
+    return outcome
