@@ -1,24 +1,27 @@
 """Write an int8 copy of a model: W8A8, round to nearest, one scale for each output channel.
 
-No data is needed and nothing is calibrated, so the copy is less exact than it could be. For serving
-in earnest use a tool that calibrates: llm-compressor writes compressed-tensors, msModelSlim writes
-the format of `--quantization ascend`; both choose scales by what a model computes on sample text.
+For serving in earnest use a tool that also moves outliers out of the way: llm-compressor writes
+compressed-tensors, msModelSlim writes the format of `--quantization ascend`.
 
     python examples/quantize.py --out .cache/tiny-qwen3-w8a8
     python examples/quantize.py --model MODEL --out FOLDER --format modelslim
+    python examples/quantize.py --model MODEL --out FOLDER --static --text BOOK.txt --keep down_proj
 
 What is quantised: the projections of attention, linear attention and MLPs, those of experts among
 them. Embeddings, norms, routers, gates, the head and the first projection of MTP layers keep their
-dtype. `--static`
-(ModelSlim only) gives inputs one scale for all tokens, taken from a short run over token ids drawn
-at random: good enough to try the format. MTP layers don't run in it, and stay dynamic.
+dtype. Inputs have a scale for each token, which needs no data. `--static` gives them one scale for
+all tokens, from the smallest and the largest number in a run over the beginning of `--text`, or
+over token ids drawn at random: these are good enough to try the format. MTP layers and experts
+stay dynamic. A few tokens that are a thousand times larger than the others, as in inputs of some
+`down_proj`, ruin a static scale; `--keep` such modules. `perplexity.py` tells what a copy loses.
 """
 
 import argparse
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,17 @@ IN_LAYER = re.compile(r"\.layers?\.\d+\.")
 FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 """Three-dimensional weights of all experts of a layer, as Qwen3.5's files have them."""
 
+SMOOTHED = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Norms whose results go to these projections alone, in layers of `SMOOTHED_MODELS`."""
+
+SMOOTHED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30
 TOKENS_OF_RUN = 256
+RUNS_OVER_TEXT = 8
 FORMATS = ("compressed-tensors", "modelslim")
 
 
@@ -79,27 +90,101 @@ def is_quantized(name: str, tensor: torch.Tensor, keep: list[str]) -> bool:
     return tensor.dim() == 2 and bool(PROJECTION.search(name)) and not kept
 
 
-def input_ranges(model: Path, modules: set[str]) -> dict[str, tuple[float, float]]:
-    """Smallest and largest input of each module, over token ids drawn at random."""
+def token_ids(model: Path, text: str) -> list[list[int]]:
+    """The beginning of a text for the runs that calibrate, by the model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(model)(text, verbose=False).input_ids
+    ends = range(TOKENS_OF_RUN, len(ids) + 1, TOKENS_OF_RUN)
+    return [ids[end - TOKENS_OF_RUN : end] for end in ends][:RUNS_OVER_TEXT] or [ids]
+
+
+def input_ranges(
+    model: Path, modules: set[str], runs: Sequence[list[int]] = ()
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Smallest and largest input of each module by column, float32 ``[K]``, and 0 if it is between.
+
+    Over token ids, or some that are drawn at random.
+    """
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def watch(name: str) -> Any:
         def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            low, high = found.get(name, (0.0, 0.0))
-            found[name] = min(low, float(inputs[0].min())), max(high, float(inputs[0].max()))
+            rows = inputs[0].flatten(0, -2)
+            none = rows.new_zeros(rows.shape[-1])
+            low, high = found.get(name, (none, none))
+            found[name] = low.minimum(rows.amin(0)), high.maximum(rows.amax(0))
 
         return hook
 
     for name, module in network.named_modules():
         if name in modules:
             module.register_forward_pre_hook(watch(name))
-    generator = torch.Generator().manual_seed(0)
-    vocab = network.config.get_text_config().vocab_size
+    if not runs:
+        generator = torch.Generator().manual_seed(0)
+        vocab = network.config.get_text_config().vocab_size
+        runs = torch.randint(0, vocab, (1, TOKENS_OF_RUN), generator=generator).tolist()
     with torch.no_grad():
-        network(torch.randint(0, vocab, (1, TOKENS_OF_RUN), generator=generator))
+        for ids in runs:
+            network(torch.tensor([ids]))
+    return found
+
+
+Factors = dict[str, torch.Tensor]
+
+
+def smoothing(
+    model: Path, ranges: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[Factors, Factors]:
+    """SmoothQuant, with a strength of 0.5: outliers behind norms move into weights.
+
+    Returns factors ``[K]`` by which columns of projections are multiplied and weights of norms
+    divided, by module. They are powers of two, so no dtype rounds what they multiply.
+    """
+    columns: Factors = {}
+    norms: Factors = {}
+    largest = {
+        name.removesuffix(".weight"): tensor.float().abs().amax(0)
+        for name, tensor in tensors_of(model)
+        if tensor.dim() == 2 and IN_LAYER.search(name)
+    }
+    for layer in dict.fromkeys(re.sub(r"(?<=\.layers\.)(\d+\.).*", r"\1", name) for name in ranges):
+        for norm, behind in SMOOTHED.items():
+            modules = [layer + name for name in behind]
+            known = [ranges[name] for name in modules if name in ranges]
+            if not known:
+                continue
+            low, high = known[0]  # of all: they have the same input
+            weights = torch.stack([largest[name] for name in modules]).amax(0)
+            ratio = high.maximum(-low).clamp(min=1e-5) / weights.clamp(min=1e-5)
+            factors = 2 ** (ratio.log2() / 2).round()
+            columns |= dict.fromkeys(modules, factors)
+            norms[layer + norm] = factors
+    return columns, norms
+
+
+def smoothed(model: Path, columns: Factors, norms: Factors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of a checkpoint with the factors of `smoothing`."""
+    for name, tensor in tensors_of(model):
+        module, dtype = name.rpartition(".")[0], tensor.dtype
+        if module in columns and tensor.dim() == 2:
+            tensor = tensor * columns[module]
+        if module in norms:
+            tensor = tensor / norms[module]
+        yield name, tensor.to(dtype)
+
+
+def ends_of(
+    ranges: Mapping[str, tuple[torch.Tensor, torch.Tensor]], columns: Factors
+) -> dict[str, tuple[float, float]]:
+    """Smallest and largest input of each module, once its columns have these factors."""
+    found = {}
+    for name, (low, high) in ranges.items():
+        factors = columns.get(name, torch.ones(1))
+        found[name] = float((low / factors).min()), float((high / factors).max())
     return found
 
 
@@ -147,7 +232,13 @@ class Files:
 
 
 def quantize(
-    model: Path, out: Path, form: str, static: bool = False, keep: tuple[str, ...] = ()
+    model: Path,
+    out: Path,
+    form: str,
+    static: bool = False,
+    keep: tuple[str, ...] = (),
+    text: str = "",
+    smooth: bool = False,
 ) -> None:
     """Write an int8 copy of a model.
 
@@ -162,29 +253,47 @@ def quantize(
         Experts stay dynamic.
     keep
         Regular expressions; modules in which one is found keep their dtype.
+    text
+        Calibrates; token ids drawn at random do if it is empty.
+    smooth
+        Move outliers of inputs behind norms into weights.
 
     Raises
     ------
     ValueError
-        If the folder holds no weights, or is quantised already.
+        If the folder holds no weights, or is quantised already; if a module would be dynamic in a
+        static copy in compressed-tensors' form; if layers that are to be smoothed aren't known.
     """
-    if static and form != "modelslim":
-        raise ValueError("--static: only --format modelslim writes scales for inputs")
     weights = dict.fromkeys(name for name, _ in tensors_of(model))
     if not weights:
         raise ValueError(f"{model} has no safetensors files")
     config = json.loads((model / "config.json").read_text())
     if "quantization_config" in config or (model / DESCRIPTION).exists():
         raise ValueError(f"{model} is quantised already")
+    quantized = {n for n, t in tensors_of(model) if is_quantized(n, t, list(keep))}
+    modules = {name.removesuffix(".weight") for name in quantized}
+    if smooth and config.get("model_type") not in SMOOTHED_MODELS:
+        raise ValueError(
+            f"--smooth knows layers of {', '.join(SMOOTHED_MODELS)}; this is a model of "
+            f"{config.get('model_type')}"
+        )
+    runs = token_ids(model, text) if text else []
+    ranges = input_ranges(model, modules, runs) if static or smooth else {}
+    columns, norms = smoothing(model, ranges) if smooth else ({}, {})
+    ends = ends_of(ranges, columns) if static else {}
+    if static and form != "modelslim" and (rest := sorted(modules - ends.keys())):
+        raise ValueError(
+            f"--static: {rest[0]} (of {len(rest)} such modules) has no input of its own to "
+            "calibrate, as experts and MTP layers; --keep them, or take --format modelslim, "
+            "in which they stay dynamic"
+        )
     shutil.rmtree(out, ignore_errors=True)
     skipped = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "recipe.sha256")
     shutil.copytree(model, out, ignore=skipped)
-    biases = {name: t for name, t in tensors_of(model) if name.endswith(".bias")}
-    quantized = {n for n, t in tensors_of(model) if is_quantized(n, t, list(keep))}
-    modules = {name.removesuffix(".weight") for name in quantized}
-    ranges = input_ranges(model, modules) if static else {}
+    tensors = partial(smoothed, model, columns, norms)
+    biases = {name: t for name, t in tensors() if name.endswith(".bias")}
     files, description = Files(out), {}
-    for name, tensor in tensors_of(model):
+    for name, tensor in tensors():
         module = name.removesuffix(".weight")
         if name not in quantized:
             files.add({name: tensor})
@@ -192,11 +301,15 @@ def quantize(
             continue
         values, scale = quantize_weight(tensor)
         made = {name: values, f"{module}.weight_scale": scale}
+        if form != "modelslim" and static:
+            step, offset = static_scales(*ends[module])
+            made[f"{module}.input_scale"] = step
+            made[f"{module}.input_zero_point"] = offset.to(torch.int8)
         if form == "modelslim":
             made[f"{module}.weight_offset"] = torch.zeros_like(scale)
-            if module in ranges:
-                made |= static_tensors(module, values, scale, ranges, biases, tensor.dtype)
-            kind = "W8A8" if module in ranges else "W8A8_DYNAMIC"
+            if module in ends:
+                made |= static_tensors(module, values, scale, ends, biases, tensor.dtype)
+            kind = "W8A8" if module in ends else "W8A8_DYNAMIC"
             description |= dict.fromkeys(made, kind)
         files.add(made)
     files.close()
@@ -212,7 +325,7 @@ def quantize(
             }
         )
         ignored = [each if IN_LAYER.search(each) else end_of(each, modules) for each in left_out]
-        config["quantization_config"] = compressed_tensors_config(ignored)
+        config["quantization_config"] = compressed_tensors_config(ignored, static)
         (out / "config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -220,12 +333,12 @@ def static_tensors(
     module: str,
     values: torch.Tensor,
     scale: torch.Tensor,
-    ranges: Mapping[str, tuple[float, float]],
+    ends: Mapping[str, tuple[float, float]],
     biases: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """What static quantisation adds to a module, by ModelSlim's names."""
-    step, offset = static_scales(*ranges[module])
+    step, offset = static_scales(*ends[module])
     both = (step * scale).flatten()
     bias = biases.get(f"{module}.bias")
     start = torch.zeros_like(both) if bias is None else (bias.float() / both).round()
@@ -252,13 +365,18 @@ def end_of(module: str, quantized: Collection[str]) -> str:
     return f"re:(.*\\.)?{re.escape(free)}$"
 
 
-def compressed_tensors_config(ignored: list[str]) -> dict[str, Any]:
-    """``quantization_config`` of int8 weights by channel and int8 inputs by token."""
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
+def compressed_tensors_config(ignored: list[str], static: bool = False) -> dict[str, Any]:
+    """``quantization_config`` of int8 weights by channel, and inputs by token or static."""
+    common = {"num_bits": 8, "type": "int"}
+    inputs = {
+        "symmetric": not static,
+        "strategy": "tensor" if static else "token",
+        "dynamic": not static,
+    }
     group = {
         "targets": ["Linear"],
-        "weights": {**common, "strategy": "channel", "dynamic": False},
-        "input_activations": {**common, "strategy": "token", "dynamic": True},
+        "weights": {**common, "symmetric": True, "strategy": "channel", "dynamic": False},
+        "input_activations": common | inputs,
     }
     return {
         "quant_method": "compressed-tensors",
@@ -282,6 +400,15 @@ def main() -> None:
     )
     parser.add_argument("--static", action="store_true", help="one scale for all tokens")
     parser.add_argument(
+        "--smooth", action="store_true", help="move outliers of inputs into weights (SmoothQuant)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="calibrates --static and --smooth (default: random tokens)",
+    )
+    parser.add_argument(
         "--keep", nargs="*", default=[], metavar="REGEX", help="modules that keep their dtype"
     )
     args = parser.parse_args()
@@ -290,15 +417,20 @@ def main() -> None:
         import tiny_model  # beside this script
 
         model = tiny_model.make(DEFAULT_MODEL)
+    if args.text and not (args.static or args.smooth):
+        parser.error("--text calibrates --static and --smooth, of which neither is given")
     try:
-        quantize(model, args.out, args.format, args.static, tuple(args.keep))
+        text = args.text.read_text() if args.text else ""
+        quantize(model, args.out, args.format, args.static, tuple(args.keep), text, args.smooth)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
     serve = "vllm serve " + str(args.out)
     print(
         f"Wrote {args.out}: {serve}\n"
-        "Rounded to nearest, without calibration: llm-compressor and msModelSlim, which calibrate, "
-        "keep more of a model's accuracy."
+        "Rounded to nearest: llm-compressor and msModelSlim, which also move outliers out of the "
+        "way, keep more of a model's accuracy."
     )
 
 

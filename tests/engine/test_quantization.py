@@ -18,7 +18,6 @@ from tests.helpers.quantized import (
     QUANTIZE,
     change_tensors,
     draw_biases,
-    make_static,
     rounded_drafter,
     rounded_model,
 )
@@ -61,13 +60,13 @@ QWEN2 = ("Qwen2", {})  # biases: float ones are added to products, ModelSlim's t
 DEEPSEEK = ("DeepseekV3", {"q_lora_rank": 20, **LATENT, **V3_EXPERTS})
 GRAPHS = graphs("FULL_DECODE_ONLY", 1, 4, 8)
 MODELS = {  # family, its config, how an int8 copy is made, settings
-    "ModelSlim, static, a float layer": (
+    "ModelSlim, static and smooth, a float layer": (
         "Qwen3",
         {},
-        partial(QUANTIZE, **STATIC, keep=("layers.0.mlp.down_proj",)),
+        partial(QUANTIZE, **STATIC, keep=("layers.0.mlp.down_proj",), smooth=True),
         {},
     ),
-    "biases, zero points": (*QWEN2, partial(make_static, symmetric=False), {}),
+    "biases, zero points": (*QWEN2, partial(QUANTIZE, **COMPRESSED, static=True), {}),
     "biases, ModelSlim": (*QWEN2, partial(QUANTIZE, **STATIC), {}),
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
     # vLLM calls MiniMax-M2's mixtures otherwise than the files do

@@ -5,7 +5,6 @@ rounds the inputs of each quantised layer: the same arithmetic in float32.
 """
 
 import copy
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,33 +64,6 @@ def draw_norms(tensors: dict[str, torch.Tensor]) -> None:
     assert len(norms) > 8
     for name in norms:
         tensors[name] = torch.empty(tensors[name].shape).uniform_(-0.5, 0.5, generator=generator)
-
-
-def make_static(model: Path, folder: Path, symmetric: bool) -> None:
-    """Write a compressed-tensors copy of a model, in which inputs have one scale for all tokens.
-
-    If it is symmetric, there are no zero points.
-    """
-    QUANTIZE(model, folder, "compressed-tensors")
-    modules = {name.removesuffix(".weight_scale") for name in tensors_in(folder)}
-    ranges = quantize.input_ranges(model, modules)
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        for module, (low, high) in ranges.items():
-            if f"{module}.weight_scale" not in tensors:
-                continue
-            scale, offset = quantize.static_scales(low, high)
-            if symmetric:
-                scale = torch.tensor([max(-low, high) / 127])
-            else:
-                tensors[f"{module}.input_zero_point"] = offset.to(torch.int8)
-            tensors[f"{module}.input_scale"] = scale
-
-    change_tensors(folder, add)
-    config = json.loads((folder / "config.json").read_text())
-    group = config["quantization_config"]["config_groups"]["group_0"]["input_activations"]
-    group |= {"strategy": "tensor", "dynamic": False, "symmetric": symmetric}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def rounded_tokens(x: torch.Tensor, slices: int = 1) -> torch.Tensor:
@@ -162,6 +134,8 @@ def round_modules(
                 module.bias.data = (total + offset.int() * sums) * (step * scale.flatten())
             slices = ranks if name.endswith(SUMMED) else 1
             module.register_forward_pre_hook(_rounds(step, offset, slices))
+        elif name.endswith("norm") and f"{name}.weight" in tensors:  # smoothing changes it
+            module.weight.data = tensors[f"{name}.weight"].float()
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
             _round_experts(module, name, tensors, ranks if cut_experts else 1)
 

@@ -16,7 +16,6 @@ from tests.helpers.quantized import (
     change_tensors,
     draw_biases,
     draw_norms,
-    make_static,
     rounded_model,
 )
 from tests.helpers.step_logits import greedy_steps
@@ -119,10 +118,7 @@ def test_static_scales_beside_float_biases(tmp_path, seed, form):
     """Of Qwen2's attention; with zero points, which are taken out before biases are added."""
     model = make_model(tmp_path / "float", "Qwen2", **MODEL)
     change_tensors(model, draw_biases)
-    if form == MODELSLIM:
-        QUANTIZE(model, tmp_path / "int8", form, True)
-    else:
-        make_static(model, tmp_path / "int8", symmetric=False)
+    QUANTIZE(model, tmp_path / "int8", form, static=True)
     worst, _ = distance(model, tmp_path / "int8", "float16", seed)
     assert worst < BOUND["float16"]
 

@@ -1,0 +1,56 @@
+"""`examples/quantize.py` smooths without a change of the model, and refuses what it can't do."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import quantize
+
+from tests.helpers.engine import make_model
+from tests.helpers.huggingface import load
+
+
+def test_smoothing_evens_inputs_and_keeps_what_the_model_computes(tmp_path):
+    model = make_model(tmp_path / "model", "Qwen2")
+    folder = make_model(tmp_path / "smoothed", "Qwen2")
+    modules = {n.removesuffix(".weight") for n, t in quantize.tensors_of(model) if "_proj.w" in n}
+    before = quantize.input_ranges(model, modules)
+    columns, norms = quantize.smoothing(model, before)
+    assert len(columns) == 2 * 5 and len(norms) == 2 * 2
+    tensors = dict(quantize.smoothed(model, columns, norms))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(2, 90)[None]
+    with torch.no_grad():
+        old, new = (load(each)(ids).logits for each in (model, folder))
+    torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+    after = quantize.input_ranges(folder, modules)
+    ends = quantize.ends_of(before, columns)
+    for name, (low, high) in after.items():
+        assert (low.min().item(), high.max().item()) == pytest.approx(ends[name], rel=1e-4)
+
+
+CANT = {
+    "experts in static form": (
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        {"static": True},
+        r"model\.layers\.0\.mlp\.experts\.0\.down_proj \(of 24 such modules\).*--format modelslim",
+    ),
+    "layers that are not known": (
+        ("Gemma", {}),
+        {"smooth": True},
+        "--smooth knows layers of llama, mistral, qwen2, qwen3; this is a model of gemma",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANT)
+def test_what_cannot_be_done_is_said_before_anything_is_written(tmp_path, case):
+    (family, config), how, message = CANT[case]
+    model = make_model(tmp_path / "model", family, **config)
+    with pytest.raises(ValueError, match=message):
+        quantize.quantize(model, tmp_path / "out", "compressed-tensors", **how)
+    assert not (tmp_path / "out").exists()
