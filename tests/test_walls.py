@@ -203,6 +203,8 @@ WALLS = {
     "compat.activation": "compat device server torchvision_import",
     "device": "compat.torch_names device prep",
     "ops": "aclnn compat.kernels config ops",
+    # It computes where the core does
+    "ops.cpu": "compat.torch_names ops.cpu prep.compiled",
     "quantization": (
         "config ops.experts ops.fused ops.fused_experts ops.fused_latent quantization"
     ),
