@@ -98,8 +98,9 @@ class NPUPlatform(Platform):
         super().import_ir_kernels()
         if KIND == NPU_KIND:
             from vllm_npu_prep.ops.npu.norms import register_implementations
-
-            register_implementations()
+        else:
+            from vllm_npu_prep.ops.cpu.norms import register_implementations
+        register_implementations()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
@@ -111,6 +112,11 @@ class NPUPlatform(Platform):
             names = parse_config(vllm_config.additional_config).fused.names
             for name in names & IR_OPERATORS.keys():
                 getattr(priorities, IR_OPERATORS[name]).insert(0, PROVIDER)
+        else:
+            from vllm_npu_prep.ops.cpu.norms import IR_OPERATORS, PROVIDER
+
+            for operator in IR_OPERATORS:
+                getattr(priorities, operator).insert(0, PROVIDER)
         return priorities
 
     @classmethod

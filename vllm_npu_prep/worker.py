@@ -39,6 +39,8 @@ from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
+from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
+from vllm_npu_prep.ops.cpu.rotary import register_layers
 from vllm_npu_prep.ops.npu.routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
@@ -118,6 +120,8 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
+        if self.prep_device.computes_on_host:
+            register_layers()
         options = parse_config(self.vllm_config.additional_config)
         if options.cpu_binding:
             bound = self.prep_device.bind_cpus()
@@ -158,8 +162,12 @@ class NPUWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.prep_device.computes_on_host:
             torch.set_num_threads(threads)
+        model, drafter = self.model_runner.get_model(), self.get_draft_model()
         if self._sleeping is not None:
-            self._sleeping.adopt(self.model_runner.get_model(), self.get_draft_model())
+            self._sleeping.adopt(model, drafter)  # packed weights have no address that could stay
+        elif self.prep_device.computes_on_host:
+            models = [model] if drafter is None else [model, drafter]
+            pack_weights(models, self.vllm_config, logger.info)
 
     def _make_model_runner(self) -> Any:
         assert self.device is not None
@@ -486,6 +494,14 @@ class NPUWorker(Worker):
         self.model_runner.refuse_new_weights()
         with kept_addresses(self.model_runner.get_model(), self.model_config):
             super().update_weights(*args, **kwargs)
+
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        with unpacked(self.model_runner.get_model()):
+            super().save_sharded_state(*args, **kwargs)
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
+        with unpacked(self.model_runner.get_model()):
+            super().save_tensorized_model(*args, **kwargs)
 
     @property
     def sleep_mode_backend(self) -> SleepingMemory:

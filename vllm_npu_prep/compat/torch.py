@@ -1,8 +1,10 @@
-"""Patches of torch names that vLLM uses on every device without checking."""
+"""Names of torch: private ones that the plugin uses, and patches of those that vLLM uses on every
+device without checking.
+"""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,3 +83,17 @@ def cuda_names(**stand_ins: Any) -> Iterator[None]:
         for name, original in saved.items():
             setattr(torch.cuda, name, original)
         torch.Event = saved_event  # type: ignore[misc]
+
+
+class PackedLinear(NamedTuple):
+    """Operators of oneDNN, which torch keeps for its own compiler."""
+
+    pack: Callable[[torch.Tensor], torch.Tensor]  # [N, K] to an opaque tensor of this shape
+    multiply: Callable[..., torch.Tensor]  # x, packed weight, bias, "none", [], ""
+
+
+def packed_linear() -> PackedLinear | None:
+    """Return the operators, or None if the installed torch lacks one."""
+    names = "_reorder_linear_weight", "_linear_pointwise"
+    found = [getattr(torch.ops.mkldnn, name, None) for name in names]
+    return PackedLinear(*(each.default for each in found)) if all(found) else None
