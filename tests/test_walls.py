@@ -195,7 +195,7 @@ WALLS = {
     "device": "compat.torch device prep",
     "ops": "aclnn compat.kernels config ops",
     # It computes where the core does
-    "ops.cpu": "compat.torch_names ops.cpu prep.compiled",
+    "ops.cpu": "compat.torch ops.cpu prep.compiled",
     "quantization": (
         "config ops.moe_method ops.npu.experts ops.npu.latent ops.npu.switches quantization"
     ),

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
 )
 
-from vllm_npu_prep.compat.torch_names import PackedLinear, packed_linear
+from vllm_npu_prep.compat.torch import PackedLinear, packed_linear
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
