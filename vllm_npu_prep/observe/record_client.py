@@ -92,8 +92,10 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
             with connection.makefile("rb") as lines:
                 answer = lines.readline()
         except TimeoutError:
-            why = f"did not answer within {timeout:g} s: its engine is in a long step, or hangs"
-            raise PrepError(f"{server} {why}") from None
+            raise PrepError(
+                f"{server} did not answer within {timeout:g} s: its engine is in a long step, "
+                "or hangs"
+            ) from None
         except (BrokenPipeError, ConnectionResetError):
             pass
         except OSError as error:

@@ -265,8 +265,8 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
         settings = RecordSettings.model_validate(data)
     except ValidationError as error:
         detail = error.errors()[0]
-        where = ".".join(["settings", *map(str, detail["loc"])])
-        raise PrepError(f"{_one_line(where)}: {_one_line(described(detail))}") from None
+        key = _one_line(".".join(map(str, detail["loc"])))
+        raise PrepError(f"settings.{key}: {_one_line(described(detail))}") from None
     _check_settings(settings)
     return settings
 
