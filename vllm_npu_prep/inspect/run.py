@@ -217,7 +217,9 @@ class RankRun:
         self.index.append(index)
         self.steps.append(step)
         for name, prompt, computed, scheduled, drafts in requests:
-            row = self.requests.setdefault(name, RequestRow(name, prompt))
+            row = self.requests.get(name)
+            if row is None:
+                row = self.requests[name] = RequestRow(name, prompt)
             row.add(index, computed, scheduled, drafts, begins)
 
 

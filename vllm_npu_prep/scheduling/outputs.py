@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -41,7 +42,7 @@ class UpstreamRow(NamedTuple):
 class Rows:
     """The rows of a step, in place of ``num_scheduled_tokens``; they are gone through once."""
 
-    scheduler: Any  # `vllm_npu_prep.scheduling.scheduler.BatchedMixin`
+    scheduler: Scheduler  # a `vllm_npu_prep.scheduling.scheduler.BatchedMixin`
     step: SchedulerOutput  # as it was scheduled
     sampled: ModelRunnerOutput
     outputs: dict[int, list[EngineCoreOutput]] = field(default_factory=dict)  # plain, by client
@@ -58,10 +59,12 @@ class Rows:
         output, emitted something before, and none of the tokens ends it. The rest of upstream's
         rules for such a row is here; each line names its source in vLLM's ``v1/core/sched``.
         """
-        scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
-        find, note_cached = scheduler.requests.get, scheduler.needs.note_cached
-        asynchronous, hash_block_size = scheduler.asynchronous, scheduler.hash_block_size
-        caches_verified = scheduler.rules.caches_verified_tokens
+        scheduler = self.scheduler
+        ours: Any = scheduler
+        find: Any = scheduler.requests.get
+        cache_blocks, note_cached = scheduler.kv_cache_manager.cache_blocks, ours.needs.note_cached
+        asynchronous, hash_block_size = ours.asynchronous, scheduler.hash_block_size
+        caches_verified = ours.rules.caches_verified_tokens
         caches = asynchronous or (caches_verified and scheduler.num_spec_tokens > 0)
         index, sampled = self.sampled.req_id_to_index, self.sampled.sampled_token_ids
         drafts_of = self.step.scheduled_spec_decode_tokens
@@ -125,7 +128,7 @@ class Rows:
                     else request.num_output_placeholders
                 )
                 if cacheable >= request.cached_until:
-                    manager.cache_blocks(request, cacheable)
+                    cache_blocks(request, cacheable)
                     note_cached(request)
             if request.client_index != client:
                 client = request.client_index
