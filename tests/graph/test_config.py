@@ -7,6 +7,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.latent import LATENT_ON_NPUS, V2_LITE
 from vllm_npu_prep.attention import fused_calls
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
@@ -317,3 +318,13 @@ def test_a_drafter_limits_batches_as_the_model_does(configure, monkeypatch, tmp_
     draft_config = configure(drafter).model_config
     target.speculative_config = SimpleNamespace(draft_model_config=draft_config)
     assert fused_calls.batch_limits(target).apply
+
+
+def test_latent_attention_keeps_what_its_documentation_limits(configure, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        fused_calls, "decisions_of", lambda config: SimpleNamespace(attention="fia")
+    )
+    latent = make_model(tmp_path / "latent", "DeepseekV2", **V2_LITE, **LATENT_ON_NPUS)
+    documented = {"npu_prep": {"kernel_rules": "documented"}}
+    assert not fused_calls.batch_limits(configure(latent)).apply
+    assert fused_calls.batch_limits(configure(latent, additional_config=documented)).apply
