@@ -89,7 +89,7 @@ class Chat:
 
 
 def chats_of(tokenizer: Any, which: slice) -> list[Chat]:
-    """Some of the conversations, and two about a book: 7,900 and 1,000 tokens of it.
+    """Some of the conversations, and two about a book: up to 7,900 and 1,000 tokens of it.
 
     A third each is without an adapter, with the first and with the second. Every fourth has scores.
     Every fifth ends with a form, of which half are calls of tools.
@@ -105,7 +105,8 @@ def chats_of(tokenizer: Any, which: slice) -> list[Chat]:
             chat.asked = [*asked[:-2], "What time is it in Rome?", "Does it rain in Oslo?"]
         chats.append(chat)
     ids = tokenizer(book(), verbose=False).input_ids
-    for adapter, part in enumerate((ids[:7900], ids[8000:9000])):
+    longest = 7900 if len(chats) >= 10 else 600
+    for adapter, part in enumerate((ids[:longest], ids[8000 : 8000 + longest // 8])):
         text = tokenizer.decode(part)
         asked = [f"{text}\n\nWhat is this text about?", "Who wrote it?", "Sum it up in a line."]
         chats.append(Chat(asked, adapter, scored=2 - adapter))
