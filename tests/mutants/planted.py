@@ -185,9 +185,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/kernels/fused_delta.py": [
         ("rows of the convolution are those of another block", "alpha=self.rows_of_block)", "alpha=self.rows_of_block + 1)", STATES_ON_NPU),
-        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
-        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_OF_DRAFTS),
-        ("on NPUs accepted tokens are ignored: the first state is read", "metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "metadata.accepted = torch.ones_like(counts)", STATES_OF_DRAFTS),
+        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(rows.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(rows.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
+        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(rows.to_read).masked_fill_(rows.is_empty, 0)", "self.rows.read(rows.to_read)", STATES_OF_DRAFTS),
+        ("on NPUs accepted tokens are ignored: the first state is read", "kept = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "kept = torch.ones_like(counts)", STATES_OF_DRAFTS),
     ],
     "attention/kernels/latent.py": [
         ("heads of zeros stand before the layer's", "(0, 0, 0, missing)", "(0, 0, missing, 0)", LATENT_ON_NPU),
