@@ -4,6 +4,8 @@ import copy
 from collections.abc import Container
 from typing import Any
 
+from vllm.v1.utils import CpuGpuBuffer
+
 from vllm_npu_prep.device.staging import CACHED_LAYOUTS, StagedArrays
 
 GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
@@ -51,6 +53,7 @@ class UpstreamBuffers:
             "num_computed_tokens": device.num_computed_tokens,
             "optimistic_seq_lens_cpu": cpu.seq_lens,
         }
+        buffer: CpuGpuBuffer
         for name in BUFFERS:
             buffer = names[name] = copy.copy(self._own[name])
             buffer.gpu, buffer.cpu = getattr(device, name), getattr(cpu, name)
