@@ -121,7 +121,7 @@ def names_of(tree: ast.AST) -> set[str]:
     return used | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
 
-RUNNERS = re.compile(r"(model_runner|v[12]\.runner|runner\.common)$")
+RUNNERS = re.compile(r"(model_runner|v[12]\.(runner|setup)|runner\.common)$")
 """Modules of runners, upstream's and ours."""
 RECORDS = {"AsyncModelRunnerOutput", "BatchReqState", "ModelRunnerOutput"}
 """What upstream names after a runner, or has beside one, and what is none."""
@@ -136,7 +136,8 @@ def knows_a_runner(tree: ast.AST) -> set[str]:
 
 def test_parts_of_the_runner_know_no_runner():
     parts = {n: tree for n, tree in SOURCES.items() if n.startswith("runner/")}
-    del parts["runner/v1/runner.py"], parts["runner/v2/runner.py"]
+    for version in ("v1", "v2"):
+        del parts[f"runner/{version}/runner.py"], parts[f"runner/{version}/setup.py"]
     assert {n: found for n, tree in parts.items() if (found := knows_a_runner(tree))} == {}
 
 
@@ -151,7 +152,8 @@ def assigned_in(method: ast.FunctionDef) -> set[str]:
 
 
 START_UP = {"__init__", "load_model", "may_reinitialize_input_batch", "initialize_kv_cache"}
-START_UP |= {"_allocate_planes", "_follow_cache", "_make_graph_manager", "_replace_layers"}
+START_UP |= {"_allocate_planes", "_follow_cache", "_make_graph_manager", "_make_preparer"}
+START_UP |= {"_replace_layers"}
 IN_STEPS = {
     "runner/v1/runner.py": {
         "_begin_step": {"in_flight"},
@@ -171,6 +173,8 @@ IN_STEPS = {
         "pool": {"execute_model_state"},
     },
     "runner/common.py": {},
+    "runner/v1/setup.py": {},
+    "runner/v2/setup.py": {},
 }
 """Attributes of the runners that change after start-up: the records of what is under way."""
 
@@ -315,7 +319,7 @@ LONG = {
     "inspect/explain.py": "every table of a step that explain prints, a function each",
     "platform.py": "every question of vLLM about a device, a few lines each",
     "records/scenario.py": "every field of a scenario file, and the rules for them",
-    "runner/v1/runner.py": "every override of upstream's runner, a few lines each, in one class",
+    "runner/v1/runner.py": "every override of upstream's runner in a step, a few lines each",
     "worker.py": "every override of upstream's worker, from its start to its sleep",
     "runner/v2/runner.py": "the same of upstream's V2 runner",
 }

@@ -192,9 +192,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/kernels/fused_delta.py": [
         ("rows of the convolution are those of another block", "alpha=self.rows_of_block)", "alpha=self.rows_of_block + 1)", STATES_ON_NPU),
-        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
-        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_OF_DRAFTS),
-        ("on NPUs accepted tokens are ignored: the first state is read", "metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "metadata.accepted = torch.ones_like(counts)", STATES_OF_DRAFTS),
+        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(rows.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(rows.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
+        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(rows.to_read).masked_fill_(rows.is_empty, 0)", "self.rows.read(rows.to_read)", STATES_OF_DRAFTS),
+        ("on NPUs accepted tokens are ignored: the first state is read", "kept = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "kept = torch.ones_like(counts)", STATES_OF_DRAFTS),
     ],
     "attention/kernels/latent.py": [
         ("heads of zeros stand before the layer's", "(0, 0, 0, missing)", "(0, 0, missing, 0)", LATENT_ON_NPU),
@@ -757,12 +757,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/v1/runner.py": [
         ("real text: rotary of another base", "        super().load_model(*args, **kwargs)\n", "        self.model_config.hf_config.rope_parameters['rope_theta'] = 1e4\n        super().load_model(*args, **kwargs)\n", REAL_TEXT),
         ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
-        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
-        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
         ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
         ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
-        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
         ("npu: a length is read back", "        metadata = preparer.build_metadata(step, staged)\n", "        staged.device.seq_lens.max().item()\n        metadata = preparer.build_metadata(step, staged)\n", COUNTS),
         ("padding mask of a step from upstream", "        if self.in_flight is None:\n            is_padding", "        if True:\n            is_padding", BOOKS),
         ("a step that failed stays in flight", "            if self.execute_model_state is None:\n                self._end_step()\n", "            pass\n", BOOKS),
@@ -774,7 +771,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
         ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
-        ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
         ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
         ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
@@ -783,6 +779,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chosen tokens are scored in the rows of other requests", "repeat_interleave(len(logprobs) // num_reqs, dim=0)", "repeat(len(logprobs) // num_reqs, 1)", SPECULATION),
         ("a budget of thinking tokens stays in the row of a request that left", "            holder._state.pop(row, None)\n", "            pass\n", ("tests/engine/test_thinking.py",)),
         ("whoever chose fewer tokens gets others' likeliest in their place", "torch.where(is_chosen, wanted, ids[:, columns])", "wanted", SPECULATION),
+    ],
+    "runner/v1/setup.py": [
+        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
+        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
+        ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
     ],
     "runner/v1/speculation.py": [
         ("async: tokens known are the scheduler's guess", "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n", "", SPECULATION),
@@ -871,21 +873,23 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
     "runner/v2/runner.py": [
+        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.prepared, self.preparer)\n", "", V2_GRAPHS),
         ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False", "            pass", V2_EMBEDS),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
-        ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
         ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
-        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.in_flight, self.preparer)\n", "", V2_GRAPHS),
-        ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
         ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
     ],
     "runner/v2/sampler.py": [
         ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
         ("V2: NaNs of a request's drafts go to the requests after it", "if len(rows_of_logits) == len(request_rows):", "if True:", V2),
         ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
+    ],
+    "runner/v2/setup.py": [
+        ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
+        ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
     ],
     "runner/v2/speculator.py": [
         ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),

@@ -7,7 +7,7 @@ arrays (`vllm_npu_prep.prep.recurrent_states`).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,32 @@ from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_GROUPS, RecurrentGroups
 from vllm_npu_prep.prep.state import AttentionState
+
+
+class DecodeRows(NamedTuple):
+    """Where decodes of one token keep the inputs of their convolution."""
+
+    both: torch.Tensor  # int64: rows to read and to write
+    query_lens: torch.Tensor  # [num_decodes] int32, 1
+
+
+class DraftRows(NamedTuple):
+    """Where decodes with drafts keep the inputs of their convolution."""
+
+    to_read: torch.Tensor  # int64
+    to_write: torch.Tensor  # int64
+    query_lens: torch.Tensor  # [num_decodes] int32
+    accepted: torch.Tensor  # [num_decodes] int32: at most `query_lens`
+
+
+class PrefillRows(NamedTuple):
+    """Where prefills keep the inputs of their convolution, and their states."""
+
+    to_read: torch.Tensor  # int64
+    to_write: torch.Tensor  # int64
+    query_lens: torch.Tensor  # [num_prefills] int32
+    is_empty: torch.Tensor  # [num_prefills, 1, 1] bool
+    blocks: torch.Tensor  # [num_prefills] int64: of states to write
 
 
 @dataclass
@@ -57,16 +83,9 @@ class RecurrentMetadata(AttentionMetadata):
     num_accepted_tokens: torch.Tensor | None = None  # [R] int32
     decode_lens: list[int] | None = None
     # What the first layer of a group makes for all its layers (`attention.kernels.fused_delta`)
-    rows_to_write: torch.Tensor | None = None  # int64: for decodes
-    ones: torch.Tensor | None = None  # [decodes] int32
-    rows_of_decodes: torch.Tensor | None = None  # int64: rows to read, with speculation
-    decode_query_lens: torch.Tensor | None = None  # [decodes] int32, with speculation
-    accepted: torch.Tensor | None = None  # [decodes] int32: at most `decode_query_lens`
-    prefill_query_lens: torch.Tensor | None = None  # [num_prefills] int32
-    is_empty: torch.Tensor | None = None  # [num_prefills, 1, 1] bool
-    rows_to_read: torch.Tensor | None = None  # int64: for prefills
-    rows_of_prefills: torch.Tensor | None = None  # int64
-    blocks_of_prefills: torch.Tensor | None = None  # [num_prefills] int64
+    decode_rows: DecodeRows | None = None
+    draft_rows: DraftRows | None = None
+    prefill_rows: PrefillRows | None = None
 
     @property
     def num_prefills(self) -> int:

@@ -58,7 +58,7 @@ def let_servers_drain_and_stop_quietly() -> None:
 
     get_output_async.stops_quietly = True  # type: ignore[attr-defined]
     AsyncMPClient.get_output_async = get_output_async
-    AsyncLLM.shutdown = shutdown  # type: ignore[method-assign]
+    AsyncLLM.shutdown = shutdown
 
 
 def let_servers_drain_and_fail_with_their_engine() -> None:
@@ -124,7 +124,7 @@ def read_adapters_once_they_are_loaded() -> None:
             self.lora_requests[request.lora_name] = once(adapter)
         return answer
 
-    serving.OpenAIServingModels.load_lora_adapter = load_lora_adapter  # type: ignore[method-assign]
+    serving.OpenAIServingModels.load_lora_adapter = load_lora_adapter
     serving.logger.addFilter(lambda record: not str(record.msg).startswith("Reloaded LoRA"))
 
 

@@ -66,7 +66,7 @@ def wake_who_reads_from_another_host() -> None:
                     raise TimeoutError
         return upstream(self, timeout, indefinite)
 
-    MessageQueue.dequeue = dequeue  # type: ignore[method-assign]
+    MessageQueue.dequeue = dequeue
 
 
 class AnswerQueue:
@@ -142,4 +142,4 @@ def keep_answers_with_their_calls() -> None:
             self.response_mqs = Answers(self.response_mqs)
         return upstream(self, *args, **kwargs)
 
-    MultiprocExecutor.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    MultiprocExecutor.collective_rpc = collective_rpc

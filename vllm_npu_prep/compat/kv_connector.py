@@ -65,7 +65,7 @@ def refuse_sessions_beside_offloading() -> None:
             )
         return upstream(self, *args, **settings)
 
-    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
+    InputProcessor.process_inputs = process_inputs
 
 
 def let_preempted_requests_load_at_once() -> None:
@@ -93,4 +93,4 @@ def let_preempted_requests_load_at_once() -> None:
             scheduler_output.preempted_req_ids = set(preempted) - loading
         return upstream(self, scheduler_output)
 
-    OffloadingConnectorScheduler.build_connector_meta = build_connector_meta  # type: ignore[method-assign]
+    OffloadingConnectorScheduler.build_connector_meta = build_connector_meta

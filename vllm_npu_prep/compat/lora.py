@@ -243,7 +243,7 @@ def identify_loads() -> None:
     def _gen_lora_extra_hash_keys(request: "Request") -> list[tuple[str, ...]]:
         return [(*key, load_of(request) or "") for key in name_blocks(request)]
 
-    WorkerLoRAManager._load_adapter = _load_adapter  # type: ignore[method-assign]
+    WorkerLoRAManager._load_adapter = _load_adapter
     kv_cache_utils._gen_lora_extra_hash_keys = _gen_lora_extra_hash_keys  # type: ignore[assignment]
     _tell_loads_of_calls()
 
@@ -308,11 +308,11 @@ def _tell_loads_of_calls() -> None:
 
         return called
 
-    EngineCore.__init__ = begin_with_loads  # type: ignore[method-assign]
-    EngineCore.add_request = add_request_with_load  # type: ignore[method-assign]
-    EngineCore.add_lora = add_lora_and_look  # type: ignore[method-assign]
-    EngineCore.remove_lora = and_look(remove_lora)  # type: ignore[method-assign]
-    EngineCore.collective_rpc = and_look(collective_rpc)  # type: ignore[method-assign]
+    EngineCore.__init__ = begin_with_loads
+    EngineCore.add_request = add_request_with_load
+    EngineCore.add_lora = add_lora_and_look
+    EngineCore.remove_lora = and_look(remove_lora)
+    EngineCore.collective_rpc = and_look(collective_rpc)
 
 
 def _loads(engine: Any) -> AdapterLoads | None:

@@ -35,7 +35,7 @@ def get_our_schedulers_quietly() -> None:
             return resolve_obj_by_qualname(name)
         return upstream(self)
 
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 
 def begin_parts_of_sessions_with_what_was_computed() -> None:
@@ -76,8 +76,8 @@ def begin_parts_of_sessions_with_what_was_computed() -> None:
         if getattr(session, "begins_anew", False):  # no answer has ended: nothing was noted
             begin_anew(self, session)
 
-    Scheduler._handle_stopped_request = handle_stopped_request  # type: ignore[method-assign]
-    Scheduler._update_request_as_session = update_request_as_session  # type: ignore[method-assign]
+    Scheduler._handle_stopped_request = handle_stopped_request
+    Scheduler._update_request_as_session = update_request_as_session
 
 
 def begin_anew(scheduler: "Scheduler", request: "Request") -> None:

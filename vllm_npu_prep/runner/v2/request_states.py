@@ -276,7 +276,7 @@ class Samples:
         self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)
         self.num_older = 0
         # [num_rows], or as `AwaitedSamples.by_row` with drafts
-        self._by_row: torch.Tensor | None = None
+        self._by_row = torch.empty(0, dtype=torch.int32)
 
     def forget(self, request_row: int) -> None:
         self.rows[request_row] = NO_PREVIOUS_ROW
@@ -288,9 +288,9 @@ class Samples:
         `is_awaited`, bool ``[num_reqs]``, says which requests continue from a sample.
         """
         rows = np.where(is_awaited, self.rows[request_rows], NO_PREVIOUS_ROW)
-        if self._by_row is None or not is_awaited.any():
-            return AwaitedSamples(None, 0, rows)
         num_rows = self._by_row.shape[0]  # `len` of a tensor asks for tracing first
+        if not num_rows or not is_awaited.any():
+            return AwaitedSamples(None, 0, rows)
         return AwaitedSamples(self._by_row.view(-1), num_rows, rows, self.num_drafts)
 
     def keep(
@@ -307,7 +307,6 @@ class Samples:
         left_out = np.flatnonzero(self.rows >= 0)
         self.num_older = len(left_out)
         if len(left_out):
-            assert self._by_row is not None
             left_out = left_out[np.argsort(self.rows[left_out])]
             older = _runs_of(self._by_row, self.rows[left_out])
             sampled_token_ids = torch.cat((*older, sampled_token_ids))
