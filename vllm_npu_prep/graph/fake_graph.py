@@ -31,7 +31,9 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def place(tensor: torch.Tensor) -> Place:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    """Return where a tensor is; packed weights, which only the host has, tell no address."""
+    address = 0 if tensor.is_mkldnn else tensor.data_ptr()
+    return address, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
