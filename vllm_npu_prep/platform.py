@@ -113,10 +113,10 @@ class NPUPlatform(Platform):
             for name in names & IR_OPERATORS.keys():
                 getattr(priorities, IR_OPERATORS[name]).insert(0, PROVIDER)
         else:
-            from vllm_npu_prep.ops.cpu.norms import IR_OPERATORS, PROVIDER
+            from vllm_npu_prep.ops.cpu import norms
 
-            for operator in IR_OPERATORS:
-                getattr(priorities, operator).insert(0, PROVIDER)
+            for operator in norms.IR_OPERATORS:
+                getattr(priorities, operator).insert(0, norms.PROVIDER)
         return priorities
 
     @classmethod

@@ -11,8 +11,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm_npu_prep.compat.torch import PackedLinear
 
+from vllm_npu_prep.compat.torch import PackedLinear
 from vllm_npu_prep.ops.cpu import linear, norms
 from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
 from vllm_npu_prep.ops.cpu.rotary import _Compiled

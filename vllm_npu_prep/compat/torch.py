@@ -95,5 +95,5 @@ class PackedLinear(NamedTuple):
 def packed_linear() -> PackedLinear | None:
     """Return the operators, or None if the installed torch lacks one."""
     names = "_reorder_linear_weight", "_linear_pointwise"
-    found = [getattr(torch.ops.mkldnn, name, None) for name in names]
+    found: list[Any] = [getattr(torch.ops.mkldnn, name, None) for name in names]
     return PackedLinear(*(each.default for each in found)) if all(found) else None

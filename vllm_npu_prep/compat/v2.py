@@ -89,9 +89,7 @@ def let_platform_choose(platform: Any) -> None:
         return validate_both
 
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
-    InputProcessor._build_logits_processors_params_validator = (  # type: ignore[method-assign]
-        build_validator
-    )
+    InputProcessor._build_logits_processors_params_validator = build_validator
 
 
 def let_workers_run_without_triton() -> None:

@@ -40,7 +40,8 @@ class _Packed:
         self.packed = self.operators.pack(weight.data)  # [N, K], opaque
         if not self.is_shared:
             weight.data = weight.data.new_empty(0)
-        layer.quant_method = self
+        method: Any = self
+        layer.quant_method = method
 
     def unpack(self, layer: nn.Module) -> None:
         weight: Any = layer.weight

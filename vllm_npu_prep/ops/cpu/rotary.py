@@ -63,6 +63,7 @@ ROTARY = (
 
 def register_layers() -> None:
     """Register our rotary embeddings for vLLM's, in a worker whose model isn't made yet."""
+    base: Any
     for base in ROTARY:
         name = base.__name__
         if name not in op_registry_oot:
