@@ -406,6 +406,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the page of a run links to one step too few", "if first <= run.numbers[index] < end]", "if first <= run.numbers[index] < end - 1]", RUN_KEYS),
         ("the page of a step leads back to another", "pages[at - 1], pages[at + 1])", "pages[at + 1], pages[at - 1])", RUN_KEYS),
     ],
+    "inspect/texts.py": [
+        ("words of the last step's rows stand for tokens that the host did not know", 'known &= ~record.prepared["is_on_device"].astype(bool)', "pass", ("tests/inspect/test_explain_record.py",)),
+        ("the model's tokenizer counts for more than the one beside the records", "        if not file.exists():\n", "        if True:\n", ("tests/inspect/test_explain_record.py", "tests/examples/test_smollm2_steps.py")),
+    ],
     "inspect/view.py": [
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
     ],
