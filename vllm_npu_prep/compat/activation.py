@@ -82,6 +82,7 @@ def activate_platform() -> str | None:
             _let_segments_expand()
         else:
             silence_accelerator_calls()
+            _let_threads_sleep()
         v2.read_choice()
         _switch_off_aot_compile()
         _leave_graphs_unbroken()
@@ -162,6 +163,15 @@ def _let_segments_expand() -> None:
     """
     settings = f"expandable_segments:True,{PINNED_THRESHOLD}:{PINNED_THRESHOLD_MB}"
     os.environ.setdefault(ALLOCATOR_ENV_VAR, settings)
+
+
+def _let_threads_sleep() -> None:
+    """Let the host's threads sleep while they wait for one another; a user's value stays.
+
+    OpenMP's spin, for milliseconds, on cores that other programs need. It reads the variable when
+    torch is imported: in processes that are spawned from here, as a server's engine is.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _switch_off_aot_compile() -> None:

@@ -85,7 +85,13 @@ def pack_weights(
     if operators is None or why:
         log(f"Linear layers multiply by weights that are not packed, which takes longer: {why}.")
         return
-    layers = {module: None for model in models for module in model.modules()}
+    # Adapters' wrappers pass for layers by properties
+    layers = {
+        module: None
+        for model in models
+        for module in model.modules()
+        if "weight" in module._parameters
+    }
     readers = Counter(id(weight) for layer in layers for weight in layer.parameters(recurse=False))
     heads = _heads(models) if config.head_dtype == dtype else set()
     for layer in layers:
@@ -134,8 +140,12 @@ def _fault(operators: PackedLinear | None, dtype: torch.dtype) -> str:
 @contextlib.contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
     """Return a context in which weights are as vLLM knows them, and after which they are packed."""
-    methods = [(layer, getattr(layer, "quant_method", None)) for layer in model.modules()]
-    packed = [(layer, method) for layer, method in methods if isinstance(method, _Packed)]
+    packed = [
+        (layer, method)
+        for layer in model.modules()
+        if isinstance(method := vars(layer).get("quant_method"), _Packed)
+        and "weight" in layer._parameters
+    ]
     for layer, method in packed:
         method.unpack(layer)
     try:
