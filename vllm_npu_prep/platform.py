@@ -454,7 +454,7 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
 
 def _describe_probe(wanted: bool) -> str:
     if KIND == CPU_KIND:
-        return "none: kernels of the CPU fallback are torch's"
+        return "none: kernels of the CPU fallback are torch's or numba's"
     return "attention and cache writes against formulas" if wanted else "off"
 
 

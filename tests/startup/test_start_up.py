@@ -171,7 +171,7 @@ def test_start_up_block_says_what_runs_and_what_is_off(block, tmp_path):
     )
     for part in (
         "CPU fallback",
-        "reference",
+        "compiled kernels",
         "compressed",
         "graph mode    FULL_AND_PIECEWISE",
         "check         cheap",

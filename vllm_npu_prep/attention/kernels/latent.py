@@ -186,6 +186,7 @@ class LatentCall:
 def make_latent_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> LatentKernels:
     """Make the kernels of a family that start-up accepted; no other family is imported."""
     module, kernels = {
+        "compiled": ("compiled", "LatentCompiledKernels"),
         "fia": ("latent_fia", "LatentFiaKernels"),
         "reference": ("latent_reference", "LatentReferenceKernels"),
     }[name]
