@@ -354,7 +354,7 @@ def decide(
         asked for and exceed the budget.
     """
     usable = [name for name, family in families.items() if family.device_type == device_type]
-    name = config.attention
+    name: str = config.attention
     if name == "auto":
         taking = [n for n in usable if config.mask in ("auto", *families[n].mask_forms)]
         name = (taking or usable)[0]

@@ -231,7 +231,7 @@ def weigh(scores, begin, end, sums, largest):
 # ----------------------------------------------------------------- pieces
 
 
-Call = namedtuple(  # type: ignore[misc]
+Call = namedtuple(
     "Call",
     "query query_rope keys keys_rope values output lse tile_tokens tile_requests query_starts "
     "seq_lens kv_starts table factors counter causal window block_size table_width max_rows",
@@ -547,7 +547,7 @@ def openmp() -> Any:
 # ----------------------------------------------------------------- writing
 
 
-Written = namedtuple("Written", "first second first_plane second_plane slots")  # type: ignore[misc]
+Written = namedtuple("Written", "first second first_plane second_plane slots")
 WRITTEN = ArrayTuple(
     Written,
     {
