@@ -9,12 +9,9 @@ from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.device.staging import StagingRing
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.runner.v1.upstream_buffers import (
-    BUFFERS,
-    GRAPH_INPUTS,
-    TENSORS,
-    UpstreamBuffers,
-)
+from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
+
+TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")
 
 
 def buffer(size: int) -> SimpleNamespace:
@@ -24,7 +21,8 @@ def buffer(size: int) -> SimpleNamespace:
 
 
 def upstream(mrope: bool) -> SimpleNamespace:
-    names = [*BUFFERS, *(["mrope_positions"] if mrope else [])]
+    names = ["input_ids", "query_start_loc", "discard_request_mask"]
+    names += ["mrope_positions"] if mrope else []
     tensors = {name: torch.zeros(16, dtype=torch.int32) for name in TENSORS}
     return SimpleNamespace(**tensors, **{name: buffer(16) for name in names}, other="untouched")
 
@@ -46,7 +44,9 @@ def places(runner: SimpleNamespace) -> dict[str, int]:
 def test_names_are_bound_to_the_step_and_given_back(mrope):
     runner = upstream(mrope)
     before = places(runner)
-    buffers = UpstreamBuffers(vars(runner))
+    names = dict(vars(runner))
+    names.pop("other")
+    buffers = UpstreamBuffers(vars(runner), **({"mrope_positions": None} | names))
     layout = StepLayout(4, 2, EngineShape(mrope_dims=3 if mrope else 0))
     staged = StagingRing(CPUDevice(), layout.nbytes()).acquire(layout)
     buffers.bind(staged)

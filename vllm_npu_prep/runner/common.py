@@ -210,7 +210,9 @@ class CommonRunner:
         bind_kv_cache(caches, layers, in_order, kv_cache_groups=groups)
         return caches, single_planes(in_order, caches, layers)
 
-    def _make_preparer(self, block_tables: StepBlockTables, **of_requests: Any) -> None:
+    def _make_preparer(
+        self, block_tables: StepBlockTables, max_num_tokens: int, **of_requests: Any
+    ) -> None:
         """Make what lays steps out; `make_tables` explains the arguments."""
         builders = builders_of(self.attn_groups)
         self.preparer = Preparer(
@@ -218,7 +220,7 @@ class CommonRunner:
             make_tables(block_tables, self.attn_groups, builders, self.vllm_config, **of_requests),
             block_tables,
             builders,
-            max_num_tokens=self.max_num_tokens,
+            max_num_tokens=max_num_tokens,
             pin_memory=is_pin_memory_available(),
         )
 

@@ -70,7 +70,17 @@ class RunnerSetup(GPUModelRunner, CommonRunner):
             counts: Any = self.num_accepted_tokens
             counts.copy_to_gpu = lambda n=None: counts.gpu
         self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
-        self.buffers = UpstreamBuffers(self.__dict__)
+        self.buffers = UpstreamBuffers(
+            self.__dict__,
+            positions=self.positions,
+            seq_lens=self.seq_lens,
+            num_computed_tokens=self.num_computed_tokens,
+            optimistic_seq_lens_cpu=self.optimistic_seq_lens_cpu,
+            input_ids=self.input_ids,
+            query_start_loc=self.query_start_loc,
+            discard_request_mask=self.discard_request_mask,
+            mrope_positions=self.mrope_positions if self.uses_mrope else None,
+        )
         decode_query_len = self.uniform_decode_query_len
         self.graphs = self._make_graphs(self.cudagraph_dispatcher, decode_query_len)
         self.padding = StepPadding(
@@ -172,6 +182,7 @@ class RunnerSetup(GPUModelRunner, CommonRunner):
         batch = self.input_batch
         self._make_preparer(
             self.block_tables,
+            self.max_num_tokens,
             mrope=self.inputs.mrope_tables,
             num_computed_tokens=batch.num_computed_tokens_cpu,
             num_prompt_tokens=batch.num_prompt_tokens,

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Container
 from typing import Any
 
+import torch
 from vllm.v1.utils import CpuGpuBuffer
 
 from vllm_npu_prep.device.staging import CACHED_LAYOUTS, StagedArrays
@@ -11,26 +12,48 @@ from vllm_npu_prep.device.staging import CACHED_LAYOUTS, StagedArrays
 GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
 """The names of the buffers that a graph reads."""
 
-BUFFERS = ("input_ids", "query_start_loc", "discard_request_mask")
-"""Names of upstream's buffers, which are replaced by copies with other host and device sides."""
-TENSORS = ("positions", "seq_lens", "num_computed_tokens", "optimistic_seq_lens_cpu")
-"""Names of upstream's tensors, which are replaced."""
-
 
 class UpstreamBuffers:
     """Lets upstream's later code read a step's arrays by its own names.
+
+    Each name is a parameter, so that the list of what is used of vLLM has it (``make seams``).
 
     Parameters
     ----------
     namespace
         The attributes of upstream's runner, by name.
+    positions, seq_lens, num_computed_tokens, optimistic_seq_lens_cpu
+        Tensors among them, which are replaced.
+    input_ids, query_start_loc, discard_request_mask, mrope_positions
+        Buffers among them, which are replaced by copies with other host and device sides. The last
+        one exists only if the model has M-RoPE.
     """
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        *,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        optimistic_seq_lens_cpu: torch.Tensor,
+        input_ids: CpuGpuBuffer,
+        query_start_loc: CpuGpuBuffer,
+        discard_request_mask: CpuGpuBuffer,
+        mrope_positions: CpuGpuBuffer | None,
+    ) -> None:
         self._namespace = namespace
-        self._own = {name: namespace[name] for name in (*BUFFERS, *TENSORS)}
-        if "mrope_positions" in namespace:  # of a model with M-RoPE
-            self._own["mrope_positions"] = namespace["mrope_positions"]
+        self._own: dict[str, Any] = {
+            "input_ids": input_ids,
+            "query_start_loc": query_start_loc,
+            "discard_request_mask": discard_request_mask,
+            "positions": positions,
+            "seq_lens": seq_lens,
+            "num_computed_tokens": num_computed_tokens,
+            "optimistic_seq_lens_cpu": optimistic_seq_lens_cpu,
+        }
+        if mrope_positions is not None:
+            self._own["mrope_positions"] = mrope_positions
         self._of_step: dict[StagedArrays, dict[str, Any]] = {}
 
     def bind(self, staged: StagedArrays) -> None:
@@ -53,8 +76,7 @@ class UpstreamBuffers:
             "num_computed_tokens": device.num_computed_tokens,
             "optimistic_seq_lens_cpu": cpu.seq_lens,
         }
-        buffer: CpuGpuBuffer
-        for name in BUFFERS:
+        for name in ("input_ids", "query_start_loc", "discard_request_mask"):
             buffer = names[name] = copy.copy(self._own[name])
             buffer.gpu, buffer.cpu = getattr(device, name), getattr(cpu, name)
             buffer.np = getattr(host, name)

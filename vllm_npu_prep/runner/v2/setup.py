@@ -163,6 +163,7 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
             self.requests = rope.of_requests(states.req_id_to_index)
         self._make_preparer(
             blocks,
+            self.max_num_tokens,
             has_request_rows=True,
             mrope=NO_MROPE if rope is None else rope.tables,
             num_computed_tokens=states.num_computed_tokens_np,
