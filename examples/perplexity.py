@@ -36,8 +36,8 @@ COPIES = {
     "ModelSlim, dynamic": ("modelslim", False),
     "ModelSlim, static": ("modelslim", True),
 }
-STATIC = {"static": True, "smooth": True, "keep": ("down_proj",)}
-"""Of a few tokens, inputs of `down_proj` are a thousand times as large as those of others."""
+HOW = {"smooth": True, "keep": ("down_proj",)}
+"""A few tokens have inputs of `down_proj` with one number a thousand times as large as the rest."""
 
 
 def book() -> str:
@@ -61,7 +61,7 @@ def copies(model: Path, text: str) -> dict[str, Path]:
             f"SmolLM2 in int8 ({name})",
             demo.CACHE / f"smollm2-w8a8-{form}-{'static' if static else 'dynamic'}",
             recipe.hexdigest(),
-            partial(_fill, model, form, {"text": text, **STATIC} if static else {}),
+            partial(_fill, model, form, {"text": text, "static": static, **HOW}),
         )
     return found
 

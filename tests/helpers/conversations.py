@@ -166,7 +166,7 @@ def judge(
     from transformers import AutoModelForCausalLM
 
     verdict = Verdict()
-    for adapter in range(len(loras) + 1):
+    for adapter in sorted({chat.adapter for chat in chats}):
         merged = merge(model, loras[adapter - 1], folder / str(adapter)) if adapter else model
         network = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
         for chat in chats:
