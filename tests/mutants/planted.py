@@ -365,6 +365,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "graph/fake_graph.py": [
         ("moved inputs are overlooked", "if places != self.places:", "if False:", GRAPHS),
         ("results stay where they were made", "home if home is result else home.copy_(result)", "result", GRAPHS),
+        ("every size runs at capture", "if not 0 < num_tokens <= self.num_tokens or not has_rows:", "if True:", ("tests/graph/test_fake_graph.py",)),
         ("MLA layers' inputs of a graph go unchecked", 'getattr(metadata, "step", metadata)', "metadata", ("tests/graph/test_fake_graph.py",)),
     ],
     "graph/npu.py": [
@@ -441,6 +442,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "observe/watched_output.py": [
         ("who waits for an output in vain tells nobody", "self._tell(error)", "pass", ("tests/runner/test_outputs.py",)),
+    ],
+    "ops/cpu/kernels.py": [
+        ("a rounded sum is normalised", "normed = _widened(_rounded(exact[i] * factor))", "normed = _widened(_rounded(_widened(sums[row, i]) * factor))", ("tests/ops/test_cpu.py",)),
+        ("a rotary embedding takes cosines of the next position", "factors + 4 * rotary * places[row]", "factors + 4 * rotary * min(places[row] + 1, 63)", ("tests/ops/test_cpu.py",)),
+    ],
+    "ops/cpu/linear.py": [
+        ("a packed weight is stale after new weights", "        self.packed = self.operators.pack(weight.data)", "        self.__dict__.setdefault('first', self.operators.pack(weight.data)); self.packed = self.first", ("tests/ops/test_cpu.py",)),
+        ("a tied embedding loses its rows to the head", "is_shared=is_embedding or readers[id(weight)] > 1", "is_shared=is_embedding", ("tests/ops/test_cpu.py",)),
+        ("operators that multiply wrong are used", 'return "" if is_near and torch.equal(back, weight) else', 'return "" if True else', ("tests/ops/test_cpu.py",)),
     ],
     "ops/drafting.py": [
         ("drafts go on behind the context's end", "exceeds_max = clamped_positions >= max_model_len", "exceeds_max = clamped_positions > max_model_len", DRAFTING),

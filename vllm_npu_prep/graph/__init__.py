@@ -26,6 +26,8 @@ class GraphCall:
         The step's attention metadata by layer; empty if attention is outside of the graph.
     layers
         Attention layers by name, at least those in `attn_metadata`.
+    num_tokens
+        The capture size; 0 if it isn't known.
     """
 
     run: Callable[..., Any]
@@ -33,6 +35,7 @@ class GraphCall:
     kwargs: dict[str, Any]
     attn_metadata: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0
 
     def __call__(self) -> Any:
         return self.run(*self.args, **self.kwargs)
