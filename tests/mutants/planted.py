@@ -127,6 +127,15 @@ class Mutant:
 # A row each: the bug in a few words, what is in the file, what takes its place, the tests that notice.
 # fmt: off
 PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
+    "ops/cpu/linear.py": [
+        ("operators that multiply wrong are used", 'return "" if is_near and torch.equal(back, weight) else', 'return "" if True else', ("tests/ops/test_cpu.py",)),
+        ("a tied embedding loses its rows to the head", "is_shared=is_embedding or readers[id(weight)] > 1", "is_shared=is_embedding", ("tests/ops/test_cpu.py",)),
+        ("a packed weight is stale after new weights", "        self.packed = self.operators.pack(weight.data)", "        self.__dict__.setdefault('first', self.operators.pack(weight.data)); self.packed = self.first", ("tests/ops/test_cpu.py",)),
+    ],
+    "ops/cpu/kernels.py": [
+        ("a rotary embedding takes cosines of the next position", "factors + 4 * rotary * places[row]", "factors + 4 * rotary * min(places[row] + 1, 63)", ("tests/ops/test_cpu.py",)),
+        ("a rounded sum is normalised", "normed = _widened(_rounded(exact[i] * factor))", "normed = _widened(_rounded(_widened(sums[row, i]) * factor))", ("tests/ops/test_cpu.py",)),
+    ],
     "runner/v2/traces.py": [
         ("V2: a trace stays with its row", "        self._traces.pop(req_idx, None)", "        pass", V2_ENGINE),
         ("V2: a trace is one token ahead", "ends - self._prompt_len[request_rows]", "ends - self._prompt_len[request_rows] + 1", V2_ENGINE),
@@ -371,6 +380,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("eager steps are not told from replays", "if padding.mode in REPLAYED:", "if True:", GRAPHS),
     ],
     "graph/fake_graph.py": [
+        ("every size runs at capture", "if not 0 < num_tokens <= self.num_tokens or not has_rows:", "if True:", ("tests/graph/test_fake_graph.py",)),
         ("moved inputs are overlooked", "if places != self.places:", "if False:", GRAPHS),
         ("results stay where they were made", "home if home is result else home.copy_(result)", "result", GRAPHS),
         ("MLA layers' inputs of a graph go unchecked", 'getattr(metadata, "step", metadata)', "metadata", ("tests/graph/test_fake_graph.py",)),

@@ -150,6 +150,15 @@ def test_groups_are_cleaned_up_before_an_engine_begins(monkeypatch):
     cleanup_dist_env_and_memory()
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "passive"), ("active", "active")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(monkeypatch, given, used):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if not given:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    activation.activate_platform()
+    assert os.environ["OMP_WAIT_POLICY"] == used
+
+
 def test_one_graph_serves_any_number_of_adapters(configure):
     config = configure(enable_lora=True, specialize_active_lora=True)
     assert not config.lora_config.specialize_active_lora

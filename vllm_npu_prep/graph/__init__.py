@@ -26,6 +26,7 @@ class GraphCall:
     # The step's attention metadata by layer; empty if attention is outside of the graph
     attn_metadata: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Any] = field(default_factory=dict)  # by name, at least those of the metadata
+    num_tokens: int = 0  # the capture size; 0 if it isn't known
 
     def __call__(self) -> Any:
         return self.run(*self.args, **self.kwargs)

@@ -38,6 +38,7 @@ class GraphWrapper(CUDAGraphWrapper):
         if graph is not None:
             return graph.replay(call)
         validate_cudagraph_capturing_enabled()
+        call.num_tokens = context.batch_descriptor.num_tokens
         if self.graph_pool not in self._pools:
             device_type = self.vllm_config.device_config.device_type
             num_streams = streams_of_a_capture(self.vllm_config)
