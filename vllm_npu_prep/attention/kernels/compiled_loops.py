@@ -24,11 +24,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from vllm_npu_prep.prep.arrays import ArrayType
-from vllm_npu_prep.prep.compiled import DIGEST, OPTIONS, ArrayTuple, compiled
+from vllm_npu_prep.prep.compiled import DIGEST, OPTIONS, ArrayTuple, compiled, prefetch
 
 ROWS = 64
 """The most rows of a tile (its tokens times the query heads of a K/V head), unless a token has
 more."""
+
+LINE = 64
+"""Bytes of a line of the processor's caches; with longer ones some are fetched twice."""
 
 KEYS = 128
 """The keys whose scores are computed at once."""
@@ -94,6 +97,18 @@ def nearest(typingctx, value):
 
 
 @intrinsic
+def larger(typingctx, first, second):
+    """Return the larger of two float32s that are numbers; of many, LLVM takes vectors."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.f32")
+        return builder.call(function, args, fastmath=("nnan", "nsz", "reassoc"))
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
 def times_power_of_two(typingctx, value, exponent):
     """Return ``value * 2 ** exponent`` of float32s by adding to the bits of the exponent."""
 
@@ -126,7 +141,7 @@ NONE = np.float32(-np.inf)
 @exact
 def exp2(x):
     """Return ``2 ** x`` for `x` up to 0; below -125 about 0."""
-    x = max(x, LOWEST)
+    x = larger(x, LOWEST)
     whole = nearest(x)
     x -= whole
     series = ONE + x * (C1 + x * (C2 + x * (C3 + x * (C4 + x * (C5 + x * C6)))))
@@ -144,16 +159,13 @@ def tanh(x):
 
 
 @fast
-def add_scores(scores, rows, query, first, keys, head, slots, count):
-    """Add products of queries (from element `first` on) and keys; both numbers are rounded up to
-    four."""
-    last = first + keys.shape[2]
+def add_scores(scores, rows, query, keys, head, slots, count):
+    """Add products of queries and keys; both numbers are rounded up to four."""
     for j in range(0, count, 4):
         k0, k1 = keys[slots[j], head], keys[slots[j + 1], head]
         k2, k3 = keys[slots[j + 2], head], keys[slots[j + 3], head]
         for i in range(0, rows, 4):
-            q0, q1 = query[i, first:last], query[i + 1, first:last]
-            q2, q3 = query[i + 2, first:last], query[i + 3, first:last]
+            q0, q1, q2, q3 = query[i], query[i + 1], query[i + 2], query[i + 3]
             s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = ZERO
             s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = ZERO
             for d in range(len(k0)):
@@ -195,14 +207,6 @@ def add_values(sums, rows, weights, values, head, slots, count):
                 c3[d] += w30 * x0 + w31 * x1 + w32 * x2 + w33 * x3
 
 
-@njit(forceinline=True, fastmath={"nnan", "nsz"}, **OPTIONS)
-def highest(scores):
-    result = NONE
-    for j in range(len(scores)):
-        result = max(result, scores[j])
-    return result
-
-
 @fast
 def weigh(scores, begin, end, sums, largest):
     """Turn the scores of a row, in base 2, into weights between `begin` and `end`, and 0 outside.
@@ -211,15 +215,17 @@ def weigh(scores, begin, end, sums, largest):
     how much sums were scaled, and the sum of the weights.
     """
     before = largest
-    largest = max(largest, highest(scores[begin:end]))
+    seen = scores[begin:end]
+    for j in range(len(seen)):
+        largest = larger(largest, seen[j])
     scale = exp2(before - largest) if before > NONE else ZERO
     if scale != ONE:
         for d in range(len(sums)):
             sums[d] *= scale
     total = ZERO
-    for j in range(begin, end):
-        weight = exp2(scores[j] - largest)
-        scores[j] = weight
+    for j in range(len(seen)):
+        weight = exp2(seen[j] - largest)
+        seen[j] = weight
         total += weight
     for j in range(begin):
         scores[j] = ZERO
@@ -285,9 +291,20 @@ def fill_slots(call, request, begin, end, slots):
         slots[j] = slots[end - begin - 1]
 
 
+@fast
+def fetch(rows, head, slots, count):
+    """Let the processor fetch rows that are read next, all at once: heads are far apart."""
+    size = rows.shape[2]
+    for j in range(count):
+        place = (slots[j] * rows.shape[1] + head) * size
+        for d in range(0, size, LINE // rows.itemsize):
+            prefetch(rows, place + d)
+
+
 @once
-def attend_piece(call, tile, head, heads, kv_head, query, scores, sums, largest, totals, slots):
+def attend_piece(call, tile, head, heads, kv_head, scratch):
     """Attend with `heads` query heads from `head` on, which share a K/V head, of a tile."""
+    query, query_rope, scores, sums, largest, totals, slots = scratch
     request = call.tile_requests[tile]
     first, last = call.tile_tokens[tile, 0], call.tile_tokens[tile, 1]
     seq_len = call.seq_lens[request]
@@ -304,9 +321,10 @@ def attend_piece(call, tile, head, heads, kv_head, query, scores, sums, largest,
             for d in range(width):
                 query[row, d] = widen(call.query[token, each, d]) * in_scores
             for d in range(rope_width):
-                query[row, width + d] = widen(call.query_rope[token, each, d]) * in_scores
+                query_rope[row, d] = widen(call.query_rope[token, each, d]) * in_scores
             row += 1
-    clear(query, count, rows, width + rope_width)
+    clear(query, count, rows, width)
+    clear(query_rope, count, rows, rope_width)
     clear(sums, 0, rows, sums.shape[1])
     for row in range(count):
         largest[row], totals[row] = NONE, ZERO
@@ -321,11 +339,13 @@ def attend_piece(call, tile, head, heads, kv_head, query, scores, sums, largest,
         stop = min(start + KEYS, end)
         keys = (stop - start + 3) // 4 * 4
         fill_slots(call, request, start, stop, slots)
+        fetch(call.keys, kv_head, slots, keys)
         clear(scores, 0, rows, keys)
-        add_scores(scores, rows, query, 0, call.keys, kv_head, slots, keys)
+        fetch(call.values, kv_head, slots, keys)
+        add_scores(scores, rows, query, call.keys, kv_head, slots, keys)
         if rope_width > 0:
             rope_head = min(kv_head, call.keys_rope.shape[1] - 1)
-            add_scores(scores, rows, query, width, call.keys_rope, rope_head, slots, keys)
+            add_scores(scores, rows, query_rope, call.keys_rope, rope_head, slots, keys)
         row = 0
         for token in range(first, last):
             low, high = start, stop
@@ -365,12 +385,15 @@ def attend_pieces(call):
     group = heads // kv_heads
     parts = (group + ROWS - 1) // ROWS
     together = (group + parts - 1) // parts
-    width = call.keys.shape[2] + call.keys_rope.shape[2]
-    query = np.empty((call.max_rows, width), np.float32)
-    scores = np.empty((call.max_rows, KEYS), np.float32)
-    sums = np.empty((call.max_rows, call.values.shape[2]), np.float32)
-    largest, totals = np.empty(call.max_rows, np.float32), np.empty(call.max_rows, np.float32)
-    slots = np.empty(KEYS, np.int64)
+    scratch = (
+        np.empty((call.max_rows, call.keys.shape[2]), np.float32),
+        np.empty((call.max_rows, call.keys_rope.shape[2]), np.float32),
+        np.empty((call.max_rows, KEYS), np.float32),
+        np.empty((call.max_rows, call.values.shape[2]), np.float32),
+        np.empty(call.max_rows, np.float32),
+        np.empty(call.max_rows, np.float32),
+        np.empty(KEYS, np.int64),
+    )
     pieces = len(call.tile_requests) * kv_heads * parts
     piece = take_next(call.counter)
     while piece < pieces:
@@ -378,10 +401,7 @@ def attend_pieces(call):
         kv_head = part // parts
         first = part % parts * together
         count = min(together, group - first)
-        attend_piece(
-            call, tile, kv_head * group + first, count, kv_head,
-            query, scores, sums, largest, totals, slots,
-        )  # fmt: skip
+        attend_piece(call, tile, kv_head * group + first, count, kv_head, scratch)
         piece = take_next(call.counter)
 
 
