@@ -43,7 +43,9 @@ def _sees(asked: RequestedEngine) -> bool:
 
 @functools.cache
 def _installed_processors() -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group="vllm.logits_processors"))
+    from vllm.v1.worker.gpu.sample.logits_processor.loader import LOGITSPROCS_GROUP
+
+    return tuple(entry_points(group=LOGITSPROCS_GROUP))
 
 
 def _processors_of_v1(asked: RequestedEngine) -> list[str]:
