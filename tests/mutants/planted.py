@@ -24,6 +24,7 @@ MORE_STATES_ON_NPU = (
 STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
 SHARDS = ("tests/prep/test_context_shards.py",)
+COMPILED = ("tests/attention/test_compiled_kernels.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
@@ -198,6 +199,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pieces on NPUs are read from the context's begin", "seq_offset=chunk.starts", "seq_offset=chunk.starts * 0", LATENT_ON_NPU),
         ("decodes on NPUs read latent rows past a request's length", "metadata.seq_lens_np.tolist()", "(metadata.seq_lens_np + 1).tolist()", LATENT_ON_NPU),
         ("joined heads on NPUs get keys that are not rotated", "torch.cat((key, key_rope), -1)", "torch.cat((key, 0 * key_rope), -1)", LATENT_ON_NPU),
+    ],
+    "attention/kernels/compiled_loops.py": [
+        ("compiled: a key past the length is read", "    seq_len = call.seq_lens[request]\n", "    seq_len = call.seq_lens[request] + 1\n", COMPILED),
+        ("compiled: a query head reads the next K/V head's values", "scores, call.values, kv_head, slots", "scores, call.values, min(kv_head + 1, call.keys.shape[1] - 1), slots", COMPILED),
+        ("compiled: windows are one token short", "low = max(low, token + ahead - call.window + 1)", "low = max(low, token + ahead - call.window + 2)", COMPILED),
+        ("compiled: sums keep the scale of an earlier run of keys", "totals[so_far] * shrunk + total", "totals[so_far] + total", COMPILED),
+        ("compiled: the next block is the last one again", "block, offset = block + 1, 0", "block, offset = block, 0", COMPILED),
     ],
     "attention/kernels/latent_reference.py": [
         ("rotated halves of latent queries are not read", "heads = torch.cat((query, query_rope), -1)", "heads = torch.cat((query, query_rope * 0), -1)", LATENT),
