@@ -41,7 +41,8 @@ def sampler_of(states):
     """The sampler of requests that have a temperature, a seed, and nothing else."""
     sampler = NPUSampler.__new__(NPUSampler)
     sampler.sampling_states, sampler.compute_nans = states, False
-    sampler.use_fp64_gumbel = False
+    sampler.use_fp64_gumbel = sampler.return_sampling_mask = False
+    sampler.trace_replay_state = None
     sampler.logprobs_mode = "raw_logprobs"
     sampler.needs_logits_processing = np.ones(len(states.seeds_set), bool)
     sampler.get_logprobs_dims = lambda slots: None
