@@ -99,6 +99,7 @@ DRAWN_DRAFTS = ("tests/ops/test_rejection_v2.py",)
 FAULTS = ("tests/engine/test_faults.py",)
 REAL = "tests/engine/test_real_model.py::test_chats_in_graphs_have_the_tokens_of_transformers"
 REAL_TEXT, V2_REAL_TEXT = (f"{REAL}[FULL_DECODE_ONLY]",), (f"{REAL}[FULL_DECODE_ONLY-V2]",)
+COMPILED = ("tests/attention/test_compiled_kernels.py",)
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,13 @@ class Mutant:
 # A row each: the bug in a few words, what is in the file, what takes its place, the tests that notice.
 # fmt: off
 PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
+    "attention/kernels/compiled_loops.py": [
+        ("compiled: the next block is the last one again", "block, offset = block + 1, 0", "block, offset = block, 0", COMPILED),
+        ("compiled: sums keep the scale of an earlier run of keys", "totals[so_far] * shrunk + total", "totals[so_far] + total", COMPILED),
+        ("compiled: windows are one token short", "low = max(low, token + ahead - call.window + 1)", "low = max(low, token + ahead - call.window + 2)", COMPILED),
+        ("compiled: a query head reads the next K/V head's values", "scores, call.values, kv_head, slots", "scores, call.values, min(kv_head + 1, call.keys.shape[1] - 1), slots", COMPILED),
+        ("compiled: a key past the length is read", "    seq_len = call.seq_lens[request]\n", "    seq_len = call.seq_lens[request] + 1\n", COMPILED),
+    ],
     "ops/cpu/linear.py": [
         ("operators that multiply wrong are used", 'return "" if is_near and torch.equal(back, weight) else', 'return "" if True else', ("tests/ops/test_cpu.py",)),
         ("a tied embedding loses its rows to the head", "is_shared=is_embedding or readers[id(weight)] > 1", "is_shared=is_embedding", ("tests/ops/test_cpu.py",)),

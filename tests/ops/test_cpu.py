@@ -10,7 +10,10 @@ from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from vllm_npu_prep.compat.torch import PackedLinear
 from vllm_npu_prep.ops.cpu import linear, norms
@@ -24,11 +27,17 @@ class Layer(nn.Module):
     """A layer of vLLM's, as far as its method looks at it."""
 
     def __init__(self, weight: torch.Tensor, method: Any) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight, self.quant_method = nn.Parameter(weight, requires_grad=False), method
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.quant_method.apply(self, x, bias)
+
+
+class Head(ParallelLMHead):
+    """The same of a head."""
+
+    __init__, forward = Layer.__init__, Layer.forward
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -80,7 +89,7 @@ def test_a_tied_head_follows_the_embedding_that_keeps_its_rows():
     rows = draw(37, 70)
     model = nn.Module()
     model.embed_tokens = Layer(rows, UnquantizedEmbeddingMethod())
-    model.lm_head = Layer(rows, UnquantizedEmbeddingMethod())
+    model.lm_head = Head(rows, UnquantizedEmbeddingMethod())
     model.lm_head.weight = model.embed_tokens.weight
     pack(model)
     assert model.embed_tokens.weight.shape == (37, 70)

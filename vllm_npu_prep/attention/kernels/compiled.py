@@ -99,8 +99,8 @@ class CompiledKernels:
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
         del itemsize, max_seq_len
-        group = layer.num_heads // layer.num_kv_heads
-        return scratch_bytes(group, layer.head_size, layer.head_size)
+        size = layer.head_size
+        return scratch_bytes(layer.num_heads, layer.num_kv_heads, size, size)
 
 
 def plan_of(metadata: AscendMetadata, num_tokens: int, group: int) -> Plan:
@@ -182,10 +182,10 @@ class LatentCompiledKernels(LatentReferenceKernels):
         self, shape: LatentShape, itemsize: int, max_seq_len: int, chunk_rows: int
     ) -> int:
         of_rows = shape.kv_lora_rank + shape.qk_rope_head_dim
-        decodes = scratch_bytes(shape.num_heads, of_rows, shape.kv_lora_rank)
+        decodes = scratch_bytes(shape.num_heads, 1, of_rows, shape.kv_lora_rank)
         of_heads = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.v_head_dim
         projected = chunk_rows * shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-        return max(decodes, scratch_bytes(1, *of_heads)) + projected * itemsize
+        return max(decodes, scratch_bytes(1, 1, *of_heads)) + projected * itemsize
 
 
 def _attend(

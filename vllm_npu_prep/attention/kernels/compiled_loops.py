@@ -30,10 +30,14 @@ ROWS = 64
 """The most rows of a tile (its tokens times the query heads of a K/V head), unless a token has
 more."""
 
+FEW_ROWS, NEAR_BYTES = 16, 128 << 10
+"""Tiles of up to so many rows wait for memory, and not for the processor: they take all K/V heads
+together, if a run of keys then has at most so many bytes of K and V."""
+
 LINE = 64
 """Bytes of a line of the processor's caches; with longer ones some are fetched twice."""
 
-KEYS = 128
+KEYS = 64
 """The keys whose scores are computed at once."""
 
 ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -159,13 +163,15 @@ def tanh(x):
 
 
 @fast
-def add_scores(scores, rows, query, keys, head, slots, count):
-    """Add products of queries and keys; both numbers are rounded up to four."""
+def add_scores(scores, rows, query, base, keys, head, slots, count):
+    """Add products of keys and of queries from row `base` on; both numbers are rounded up to
+    four."""
     for j in range(0, count, 4):
         k0, k1 = keys[slots[j], head], keys[slots[j + 1], head]
         k2, k3 = keys[slots[j + 2], head], keys[slots[j + 3], head]
         for i in range(0, rows, 4):
-            q0, q1, q2, q3 = query[i], query[i + 1], query[i + 2], query[i + 3]
+            q0, q1 = query[base + i], query[base + i + 1]
+            q2, q3 = query[base + i + 2], query[base + i + 3]
             s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = ZERO
             s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = ZERO
             for d in range(len(k0)):
@@ -187,10 +193,11 @@ def add_scores(scores, rows, query, keys, head, slots, count):
 
 
 @fast
-def add_values(sums, rows, weights, values, head, slots, count):
+def add_values(sums, base, rows, weights, values, head, slots, count):
     """Add the weighted values of keys; both numbers are rounded up to four."""
     for i in range(0, rows, 4):
-        c0, c1, c2, c3 = sums[i], sums[i + 1], sums[i + 2], sums[i + 3]
+        c0, c1 = sums[base + i], sums[base + i + 1]
+        c2, c3 = sums[base + i + 2], sums[base + i + 3]
         w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
         for j in range(0, count, 4):
             v0, v1 = values[slots[j], head], values[slots[j + 1], head]
@@ -240,9 +247,10 @@ def weigh(scores, begin, end, sums, largest):
 Call = namedtuple(
     "Call",
     "query query_rope keys keys_rope values output lse tile_tokens tile_requests query_starts "
-    "seq_lens kv_starts table factors counter causal window block_size table_width max_rows",
+    "seq_lens kv_starts table factors counter causal window block_size table_width max_rows "
+    "together",
 )
-SCALARS = Call._fields[-5:]
+SCALARS = Call._fields[-6:]
 STORED = {  # of the dtype of the model
     "query": "tokens, heads, width",
     "query_rope": "tokens, heads, rope_width",
@@ -292,41 +300,51 @@ def fill_slots(call, request, begin, end, slots):
 
 
 @fast
-def fetch(rows, head, slots, count):
-    """Let the processor fetch rows that are read next, all at once: heads are far apart."""
+def fetch(rows, head, heads, slots, count):
+    """Let the processor fetch `heads` heads of rows that are read next."""
     size = rows.shape[2]
     for j in range(count):
         place = (slots[j] * rows.shape[1] + head) * size
-        for d in range(0, size, LINE // rows.itemsize):
+        for d in range(0, heads * size, LINE // rows.itemsize):
             prefetch(rows, place + d)
 
 
+@fast
+def load(query, base, call_query, first, last, head, heads, factor):
+    """Copy the query rows of a K/V head, and zeros up to a multiple of four rows."""
+    row = base
+    for token in range(first, last):
+        for each in range(head, head + heads):
+            given, kept = call_query[token, each], query[row]
+            for d in range(len(given)):
+                kept[d] = widen(given[d]) * factor
+            row += 1
+    clear(query, row, base + (row - base + 3) // 4 * 4, query.shape[1])
+
+
 @once
-def attend_piece(call, tile, head, heads, kv_head, scratch):
-    """Attend with `heads` query heads from `head` on, which share a K/V head, of a tile."""
+def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
+    """Attend with a tile over some K/V heads: with `heads` of the query heads that share each,
+    after those that are skipped."""
     query, query_rope, scores, sums, largest, totals, slots = scratch
     request = call.tile_requests[tile]
     first, last = call.tile_tokens[tile, 0], call.tile_tokens[tile, 1]
     seq_len = call.seq_lens[request]
     # The position of a token, less its place in the step
     ahead = seq_len - call.query_starts[request + 1]
+    group = call.query.shape[1] // call.keys.shape[1]
     count = (last - first) * heads
     rows = (count + 3) // 4 * 4
-    width, rope_width = call.keys.shape[2], call.keys_rope.shape[2]
+    rope_heads = call.keys_rope.shape[1]
     scale, cap = call.factors[0], call.factors[1]
     in_scores = scale if cap > ZERO else scale * LOG2_E
-    row = 0
-    for token in range(first, last):
-        for each in range(head, head + heads):
-            for d in range(width):
-                query[row, d] = widen(call.query[token, each, d]) * in_scores
-            for d in range(rope_width):
-                query_rope[row, d] = widen(call.query_rope[token, each, d]) * in_scores
-            row += 1
-    clear(query, count, rows, width)
-    clear(query_rope, count, rows, rope_width)
-    clear(sums, 0, rows, sums.shape[1])
-    for row in range(count):
+    for kv_head in range(kv_first, kv_first + kv_heads):
+        base, head = (kv_head - kv_first) * rows, kv_head * group + skipped
+        load(query, base, call.query, first, last, head, heads, in_scores)
+        if rope_heads > 0:
+            load(query_rope, base, call.query_rope, first, last, head, heads, in_scores)
+    clear(sums, 0, rows * kv_heads, sums.shape[1])
+    for row in range(rows * kv_heads):
         largest[row], totals[row] = NONE, ZERO
 
     begin, end = 0, seq_len
@@ -339,69 +357,73 @@ def attend_piece(call, tile, head, heads, kv_head, scratch):
         stop = min(start + KEYS, end)
         keys = (stop - start + 3) // 4 * 4
         fill_slots(call, request, start, stop, slots)
-        fetch(call.keys, kv_head, slots, keys)
-        clear(scores, 0, rows, keys)
-        fetch(call.values, kv_head, slots, keys)
-        add_scores(scores, rows, query, call.keys, kv_head, slots, keys)
-        if rope_width > 0:
-            rope_head = min(kv_head, call.keys_rope.shape[1] - 1)
-            add_scores(scores, rows, query_rope, call.keys_rope, rope_head, slots, keys)
-        row = 0
-        for token in range(first, last):
-            low, high = start, stop
-            if call.window > 0:
-                low = max(low, token + ahead - call.window + 1)
-                high = min(high, token + ahead + call.window)
-            if call.causal:
-                high = min(high, token + ahead + 1)
-            low, high = low - start, max(low, high) - start
-            for _ in range(heads):
-                line = scores[row, :keys]
-                if cap > ZERO:
-                    for j in range(low, high):
-                        line[j] = tanh(line[j] / cap) * (cap * LOG2_E)
-                most, shrunk, total = weigh(line, low, high, sums[row], largest[row])
-                largest[row], totals[row] = most, totals[row] * shrunk + total
-                row += 1
-        clear(scores, count, rows, keys)
-        add_values(sums, rows, scores, call.values, kv_head, slots, keys)
+        fetch(call.keys, kv_first, kv_heads, slots, keys)
+        fetch(call.values, kv_first, kv_heads, slots, keys)
+        for kv_head in range(kv_first, kv_first + kv_heads):
+            base = (kv_head - kv_first) * rows
+            clear(scores, 0, rows, keys)
+            add_scores(scores, rows, query, base, call.keys, kv_head, slots, keys)
+            if rope_heads > 0:
+                rope = min(kv_head, rope_heads - 1)
+                add_scores(scores, rows, query_rope, base, call.keys_rope, rope, slots, keys)
+            row = 0
+            for token in range(first, last):
+                low, high = start, stop
+                if call.window > 0:
+                    low = max(low, token + ahead - call.window + 1)
+                    high = min(high, token + ahead + call.window)
+                if call.causal:
+                    high = min(high, token + ahead + 1)
+                low, high = low - start, max(low, high) - start
+                for _ in range(heads):
+                    line, so_far = scores[row, :keys], base + row
+                    if cap > ZERO:
+                        for j in range(low, high):
+                            line[j] = tanh(line[j] / cap) * (cap * LOG2_E)
+                    most, shrunk, total = weigh(line, low, high, sums[so_far], largest[so_far])
+                    largest[so_far], totals[so_far] = most, totals[so_far] * shrunk + total
+                    row += 1
+            clear(scores, count, rows, keys)
+            add_values(sums, base, rows, scores, call.values, kv_head, slots, keys)
 
-    row = 0
-    for token in range(first, last):
-        for each in range(head, head + heads):
-            inverse = ONE / totals[row]
-            result = call.output[token, each]
-            for d in range(len(result)):
-                result[d] = narrow(sums[row, d] * inverse, result[d])
-            if len(call.lse) > 0:
-                call.lse[token, each] = (largest[row] + np.log2(totals[row])) * LN_2
-            row += 1
+    for kv_head in range(kv_first, kv_first + kv_heads):
+        row, head = (kv_head - kv_first) * rows, kv_head * group + skipped
+        for token in range(first, last):
+            for each in range(head, head + heads):
+                inverse = ONE / totals[row]
+                result, summed = call.output[token, each], sums[row]
+                for d in range(len(result)):
+                    result[d] = narrow(summed[d] * inverse, result[d])
+                if len(call.lse) > 0:
+                    call.lse[token, each] = (largest[row] + np.log2(totals[row])) * LN_2
+                row += 1
 
 
 @once
 def attend_pieces(call):
     """Attend with one piece after the other, beside other threads."""
-    heads, kv_heads = call.query.shape[1], call.keys.shape[1]
-    group = heads // kv_heads
+    kv_heads = call.keys.shape[1]
+    group = call.query.shape[1] // kv_heads
     parts = (group + ROWS - 1) // ROWS
-    together = (group + parts - 1) // parts
+    heads = (group + parts - 1) // parts
+    rows = call.max_rows * call.together
     scratch = (
-        np.empty((call.max_rows, call.keys.shape[2]), np.float32),
-        np.empty((call.max_rows, call.keys_rope.shape[2]), np.float32),
+        np.empty((rows, call.keys.shape[2]), np.float32),
+        np.empty((rows, call.keys_rope.shape[2]), np.float32),
         np.empty((call.max_rows, KEYS), np.float32),
-        np.empty((call.max_rows, call.values.shape[2]), np.float32),
-        np.empty(call.max_rows, np.float32),
-        np.empty(call.max_rows, np.float32),
+        np.empty((rows, call.values.shape[2]), np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
         np.empty(KEYS, np.int64),
     )
-    pieces = len(call.tile_requests) * kv_heads * parts
+    of_tile = kv_heads // call.together * parts
+    pieces = len(call.tile_requests) * of_tile
     piece = take_next(call.counter)
     while piece < pieces:
-        tile, part = piece // (kv_heads * parts), piece % (kv_heads * parts)
-        kv_head = part // parts
-        first = part % parts * together
-        count = min(together, group - first)
-        attend_piece(call, tile, kv_head * group + first, count, kv_head, scratch)
+        tile, part = piece // of_tile, piece % of_tile
+        kv_first, skipped = part // parts * call.together, part % parts * heads
+        count = min(heads, group - skipped)
+        attend_piece(call, tile, kv_first, call.together, skipped, count, scratch)
         piece = take_next(call.counter)
 
 
@@ -431,12 +453,18 @@ def attend_float16(words: Any) -> None:
     attend_pieces(as_float16(carray(words, NUM_WORDS)))
 
 
+LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+kept: list[Any] = []  # compiled code, which lives as long as its object
+
+
 @functools.cache
 def loop_of(dtype: torch.dtype) -> Any:
     """Compile the loop for tensors of this dtype, or read it from numba's cache."""
     loop = dict(zip(ELEMENTS, (attend_float32, attend_bfloat16, attend_float16)))[dtype]
     loop.__qualname__ = f"{loop.__name__}_{DIGEST}"
-    return cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)(loop)
+    code = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)(loop)
+    kept.append(code)
+    return LOOP(code.address)
 
 
 # ----------------------------------------------------------------- calls from the host
@@ -476,10 +504,11 @@ def make_plan(
     return Plan(tokens, requests, starts, *whole, -(-rows // 4) * 4)
 
 
-def scratch_bytes(group: int, key_width: int, value_width: int) -> int:
+def scratch_bytes(num_heads: int, num_kv_heads: int, key_width: int, value_width: int) -> int:
     """Return the most memory that all threads take for their tiles."""
+    group = num_heads // num_kv_heads
     heads = -(-group // -(-group // ROWS))
-    rows = -(-max(ROWS, heads) // 4) * 4
+    rows = max(-(-max(ROWS, heads) // 4) * 4, FEW_ROWS * num_kv_heads)
     return torch.get_num_threads() * rows * 4 * (key_width + value_width + KEYS + 2)
 
 
@@ -516,6 +545,10 @@ def attend_rows(
     addresses |= {name: array.ctypes.data for name, array in arrays.items()}
     addresses["table"] = 0 if block_table is None else block_table.data_ptr()
     form = FORMS[query.dtype]
+    # Rows have all heads one after the other: narrow ones are read once for all of them.
+    row_bytes = (keys.nbytes + values.nbytes) // len(keys)
+    few = plan.max_rows <= FEW_ROWS and len(plan.tile_requests) >= 2 * torch.get_num_threads()
+    together = keys.shape[1] if few and KEYS * row_bytes <= NEAR_BYTES else 1
     sizes = {
         "tokens": len(query),
         "heads": query.shape[1],
@@ -539,6 +572,7 @@ def attend_rows(
         "block_size": block_size,
         "table_width": 0 if block_table is None else block_table.stride(0),
         "max_rows": plan.max_rows,
+        "together": together,
     }
     for name in ("query_rope", "keys_rope", "lse"):
         addresses.setdefault(name, 0)
@@ -549,9 +583,9 @@ def run(loop: Any, words: np.ndarray) -> None:
     """Run a loop on torch's threads: libgomp's, so that both never compete for a processor."""
     threads = torch.get_num_threads()
     if threads > 1 and (parallel := openmp()) is not None:
-        parallel(loop.address, words.ctypes.data, threads, 0)
+        parallel(loop, words.ctypes.data, threads, 0)
     else:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(loop.address)(words.ctypes.data)
+        loop(words.ctypes.data)
 
 
 @functools.cache
@@ -559,7 +593,7 @@ def openmp() -> Any:
     """Return ``GOMP_parallel`` of the OpenMP library that torch runs on; None if it is another."""
     parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
     if parallel is not None:
-        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.argtypes = [LOOP, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
     return parallel
 
