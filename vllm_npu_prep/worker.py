@@ -25,12 +25,12 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.layers import refuse_other_layers
-from vllm_npu_prep.attention.step_memory import StepBound, attention_bytes, process_bytes
+from vllm_npu_prep.attention.step_memory import step_bound
 from vllm_npu_prep.compat import kv_connector, v2
 from vllm_npu_prep.compat.models import look_at_models_before_weights
 from vllm_npu_prep.compat.multimodal import items_of
 from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
-from vllm_npu_prep.config import decisions_of, parse_config
+from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
@@ -262,17 +262,8 @@ class NPUWorker(Worker):
     def _tell_of_bound(self) -> None:
         """Log the most bytes that a step takes beside weights and KV cache."""
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
-        splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
-        max_model_len, on_host = self.model_config.max_model_len, self.prep_device.computes_on_host
-        attention = attention_bytes(
-            self.vllm_config.compilation_config.static_forward_context.values(),
-            decisions_of(self.vllm_config),
-            self._dtype.itemsize,
-            max_model_len,
-            max((split.workspace_tokens for split in splits), default=0),
-        )
-        process = process_bytes(max_model_len) if on_host else 0
-        bound = StepBound(self._peak_of_step, attention, process)
+        on_host = self.prep_device.computes_on_host
+        bound = step_bound(self.vllm_config, builders, self._peak_of_step, on_host)
         self.step_bytes = bound.total
         logger.info("%s", bound)
 
