@@ -386,7 +386,7 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
 def _describe_runner(vllm_config: "VllmConfig") -> str:
     if vllm_config.use_v2_model_runner:
         return (
-            "Model Runner V2; random tokens of a seed are others than V1's, which "
+            "Model Runner V2; a request with a seed gets other random tokens than on V1, which "
             f"{RUNNER_ENV_VAR}=0 chooses"
         )
     if os.environ.get(RUNNER_ENV_VAR) is not None:

@@ -212,7 +212,7 @@ UNSUPPORTED = "with disable_padded_drafter_batch is not supported by vllm_npu_pr
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "V2; random tokens of a seed are others than V1's, which VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({}, "V2; a request with a seed gets other random tokens than on V1, which VLLM_USE_V2_"),
         ({"speculative_config": UNPADDED}, f"V1: Model Runner V2 {UNSUPPORTED}"),
         ({"pipeline_parallel_size": 2}, "V2"),
         ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, "V1: Model Runner V2 with pipe"),

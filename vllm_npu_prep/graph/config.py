@@ -127,8 +127,8 @@ def _instead_of_full_graphs(
     device_type = vllm_config.device_config.device_type
     if waits_for_launches(device_type):
         return without_full, (
-            f"with {BLOCKING_ENV_VAR} a replay is waited for before its attention gets the lengths "
-            "for which it waits"
+            f"with {BLOCKING_ENV_VAR} the host would wait for a replay whose attention waits for "
+            "lengths from the host"
         )
     driver = driver_version(device_type)
     if is_older(driver, TASK_UPDATES):

@@ -62,7 +62,7 @@ def _value_finding(host: Host, name: str) -> Finding:
         return warning(
             name,
             found,
-            "this chooses V1; V2 is the plugin's default, for which unset it; "
+            "this chooses V1; V2 is the plugin's default: unset it to get V2; "
             "docs/guides/model-runner-v2.md says what each of them lacks",
         )
     if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() not in ("1", "true", ""):
