@@ -25,12 +25,12 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.layers import refuse_other_layers
-from vllm_npu_prep.attention.step_memory import StepBound, attention_bytes, process_bytes
+from vllm_npu_prep.attention.step_memory import step_bound
 from vllm_npu_prep.compat import kv_connector, v2
 from vllm_npu_prep.compat.models import look_at_models_before_weights
 from vllm_npu_prep.compat.multimodal import items_of
 from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
-from vllm_npu_prep.config import decisions_of, parse_config
+from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
@@ -91,7 +91,6 @@ class NPUWorker(Worker):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The model's dtype."""
         dtype = self.model_config.dtype
         assert isinstance(dtype, torch.dtype)  # resolved by now
         return dtype
@@ -111,8 +110,8 @@ class NPUWorker(Worker):
 
             register_layer()
             leave_states_in_their_blocks()
-        triton_kernels = parse_config(self.vllm_config.additional_config).triton_kernels
-        register_overrides(triton_kernels, self.use_v2_model_runner)
+        options = parse_config(self.vllm_config.additional_config)
+        register_overrides(options.triton_kernels, self.use_v2_model_runner)
         register_kernels()
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
@@ -122,7 +121,6 @@ class NPUWorker(Worker):
         self.device = self.prep_device.device
         if self.prep_device.computes_on_host:
             register_layers()
-        options = parse_config(self.vllm_config.additional_config)
         if options.cpu_binding:
             bound = self.prep_device.bind_cpus()
             if bound:
@@ -166,8 +164,7 @@ class NPUWorker(Worker):
         if self._sleeping is not None:
             self._sleeping.adopt(model, drafter)  # packed weights have no address that could stay
         elif self.prep_device.computes_on_host:
-            models = [model] if drafter is None else [model, drafter]
-            pack_weights(models, self.vllm_config, logger.info)
+            pack_weights([m for m in (model, drafter) if m], self.vllm_config, logger.info)
 
     def _make_model_runner(self) -> Any:
         assert self.device is not None
@@ -237,7 +234,7 @@ class NPUWorker(Worker):
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Load compiled code before the first request, and capture graphs.
+        """Load compiled code before the first request, capture graphs, and log a step's bound.
 
         Upstream's version warms kernels of CUDA devices and measures device memory.
         """
@@ -252,29 +249,16 @@ class NPUWorker(Worker):
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.capture_model()
-        self._tell_of_bound()
+        builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
+        on_host = self.prep_device.computes_on_host
+        bound = step_bound(self.vllm_config, builders, self._peak_of_step, on_host)
+        self.step_bytes = bound.total
+        logger.info("%s", bound)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         # The garbage collector can skip static objects from now on.
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
-
-    def _tell_of_bound(self) -> None:
-        """Log the most bytes that a step takes beside weights and KV cache."""
-        builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
-        splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
-        max_model_len, on_host = self.model_config.max_model_len, self.prep_device.computes_on_host
-        attention = attention_bytes(
-            self.vllm_config.compilation_config.static_forward_context.values(),
-            decisions_of(self.vllm_config),
-            self._dtype.itemsize,
-            max_model_len,
-            max((split.workspace_tokens for split in splits), default=0),
-        )
-        process = process_bytes(max_model_len) if on_host else 0
-        bound = StepBound(self._peak_of_step, attention, process)
-        self.step_bytes = bound.total
-        logger.info("%s", bound)
 
     def _probe(self) -> None:
         """Compare this device's attention with formulas, before graphs are made of it.

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_npu_prep.attention.kernels.latent import LatentShape
+from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE, MaskForm
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.config import Decisions
+    from vllm.config import VllmConfig
 
 PROCESS_BYTES = 96 << 20
 """The bytes that a step on the CPU fallback may add to resident memory beside tensors: 32 MiB of
@@ -47,14 +48,37 @@ class StepBound(NamedTuple):
         )
 
 
-def process_bytes(max_seq_len: int) -> int:
-    """Return what a step on the CPU fallback may add to resident memory beside tensors."""
-    return PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * max_seq_len
+def step_bound(
+    vllm_config: "VllmConfig",
+    builders: Iterable[Any],
+    measured: int,
+    computes_on_host: bool,
+) -> StepBound:
+    """Return the bound of an engine's steps.
+
+    Parameters
+    ----------
+    builders
+        The metadata builders of its attention layers.
+    measured
+        What the largest step took, in bytes.
+    """
+    splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
+    model: Any = vllm_config.model_config  # whose dtype is resolved by now
+    attention = attention_bytes(
+        vllm_config.compilation_config.static_forward_context.values(),
+        decisions_of(vllm_config),
+        model.dtype.itemsize,
+        model.max_model_len,
+        max((split.workspace_tokens for split in splits), default=0),
+    )
+    process = PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * model.max_model_len
+    return StepBound(measured, attention, process if computes_on_host else 0)
 
 
 def attention_bytes(
     layers: Iterable[Any],
-    decisions: "Decisions",
+    decisions: Decisions,
     itemsize: int,
     max_seq_len: int,
     chunk_rows: int,

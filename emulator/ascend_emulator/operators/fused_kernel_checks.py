@@ -85,6 +85,10 @@ CHECKS: dict[str, Callable[[FusedAttention, Demand], None]] = {
 
 
 def _check_documentation(fused: FusedAttention, demand: Demand) -> None:
+    for argument in ("query", "query_rope"):
+        tensor = getattr(fused, argument)
+        fits = tensor is None or tensor.is_contiguous()
+        demand("contiguous query", fits, tensor is not None and tensor.stride(), argument)
     if fused.is_paged:
         used, cached = fused.blocks_in_use, fused.key.shape[0]
         demand("sum of blocks", used <= cached, f"{used} blocks in a cache of {cached}")

@@ -68,11 +68,13 @@ def quantize(
     axis: int = 1,
     div_mode: bool = True,
 ) -> torch.Tensor:
-    """Compute ``round(input / scales + zero_points)`` in int8."""
+    """Compute ``round(input / scales + zero_points)`` in int8; multiply without `div_mode`."""
     demand = Call("npu_quantize", QUANTIZE).demand
     demand("dtype", input.dtype in (*HALF, torch.float32), input.dtype)
     to_int8 = DTYPE_OF_CODE.get(dtype) in (torch.int8, torch.qint8)
-    demand("form", to_int8 and div_mode, f"dtype {dtype}, div_mode {div_mode}")
+    demand("form", to_int8, f"dtype {dtype}")
+    if not div_mode:
+        return _multiplied(input, scales, zero_points, axis)
     demand("scale dtype", scales.dtype in (torch.float32, torch.bfloat16), scales.dtype)
     demand("axis", -input.dim() <= axis < input.dim(), f"{axis} for rank {input.dim()}")
     if zero_points is not None:
@@ -88,6 +90,31 @@ def quantize(
     shape[axis] = scales.numel()
     offset = None if zero_points is None else zero_points.view(shape)
     return round_all(input.float(), scales.view(shape), offset)
+
+
+def _multiplied(
+    input: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, axis: int
+) -> torch.Tensor:
+    """Compute ``round(input * scales + zero_points)`` in int8."""
+    demand = Call("npu_quantize", QUANTIZE).demand
+    rank = input.dim()
+    demand("axis of factors", -2 <= axis < rank <= 8, f"{axis} for rank {rank}")
+    axis = rank + min(axis, -1) if axis < 0 else rank - 1
+    sizes = [1] * rank
+    sizes[axis] = scales.numel()
+    shaped = []
+    for name, tensor in {"scales": scales, "zero_points": zero_points}.items():
+        if tensor is None:
+            continue
+        kinds = (*HALF, torch.float32) if input.dtype == torch.float32 else (input.dtype,)
+        fits = tensor.dtype in kinds and tensor.dtype == scales.dtype
+        demand("dtype of factors", fits, f"{tensor.dtype} for {input.dtype}", name)
+        fits = list(tensor.shape) in (sizes[axis : axis + 1], sizes)
+        fits = fits and tensor.numel() in (1, input.shape[axis])
+        demand("shape of factors", fits, f"{shape_of(tensor)} for {shape_of(input)}", name)
+        shaped.append(tensor.float().view(sizes))
+    levels = torch.round(input.float() * shaped[0] + sum(shaped[1:]))
+    return levels.clamp(-128, 127).to(torch.int8)
 
 
 def quant_matmul(

@@ -90,7 +90,7 @@ HUGE = instead(torch.empty(2**31 // (128 * 32) + 1, 128, 32, dtype=torch.float16
 FAMILIES["fused attention"] = [
     ("dtype", packed(query=T.float), packed(key=T.float), paged(value=int8)),
     ("same dtype", paged(version=2, key=T.bfloat16)),
-    ("contiguous", packed(query=strided), packed(key=strided), paged(value=strided)),
+    ("contiguous", packed(key=strided), paged(value=strided)),
     ("layout", packed(input_layout="NTD"), packed(input_layout="tnd")),
     ("rank", packed(query=lambda q: q.flatten(1))),
     ("rank of key", packed(key=lambda k: k.flatten(1))),
@@ -191,6 +191,7 @@ BY_KERNEL = {
         ("block size of IFA", decoded(block_size=640), decoded(block_size=512)),
     ],
     ("documentation", "docs"): [
+        ("contiguous query", packed(query=strided), packed()),
         ("sum of blocks", shared(5), shared(6)),
         ("number of lengths", many_requests(4097), many_requests(9)),
         ("keys for every query of mode 3", keys(0, 1), keys(1, 1)),
@@ -322,7 +323,7 @@ FAMILIES["fused attention, rope"] = [
     ("head size with rope", projected(query=narrow, key=narrow, value=narrow)),
     ("size of rope", absorbed(query_rope=lambda r: r[..., :32].contiguous())),
     ("dtype of rope", absorbed(key_rope=T.half)),
-    ("contiguous rope", absorbed(query_rope=strided), projected(key_rope=strided)),
+    ("contiguous rope", absorbed(key_rope=strided), projected(key_rope=strided)),
     ("heads over latent rows", absorbed_of(heads=3), absorbed_of(heads=40)),
     ("one head of latent rows", absorbed_of(heads=1, num_key_value_heads=0)),
     ("layout with rope", projected(input_layout="TND_NTD")),

@@ -118,13 +118,17 @@ FAMILIES["npu_dynamic_quant"] = [
 ]
 
 quantize = of(layer_calls.QUANTIZE, layer_calls.quantize)
+multiplied = of(layer_calls.QUANTIZE, layer_calls.multiplied)
 FAMILIES["npu_quantize"] = [
     ("dtype", quantize(input=T.double)),
-    ("form", quantize(div_mode=False), quantize(dtype=layer_calls.CODES[torch.int32])),
+    ("form", quantize(dtype=layer_calls.CODES[torch.int32])),
     ("scale dtype", quantize(scales=T.half)),
     ("offset dtype", quantize(zero_points=T.float), quantize(zero_points=T.bfloat16)),
     ("sizes", quantize(zero_points=lambda z: z.repeat(8))),
     ("axis", quantize(axis=2)),
+    ("dtype of factors", multiplied(scales=T.float), multiplied(zero_points=T.float)),
+    ("shape of factors", multiplied(zero_points=lambda z: z[:1]), multiplied(axis=-2)),
+    ("axis of factors", multiplied(axis=2), multiplied(axis=-3)),
 ]
 
 matmul = of(layer_calls.QUANT_MATMUL, layer_calls.quant_matmul)
