@@ -338,8 +338,8 @@ def decide(
     Parameters
     ----------
     families
-        Every kernel family by name; the default is the first of the device type that takes the
-        form of masks that was asked for.
+        Every kernel family by name; the default is the first of the device type, on the CPU the
+        first that takes the form of masks that was asked for.
     max_num_batched_tokens, max_model_len
         Limits of a step, in tokens.
     num_windows
@@ -356,8 +356,8 @@ def decide(
     usable = [name for name, family in families.items() if family.device_type == device_type]
     name: str = config.attention
     if name == "auto":
-        taking = [n for n in usable if config.mask in ("auto", *families[n].mask_forms)]
-        name = (taking or usable)[0]
+        forms = [n for n in usable if config.mask in ("auto", *families[n].mask_forms)]
+        name = forms[0] if forms and device_type == "cpu" else usable[0]
     if name not in usable:
         raise PrepError(
             f'"{SECTION}.attention" = "{name}" does not run on device type "{device_type}": '

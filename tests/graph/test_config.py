@@ -96,7 +96,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     ],
 )
 def test_masks_that_graphs_read_are_compressed(configure, mode, speculative, form):
-    config = configure(compilation_config={"cudagraph_mode": mode}, speculative_config=speculative)
+    config = configure(
+        compilation_config={"cudagraph_mode": mode},
+        speculative_config=speculative,
+        additional_config={"npu_prep": {"attention": "reference"}},  # whose default is dense
+    )
     assert decisions_of(config).mask_form == form
     assert mode_of(config) == mode
 

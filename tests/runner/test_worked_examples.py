@@ -25,6 +25,7 @@ def settings(scenario):
         "max_num_batched_tokens": scenario["max_num_batched_tokens"],
         "enable_prefix_caching": False,
         "async_scheduling": False,
+        "additional_config": {"npu_prep": {"mask": "dense"}},  # as the documents print it
     }
 
 
