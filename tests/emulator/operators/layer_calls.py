@@ -100,6 +100,33 @@ def quantize():
     return {"input": random(5, 8, dtype=HALF), "dtype": CODES[torch.qint8], "axis": -1, **given}
 
 
+CLIPPED, ROTARY = "npu::npu_clipped_swiglu", "atb::_npu_rotary_embedding"
+PERMUTE = "npu::npu_moe_token_permute"
+
+
+def clipped(dtype=HALF, seed=0, **changes):
+    return {"x": random(5, 12, dtype=dtype, seed=seed) * 5, **changes}
+
+
+def rotary(dtype=HALF, seed=0, **changes):
+    """Four tokens with three heads and one of 16, anywhere in a table of nine rows."""
+    return {
+        "positions": torch.tensor([8, 0, 3, 3]),
+        "query": random(4, 48, dtype=dtype, seed=seed),
+        "key": random(4, 16, dtype=dtype, seed=seed + 1),
+        "head_size": 16,
+        "cos_sin_cache": random(9, 16, dtype=dtype, seed=seed + 2),
+        "is_neox_style": True,
+        **changes,
+    }
+
+
+def permute(seed=0, dtype=HALF, **changes):
+    """Six tokens with two experts each."""
+    tokens = random(6, 8, dtype=dtype, seed=seed)
+    return {"tokens": tokens, "indices": torch.tensor(IDS), **changes}
+
+
 def multiplied(dtype=HALF, **changes):
     """A factor and an offset for each column."""
     factors = {"scales": random(8, seed=1).abs() * 20, "zero_points": random(8, seed=2) * 10}

@@ -345,6 +345,26 @@ FAMILIES["npu_gather_pa_kv_cache"] = [
     ("contiguous", gather(value=strided), gather(key_cache=strided)),
 ]
 
+interleaved = of(latent_calls.INTERLEAVE, latent_calls.interleaved)
+FAMILIES["npu_interleave_rope"] = [
+    ("dtype", interleaved(x=T.float)),
+    ("same dtype", interleaved(sin=T.float)),
+    ("shape", interleaved(x=lambda x: x[..., :32]), interleaved(x=lambda x: x[:, :0])),
+    ("shape of factors", interleaved(sin=lambda s: s[:2]), interleaved(cos=lambda c: c[0])),
+]
+
+written = of(latent_calls.LATENT_WRITE, latent_calls.latent_write)
+FAMILIES["npu_kv_rmsnorm_rope_cache"] = [
+    ("dtype", written(kv=T.float), written(gamma=T.float), written(k_cache=T.half)),
+    ("form", written(c_kv_scale=torch.ones(512)), written(v=zeros(3, 1, 1, 128))),
+    ("cache_mode", written(cache_mode="Norm"), written(cache_mode="PA_NZ")),
+    ("shapes", written(kv=lambda kv: kv[..., 1:]), written(cos=lambda c: c[:2])),
+    ("index", written(index=T.int), written(index=lambda i: i[:2])),
+    ("cache shape", written(k_cache=lambda c: c[:, :8].contiguous())),
+    ("contiguous cache", written(ckv_cache=strided)),
+    ("slots", written(index=lambda i: i + 8)),
+]
+
 update = of(latent_calls.UPDATE, latent_calls.update_arguments)
 FAMILIES["npu_attention_update"] = [
     ("parts", update(lse=lambda p: p[:1] * 17, local_out=lambda p: p[:1] * 17)),

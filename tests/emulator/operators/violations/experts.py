@@ -69,6 +69,15 @@ FAMILIES["npu_moe_init_routing_v2"] = [
     ("scale", routing(scale=torch.ones(5)), routing(quant_mode=1, scale=torch.ones(2, 8))),
 ]
 
+permute = of(layer_calls.PERMUTE, layer_calls.permute)
+FAMILIES["npu_moe_token_permute"] = [
+    ("dtype", permute(tokens=T.double)),
+    ("ids dtype", permute(indices=T.short)),
+    ("shapes", permute(tokens=lambda t: t[:5]), permute(indices=lambda ids: ids.repeat(1, 257))),
+    ("number of pairs", permute(tokens=zeros(32768, 1), indices=int32(0).expand(32768, 512))),
+    ("padded_mode", permute(padded_mode=True)),
+]
+
 unpermute = of(layer_calls.TOKEN_UNPERMUTE, layer_calls.unpermute)
 FAMILIES["npu_moe_token_unpermute"] = [
     ("dtype", unpermute(permuted_tokens=T.double), unpermute(probs=T.int)),

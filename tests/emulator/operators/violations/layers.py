@@ -41,9 +41,19 @@ FAMILIES["npu_swiglu"] = [
     ("even", swiglu(dim=0)),
 ]
 
-gelu, geglu = (of(f"npu::{name}", lambda: {"input": ROWS}) for name in ("npu_gelu", "npu_geglu"))
+clipped = of(layer_calls.CLIPPED, layer_calls.clipped)
+FAMILIES["npu_clipped_swiglu"] = [
+    ("dtype", clipped(x=T.double)),
+    ("contiguous", clipped(x=strided)),
+    ("dim", clipped(dim=2), clipped(x=lambda x: x[0])),
+    ("even", clipped(dim=0)),
+    ("group_index", clipped(group_index=int32(3)), clipped(group_index=torch.tensor([[3]]))),
+]
+
+GELUS = ("npu_gelu", "npu_geglu", "npu_fast_gelu")
+gelu, geglu, fast_gelu = (of(f"npu::{name}", lambda: {"input": ROWS}) for name in GELUS)
 FAMILIES["gelu"] = [
-    ("dtype", gelu(input=T.double), geglu(input=T.int)),
+    ("dtype", gelu(input=T.double), geglu(input=T.int), fast_gelu(input=T.int)),
     ("rank", gelu(input=torch.ones(())), geglu(input=torch.ones([2] * 9))),
     ("approximate", gelu(approximate="erf"), geglu(approximate=2)),
     ("dim", geglu(dim=2)),
@@ -93,6 +103,15 @@ FAMILIES["npu_mrope"] = [
     ("heads of 8.5", in_profile("8.5", mrope(query=lambda q: q[:, :128].repeat(1, 54)))),
     ("mrope_section", sections(16, 16, 32), sections(8, 12, 12)),
     ("positions range", mrope(positions=lambda p: p + 60), mrope(positions=lambda p: p - 9)),
+]
+
+embedded = of(layer_calls.ROTARY, layer_calls.rotary)
+FAMILIES["npu_rotary_embedding"] = [
+    ("dtype", embedded(query=T.float), embedded(cos_sin_cache=T.float), embedded(key=T.bfloat16)),
+    ("positions dtype", embedded(positions=T.short)),
+    ("shapes", embedded(head_size=8), embedded(positions=lambda p: p[:3])),
+    ("contiguous", embedded(query=strided), embedded(key=strided)),
+    ("positions range", embedded(positions=lambda p: p + 1), embedded(positions=lambda p: p - 1)),
 ]
 
 
