@@ -51,9 +51,14 @@ BY_OPERATOR = {
     "npu::npu_rms_norm": ("aclnnRmsNorm",),
     "npu::npu_rotary_mul": ("aclnnRotaryPositionEmbedding", "aclnnRotaryPositionEmbeddingV2"),
     "npu::npu_scatter_pa_kv_cache": ("aclnnScatterPaKvCache",),
+    "npu::npu_scatter_nd_update_": ("aclnnScatterNdUpdate",),
     "npu::npu_swiglu": ("aclnnSwiGlu",),
     "npu::npu_top_k_top_p": ("aclnnApplyTopKTopP",),
     "npu::npu_transpose_batchmatmul": ("aclnnTransposeBatchMatMul",),
+    "npu::npu_weight_quant_batchmatmul": (
+        "aclnnWeightQuantBatchMatmulV2",
+        "aclnnWeightQuantBatchMatmulV3",
+    ),
 }
 """Functions behind each operator, by any of which it can be called."""
 

@@ -50,10 +50,11 @@ NO_ROW: dict[Record, str] = {
     ("npu_kv_rmsnorm_rope_cache", "cache_mode"): NOT_CALLED,
     ("npu_kv_rmsnorm_rope_cache", "negative slots"): NOT_CALLED,
     ("npu_rotary_embedding", "shapes"): NOT_CALLED,
-    ("npu_rotary_embedding", "contiguous"): NOT_CALLED,
     ("npu_rotary_embedding", "first table"): NOT_CALLED,
     ("npu_clipped_swiglu", "rows past the groups"): NOT_CALLED,
     ("npu_moe_token_permute", "order of pairs"): NOT_CALLED,
+    ("npu_scatter_nd_update", "repeated index"): NOT_CALLED,
+    ("npu_weight_quant_batchmatmul", "form"): NOT_CALLED,
     ("cache write", "compression"): "the plugin passes no compression",
 }
 """Records of what to try first on hardware (docs/changing/operators.md) that no row tries, and

@@ -23,6 +23,7 @@ from ascend_emulator.operators import (
     int8_fused,
     latent_rope,
     latent_rows,
+    matmul,
     moe_finalize,
     moe_gating,
     moe_routing,
@@ -89,6 +90,7 @@ REFERENCES = (
         paged=CACHES[0],
     ),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
+    Reference(atb_attention.FLASH_ATTENTION_UNPAD, "", atb_attention.flash_attention_unpad),
     Reference(
         atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention, None, None, *CACHES
     ),
@@ -138,6 +140,9 @@ REFERENCES = (
     ),
     Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache, paged=CACHES[0]),
     Reference(latent_rows.UPDATE, "", latent_rows.attention_update),
+    Reference(latent_rows.SCATTER, "", latent_rows.scatter_nd_update_),
+    Reference(matmul.WEIGHT_QUANT_MATMUL, "", matmul.weight_quant_batchmatmul),
+    Reference(matmul.MATMUL_ADD, "", matmul.matmul_add_fp32),
     Reference(int8.DYNAMIC_QUANT, "", int8.dynamic_quant),
     Reference(int8.QUANTIZE, "", int8.quantize),
     Reference(int8.QUANT_MATMUL, "", int8.quant_matmul, contiguous=int8.COPIED_IF_STRIDED),

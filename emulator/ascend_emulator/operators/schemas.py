@@ -234,6 +234,19 @@ SCHEMAS = {
         'epsilon=1.0000000000000001e-05, str cache_mode="Norm", bool is_output_kv=False) -> '
         "(Tensor, Tensor, Tensor, Tensor)"
     ),
+    ("atb::_npu_flash_attention_unpad", ""): (
+        "(Tensor query, Tensor key, Tensor value, Tensor seq_len, float scale_value, int "
+        "num_heads, int num_kv_heads, Tensor(a!) out) -> ()"
+    ),
+    ("npu::npu_scatter_nd_update_", ""): (
+        "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)"
+    ),
+    ("npu::npu_weight_quant_batchmatmul", ""): (
+        "(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None, "
+        "Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int "
+        "antiquant_group_size=0, int inner_precise=0, int? weight_dtype=None) -> Tensor"
+    ),
+    ("atb::_npu_matmul_add_fp32", ""): ("(Tensor x, Tensor weight, Tensor(a!) C) -> ()"),
     ("npu::npu_attention_update", ""): (
         "(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)"
     ),

@@ -81,3 +81,11 @@ def test_one_group_is_given_by_its_end():
     arguments["weight"] = [arguments["weight"][0][:1]]
     (output,) = call(calls.GROUPED_MATMUL, arguments)
     assert output[:4].isfinite().all() and output[4:].isnan().all()
+
+
+def test_sums_of_int8_rows_are_exact_in_int32():
+    arguments = calls.int8_rows() | {"output_dtype": calls.CODES[torch.int32]}
+    rows, weights = arguments["x"][0].double(), arguments["weight"][0].double()
+    (output,) = call(calls.GROUPED_MATMUL, arguments | {"scale": None, "per_token_scale": None})
+    expected = torch.cat((rows[:2] @ weights[0], rows[2:5] @ weights[2]))
+    assert output.dtype == torch.int32 and torch.equal(output[:5].double(), expected)

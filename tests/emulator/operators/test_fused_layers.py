@@ -11,13 +11,19 @@ from ascend_emulator.operators.delta_rule import RECURRENT
 from tests.emulator.operators.calls import call, mrope_arguments
 from tests.emulator.operators.formula import DTYPES, assert_close, random
 from tests.emulator.operators.layer_calls import (
+    ADD,
     CLIPPED,
     QUANTIZE,
     ROTARY,
+    SCATTER,
+    WEIGHT_QUANT,
+    add,
     clipped,
     multiplied,
     recurrent,
     rotary,
+    scatter,
+    weight_quant,
 )
 
 
@@ -133,3 +139,35 @@ def test_fast_gelu(seed):
     x = random(5, 8, seed=seed)
     output = call("npu::npu_fast_gelu", {"input": x})
     assert_close(output, x.double() / (1 + (-1.702 * x.double()).exp()), torch.float32)
+
+
+def test_rows_are_written_where_indices_point(seed):
+    arguments = scatter(seed)
+    expected = arguments["input"].clone()
+    for place, row in zip(arguments["indices"].tolist(), arguments["updates"]):
+        expected[place[0], place[1]] = row
+    assert call(SCATTER, arguments) is arguments["input"]
+    assert torch.equal(arguments["input"], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (1,), (1, 1)])
+def test_products_with_int8_weights(dtype, shape, seed):
+    arguments = weight_quant(dtype, seed)
+    for name in ("antiquant_scale", "antiquant_offset"):
+        arguments[name] = arguments[name][: shape[-1]].view(shape)
+    output = call(WEIGHT_QUANT, arguments)
+    x, weight, scale, offset, bias = (value.double() for value in arguments.values())
+    for column in range(6):
+        index = column if shape[-1] == 6 else 0
+        real = (weight[:, column] + offset.flatten()[index]) * scale.flatten()[index]
+        assert_close(output[:, column] / 8, (x @ real + bias[column]) / 8, dtype)
+
+
+def test_products_are_added_in_float32(seed):
+    arguments = add(seed=seed)
+    before = arguments["C"].double()
+    call(ADD, arguments)
+    x, weight = arguments["x"].double(), arguments["weight"].double()
+    expected = before + torch.einsum("km,kn->mn", x, weight)
+    assert_close(arguments["C"] / 4, expected / 4, torch.float32)

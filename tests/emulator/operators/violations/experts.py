@@ -48,7 +48,12 @@ FAMILIES["npu_grouped_matmul, int8 rows"] = [
     ("contiguous", int8_rows(x=first(strided)), int8_rows(weight=first(strided))),
     ("inner limit", int8_rows(x=[int8(zeros(7, 65536))], weight=[int8(zeros(3, 6, 65536)).mT])),
     ("result", int8_rows(output_dtype=None)),
-    ("scale", int8_rows(scale=None), int8_rows(scale=first(lambda s: s.t().contiguous()))),
+    (
+        "scale",
+        int8_rows(scale=None),
+        int8_rows(output_dtype=layer_calls.CODES[torch.int32]),
+        int8_rows(scale=first(lambda s: s.t().contiguous())),
+    ),
     ("token scale", int8_rows(per_token_scale=None), int8_rows(per_token_scale=first(T.half))),
     ("group list", int8_rows(group_list=None), int8_rows(group_list_type=2)),
     ("group sizes", int8_rows(group_list=torch.tensor([2, -1, 3]))),

@@ -129,6 +129,32 @@ FAMILIES["npu_top_k_top_p"] = [
     ("k range", limits(k=int32(0, 0, 0)), limits(k=int32(10, 10, 10))),
 ]
 
+scatter = of(layer_calls.SCATTER, layer_calls.scatter)
+FAMILIES["npu_scatter_nd_update"] = [
+    ("dtype", scatter(input=T.double, updates=T.double)),
+    ("same dtype", scatter(updates=T.half)),
+    ("indices dtype", scatter(indices=T.short)),
+    ("shapes", scatter(indices=lambda i: i[0]), scatter(updates=lambda u: u[:2])),
+    ("indices range", scatter(indices=lambda i: i + 1), scatter(indices=lambda i: i - 1)),
+]
+
+weight_quant = of(layer_calls.WEIGHT_QUANT, layer_calls.weight_quant)
+FAMILIES["npu_weight_quant_batchmatmul"] = [
+    ("dtype", weight_quant(x=T.float), weight_quant(weight=T.int)),
+    ("form", weight_quant(quant_scale=torch.ones(6)), weight_quant(antiquant_group_size=32)),
+    ("shapes", weight_quant(x=lambda x: x[None]), weight_quant(weight=lambda w: w[:5])),
+    ("scales", weight_quant(antiquant_scale=T.float), weight_quant(antiquant_offset=zeros(5))),
+    ("bias", weight_quant(bias=T.float), weight_quant(bias=strided)),
+    ("inner_precise", weight_quant(inner_precise=2)),
+]
+
+add = of(layer_calls.ADD, layer_calls.add)
+FAMILIES["npu_matmul_add_fp32"] = [
+    ("dtype", add(x=T.float), add(weight=T.bfloat16)),
+    ("shapes", add(x=lambda x: x[:4])),
+    ("sum", add(C=T.half), add(C=strided), add(C=lambda c: c[:3])),
+]
+
 dynamic = of(layer_calls.DYNAMIC, layer_calls.dynamic)
 FAMILIES["npu_dynamic_quant"] = [
     ("dtype", dynamic(input=T.float)),
