@@ -11,6 +11,7 @@ BY_OPERATOR = {
     "npu::npu_add_rms_norm_quant": ("aclnnAddRmsNormQuant", "aclnnAddRmsNormQuantV2"),
     "npu::npu_attention_update": ("aclnnAttentionUpdate",),
     "npu::npu_chunk_gated_delta_rule": ("aclnnChunkGatedDeltaRule",),
+    "npu::npu_clipped_swiglu": ("aclnnClippedSwiglu",),
     "npu::npu_dequant_swiglu_quant": ("aclnnDequantSwigluQuant", "aclnnDequantSwigluQuantV2"),
     "npu::npu_dynamic_quant": (
         "aclnnDynamicQuant",
@@ -18,6 +19,7 @@ BY_OPERATOR = {
         "aclnnDynamicQuantV3",
         "aclnnDynamicQuantV4",
     ),
+    "npu::npu_fast_gelu": ("aclnnFastGelu",),
     "npu::npu_fused_infer_attention_score": (
         "aclnnFusedInferAttentionScoreV3",
         "aclnnFusedInferAttentionScoreV5",
@@ -34,10 +36,13 @@ BY_OPERATOR = {
     "npu::npu_gelu": ("aclnnGeluV2",),
     "npu::npu_gemma_rms_norm": ("aclnnGemmaRmsNorm",),
     "npu::npu_grouped_matmul": ("aclnnGroupedMatmulV4", "aclnnGroupedMatmulV5"),
+    "npu::npu_interleave_rope": ("aclnnInterleaveRope",),
+    "npu::npu_kv_rmsnorm_rope_cache": ("aclnnKvRmsNormRopeCache", "aclnnKvRmsNormRopeCacheV2"),
     "npu::npu_moe_finalize_routing": ("aclnnMoeFinalizeRouting", "aclnnMoeFinalizeRoutingV2"),
     "npu::npu_moe_gating_top_k": ("aclnnMoeGatingTopK",),
     "npu::npu_moe_gating_top_k_softmax_v2": ("aclnnMoeGatingTopKSoftmaxV2",),
     "npu::npu_moe_init_routing_v2": ("aclnnMoeInitRoutingV2", "aclnnMoeInitRoutingV3"),
+    "npu::npu_moe_token_permute": ("aclnnMoeTokenPermute",),
     "npu::npu_moe_token_unpermute": ("aclnnMoeTokenUnpermute",),
     "npu::npu_mrope": ("aclnnRopeWithSinCosCache", "aclnnRopeWithSinCosCacheV2"),
     "npu::npu_quant_matmul": ("aclnnQuantMatmulV4", "aclnnQuantMatmulV5"),
@@ -46,9 +51,14 @@ BY_OPERATOR = {
     "npu::npu_rms_norm": ("aclnnRmsNorm",),
     "npu::npu_rotary_mul": ("aclnnRotaryPositionEmbedding", "aclnnRotaryPositionEmbeddingV2"),
     "npu::npu_scatter_pa_kv_cache": ("aclnnScatterPaKvCache",),
+    "npu::npu_scatter_nd_update_": ("aclnnScatterNdUpdate",),
     "npu::npu_swiglu": ("aclnnSwiGlu",),
     "npu::npu_top_k_top_p": ("aclnnApplyTopKTopP",),
     "npu::npu_transpose_batchmatmul": ("aclnnTransposeBatchMatMul",),
+    "npu::npu_weight_quant_batchmatmul": (
+        "aclnnWeightQuantBatchMatmulV2",
+        "aclnnWeightQuantBatchMatmulV3",
+    ),
 }
 """Functions behind each operator, by any of which it can be called."""
 

@@ -26,6 +26,7 @@ ROWS: tuple[Row, ...] = (
 )
 """All rows, in the order in which they run: what others build on comes first."""
 
+NOT_CALLED = "the plugin does not call the operator; vllm-ascend does"
 NO_ROW: dict[Record, str] = {
     ("fused attention", "unsupported argument"): "the plugin passes none of them",
     ("fused attention", "sparse modes of one token"): "the plugin uses no layout but TND",
@@ -46,6 +47,15 @@ NO_ROW: dict[Record, str] = {
     ("npu_moe_gating_top_k", "no table"): "the plugin passes no table",
     ("npu_moe_finalize_routing", "unsupported argument"): "the plugin passes none of them",
     ("npu_moe_token_unpermute", "probability of 0"): "the plugin gives no row a probability of 0",
+    ("npu_kv_rmsnorm_rope_cache", "form"): NOT_CALLED,
+    ("npu_kv_rmsnorm_rope_cache", "cache_mode"): NOT_CALLED,
+    ("npu_kv_rmsnorm_rope_cache", "negative slots"): NOT_CALLED,
+    ("npu_rotary_embedding", "shapes"): NOT_CALLED,
+    ("npu_rotary_embedding", "first table"): NOT_CALLED,
+    ("npu_clipped_swiglu", "rows past the groups"): NOT_CALLED,
+    ("npu_moe_token_permute", "order of pairs"): NOT_CALLED,
+    ("npu_scatter_nd_update", "repeated index"): NOT_CALLED,
+    ("npu_weight_quant_batchmatmul", "form"): NOT_CALLED,
     ("cache write", "compression"): "the plugin passes no compression",
 }
 """Records of what to try first on hardware (docs/changing/operators.md) that no row tries, and

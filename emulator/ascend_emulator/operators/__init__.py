@@ -21,7 +21,9 @@ from ascend_emulator.operators import (
     grouped_matmul,
     int8,
     int8_fused,
+    latent_rope,
     latent_rows,
+    matmul,
     moe_finalize,
     moe_gating,
     moe_routing,
@@ -58,6 +60,7 @@ class Reference(NamedTuple):
     contiguous: tuple[str, ...] | None = None  # copied if strided; None: what isn't written
     paged: tuple[str, ...] = ()  # caches of which blocks alone are touched
     block_ids: tuple[str, ...] = ()  # arguments that say which
+    written: tuple[str, ...] = ()  # arguments that the schema doesn't mark as written
 
 
 def fused_references(name: str, sizes_workspace: str) -> tuple[Reference, ...]:
@@ -87,6 +90,7 @@ REFERENCES = (
         paged=CACHES[0],
     ),
     Reference(atb_attention.FLASH_ATTENTION, "", atb_attention.flash_attention),
+    Reference(atb_attention.FLASH_ATTENTION_UNPAD, "", atb_attention.flash_attention_unpad),
     Reference(
         atb_attention.PAGED_ATTENTION, "", atb_attention.paged_attention, None, None, *CACHES
     ),
@@ -104,16 +108,20 @@ REFERENCES = (
     Reference(elementwise.ADD_RMS_NORM_CAST, "", elementwise.add_rms_norm_cast),
     Reference(elementwise.GEMMA_RMS_NORM, "", elementwise.gemma_rms_norm),
     Reference(elementwise.SWIGLU, "", elementwise.swiglu),
+    Reference(elementwise.CLIPPED_SWIGLU, "", elementwise.clipped_swiglu, contiguous=()),
     Reference(gelu.GELU, "", gelu.gelu),
     Reference(gelu.GEGLU, "", gelu.geglu),
+    Reference(gelu.FAST_GELU, "", gelu.fast_gelu),
     Reference(elementwise.ROTARY_MUL, "", elementwise.rotary_mul),
     Reference(
         rotary_cache.MROPE, "", rotary_cache.mrope, contiguous=rotary_cache.COPIED_IF_STRIDED
     ),
+    Reference(rotary_cache.ROTARY_EMBEDDING, "", rotary_cache.rotary_embedding),
     Reference(grouped_matmul.GROUPED_MATMUL, "", grouped_matmul.grouped_matmul, contiguous=()),
     Reference(moe_gating.GATING_TOP_K, "", moe_gating.gating_top_k),
     Reference(moe_gating.GATING_TOP_K_SOFTMAX, "", moe_gating.gating_top_k_softmax),
     Reference(moe_routing.INIT_ROUTING, "", moe_routing.init_routing_v2),
+    Reference(moe_routing.TOKEN_PERMUTE, "", moe_routing.token_permute),
     Reference(moe_routing.TOKEN_UNPERMUTE, "", moe_routing.token_unpermute),
     Reference(moe_finalize.FINALIZE_ROUTING, "", moe_finalize.finalize_routing),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
@@ -122,8 +130,19 @@ REFERENCES = (
         delta_rule.RECURRENT, "", delta_rule.recurrent_gated_delta_rule, paged=delta_rule.STATES
     ),
     Reference(delta_rule.CHUNK, "", delta_rule.chunk_gated_delta_rule),
+    Reference(latent_rope.INTERLEAVE_ROPE, "", latent_rope.interleave_rope),
+    Reference(
+        latent_rope.KV_RMSNORM_ROPE_CACHE,
+        "",
+        latent_rope.kv_rmsnorm_rope_cache,
+        paged=latent_rope.CACHES,
+        written=latent_rope.CACHES,
+    ),
     Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache, paged=CACHES[0]),
     Reference(latent_rows.UPDATE, "", latent_rows.attention_update),
+    Reference(latent_rows.SCATTER, "", latent_rows.scatter_nd_update_),
+    Reference(matmul.WEIGHT_QUANT_MATMUL, "", matmul.weight_quant_batchmatmul),
+    Reference(matmul.MATMUL_ADD, "", matmul.matmul_add_fp32),
     Reference(int8.DYNAMIC_QUANT, "", int8.dynamic_quant),
     Reference(int8.QUANTIZE, "", int8.quantize),
     Reference(int8.QUANT_MATMUL, "", int8.quant_matmul, contiguous=int8.COPIED_IF_STRIDED),

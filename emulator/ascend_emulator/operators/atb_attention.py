@@ -9,6 +9,7 @@ from ascend_emulator.operators import attention
 from ascend_emulator.operators.constraint import Call, shape_of
 
 FLASH_ATTENTION = "atb::_npu_flash_attention"
+FLASH_ATTENTION_UNPAD = "atb::_npu_flash_attention_unpad"
 PAGED_ATTENTION = "atb::_npu_paged_attention"
 PAGED_ATTENTION_WORKSPACE = "atb::_npu_paged_attention_get_workspace"
 SPLITFUSE = "atb::_npu_paged_attention_splitfuse"
@@ -43,12 +44,8 @@ def flash_attention(
     """
     call = Call("atb attention", FLASH_ATTENTION)
     _check_query(call, query, num_heads, num_kv_heads, out)
-    _check_tensors(call, query, {"key": key, "value": value, "mask": mask})
-    expected = query.shape[0], num_kv_heads, query.shape[2]
-    for argument, tensor in {"key": key, "value": value}.items():
-        ok = shape_of(tensor) == expected
-        call.demand("key and value shapes", ok, shape_of(tensor), argument)
-    lengths = _check_query_lens(call, seq_len, query)
+    _check_tensors(call, query, {"mask": mask})
+    lengths = _check_fresh(call, query, {"key": key, "value": value}, num_kv_heads, seq_len)
     longest = max(lengths, default=0)
     ok = mask.dim() == 2 and mask.shape[0] == mask.shape[1] >= longest
     call.demand("square mask", ok, f"{shape_of(mask)} for a prompt of {longest}")
@@ -58,6 +55,26 @@ def flash_attention(
         rows, length = slice(start, end), end - start
         square = bias[:length, :length]
         result, _ = attention.attend(query[rows], key[rows], value[rows], scale_value, bias=square)
+        out[rows] = result.to(out.dtype)
+
+
+def flash_attention_unpad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_len: torch.Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    out: torch.Tensor,
+) -> None:
+    """Attend with every token of a sequence over all of its K and V, as encoders do."""
+    call = Call("atb attention", FLASH_ATTENTION_UNPAD)
+    _check_query(call, query, num_heads, num_kv_heads, out)
+    lengths = _check_fresh(call, query, {"key": key, "value": value}, num_kv_heads, seq_len)
+    for start, end in pairwise(_starts(lengths)):
+        rows = slice(start, end)
+        result, _ = attention.attend(query[rows], key[rows], value[rows], scale_value)
         out[rows] = result.to(out.dtype)
 
 
@@ -201,6 +218,22 @@ def _check_query(
     demand("head size", 0 < query.shape[2] <= 576, query.shape[2])
     _check_tensors(call, query, {"query": query, "out": out})
     demand("out", out.shape == query.shape, f"{shape_of(out)} for query {shape_of(query)}")
+
+
+def _check_fresh(
+    call: Call,
+    query: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    num_kv_heads: int,
+    seq_len: torch.Tensor,
+) -> list[int]:
+    """Return the lengths of sequences over their own K and V."""
+    _check_tensors(call, query, tensors)
+    expected = query.shape[0], num_kv_heads, query.shape[2]
+    for argument, tensor in tensors.items():
+        ok = shape_of(tensor) == expected
+        call.demand("key and value shapes", ok, shape_of(tensor), argument)
+    return _check_query_lens(call, seq_len, query)
 
 
 def _check_tensors(call: Call, query: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ ADD_RMS_NORM = "npu::npu_add_rms_norm"
 ADD_RMS_NORM_CAST = "npu::npu_add_rms_norm_cast"
 GEMMA_RMS_NORM = "npu::npu_gemma_rms_norm"
 SWIGLU = "npu::npu_swiglu"
+CLIPPED_SWIGLU = "npu::npu_clipped_swiglu"
 ROTARY_MUL = "npu::npu_rotary_mul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -87,6 +88,37 @@ def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     demand("even", input.shape[dim] % 2 == 0, f"{shape_of(input)} along {dim}")
     gate, up = input.float().chunk(2, dim)
     return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+def clipped_swiglu(
+    x: torch.Tensor,
+    *,
+    group_index: torch.Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> torch.Tensor:
+    """Gate one half by the other, both clipped; halves are neighbours if `interleaved`."""
+    demand = Call("npu_clipped_swiglu", CLIPPED_SWIGLU).demand
+    demand("dtype", x.dtype in DTYPES, x.dtype)
+    demand("contiguous", x.is_contiguous(), f"strides {x.stride()}")
+    demand("dim", x.dim() >= 2 and -x.dim() <= dim < x.dim(), f"{dim} for rank {x.dim()}")
+    demand("even", x.shape[dim] % 2 == 0, f"{shape_of(x)} along {dim}")
+    dim %= x.dim()
+    flat = x.float().reshape(x.shape[:dim].numel(), -1)
+    gate, up = (flat[:, ::2], flat[:, 1::2]) if interleaved else flat.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    result = gate * torch.sigmoid(alpha * gate) * (up + bias)
+    if group_index is not None:
+        given = f"{shape_of(group_index)} {group_index.dtype}"
+        fits = group_index.dtype == torch.int64 and group_index.dim() == 1
+        demand("group_index", fits, given)
+        result[int(group_index.sum()) :] = torch.nan
+    sizes = list(x.shape)
+    sizes[dim] //= 2
+    return result.reshape(sizes).to(x.dtype)
 
 
 def rotary_mul(

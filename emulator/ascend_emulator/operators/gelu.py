@@ -1,4 +1,4 @@
-"""References of GELU and of the activation that is gated by it."""
+"""References of GELU, of its fast form and of the activation that is gated by it."""
 
 import torch
 
@@ -6,6 +6,7 @@ from ascend_emulator.operators.constraint import Call, shape_of
 
 GELU = "npu::npu_gelu"
 GEGLU = "npu::npu_geglu"
+FAST_GELU = "npu::npu_fast_gelu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 APPROXIMATIONS = ("none", "tanh")
 
@@ -16,6 +17,15 @@ def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))
     demand("approximate", approximate in APPROXIMATIONS, repr(approximate))
     return torch.nn.functional.gelu(input.float(), approximate=approximate).to(input.dtype)
+
+
+def fast_gelu(input: torch.Tensor) -> torch.Tensor:
+    """Compute ``x * sigmoid(1.702 * x)``, as A2 and A3 do."""
+    demand = Call("gelu", FAST_GELU).demand
+    demand("dtype", input.dtype in DTYPES, input.dtype)
+    demand("rank", 1 <= input.dim() <= 8, shape_of(input))
+    x = input.float()
+    return (x * torch.sigmoid(1.702 * x)).to(input.dtype)
 
 
 def geglu(

@@ -1,6 +1,6 @@
 """Reference of the grouped matrix product in which rows are grouped: a weight for each group.
 
-Rows and weights are float, or both are int8 with scales for both.
+Rows and weights are float, or both are int8 with scales for both, or without any for int32 sums.
 """
 
 from typing import Any
@@ -13,13 +13,15 @@ GROUPED_MATMUL = "npu::npu_grouped_matmul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INNER_LIMIT = 65536
 MAX_GROUPS = 1024
+UNDEFINED_INT32 = -(1 << 31)
+"""What undefined rows of int32 hold, which have no NaN."""
 CUMULATIVE, COUNTS = 0, 1
 """``group_list_type``: whether the list holds the ends of groups or their sizes."""
 GROUPS = ("group_list", "group_list_type")
 SCALES = ("scale", "per_token_scale", "output_dtype")
 SCALE_DTYPE = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 """Dtype of the scales of int8 weights by the result's dtype."""
-RESULTS = {5: torch.float16, 15: torch.bfloat16}
+RESULTS = {3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
 """Dtypes of results by the number that torch gives them."""
 
 
@@ -43,40 +45,45 @@ def grouped_rows(
     rows, columns = _one_pair(call, (torch.int8,) if is_int8 else DTYPES, x, weight, split_item)
     dtype, scales = rows.dtype, None
     if is_int8:
-        dtype, *scales = _scales(call, given, len(rows), columns)
+        dtype, scales = _scales(call, given, len(rows), columns)
     listed, kind = (given.get(name) for name in GROUPS)
     sizes = _sizes_of_groups(call, listed, kind or 0, len(columns), len(rows))
-    output = torch.full((len(rows), columns.shape[2]), torch.nan, dtype=dtype)
+    undefined = UNDEFINED_INT32 if dtype == torch.int32 else torch.nan
+    output = torch.full((len(rows), columns.shape[2]), undefined, dtype=dtype)
     wide = torch.float64 if is_int8 else torch.float32  # sums of int8 are exact
     end = 0
     for group, size in enumerate(sizes):
         start, end = end, end + size
         if size:
-            product = (rows[start:end].to(wide) @ columns[group].to(wide)).float()
+            product = rows[start:end].to(wide) @ columns[group].to(wide)
             if scales:
-                product = product * scales[0][group].float() * scales[1][start:end, None]
+                product = product.float() * scales[0][group].float() * scales[1][start:end, None]
             output[start:end] = product.to(dtype)
     return [output]
 
 
 def _scales(
     call: Call, given: dict[str, Any], num_rows: int, columns: torch.Tensor
-) -> tuple[torch.dtype, torch.Tensor, torch.Tensor]:
-    """Return the result's dtype, and the scales of weights ``[groups, n]`` and of rows ``[m]``."""
+) -> tuple[torch.dtype, list[torch.Tensor]]:
+    """Return the result's dtype, and the scales of weights ``[groups, n]`` and of rows ``[m]``.
+
+    Sums in int32 have none.
+    """
     code: Any = given.get("output_dtype")
     call.demand("result", code in RESULTS, code)
     dtype = RESULTS[code]
     found = []
     for name, argument, shape, scale_dtype in (
-        ("scale", "scale", (len(columns), columns.shape[2]), SCALE_DTYPE[dtype]),
+        ("scale", "scale", (len(columns), columns.shape[2]), SCALE_DTYPE.get(dtype)),
         ("token scale", "per_token_scale", (num_rows,), torch.float32),
     ):
         scales = [*(given.get(argument) or ())][:1]
-        ok = [(shape_of(each), each.dtype) for each in scales] == [(shape, scale_dtype)]
+        wanted = [] if dtype == torch.int32 else [(shape, scale_dtype)]
+        ok = [(shape_of(each), each.dtype) for each in scales] == wanted
         told = f"{shape_of(scales[0])} {scales[0].dtype}" if scales else None
         call.demand(name, ok, told)
         found += scales
-    return dtype, found[0], found[1]
+    return dtype, found
 
 
 def _one_pair(

@@ -11,6 +11,11 @@ from ascend_emulator.operators.constraint import Call, shape_of
 
 GATHER = "npu::npu_gather_pa_kv_cache"
 UPDATE = "npu::npu_attention_update"
+SCATTER = "npu::npu_scatter_nd_update_"
+SCATTERED = (
+    *(torch.float32, torch.float16, torch.bfloat16),
+    *(torch.bool, torch.int64, torch.int8),
+)
 MOST_PARTS = 16
 
 
@@ -86,3 +91,25 @@ def attention_update(
     shares = (sums - merged).exp().unsqueeze(-1)
     result = (torch.stack([out.float() for out in local_out]) * shares).sum(0).to(first.dtype)
     return result, merged if update_type else merged.new_empty(0)
+
+
+def scatter_nd_update_(
+    input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor
+) -> torch.Tensor:
+    """Write `updates` where the last dimension of `indices` points, in place."""
+    demand = Call("npu_scatter_nd_update", SCATTER).demand
+    demand("dtype", input.dtype in SCATTERED, input.dtype)
+    demand("same dtype", updates.dtype == input.dtype, updates.dtype)
+    demand("indices dtype", indices.dtype in (torch.int32, torch.int64), indices.dtype)
+    fits = indices.dim() >= 2 and 1 <= indices.shape[-1] <= input.dim() <= 8
+    given = f"{shape_of(indices)} and {shape_of(updates)} for {shape_of(input)}"
+    demand("shapes", fits, given)
+    depth = indices.shape[-1]
+    fits = shape_of(updates) == (*indices.shape[:-1], *input.shape[depth:])
+    demand("shapes", fits, given)
+    places = indices.reshape(-1, depth).long()
+    sizes = torch.tensor(input.shape[:depth])
+    outside = places[((places < 0) | (places >= sizes)).any(-1)].tolist()
+    demand("indices range", not outside, f"{outside} of {shape_of(input)}")
+    input[tuple(places.unbind(-1))] = updates.reshape(-1, *input.shape[depth:])
+    return input

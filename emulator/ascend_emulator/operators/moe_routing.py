@@ -9,6 +9,7 @@ import torch
 from ascend_emulator.operators.constraint import Call, shape_of
 
 INIT_ROUTING = "npu::npu_moe_init_routing_v2"
+TOKEN_PERMUTE = "npu::npu_moe_token_permute"
 TOKEN_UNPERMUTE = "npu::_npu_moe_token_unpermute"
 """The operator to which ``npu_moe_token_unpermute`` dispatches; its second result is for
 gradients."""
@@ -17,6 +18,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_EXPERTS = 10240
 MAX_EXPERTS_AS_PAIRS = 5120
 MAX_TOP_K = 512
+MAX_PAIRS = 16777215
+"""Pairs that a sort takes are fewer."""
 CUMULATIVE, COUNTS, PAIRS = 0, 1, 2
 """``expert_tokens_num_type``: how tokens of each expert are counted."""
 NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
@@ -102,6 +105,29 @@ def init_routing_v2(
             scales[: len(order)] = scale[tokens]
     expanded[: len(order)] = rows.to(expanded.dtype)
     return expanded, row_idx, tokens_of, scales
+
+
+def token_permute(
+    tokens: torch.Tensor,
+    indices: torch.Tensor,
+    num_out_tokens: int | None = None,
+    padded_mode: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort a row for each pair by its expert; also return where each pair's row went, int32.
+
+    `num_out_tokens` are the rows that are kept, from behind if negative; 0 and None keep all.
+    """
+    demand = Call("npu_moe_token_permute", TOKEN_PERMUTE).demand
+    demand("dtype", tokens.dtype in (*DTYPES, torch.int8), tokens.dtype)
+    demand("ids dtype", indices.dtype in (torch.int32, torch.int64), indices.dtype)
+    fits = tokens.dim() == 2 and indices.dim() in (1, 2) and len(tokens) == len(indices)
+    top_k = 1 if indices.dim() < 2 else indices.shape[1]
+    given = f"{shape_of(tokens)} and {shape_of(indices)}"
+    demand("shapes", fits and top_k <= MAX_TOP_K, given)
+    demand("number of pairs", indices.numel() < MAX_PAIRS, given)
+    demand("padded_mode", not padded_mode, padded_mode)
+    pairs = indices.flatten().argsort(stable=True)
+    return tokens[pairs[: num_out_tokens or None] // top_k], pairs.argsort().int()
 
 
 def token_unpermute(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ascend_emulator.operators.atb_attention import (
     FLASH_ATTENTION,
+    FLASH_ATTENTION_UNPAD,
     PAGED_ATTENTION,
     PAGED_ATTENTION_WORKSPACE,
     SPLITFUSE,
@@ -12,6 +13,7 @@ from ascend_emulator.operators.constraint import Call
 
 HOST_ARGUMENTS = {
     FLASH_ATTENTION: ("seq_len",),
+    FLASH_ATTENTION_UNPAD: ("seq_len",),
     PAGED_ATTENTION: ("context_lens",),
     PAGED_ATTENTION_WORKSPACE: ("context_lens",),
     SPLITFUSE: ("context_lens", "seq_len"),

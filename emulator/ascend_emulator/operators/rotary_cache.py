@@ -1,4 +1,4 @@
-"""Reference of the rotary operator that gathers cosines and sines by position."""
+"""References of the rotary operators that gather cosines and sines by position."""
 
 import torch
 
@@ -6,6 +6,7 @@ from ascend_emulator import profiles
 from ascend_emulator.operators.constraint import Call, shape_of
 
 MROPE = "npu::npu_mrope"
+ROTARY_EMBEDDING = "atb::_npu_rotary_embedding"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ALIGNMENT = 64
 """Heads, and the part of a head that is rotated, are multiples of this many bytes."""
@@ -45,6 +46,39 @@ def mrope(
         whole = torch.cat((rotated, heads[..., size:]), -1)
         results.append(whole.reshape(x.shape).to(x.dtype))
     return results[0], results[1]
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Rotate heads of query and key ``[T, N * D]`` in place."""
+    demand = Call("npu_rotary_embedding", ROTARY_EMBEDDING).demand
+    kinds = (torch.int32, torch.int64)
+    demand("positions dtype", positions.dtype in kinds, positions.dtype)
+    fits = cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == head_size > 0
+    demand("shapes", fits, f"{shape_of(cos_sin_cache)} for {head_size}", "cos_sin_cache")
+    tensors = {"query": query, "key": key, "cos_sin_cache": cos_sin_cache}
+    for argument, tensor in tensors.items():
+        is_right = tensor.dtype in DTYPES[:2] and tensor.dtype == query.dtype
+        demand("dtype", is_right, tensor.dtype, argument)
+    for argument, x in list(tensors.items())[:2]:
+        fits = x.dim() == 2 and x.shape[1] % head_size == 0 and len(x) == positions.numel()
+        given = f"{shape_of(x)} for {positions.numel()} positions"
+        demand("shapes", fits, given, argument)
+        demand("contiguous", x.is_contiguous(), f"strides {x.stride()}", argument)
+    rows = positions.flatten().long()
+    outside = rows[(rows < 0) | (rows >= len(cos_sin_cache))].tolist()
+    demand("positions range", not outside, f"{outside} of {len(cos_sin_cache)} rows")
+    cos, sin = cos_sin_cache.float()[rows, None].chunk(2, -1)
+    rotate = _rotate_half if is_neox_style else _rotate_interleaved
+    for x in (query, key):
+        heads = x.float().view(len(x), -1, head_size)
+        x.copy_(rotate(heads, cos, sin).view(x.shape))
 
 
 def _sections_of(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:

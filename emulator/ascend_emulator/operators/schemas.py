@@ -213,6 +213,40 @@ SCHEMAS = {
         "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, "
         "bool is_seq_lens_cumsum=False) -> ()"
     ),
+    ("npu::npu_clipped_swiglu", ""): (
+        "(Tensor x, *, Tensor? group_index=None, int dim=-1, float alpha=1.702, float "
+        "limit=7., float bias=1., bool interleaved=True) -> Tensor"
+    ),
+    ("npu::npu_fast_gelu", ""): ("(Tensor input) -> Tensor"),
+    ("atb::_npu_rotary_embedding", ""): (
+        "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor "
+        "cos_sin_cache, bool is_neox_style) -> ()"
+    ),
+    ("npu::npu_moe_token_permute", ""): (
+        "(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> "
+        "(Tensor, Tensor)"
+    ),
+    ("npu::npu_interleave_rope", ""): ("(Tensor x, Tensor cos, Tensor sin) -> Tensor"),
+    ("npu::npu_kv_rmsnorm_rope_cache", ""): (
+        "(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor k_cache, "
+        "Tensor ckv_cache, *, Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? "
+        "k_rope_offset=None, Tensor? c_kv_offset=None, Tensor? v=None, float "
+        'epsilon=1.0000000000000001e-05, str cache_mode="Norm", bool is_output_kv=False) -> '
+        "(Tensor, Tensor, Tensor, Tensor)"
+    ),
+    ("atb::_npu_flash_attention_unpad", ""): (
+        "(Tensor query, Tensor key, Tensor value, Tensor seq_len, float scale_value, int "
+        "num_heads, int num_kv_heads, Tensor(a!) out) -> ()"
+    ),
+    ("npu::npu_scatter_nd_update_", ""): (
+        "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)"
+    ),
+    ("npu::npu_weight_quant_batchmatmul", ""): (
+        "(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None, "
+        "Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int "
+        "antiquant_group_size=0, int inner_precise=0, int? weight_dtype=None) -> Tensor"
+    ),
+    ("atb::_npu_matmul_add_fp32", ""): ("(Tensor x, Tensor weight, Tensor(a!) C) -> ()"),
     ("npu::npu_attention_update", ""): (
         "(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)"
     ),

@@ -206,6 +206,12 @@ def flash_arguments(seed=0, dtype=torch.float16, lengths=PROMPTS, **changes):
     }, batch
 
 
+def unpad_arguments(seed=0, dtype=torch.float16, lengths=PROMPTS, **changes):
+    """Arguments of ``_npu_flash_attention_unpad``, and the batch."""
+    arguments, batch = flash_arguments(seed, dtype, lengths, **changes)
+    return {name: value for name, value in arguments.items() if name != "mask"}, batch
+
+
 def drawing(seed, dtype):
     """Function that draws tensors in turn."""
     generator = torch.Generator().manual_seed(seed)

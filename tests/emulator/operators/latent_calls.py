@@ -122,3 +122,31 @@ def matmul_of_heads():
 
 
 TRANSPOSE = "npu::npu_transpose_batchmatmul"
+
+
+def interleaved(dtype=torch.bfloat16, seed=0, steps=1):
+    """Rotary parts of three tokens of four heads, at `steps` positions each."""
+    factors = {
+        name: random(3, 1, 1, ROPE, dtype=dtype, seed=seed + 1 + i)
+        for i, name in enumerate(("cos", "sin"))
+    }
+    return {"x": random(3, 4, steps, ROPE, dtype=dtype, seed=seed), **factors}
+
+
+def latent_write(seed=0, dtype=torch.bfloat16, **changes):
+    """Three rows and their slots, of which one is nobody's."""
+    factors = interleaved(dtype, seed)
+    return {
+        "kv": random(3, 1, 1, LATENT + ROPE, dtype=dtype, seed=seed),
+        "gamma": random(LATENT, dtype=dtype, seed=seed + 3),
+        **{name: factors[name] for name in ("cos", "sin")},
+        "index": torch.tensor([40, -1, 3]),
+        "k_cache": random(3, 16, 1, ROPE, dtype=dtype, seed=seed + 4),
+        "ckv_cache": random(3, 16, 1, LATENT, dtype=dtype, seed=seed + 5),
+        "cache_mode": "PA",
+        **changes,
+    }
+
+
+INTERLEAVE = "npu::npu_interleave_rope"
+LATENT_WRITE = "npu::npu_kv_rmsnorm_rope_cache"

@@ -100,6 +100,61 @@ def quantize():
     return {"input": random(5, 8, dtype=HALF), "dtype": CODES[torch.qint8], "axis": -1, **given}
 
 
+CLIPPED, ROTARY = "npu::npu_clipped_swiglu", "atb::_npu_rotary_embedding"
+PERMUTE = "npu::npu_moe_token_permute"
+
+
+def clipped(dtype=HALF, seed=0, **changes):
+    return {"x": random(5, 12, dtype=dtype, seed=seed) * 5, **changes}
+
+
+def rotary(dtype=HALF, seed=0, **changes):
+    """Four tokens with three heads and one of 16, anywhere in a table of nine rows."""
+    return {
+        "positions": torch.tensor([8, 0, 3, 3]),
+        "query": random(4, 48, dtype=dtype, seed=seed),
+        "key": random(4, 16, dtype=dtype, seed=seed + 1),
+        "head_size": 16,
+        "cos_sin_cache": random(9, 16, dtype=dtype, seed=seed + 2),
+        "is_neox_style": True,
+        **changes,
+    }
+
+
+def permute(seed=0, dtype=HALF, **changes):
+    """Six tokens with two experts each."""
+    tokens = random(6, 8, dtype=dtype, seed=seed)
+    return {"tokens": tokens, "indices": torch.tensor(IDS), **changes}
+
+
+SCATTER, ADD = "npu::npu_scatter_nd_update_", "atb::_npu_matmul_add_fp32"
+WEIGHT_QUANT = "npu::npu_weight_quant_batchmatmul"
+
+
+def scatter(seed=0, **changes):
+    """Three rows of a plane of five by four."""
+    places = torch.tensor([[4, 0], [0, 3], [2, 2]])
+    given = {"input": random(5, 4, 8, seed=seed), "updates": random(3, 8, seed=seed + 1)}
+    return {**given, "indices": places, **changes}
+
+
+def weight_quant(dtype=HALF, seed=0, **changes):
+    """Scales and offsets of columns, and a bias."""
+    return {
+        "x": random(5, 8, dtype=dtype, seed=seed),
+        "weight": small(8, 6),
+        "antiquant_scale": (random(6, seed=seed + 1) / 50).to(dtype),
+        "antiquant_offset": (random(6, seed=seed + 2) * 9).to(dtype),
+        "bias": random(6, dtype=HALF if dtype == HALF else torch.float32, seed=seed + 3),
+        **changes,
+    }
+
+
+def add(dtype=HALF, seed=0):
+    x, weight = (random(5, size, dtype=dtype, seed=seed + size) for size in (4, 6))
+    return {"x": x, "weight": weight, "C": random(4, 6, seed=seed)}
+
+
 def multiplied(dtype=HALF, **changes):
     """A factor and an offset for each column."""
     factors = {"scales": random(8, seed=1).abs() * 20, "zero_points": random(8, seed=2) * 10}

@@ -11,6 +11,7 @@ from tests.emulator.operators.calls import (
     decode_arguments,
     flash_arguments,
     splitfuse_arguments,
+    unpad_arguments,
 )
 
 FLASH = "atb::_npu_flash_attention"
@@ -28,6 +29,12 @@ def same(name, arguments, batch, visible=formula.causal):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prompts_with_an_empty_request(dtype, seed):
     same(FLASH, *flash_arguments(seed, dtype, lengths=[(0, 5), (0, 0), (0, 3)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_of_an_encoder(dtype, seed):
+    name = "atb::_npu_flash_attention_unpad"
+    same(name, *unpad_arguments(seed, dtype), formula.everything)
 
 
 @pytest.mark.parametrize(("block_size", "heads"), [(16, (1, 1)), (32, (8, 1)), (128, (6, 6))])

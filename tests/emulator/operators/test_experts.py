@@ -48,6 +48,17 @@ def test_rows_of_a_token_are_weighted_and_summed(dtype, of_probs, seed):
     assert_close(output, expected, dtype)
 
 
+@pytest.mark.parametrize("kept", [None, 0, 7, -3])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_pairs_are_sorted_by_expert(kept, ids, seed):
+    arguments = calls.permute(seed, num_out_tokens=kept, indices=torch.tensor(calls.IDS).to(ids))
+    rows, places = call(calls.PERMUTE, arguments)
+    order = sorted(range(12), key=lambda pair: (EXPERT_OF_PAIR[pair], pair))
+    assert places.dtype == torch.int32 and places.tolist() == [order.index(p) for p in range(12)]
+    wanted = [pair // 2 for pair in order][: kept or None]
+    assert torch.equal(rows, arguments["tokens"][wanted])
+
+
 def test_without_probabilities_there_is_one_row_a_token(seed):
     arguments = calls.unpermute(seed, torch.float32, probs=None)
     arguments["sorted_indices"] = torch.tensor([3, 0, 99, 5, 1, 2], dtype=torch.int32)
@@ -70,3 +81,11 @@ def test_one_group_is_given_by_its_end():
     arguments["weight"] = [arguments["weight"][0][:1]]
     (output,) = call(calls.GROUPED_MATMUL, arguments)
     assert output[:4].isfinite().all() and output[4:].isnan().all()
+
+
+def test_sums_of_int8_rows_are_exact_in_int32():
+    arguments = calls.int8_rows() | {"output_dtype": calls.CODES[torch.int32]}
+    rows, weights = arguments["x"][0].double(), arguments["weight"][0].double()
+    (output,) = call(calls.GROUPED_MATMUL, arguments | {"scale": None, "per_token_scale": None})
+    expected = torch.cat((rows[:2] @ weights[0], rows[2:5] @ weights[2]))
+    assert output.dtype == torch.int32 and torch.equal(output[:5].double(), expected)

@@ -1,5 +1,7 @@
 """What references of layers read out of documents; plain calls are rows of `verify-device`."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,7 +10,21 @@ from ascend_emulator.operators import KernelRefusalError
 from ascend_emulator.operators.delta_rule import RECURRENT
 from tests.emulator.operators.calls import call, mrope_arguments
 from tests.emulator.operators.formula import DTYPES, assert_close, random
-from tests.emulator.operators.layer_calls import QUANTIZE, multiplied, recurrent
+from tests.emulator.operators.layer_calls import (
+    ADD,
+    CLIPPED,
+    QUANTIZE,
+    ROTARY,
+    SCATTER,
+    WEIGHT_QUANT,
+    add,
+    clipped,
+    multiplied,
+    recurrent,
+    rotary,
+    scatter,
+    weight_quant,
+)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (2, 3, 5, 8), (2, 3, 1, 8)])
@@ -79,3 +95,79 @@ def test_quantisation_by_factors(axis, dtype, seed):
             scaled = float(arguments["input"][row, column]) * float(scales[index])
             level = min(max(round(scaled + float(offsets[index])), -128), 127)
             assert int(output[row, column]) == level
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_rotary_embedding_in_place(is_neox_style, dtype, seed):
+    arguments = rotary(dtype, seed, is_neox_style=is_neox_style)
+    before = {name: arguments[name].double() for name in ("query", "key")}
+    call(ROTARY, arguments)
+    for token, position in enumerate(arguments["positions"].tolist()):
+        cos, sin = arguments["cos_sin_cache"][position].double().chunk(2)
+        for name, x in before.items():
+            for head in range(x.shape[1] // 16):
+                columns = torch.arange(16 * head, 16 * head + 16)
+                first, second = columns.chunk(2) if is_neox_style else columns.view(8, 2).T
+                a, b, after = x[token, first], x[token, second], arguments[name][token]
+                assert_close(after[first] / 4, (a * cos - b * sin) / 4, dtype)
+                assert_close(after[second] / 4, (b * cos + a * sin) / 4, dtype)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_clipped_gate(dim, interleaved, seed):
+    x = random(4, 6, 3 if dim == 1 else 8, seed=seed) * 9
+    arguments = clipped(x=x, dim=dim, interleaved=interleaved, alpha=1.5, limit=6.0, bias=0.5)
+    if dim != 0:
+        arguments["group_index"] = torch.tensor([1, 2])
+    output = call(CLIPPED, arguments).flatten()
+    rows = x.double().reshape({-1: 24, 0: 1, 1: 4}[dim], -1)
+    expected = []
+    for row in rows.tolist():
+        half = len(row) // 2
+        for index in range(half):
+            a, b = row[2 * index : 2 * index + 2] if interleaved else row[index::half]
+            a, b = min(a, 6.0), max(min(b, 6.0), -6.0)
+            expected.append(a / (1 + math.exp(-1.5 * a)) * (b + 0.5))
+    computed = len(expected) if dim == 0 else 3 * len(expected) // len(rows)
+    assert_close(output[:computed], torch.tensor(expected[:computed]).double(), torch.float32)
+    assert output[computed:].isnan().all()
+
+
+def test_fast_gelu(seed):
+    x = random(5, 8, seed=seed)
+    output = call("npu::npu_fast_gelu", {"input": x})
+    assert_close(output, x.double() / (1 + (-1.702 * x.double()).exp()), torch.float32)
+
+
+def test_rows_are_written_where_indices_point(seed):
+    arguments = scatter(seed)
+    expected = arguments["input"].clone()
+    for place, row in zip(arguments["indices"].tolist(), arguments["updates"]):
+        expected[place[0], place[1]] = row
+    assert call(SCATTER, arguments) is arguments["input"]
+    assert torch.equal(arguments["input"], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (1,), (1, 1)])
+def test_products_with_int8_weights(dtype, shape, seed):
+    arguments = weight_quant(dtype, seed)
+    for name in ("antiquant_scale", "antiquant_offset"):
+        arguments[name] = arguments[name][: shape[-1]].view(shape)
+    output = call(WEIGHT_QUANT, arguments)
+    x, weight, scale, offset, bias = (value.double() for value in arguments.values())
+    for column in range(6):
+        index = column if shape[-1] == 6 else 0
+        real = (weight[:, column] + offset.flatten()[index]) * scale.flatten()[index]
+        assert_close(output[:, column] / 8, (x @ real + bias[column]) / 8, dtype)
+
+
+def test_products_are_added_in_float32(seed):
+    arguments = add(seed=seed)
+    before = arguments["C"].double()
+    call(ADD, arguments)
+    x, weight = arguments["x"].double(), arguments["weight"].double()
+    expected = before + torch.einsum("km,kn->mn", x, weight)
+    assert_close(arguments["C"] / 4, expected / 4, torch.float32)

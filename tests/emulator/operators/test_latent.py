@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from tests.emulator.operators.calls import call
+from tests.emulator.operators.formula import assert_close
 from tests.emulator.operators.latent_calls import (
+    INTERLEAVE,
+    LATENT_WRITE,
     UPDATE,
     absorbed,
     fused,
+    interleaved,
+    latent_write,
     update_arguments,
 )
 
@@ -37,3 +42,45 @@ def test_update(update_type):
     assert lse.shape == ((6,) if update_type else (0,))
     if update_type:
         torch.testing.assert_close(lse.double(), sums.logsumexp(0), rtol=1e-5, atol=1e-5)
+
+
+def pairs_rotated(row, cos, sin):
+    """A row's neighbours as complex numbers, and their parts apart; angles may differ by half."""
+    row, cos, sin = (tensor.double() for tensor in (row, cos, sin))
+    first = row[::2] * cos[:32] - row[1::2] * sin[:32]
+    second = row[1::2] * cos[32:] + row[::2] * sin[32:]
+    return torch.cat((first, second))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_neighbours_are_rotated_and_parted(steps, dtype, seed):
+    arguments = interleaved(dtype, seed, steps)
+    output = call(INTERLEAVE, arguments)
+    for token in range(3):
+        factors = [arguments[name][token, 0, 0] for name in ("cos", "sin")]
+        for head in range(4):
+            for step in range(steps):
+                expected = pairs_rotated(arguments["x"][token, head, step], *factors)
+                assert_close(output[token, head, step] / 4, expected / 4, dtype)
+
+
+@pytest.mark.parametrize("is_output_kv", [False, True])
+def test_latent_rows_are_normed_rotated_and_written(is_output_kv, seed):
+    arguments = latent_write(seed, is_output_kv=is_output_kv)
+    caches = [arguments[name].clone().view(48, -1) for name in ("k_cache", "ckv_cache")]
+    _, _, ropes, latents = call(LATENT_WRITE, arguments)
+    for token, slot in enumerate((40, -1, 3)):
+        row = arguments["kv"][token].flatten().double()
+        rope = pairs_rotated(row[512:], *(arguments[n][token].flatten() for n in ("cos", "sin")))
+        latent = row[:512] / (row[:512].square().mean() + 1e-5).sqrt()
+        latent = latent * arguments["gamma"].double()
+        for expected, rows in ((rope, ropes), (latent, latents)):
+            if is_output_kv:
+                assert_close(rows[token].flatten() / 4, expected / 4, torch.bfloat16)
+            else:
+                assert rows.isnan().all()
+        if slot >= 0:
+            caches[0][slot], caches[1][slot] = rope, latent
+    for name, expected in zip(("k_cache", "ckv_cache"), caches):
+        assert_close(arguments[name].view(48, -1) / 4, expected.double() / 4, torch.bfloat16)

@@ -53,9 +53,10 @@ def test_install_registers_every_reference_once():
     registered = []
 
     def register_reference(
-        name, function, overload="", on_host=None, contiguous=None, paged=(), block_ids=()
+        name, function, overload, on_host, contiguous, paged, block_ids, written
     ):
-        registered.append((name, overload, function, on_host, contiguous, paged, block_ids))
+        row = (name, overload, function, on_host, contiguous, paged, block_ids, written)
+        registered.append(row)
 
     install(register_reference)
     assert registered == [tuple(reference) for reference in REFERENCES]

@@ -234,11 +234,12 @@ def atb(name, make, **sizes):
 
 
 flash = atb("_npu_flash_attention", calls.flash_arguments)
+unpad = atb("_npu_flash_attention_unpad", calls.unpad_arguments)
 decode = atb("_npu_paged_attention", calls.decode_arguments)
 splitfuse = atb("_npu_paged_attention_splitfuse", calls.splitfuse_arguments)
 workspace = atb("_npu_paged_attention_get_workspace", calls.decode_arguments)
 decode_of = partial(atb, "_npu_paged_attention", calls.decode_arguments)
-ANY, CACHED = (flash, decode, splitfuse, workspace), (decode, splitfuse, workspace)
+ANY, CACHED = (flash, unpad, decode, splitfuse, workspace), (decode, splitfuse, workspace)
 
 FAMILIES["atb attention"] = [
     ("dtype", *every(ANY, query=T.float)),
@@ -249,7 +250,7 @@ FAMILIES["atb attention"] = [
     ("num_kv_heads", *every(ANY, num_kv_heads=3), decode(num_kv_heads=0)),
     ("head size", atb("_npu_flash_attention", calls.flash_arguments, head_size=592)()),
     ("out", *every(ANY, out=lambda o: o[:-1])),
-    ("key and value shapes", flash(key=lambda k: k[:-1])),
+    ("key and value shapes", flash(key=lambda k: k[:-1]), unpad(value=lambda v: v[:-1])),
     ("cache form", *every(CACHED, key_cache=lambda c: c.flatten(2)), decode(num_kv_heads=4)),
     ("block size", decode_of(block_size=8)(), decode_of(block_size=256)()),
     ("block area", decode_of(head_size=256, block_size=128)()),
@@ -259,7 +260,7 @@ FAMILIES["atb attention"] = [
     ("length dtype", *every((flash, splitfuse), seq_len=T.long)),
     ("context lengths in table", *every(CACHED, context_lens=lambda n: n + 400)),
     ("one token for each request", decode(context_lens=lambda n: n[:-1])),
-    ("sum of lengths", flash(seq_len=lambda n: n.cumsum(0).int())),
+    ("sum of lengths", *every((flash, unpad), seq_len=lambda n: n.cumsum(0).int())),
     ("as many keys as queries", splitfuse(context_lens=lambda n: n.clamp(max=20))),
     ("mask dtype", *every((flash, splitfuse), mask=T.bool), splitfuse(mask=T.bfloat16)),
     ("square mask", flash(mask=lambda m: m[:5, :5].contiguous()), flash(mask=lambda m: m[0])),
@@ -343,6 +344,26 @@ FAMILIES["npu_gather_pa_kv_cache"] = [
     ("offset", gather(seq_offset=int32(16, 16, 4))),
     ("block ids", gather(block_tables=lambda t: t + 5), gather(seq_offset=int32(32, 16, 0))),
     ("contiguous", gather(value=strided), gather(key_cache=strided)),
+]
+
+interleaved = of(latent_calls.INTERLEAVE, latent_calls.interleaved)
+FAMILIES["npu_interleave_rope"] = [
+    ("dtype", interleaved(x=T.float)),
+    ("same dtype", interleaved(sin=T.float)),
+    ("shape", interleaved(x=lambda x: x[..., :32]), interleaved(x=lambda x: x[:, :0])),
+    ("shape of factors", interleaved(sin=lambda s: s[:2]), interleaved(cos=lambda c: c[0])),
+]
+
+written = of(latent_calls.LATENT_WRITE, latent_calls.latent_write)
+FAMILIES["npu_kv_rmsnorm_rope_cache"] = [
+    ("dtype", written(kv=T.float), written(gamma=T.float), written(k_cache=T.half)),
+    ("form", written(c_kv_scale=torch.ones(512)), written(v=zeros(3, 1, 1, 128))),
+    ("cache_mode", written(cache_mode="Norm"), written(cache_mode="PA_NZ")),
+    ("shapes", written(kv=lambda kv: kv[..., 1:]), written(cos=lambda c: c[:2])),
+    ("index", written(index=T.int), written(index=lambda i: i[:2])),
+    ("cache shape", written(k_cache=lambda c: c[:, :8].contiguous())),
+    ("contiguous cache", written(ckv_cache=strided)),
+    ("slots", written(index=lambda i: i + 8)),
 ]
 
 update = of(latent_calls.UPDATE, latent_calls.update_arguments)

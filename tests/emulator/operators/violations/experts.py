@@ -48,7 +48,12 @@ FAMILIES["npu_grouped_matmul, int8 rows"] = [
     ("contiguous", int8_rows(x=first(strided)), int8_rows(weight=first(strided))),
     ("inner limit", int8_rows(x=[int8(zeros(7, 65536))], weight=[int8(zeros(3, 6, 65536)).mT])),
     ("result", int8_rows(output_dtype=None)),
-    ("scale", int8_rows(scale=None), int8_rows(scale=first(lambda s: s.t().contiguous()))),
+    (
+        "scale",
+        int8_rows(scale=None),
+        int8_rows(output_dtype=layer_calls.CODES[torch.int32]),
+        int8_rows(scale=first(lambda s: s.t().contiguous())),
+    ),
     ("token scale", int8_rows(per_token_scale=None), int8_rows(per_token_scale=first(T.half))),
     ("group list", int8_rows(group_list=None), int8_rows(group_list_type=2)),
     ("group sizes", int8_rows(group_list=torch.tensor([2, -1, 3]))),
@@ -67,6 +72,15 @@ FAMILIES["npu_moe_init_routing_v2"] = [
     ("expert tokens", routing(expert_tokens_num_type=0), routing(expert_tokens_num_flag=False)),
     ("quant_mode", routing(quant_mode=0)),
     ("scale", routing(scale=torch.ones(5)), routing(quant_mode=1, scale=torch.ones(2, 8))),
+]
+
+permute = of(layer_calls.PERMUTE, layer_calls.permute)
+FAMILIES["npu_moe_token_permute"] = [
+    ("dtype", permute(tokens=T.double)),
+    ("ids dtype", permute(indices=T.short)),
+    ("shapes", permute(tokens=lambda t: t[:5]), permute(indices=lambda ids: ids.repeat(1, 257))),
+    ("number of pairs", permute(tokens=zeros(32768, 1), indices=int32(0).expand(32768, 512))),
+    ("padded_mode", permute(padded_mode=True)),
 ]
 
 unpermute = of(layer_calls.TOKEN_UNPERMUTE, layer_calls.unpermute)

@@ -41,9 +41,19 @@ FAMILIES["npu_swiglu"] = [
     ("even", swiglu(dim=0)),
 ]
 
-gelu, geglu = (of(f"npu::{name}", lambda: {"input": ROWS}) for name in ("npu_gelu", "npu_geglu"))
+clipped = of(layer_calls.CLIPPED, layer_calls.clipped)
+FAMILIES["npu_clipped_swiglu"] = [
+    ("dtype", clipped(x=T.double)),
+    ("contiguous", clipped(x=strided)),
+    ("dim", clipped(dim=2), clipped(x=lambda x: x[0])),
+    ("even", clipped(dim=0)),
+    ("group_index", clipped(group_index=int32(3)), clipped(group_index=torch.tensor([[3]]))),
+]
+
+GELUS = ("npu_gelu", "npu_geglu", "npu_fast_gelu")
+gelu, geglu, fast_gelu = (of(f"npu::{name}", lambda: {"input": ROWS}) for name in GELUS)
 FAMILIES["gelu"] = [
-    ("dtype", gelu(input=T.double), geglu(input=T.int)),
+    ("dtype", gelu(input=T.double), geglu(input=T.int), fast_gelu(input=T.int)),
     ("rank", gelu(input=torch.ones(())), geglu(input=torch.ones([2] * 9))),
     ("approximate", gelu(approximate="erf"), geglu(approximate=2)),
     ("dim", geglu(dim=2)),
@@ -95,6 +105,15 @@ FAMILIES["npu_mrope"] = [
     ("positions range", mrope(positions=lambda p: p + 60), mrope(positions=lambda p: p - 9)),
 ]
 
+embedded = of(layer_calls.ROTARY, layer_calls.rotary)
+FAMILIES["npu_rotary_embedding"] = [
+    ("dtype", embedded(query=T.float), embedded(cos_sin_cache=T.float), embedded(key=T.bfloat16)),
+    ("positions dtype", embedded(positions=T.short)),
+    ("shapes", embedded(head_size=8), embedded(positions=lambda p: p[:3])),
+    ("contiguous", embedded(query=strided), embedded(key=strided)),
+    ("positions range", embedded(positions=lambda p: p + 1), embedded(positions=lambda p: p - 1)),
+]
+
 
 limits = of(
     "npu::npu_top_k_top_p",
@@ -108,6 +127,32 @@ FAMILIES["npu_top_k_top_p"] = [
     ("limit shape", limits(p=torch.ones(3, 1)), limits(k=int32(1, 1))),
     ("p range", limits(p=torch.full((3,), 1.5)), limits(p=torch.full((3,), float("nan")))),
     ("k range", limits(k=int32(0, 0, 0)), limits(k=int32(10, 10, 10))),
+]
+
+scatter = of(layer_calls.SCATTER, layer_calls.scatter)
+FAMILIES["npu_scatter_nd_update"] = [
+    ("dtype", scatter(input=T.double, updates=T.double)),
+    ("same dtype", scatter(updates=T.half)),
+    ("indices dtype", scatter(indices=T.short)),
+    ("shapes", scatter(indices=lambda i: i[0]), scatter(updates=lambda u: u[:2])),
+    ("indices range", scatter(indices=lambda i: i + 1), scatter(indices=lambda i: i - 1)),
+]
+
+weight_quant = of(layer_calls.WEIGHT_QUANT, layer_calls.weight_quant)
+FAMILIES["npu_weight_quant_batchmatmul"] = [
+    ("dtype", weight_quant(x=T.float), weight_quant(weight=T.int)),
+    ("form", weight_quant(quant_scale=torch.ones(6)), weight_quant(antiquant_group_size=32)),
+    ("shapes", weight_quant(x=lambda x: x[None]), weight_quant(weight=lambda w: w[:5])),
+    ("scales", weight_quant(antiquant_scale=T.float), weight_quant(antiquant_offset=zeros(5))),
+    ("bias", weight_quant(bias=T.float), weight_quant(bias=strided)),
+    ("inner_precise", weight_quant(inner_precise=2)),
+]
+
+add = of(layer_calls.ADD, layer_calls.add)
+FAMILIES["npu_matmul_add_fp32"] = [
+    ("dtype", add(x=T.float), add(weight=T.bfloat16)),
+    ("shapes", add(x=lambda x: x[:4])),
+    ("sum", add(C=T.half), add(C=strided), add(C=lambda c: c[:3])),
 ]
 
 dynamic = of(layer_calls.DYNAMIC, layer_calls.dynamic)

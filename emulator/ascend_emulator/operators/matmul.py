@@ -1,0 +1,72 @@
+"""References of plain matrix products: with int8 weights, and added to a float32 sum."""
+
+import torch
+
+from ascend_emulator.operators.constraint import Call, shape_of
+
+WEIGHT_QUANT_MATMUL = "npu::npu_weight_quant_batchmatmul"
+MATMUL_ADD = "atb::_npu_matmul_add_fp32"
+BIAS_DTYPE = {torch.float16: torch.float16, torch.bfloat16: torch.float32}
+"""Dtype of a bias by the dtype of rows."""
+
+
+def weight_quant_batchmatmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    antiquant_group_size: int = 0,
+    inner_precise: int = 0,
+    weight_dtype: int | None = None,
+) -> torch.Tensor:
+    """Compute ``x @ ((weight + antiquant_offset) * antiquant_scale) + bias``."""
+    demand = Call("npu_weight_quant_batchmatmul", WEIGHT_QUANT_MATMUL).demand
+    fits = x.dtype in BIAS_DTYPE and weight.dtype == torch.int8
+    demand("dtype", fits, f"{x.dtype} and {weight.dtype}")
+    others = {
+        "quant_scale": quant_scale is not None,
+        "quant_offset": quant_offset is not None,
+        f"antiquant_group_size {antiquant_group_size}": antiquant_group_size != 0,
+        f"weight_dtype {weight_dtype}": weight_dtype is not None,
+    }
+    given = [name for name, applies in others.items() if applies]
+    demand("form", not given, given)
+    fits = x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[0]
+    demand("shapes", fits, f"{shape_of(x)} and {shape_of(weight)}")
+    n = weight.shape[1]
+    scales = {"antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
+    for argument, tensor in scales.items():
+        if tensor is not None:
+            fits = shape_of(tensor) in ((n,), (1, n), (1,), (1, 1)) and tensor.dtype == x.dtype
+            demand("scales", fits, f"{shape_of(tensor)} {tensor.dtype} for n = {n}", argument)
+    demand("inner_precise", inner_precise in (0, 1), inner_precise)
+    whole = weight.float()
+    if antiquant_offset is not None:
+        whole = whole + antiquant_offset.float()
+    product = x.float() @ (whole * antiquant_scale.float())
+    if bias is not None:
+        fits = shape_of(bias) in ((n,), (1, n)) and bias.dtype == BIAS_DTYPE[x.dtype]
+        given = f"{shape_of(bias)} {bias.dtype}, strides {bias.stride()}"
+        demand("bias", fits and bias.is_contiguous(), given)
+        product = product + bias.float()
+    return product.to(x.dtype)
+
+
+def matmul_add_fp32(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    C: torch.Tensor,  # noqa: N803 - as the schema has it
+) -> None:
+    """Add the product of the transposed ``x`` and ``weight`` to ``C``."""
+    demand = Call("npu_matmul_add_fp32", MATMUL_ADD).demand
+    fits = x.dtype in BIAS_DTYPE and x.dtype == weight.dtype
+    demand("dtype", fits, f"{x.dtype} and {weight.dtype}")
+    fits = x.dim() == weight.dim() == 2 and len(x) == len(weight)
+    demand("shapes", fits, f"{shape_of(x)} and {shape_of(weight)}")
+    fits = shape_of(C) == (x.shape[1], weight.shape[1])
+    fits = fits and C.dtype == torch.float32 and C.is_contiguous()
+    demand("sum", fits, f"{shape_of(C)} {C.dtype}, strides {C.stride()}")
+    C.add_(x.float().t() @ weight.float())
