@@ -1,4 +1,4 @@
-"""Latent attention of the reference family: formulas in float64, and both of its paths."""
+"""Latent attention of the families of the CPU: formulas in float64, and both of its paths."""
 
 import numpy as np
 import pytest
@@ -26,25 +26,30 @@ STEPS = {
 }
 
 
-def run(form: LatentForm, seed: int):
-    step = LatentStep(form, torch.device("cpu"), make_latent_kernels("reference"), MASK, seed)
+on_cpu = pytest.mark.parametrize("family", ["compiled", "reference"])
+
+
+def run(form: LatentForm, seed: int, family: str):
+    step = LatentStep(form, torch.device("cpu"), make_latent_kernels(family), MASK, seed)
     return step.run()
 
 
+@on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_equals_the_formula(name, blocks, dtype, seed):
+def test_a_step_equals_the_formula(name, blocks, dtype, family, seed):
     form = LatentForm(STEPS[name], SHAPE, dtype, 8, 3, blocks)
-    outcome = run(form, seed)
+    outcome = run(form, seed, family)
     assert not outcome.verdict.is_bad, outcome
 
 
-def test_the_forms_of_an_engine_equal_their_formulas(seed):
+@on_cpu
+def test_the_forms_of_an_engine_equal_their_formulas(family, seed):
     forms = forms_of(shape_of(4), torch.float32, 16, 3)
     assert len(forms) == 3
     for what, form in forms.items():
-        assert not run(form, seed).verdict.is_bad, what
+        assert not run(form, seed, family).verdict.is_bad, what
 
 
 def test_scores_of_a_prompt_are_bounded_however_long_it_is(monkeypatch, seed):
@@ -81,11 +86,12 @@ def random_forms(draw) -> LatentForm:
     return LatentForm(lengths, shape, torch.float32, block_size, threshold, blocks)
 
 
+@on_cpu
 @settings(max_examples=min(EXAMPLES, 100))
 @given(random_forms(), st.integers(0, 2**16))
-def test_prefills_equal_the_absorbed_path_of_all_tokens(form, seed):
+def test_prefills_equal_the_absorbed_path_of_all_tokens(family, form, seed):
     """Projected and merged by chunks, or over latent rows as decodes: the same in float32."""
-    kernels, shape = make_latent_kernels("reference"), form.shape
+    kernels, shape = make_latent_kernels(family), form.shape
     step = LatentStep(form, torch.device("cpu"), kernels, MASK, seed)
     new = [
         torch.cat([rows[cached:] for rows, (cached, _) in zip(each, form.lengths)])
@@ -98,7 +104,7 @@ def test_prefills_equal_the_absorbed_path_of_all_tokens(form, seed):
 
     weights = step.weight.unflatten(1, (shape.num_heads, -1))  # [L, N, nope + v]
     w_uk, w_uv = weights.split([shape.qk_nope_head_dim, shape.v_head_dim], -1)
-    absorbed = torch.einsum("tnd,lnd->tnl", query, w_uk)
+    absorbed = torch.einsum("tnd,lnd->tnl", query, w_uk).contiguous()
     attended = torch.empty_like(absorbed)
     kernels.attend_latent(absorbed, query_rope, step.planes, step.metadata, shape, attended)
     expected = torch.einsum("tnl,lnd->tnd", attended, w_uv)

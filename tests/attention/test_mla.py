@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_npu_prep.attention import fused_calls, mla
+from vllm_npu_prep.attention import mla
+from vllm_npu_prep.attention.kernels import NO_LIMITS
 from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.prep.latent_split import LatentSplit
@@ -23,8 +24,8 @@ STEPS = {
 class Layer:
     """A layer's attention over a random step, padded as a piecewise graph pads it."""
 
-    def __init__(self, lengths, seed, monkeypatch):
-        kernels = make_latent_kernels("reference")
+    def __init__(self, lengths, seed, monkeypatch, family):
+        kernels = make_latent_kernels(family)
         form = LatentForm(lengths, SHAPE, torch.float32, BLOCK, 1, 2)
         mask = torch.from_numpy(compressed_mask())
         self.step = step = LatentStep(form, torch.device("cpu"), kernels, mask, seed)
@@ -37,9 +38,9 @@ class Layer:
         step.metadata.num_input_tokens += PADDING
         self.seen = mla.MLALayerMetadata(step.metadata)
         monkeypatch.setattr(mla, "get_current_vllm_config", lambda: None)
-        decided = SimpleNamespace(attention="reference")
-        for module in (mla, fused_calls):
-            monkeypatch.setattr(module, "decisions_of", lambda config: decided)
+        decided = SimpleNamespace(attention=family)
+        monkeypatch.setattr(mla, "decisions_of", lambda config: decided)
+        monkeypatch.setattr(mla, "batch_limits", lambda config: NO_LIMITS)
         self.impl = mla.AscendMLAImpl(
             num_heads=SHAPE.num_heads,
             head_size=SHAPE.kv_lora_rank + SHAPE.qk_rope_head_dim,
@@ -68,9 +69,10 @@ class Layer:
         return self.padded(torch.cat([each[first:] for each, first in zip(rows, firsts)]))
 
 
+@pytest.mark.parametrize("family", ["compiled", "reference"])
 @pytest.mark.parametrize("name", STEPS)
-def test_both_halves_equal_their_formulas_and_padding_is_zero(name, seed, monkeypatch):
-    layer = Layer(STEPS[name], seed, monkeypatch)
+def test_both_halves_equal_their_formulas_and_padding_is_zero(name, family, seed, monkeypatch):
+    layer = Layer(STEPS[name], seed, monkeypatch, family)
     step, seen, impl = layer.step, layer.seen, layer.impl
     latent, rope = layer.fresh(step.latent), layer.fresh(step.rope).unsqueeze(1)
     slots = torch.cat([step.metadata.slot_mapping, torch.full((PADDING,), -1, dtype=torch.int32)])
@@ -108,7 +110,7 @@ def test_both_halves_equal_their_formulas_and_padding_is_zero(name, seed, monkey
 
 def test_without_prefills_padding_is_the_decodes(seed, monkeypatch):
     """A full graph hands over padding requests with the others."""
-    layer = Layer(STEPS["decodes"], seed, monkeypatch)
+    layer = Layer(STEPS["decodes"], seed, monkeypatch, "compiled")
     seen = layer.seen
     assert seen.prefill is None and seen.decode is seen.step
     assert seen.num_decode_tokens == seen.num_actual_tokens == len(layer.step.query) + PADDING

@@ -65,7 +65,9 @@ def test_what_an_npu_cannot_run_is_refused_in_one_line(tmp_path):
 
 def test_a_chip_that_is_not_supported_is_refused_in_one_line(tmp_path):
     model = str(make_model(tmp_path / "model"))
-    code = f"from tests.helpers.engine import engine_config; engine_config({model!r}, dtype='float16')"
+    code = (
+        f"from tests.helpers.engine import engine_config; engine_config({model!r}, dtype='float16')"
+    )
     ran = emulate("-c", code, options=("--soc", "Ascend310P3"))
     assert ran.returncode != 0
     (line,) = [row for row in ran.stderr.splitlines() if "vllm_npu_prep: error" in row]
