@@ -356,8 +356,8 @@ def decide(
     usable = [name for name, family in families.items() if family.device_type == device_type]
     name: str = config.attention
     if name == "auto":
-        forms = [n for n in usable if config.mask in ("auto", *families[n].mask_forms)]
-        name = forms[0] if forms and device_type == "cpu" else usable[0]
+        taking = [n for n in usable if config.mask in ("auto", *families[n].mask_forms)]
+        name = taking[0] if taking and device_type == "cpu" else usable[0]
     if name not in usable:
         raise PrepError(
             f'"{SECTION}.attention" = "{name}" does not run on device type "{device_type}": '
