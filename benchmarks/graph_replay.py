@@ -33,7 +33,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ascend_emulator
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
+from tests.helpers.engine import generate, greedy, make_model, runner_of
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.attention import backend
 from vllm_npu_prep.attention.kernels.fia import FiaKernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
@@ -137,7 +138,8 @@ def run(model: Path, graphs: bool) -> tuple[list[list[int]], Counter, int, float
     counts: Counter = Counter()
     steps: list[tuple[Counter, Any]] = []
     times: list[float] = []
-    with engine(
+    with engine_of(
+        "V1",
         model,
         dtype="float16",
         max_model_len=MAX_MODEL_LEN,

@@ -109,8 +109,8 @@ def measure_v2(case: Case, folder: Path, steps: int) -> dict[str, int]:
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    whole = [name for name, case in CASES.items() if case.whole_step]
-    whole += [f"{V2}{name}" for name in host_step_v2.CASES]
+    whole = [f"{V2}{name}" for name in host_step_v2.CASES]
+    whole += [name for name, case in CASES.items() if case.whole_step]
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--steps", type=int, default=20, help="counted steps of each case")
     parser.add_argument("--case", action="append", choices=whole, help="one case; may be repeated")

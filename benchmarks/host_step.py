@@ -72,8 +72,9 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from workloads import CASES, VOCAB, Case, Schedule, growth_cases, speculation
 
 from tests.helpers.demo import make_demo
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.stepping import bookkeep, upstream_twin
+from tests.helpers.v2 import engine_of
 
 WARM_UP = 20
 TITLES = {
@@ -383,7 +384,8 @@ def runners(
             max_position_embeddings=1 << 20,
         )
     with (
-        engine(
+        engine_of(
+            "V1",
             model,
             load_format="dummy",
             kv_cache_memory_bytes=case.kv_cache_bytes(),

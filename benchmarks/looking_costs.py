@@ -27,7 +27,8 @@ from host_step import time_looks
 from rich.console import Console
 from rich.table import Table
 
-from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.engine import greedy, make_model, runner_of
+from tests.helpers.v2 import engine_of
 from tests.helpers.watch import on_prepared
 
 PROMPT_LEN = 32
@@ -74,7 +75,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options = {"check": "cheap", "record": {"dir": folder}}
-        with engine(
+        with engine_of(
+            "V1",
             make_model(Path(folder) / "model", **MODEL),
             load_format="dummy",
             max_num_seqs=args.requests,

@@ -211,6 +211,7 @@ def environment(side: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # beside vLLM's V1 runner
         SIDE_VARIABLE: side,
     }
 

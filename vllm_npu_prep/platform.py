@@ -14,10 +14,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_npu_prep.attention.families import KERNEL_FAMILIES
+from vllm_npu_prep.attention.families import KERNEL_FAMILIES, REFERENCE
 from vllm_npu_prep.attention.fused_calls import rules_of
-from vllm_npu_prep.compat import v2
 from vllm_npu_prep.compat.releases import note_on_torch
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.config import (
     Decisions,
     decisions_of,
@@ -50,7 +50,7 @@ from vllm_npu_prep.startup.subjects.cache import (
     UPSTREAM_SPEC,
     connector_module,
 )
-from vllm_npu_prep.startup.subjects.v2 import could_run
+from vllm_npu_prep.startup.subjects.v2 import reason_for_v1
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
 from vllm_npu_prep.wording import counted
 
@@ -97,20 +97,26 @@ class NPUPlatform(Platform):
     def import_ir_kernels(cls) -> None:
         super().import_ir_kernels()
         if KIND == NPU_KIND:
-            from vllm_npu_prep.ops.fused_norms import register_implementations
-
-            register_implementations()
+            from vllm_npu_prep.ops.npu.norms import register_implementations
+        else:
+            from vllm_npu_prep.ops.cpu.norms import register_implementations
+        register_implementations()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
         """Put our implementations of IR operators before vLLM's, where options leave them on."""
         priorities = super().get_default_ir_op_priority(vllm_config)
         if KIND == NPU_KIND:
-            from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER
+            from vllm_npu_prep.ops.npu.norms import IR_OPERATORS, PROVIDER
 
             names = parse_config(vllm_config.additional_config).fused.names
             for name in names & IR_OPERATORS.keys():
                 getattr(priorities, IR_OPERATORS[name]).insert(0, PROVIDER)
+        else:
+            from vllm_npu_prep.ops.cpu import norms
+
+            for operator in norms.IR_OPERATORS:
+                getattr(priorities, operator).insert(0, norms.PROVIDER)
         return priorities
 
     @classmethod
@@ -213,7 +219,7 @@ class NPUPlatform(Platform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "vllm_npu_prep.ops.lora.PunicaWrapperNPU"
+        return "vllm_npu_prep.ops.triton.lora.PunicaWrapperNPU"
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -253,10 +259,25 @@ class NPUPlatform(Platform):
             from vllm_npu_prep.runner.prompt_embeds import refuse_non_finite
 
             refuse_non_finite(processed_inputs["prompt_embeds"])
-        if v2.is_asked_for():
-            from vllm_npu_prep.runner.v2.limits import refuse_long_lists
 
-            refuse_long_lists(params)
+    @classmethod
+    def refuse_on_v2(cls, params: Any) -> None:
+        """Refuse a request's parameters for which Model Runner V2 has no room."""
+        from vllm_npu_prep.runner.v2.limits import refuse_long_lists
+
+        refuse_long_lists(params)
+
+    @classmethod
+    def reason_for_v1(cls, vllm_config: "VllmConfig") -> str:
+        """Return why an engine has Model Runner V1 if the environment leaves the choice; empty if
+        it has V2.
+
+        The config need not be complete: vLLM asks while it resolves one.
+        """
+        if vllm_config.model_config is None:
+            return ""
+        # The kernel family is not known yet, and no reason depends on it
+        return reason_for_v1(RequestedEngine(vllm_config, REFERENCE, KIND))
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -285,7 +306,7 @@ class NPUPlatform(Platform):
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
             vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
         notes += _agree_on_the_host(vllm_config.parallel_config)
-        notes += unread_variables(os.environ) + _note_v2(vllm_config, decisions)
+        notes += unread_variables(os.environ)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_npu_prep.worker.NPUWorker"
         wanted = parse_config(vllm_config.additional_config).scheduler
@@ -362,14 +383,15 @@ def _rules_of_attention(vllm_config: "VllmConfig", decisions: Decisions) -> list
     return [f"fused attention: checked by the rules of {by}{documented}{unknown}"]
 
 
-def _note_v2(vllm_config: "VllmConfig", decisions: Decisions) -> list[str]:
-    """Return a line where Model Runner V2 could run this engine, too, which runs on V1."""
-    if not could_run(RequestedEngine(vllm_config, KERNEL_FAMILIES[decisions.attention], KIND)):
-        return []
-    return [
-        "Model Runner V1, the plugin's default; V2, which is vLLM's default, has all that this "
-        "engine asks for, too: VLLM_USE_V2_MODEL_RUNNER=1 chooses it"
-    ]
+def _describe_runner(vllm_config: "VllmConfig") -> str:
+    if vllm_config.use_v2_model_runner:
+        return (
+            "Model Runner V2; a request with a seed gets other random tokens than on V1, which "
+            f"{RUNNER_ENV_VAR}=0 chooses"
+        )
+    if os.environ.get(RUNNER_ENV_VAR) is not None:
+        return f"Model Runner V1, which {RUNNER_ENV_VAR} chooses"
+    return f"Model Runner V1: {NPUPlatform.reason_for_v1(vllm_config)}"
 
 
 def _known_faults(vllm_config: "VllmConfig") -> list[str]:
@@ -415,6 +437,14 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     if vllm_config.profiler_config.capture_torch_profiler:
         vllm_config.profiler_config.capture_torch_profiler = False
         off.append("capture_torch_profiler: captures of graphs are not profiled")
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    scheduler = vllm_config.scheduler_config
+    if has_stages and scheduler.async_scheduling and vllm_config.use_v2_model_runner:
+        scheduler.async_scheduling = False
+        off.append(
+            "asynchronous scheduling: the scheduler tells pipeline stages what was sampled, so it "
+            "has to know it before their step"
+        )
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mm_encoder:
         compilation.cudagraph_mm_encoder = False
@@ -424,7 +454,7 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
 
 def _describe_probe(wanted: bool) -> str:
     if KIND == CPU_KIND:
-        return "none: kernels of the CPU fallback are torch's"
+        return "none: kernels of the CPU fallback are torch's or numba's"
     return "attention and cache writes against formulas" if wanted else "off"
 
 
@@ -440,6 +470,7 @@ def _log_start_up(
     block_size = cache.block_size if cache.user_specified_block_size else "default (128)"
     lines = [
         f"device        {KIND.label} ({NPUPlatform.get_device_name()})",
+        f"runner        {_describe_runner(vllm_config)}",
         f"attention     {decisions.attention} kernels, {model.dtype}, block size {block_size}",
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",
@@ -471,9 +502,12 @@ def _log_start_up(
         lines.append(f"record        {config.record.steps}, in {config.record.dir}")
     if model.supports_multimodal_inputs:
         rope = ", M-RoPE" if model.uses_mrope else ""
+        how = "steps that read them run eagerly"
+        if vllm_config.use_v2_model_runner:
+            how = "all steps read embeddings"
         lines.append(
-            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; steps that read them run "
-            f"eagerly; the encoder's last {scheduler.encoder_cache_size} tokens are cached"
+            f"multimodal    {', '.join(multimodal_inputs(model))}{rope}; {how}; the encoder's last "
+            f"{scheduler.encoder_cache_size} tokens are cached"
         )
     lora = vllm_config.lora_config
     if lora is not None:
@@ -501,7 +535,7 @@ def _state_page(vllm_config: "VllmConfig") -> "RecurrentStatePage | None":
 
 def _used_operators(vllm_config: "VllmConfig") -> str:
     """Name the fused operators that are on and that torch_npu has, in the order of the options."""
-    from vllm_npu_prep.ops.fused import OPERATORS, missing_operators
+    from vllm_npu_prep.ops.npu.switches import OPERATORS, missing_operators
 
     names = fused_operators(vllm_config)
     missing = missing_operators(names)

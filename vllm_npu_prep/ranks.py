@@ -42,7 +42,7 @@ def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator
 
     If any of them failed, each rank has to undo its part in the body of the ``with`` statement.
     This is for an attempt that one rank may refuse alone, while the others would have changed
-    something. Where all ranks refuse alike, they may just raise: `vllm_npu_prep.compat.answers`
+    something. Where all ranks refuse alike, they may just raise: `vllm_npu_prep.compat.executor`
     keeps their answers apart.
 
     Parameters

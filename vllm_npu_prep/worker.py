@@ -25,12 +25,12 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.layers import refuse_other_layers
-from vllm_npu_prep.attention.step_memory import attention_bytes
-from vllm_npu_prep.compat import connectors, kernels, v2
+from vllm_npu_prep.attention.step_memory import step_bound
+from vllm_npu_prep.compat import kv_connector, v2
 from vllm_npu_prep.compat.models import look_at_models_before_weights
 from vllm_npu_prep.compat.multimodal import items_of
-from vllm_npu_prep.compat.states import leave_states_in_their_blocks
-from vllm_npu_prep.config import decisions_of, parse_config
+from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
+from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
@@ -39,7 +39,9 @@ from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
-from vllm_npu_prep.ops.fused_routing import refuse_routers
+from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
+from vllm_npu_prep.ops.cpu.rotary import register_layers
+from vllm_npu_prep.ops.npu.routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
@@ -56,17 +58,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 
 CPU_KV_CACHE_BYTES = 2 << 30
 """The size of the CPU fallback's KV cache unless ``--kv-cache-memory-bytes`` says otherwise."""
-
-PROCESS_BYTES = 96 << 20
-"""The bytes that a step on the CPU fallback may add to resident memory beside tensors: 32 MiB of
-Python's objects, and 64 MiB that glibc keeps at the end of its heap (twice its largest mmap
-threshold).
-"""
-PROCESS_BYTES_A_TOKEN = 256
-"""The bytes that it may add for each token of the longest request: lists of ids, 40 bytes a token
-each, which client, scheduler and runner keep of it. 128k tokens took 139 bytes each beside
-`PROCESS_BYTES`.
-"""
 
 RETURN_TOKENS = 8192
 """After steps with so many tokens, free memory is returned as soon as no request runs. On the CPU
@@ -92,11 +83,17 @@ class NPUWorker(Worker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         if vllm_config.profiler_config.profiler is not None:
-            kernels.let_profiler_run(vllm_config.device_config.device_type)
+            let_profiler_run(vllm_config.device_config.device_type)
         if vllm_config.use_v2_model_runner:
             v2.let_workers_run_without_triton()
         super().__init__(vllm_config, *args, **kwargs)
         self._outputs = OutputsInFlight()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by now
+        return dtype
 
     def init_device(self) -> None:
         """Set up kernels, the device and the process group, then build the runner.
@@ -113,8 +110,8 @@ class NPUWorker(Worker):
 
             register_layer()
             leave_states_in_their_blocks()
-        triton_kernels = parse_config(self.vllm_config.additional_config).triton_kernels
-        register_overrides(triton_kernels, self.use_v2_model_runner)
+        options = parse_config(self.vllm_config.additional_config)
+        register_overrides(options.triton_kernels, self.use_v2_model_runner)
         register_kernels()
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
@@ -122,7 +119,8 @@ class NPUWorker(Worker):
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
         self.prep_device = make_device(self.device_config.device_type, index)
         self.device = self.prep_device.device
-        options = parse_config(self.vllm_config.additional_config)
+        if self.prep_device.computes_on_host:
+            register_layers()
         if options.cpu_binding:
             bound = self.prep_device.bind_cpus()
             if bound:
@@ -132,8 +130,7 @@ class NPUWorker(Worker):
             if changed:
                 logger.info("%s.", changed)
         if options.probe and self.device.type == "npu" and self.model_config.quantization:
-            assert isinstance(self.model_config.dtype, torch.dtype)
-            refuse_wrong(self.model_config.dtype, lambda tensor: tensor.to(self.device))
+            refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device))
         register_fused(
             self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
         )
@@ -163,8 +160,11 @@ class NPUWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.prep_device.computes_on_host:
             torch.set_num_threads(threads)
+        model, drafter = self.model_runner.get_model(), self.get_draft_model()
         if self._sleeping is not None:
-            self._sleeping.adopt(self.model_runner.get_model(), self.get_draft_model())
+            self._sleeping.adopt(model, drafter)  # packed weights have no address that could stay
+        elif self.prep_device.computes_on_host:
+            pack_weights([m for m in (model, drafter) if m], self.vllm_config, logger.info)
 
     def _make_model_runner(self) -> Any:
         assert self.device is not None
@@ -234,7 +234,7 @@ class NPUWorker(Worker):
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Load compiled code before the first request, and capture graphs.
+        """Load compiled code before the first request, capture graphs, and log a step's bound.
 
         Upstream's version warms kernels of CUDA devices and measures device memory.
         """
@@ -249,36 +249,16 @@ class NPUWorker(Worker):
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.capture_model()
-        self._tell_of_bound()
+        builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
+        on_host = self.prep_device.computes_on_host
+        bound = step_bound(self.vllm_config, builders, self._peak_of_step, on_host)
+        self.step_bytes = bound.total
+        logger.info("%s", bound)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         # The garbage collector can skip static objects from now on.
         gc.collect()
         gc.freeze()
         return CompilationTimes(language_model=compilation.compilation_time, encoder=0.0)
-
-    def _tell_of_bound(self) -> None:
-        """Log the most bytes that a step takes beside weights and KV cache."""
-        builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
-        splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
-        assert isinstance(self.model_config.dtype, torch.dtype)
-        attention = attention_bytes(
-            self.vllm_config.compilation_config.static_forward_context.values(),
-            decisions_of(self.vllm_config),
-            self.model_config.dtype.itemsize,
-            self.model_config.max_model_len,
-            max((split.workspace_tokens for split in splits), default=0),
-        )
-        beside = 0
-        if self.prep_device.computes_on_host:
-            beside = PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * self.model_config.max_model_len
-        self.step_bytes = self._peak_of_step + attention + beside
-        parts = self.step_bytes, self._peak_of_step, attention, beside
-        logger.info(
-            "Memory: beside weights and KV cache, a step takes at most %s MiB with contexts of any "
-            "length (%s MiB without any, measured; masks and attention %s MiB; the process itself "
-            "%s MiB).",
-            *(f"{-(-part // (1 << 20)):,}" for part in parts),
-        )
 
     def _probe(self) -> None:
         """Compare this device's attention with formulas, before graphs are made of it.
@@ -288,13 +268,12 @@ class NPUWorker(Worker):
         config = parse_config(self.vllm_config.additional_config)
         if self.prep_device.computes_on_host or not config.probe:
             return
-        assert isinstance(self.model_config.dtype, torch.dtype)
         compilation = self.vllm_config.compilation_config
         with log_while_waiting("Probing attention", logger.info):
             probe_layers(
                 self.model_runner.attn_groups,
                 compilation.static_forward_context,
-                self.model_config.dtype,
+                self._dtype,
                 self.prep_device,
                 logger.info,
                 compilation.cudagraph_mode.has_full_cudagraphs(),
@@ -402,7 +381,7 @@ class NPUWorker(Worker):
             self.model_runner.recorder.dump(f"{type(error).__name__} in the engine")
 
     def load_adapters(self, adapters: list[LoRARequest]) -> dict[int, str]:
-        """Hold these adapters, for `compat.adapters`, which asks all ranks.
+        """Hold these adapters, for `compat.lora`, which asks all ranks.
 
         Parameters
         ----------
@@ -500,6 +479,14 @@ class NPUWorker(Worker):
         with kept_addresses(self.model_runner.get_model(), self.model_config):
             super().update_weights(*args, **kwargs)
 
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        with unpacked(self.model_runner.get_model()):
+            super().save_sharded_state(*args, **kwargs)
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
+        with unpacked(self.model_runner.get_model()):
+            super().save_tensorized_model(*args, **kwargs)
+
     @property
     def sleep_mode_backend(self) -> SleepingMemory:
         """The memory that sleeps.
@@ -537,12 +524,12 @@ class NPUWorker(Worker):
                 return
         memory = self.sleep_mode_backend
         before = self.prep_device.memory_info()[0]
-        connectors.forget_caches()
+        kv_connector.forget_caches()
         slept: list[Region] = []
         with all_or_none(self.parallel_config, lambda: slept.extend(memory.unmap(level))) as done:
             if not done:
                 memory.restore(slept)
-                connectors.restore_caches()
+                kv_connector.restore_caches()
                 return
         logger.info(
             "Sleep level %d released %s GiB.",
@@ -607,7 +594,7 @@ class NPUWorker(Worker):
                 sleeping.release(mapped)
                 return
         if tags is None or "kv_cache" in tags:
-            connectors.restore_caches()
+            kv_connector.restore_caches()
         if self._sleep_saved_parameters and (tags is None or "weights" in tags):
             self._restore_sleep_parameters(self.model_runner.get_model())
         self.prep_device.synchronize()

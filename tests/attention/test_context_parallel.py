@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import (
-    Share,
+    PartialAttention,
     attend_dcp,
     merge_over_ranks,
     merge_partials,
@@ -26,9 +26,9 @@ from vllm_npu_prep.attention.context_parallel import (
 from vllm_npu_prep.attention.kernels import LayerShape
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
-from vllm_npu_prep.attention.latent_ranks import share_prefills
+from vllm_npu_prep.attention.latent_dcp import share_prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.dcp import DCPRank
 from vllm_npu_prep.prep.state import AttentionState
 
 NO_KEY = float("-inf")
@@ -38,7 +38,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def share_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Share:
+def share_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> PartialAttention:
     """By the definition: ``[T, H, D]`` over ``[S, D]``, in float64."""
     scores = query.double() @ key.double().T  # [T, H, S]
     weights = scores.exp()
@@ -48,7 +48,7 @@ def share_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sha
         if len(key)
         else torch.zeros(*query.shape[:2], value.shape[-1])
     )
-    return Share(output.float(), sums.log().float())
+    return PartialAttention(output.float(), sums.log().float())
 
 
 @pytest.mark.parametrize("cuts", [[3, 4], [1, 6], [0, 2], [7, 7], [0, 0]])
@@ -63,13 +63,13 @@ def test_merged_shares_are_attention_over_all_keys(cuts):
 
 
 def test_tokens_without_any_key_get_zeros():
-    nothing = Share(torch.full((1, 2, 3), 7.0), torch.full((1, 2), NO_KEY))
+    nothing = PartialAttention(torch.full((1, 2, 3), 7.0), torch.full((1, 2), NO_KEY))
     merged = merge_partials([nothing, nothing])
     assert (merged.output == 0).all() and (merged.lse == NO_KEY).all()
 
 
 def test_rows_of_nobody_are_left_out():
-    share = Share(torch.full((2, 1, 1), float("nan")), torch.zeros(2, 1))
+    share = PartialAttention(torch.full((2, 1, 1), float("nan")), torch.zeros(2, 1))
     kept = only_rows(share, torch.tensor([False, True]))
     assert kept.output[0].item() == 0 and kept.output[1].isnan()
     assert kept.lse.flatten().tolist() == [NO_KEY, 0]
@@ -108,7 +108,7 @@ def test_each_rank_gets_the_merged_results_of_its_heads():
     query, key, value = drawn(0, 3, 4, 5), drawn(1, 9, 5), drawn(2, 9, 5)
     whole = share_of(query, key, value)
 
-    def of_rank(group: Group) -> Share:
+    def of_rank(group: Group) -> PartialAttention:
         mine = slice(group.rank_in_group, None, 2)
         return merge_over_ranks(share_of(query, key[mine], value[mine]), group)
 
@@ -182,12 +182,12 @@ def test_attention_over_shares_is_attention_over_the_whole(state, lengths, inter
     )
 
     def of_rank(group: Group) -> torch.Tensor:
-        shards = ContextShards(RANKS, group.rank_in_group, interleave_size)
+        dcp = DCPRank(RANKS, group.rank_in_group, interleave_size)
         cache = torch.full((2, 1 + blocks * len(lengths), BLOCK_SIZE, 1, SIZE), 1e4)
         lens = []
         for n, (computed, _) in enumerate(lengths):
             end = int(metadata.seq_lens_np[n])
-            kept = [p for p in range(end) if shards.owner(p) == shards.rank]
+            kept = [p for p in range(end) if dcp.owner(p) == dcp.rank]
             for place, position in enumerate(kept):
                 block = int(metadata.block_tables[n, place // BLOCK_SIZE])
                 cache[0, block, place % BLOCK_SIZE] = keys[n][position]
@@ -230,7 +230,7 @@ def test_ranks_gather_as_many_latent_rows_as_the_device_counts():
         block_tables=torch.zeros(5, 1, dtype=torch.int32),
     )
     prefills = Prefills(0, 5, [1, 2, 3, 4, 5], torch.arange(6), [0] * 5, (chunk,))
-    shared = share_prefills(prefills, ContextShards(3, 0, 2)).chunks[0].ranks
+    shared = share_prefills(prefills, DCPRank(3, 0, 2)).chunks[0].ranks
     assert shared.local.lens.tolist() == [2, 4, 4, 0, 14]
     assert shared.local.kv_ends == [2, 6, 10, 10, 24]
     order = shared.order.tolist()

@@ -15,6 +15,7 @@ import torch
 
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.kernels.latent import LatentShape, Planes
 from vllm_npu_prep.prep.state import AttentionState
 
 HEADS, SIZE, BLOCK = 2, 8, 4
@@ -26,6 +27,7 @@ class Operators:
     def __init__(self) -> None:
         self.calls: list[dict] = []
         self.npu_fused_infer_attention_score = SimpleNamespace(out=self.attend)
+        self.npu_fused_infer_attention_score_v2 = SimpleNamespace(out=self.attend_latent)
 
     def attend(self, query, *, key, out, actual_seq_lengths, actual_seq_lengths_kv, **others):
         self.calls.append({"ends": actual_seq_lengths, "kv": actual_seq_lengths_kv, **others})
@@ -37,6 +39,11 @@ class Operators:
             else:
                 rows = key[starts[req] : starts[req + 1]].flatten(1)
             out[0][starts[req] : starts[req + 1]] = rows.sum()
+
+    def attend_latent(self, query, *, actual_seq_qlen, actual_seq_kvlen, query_rope, **others):
+        assert len(query_rope) == len(query)
+        lengths = {"actual_seq_lengths": actual_seq_qlen, "actual_seq_lengths_kv": actual_seq_kvlen}
+        self.attend(query, **lengths, **others)
 
     def npu_fusion_attention(self, query, key, value, heads, layout, **others):
         self.calls.append({"ends": others["actual_seq_qlen"], **others})
@@ -52,11 +59,13 @@ def fia(monkeypatch):
     """The module of the kernels, and what its operators were called with."""
     operators = Operators()
     monkeypatch.setitem(sys.modules, "torch_npu", operators)
-    name = "vllm_npu_prep.attention.kernels.fia"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module(name)
-    yield SimpleNamespace(module=module, calls=operators.calls)
-    sys.modules.pop(name, None)
+    names = [f"vllm_npu_prep.attention.kernels.{name}" for name in ("fia", "latent_fia")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module, latent = map(importlib.import_module, names)
+    yield SimpleNamespace(module=module, latent=latent, calls=operators.calls)
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def step(query_lens: list[int], seq_lens: list[int], **others) -> SimpleNamespace:
@@ -66,6 +75,7 @@ def step(query_lens: list[int], seq_lens: list[int], **others) -> SimpleNamespac
     settings = {
         "causal": True,
         "in_full_graph": False,
+        "max_query_len": max(query_lens),
         "attn_state": AttentionState.ChunkedPrefill,
         "attn_mask": None,
         "sliding_window": None,
@@ -111,6 +121,30 @@ def test_a_batch_with_too_many_blocks_is_several_calls(fia, query_lens, seq_lens
         assert torch.equal(attend(kernels, metadata), whole)
     assert len(fia.calls) == 2 * calls
     assert all(blocks_of(call) <= 6 for call in fia.calls)
+
+
+def attend_latent(kernels, metadata) -> torch.Tensor:
+    torch.manual_seed(0)
+    shape = LatentShape(HEADS, SIZE, 4, SIZE, SIZE, 1.0)
+    planes = Planes(torch.randn(6, BLOCK, 1, SIZE), torch.randn(6, BLOCK, 1, 4))
+    query = torch.randn(int(metadata.query_start_loc_np[-1]), HEADS, SIZE)
+    output = torch.full_like(query, float("nan"))
+    kernels.attend_latent(query, query[..., :4], planes, metadata, shape, output)
+    return output
+
+
+@pytest.mark.parametrize("in_full_graph", [False, True])
+def test_latent_decodes_with_too_many_blocks_are_several_calls(fia, in_full_graph):
+    lengths = [1, 3, 2], [9, 12, 8]
+    whole = attend_latent(fia.latent.LatentFiaKernels(), step(*lengths))
+    assert len(fia.calls) == 1 and not whole.isnan().any()
+    fia.calls.clear()
+    kernels = fia.latent.LatentFiaKernels(BatchLimits(apply=True))
+    metadata = step(*lengths, in_full_graph=in_full_graph)
+    for _ in range(2):  # layers
+        assert torch.equal(attend_latent(kernels, metadata), whole)
+    assert len(fia.calls) == (2 if in_full_graph else 4)
+    assert in_full_graph or all(blocks_of(call) <= 6 for call in fia.calls)
 
 
 def test_prompts_are_split_by_their_number_alone(fia, monkeypatch):

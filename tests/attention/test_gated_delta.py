@@ -10,7 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from vllm_npu_prep.attention.gated_delta import AscendGatedDeltaNetAttention
 from vllm_npu_prep.attention.kernels import gated_delta
-from vllm_npu_prep.attention.states import RecurrentMetadata
+from vllm_npu_prep.attention.recurrent_backend import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
 K_HEADS, V_HEADS, KEY, VALUE, KERNEL = 2, 4, 6, 5, 4

@@ -11,7 +11,7 @@ from vllm_npu_prep.attention.kernels import latent_reference
 from vllm_npu_prep.attention.kernels.latent import Projected, make_latent_kernels
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.attention.mla import attend_prefills, split_common
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.verify.latent import LatentForm, LatentStep, forms_of, shape_of
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_npu_prep.attention import mla
+from vllm_npu_prep.attention import fused_calls, mla
 from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.verify.latent import LatentForm, LatentStep, shape_of
 
@@ -38,7 +38,8 @@ class Layer:
         self.seen = mla.MLALayerMetadata(step.metadata)
         monkeypatch.setattr(mla, "get_current_vllm_config", lambda: None)
         decided = SimpleNamespace(attention="reference")
-        monkeypatch.setattr(mla, "decisions_of", lambda config: decided)
+        for module in (mla, fused_calls):
+            monkeypatch.setattr(module, "decisions_of", lambda config: decided)
         self.impl = mla.AscendMLAImpl(
             num_heads=SHAPE.num_heads,
             head_size=SHAPE.kv_lora_rank + SHAPE.qk_rope_head_dim,

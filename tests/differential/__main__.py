@@ -1,6 +1,6 @@
 """Random serving traffic through our runner and upstream's, one engine and its traffic a seed.
 
-Ours is V1's, and V2's for every third seed; upstream's is V1's.
+Ours is V2's for even seeds, and V1's for odd ones; upstream's is V1's.
 
     python -m tests.differential [--minutes 30] [--fresh] [--retry]
     python -m tests.differential --seed N [--episodes N]

@@ -145,7 +145,8 @@ BASES = (
 )
 """Where a path on a page may begin."""
 WRITTEN = re.compile(
-    r"(?:try|ddp)\.py|step\.html|(?:report|manifest|config|quant_model_description)\.json|"
+    r"(?:try|ddp)\.py|(?:step|run)\.html|"
+    r"(?:report|manifest|config|tokenizer|quant_model_description)\.json|"
     r"(?:steps|site)/"
 )
 """Files that the pages tell of, and that are made."""

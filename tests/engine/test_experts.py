@@ -9,7 +9,7 @@ from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.ops import experts
+from vllm_npu_prep.ops import moe_method
 from vllm_npu_prep.records.record_file import record_files
 
 
@@ -19,14 +19,14 @@ def test_explain_tells_how_many_tokens_each_expert_got(
     tmp_path, seed, steps, capsys, monkeypatch, runner_name
 ):
     """As counted where experts get their tokens: in graphs, too, whose padding is sent to none."""
-    computed, of_steps, apply_experts = [], [], experts.apply_experts
+    computed, of_steps, apply_experts = [], [], moe_method.apply_experts
 
     def counted(x, *args):
         ids = args[3].flatten().tolist()
         computed.append([ids.count(expert) for expert in range(6)])
         return apply_experts(x, *args)
 
-    monkeypatch.setattr(experts, "apply_experts", counted)
+    monkeypatch.setattr(moe_method, "apply_experts", counted)
     folder = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
     record = {"dir": str(tmp_path / "records"), "steps": steps, "expert_tokens": True}
     options = {"additional_config": {"npu_prep": {"record": record}}}

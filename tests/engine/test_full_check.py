@@ -168,7 +168,7 @@ FAULTS[in_table(0, 2)] = "wrong block", "A", "block 2, another one of its own, a
 def given_adapter(steps, monkeypatch, new, loads):
     """Have a request use adapter 1, of which `loads` says what is loaded."""
     new.lora_request = LoRARequest("adapter", 1, "/path")
-    monkeypatch.setattr(steps.runner.step_check.ledger, "_load_of", loads.get)
+    monkeypatch.setattr(steps.runner.step_check.ledger.owned, "load_of", loads.get)
     return new
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from tests.engine.test_full_check import BLOCK_SIZE, PROMPT_A, PROMPT_B, Steps, in_step
 from tests.engine.test_full_check import said_of as said
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
 from tests.helpers.stepping import new_request, scheduler_output
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.observe.violation import StepCheckError
 
 OF_STATES = 0  # the group; attention's is 1
@@ -22,7 +23,8 @@ OF_STATES = 0  # the group; attention's is 1
 def runner(tmp_path_factory):
     config = {**GATED_DELTA, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
     model = make_model(tmp_path_factory.mktemp("model"), "Qwen3_5", **config)
-    with engine(
+    with engine_of(
+        "V1",
         model,
         async_scheduling=False,
         enable_prefix_caching=True,
@@ -109,7 +111,7 @@ def state_of_a_block_too_far(steps, monkeypatch):
 @said_of("shared state", "A", "block 1, also of request C")
 def shared_state_written(steps, monkeypatch):
     """C shares A's state, not its K and V, which were loaded; A is told to begin again."""
-    steps.runner.step_check.ledger.loads = True
+    steps.runner.step_check.ledger.owned.loads = True
     new = [request("C", [*PROMPT_A[:16], 5], [1, 8], [10, 9], 16)]
     steps.first().second(counts={"C": 1}, new=new)
     steps.step({"A": 16}, {"A": (None, 0)})

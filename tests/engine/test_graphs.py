@@ -12,9 +12,8 @@ from tests.helpers.logs import record_logs
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import traffic
 from tests.helpers.v2 import RUNNERS, engine_of
-from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph.fake_graph import GraphSafetyError
+from vllm_npu_prep.graph.fake_graph import CheckedGraph, GraphSafetyError
 from vllm_npu_prep.runner.v1 import runner as v1_runner
 from vllm_npu_prep.runner.v2 import runner as v2_runner
 
@@ -125,17 +124,16 @@ def test_planted_unsafe_padding_is_caught(qwen3, seed, fault, runner_name, monke
 
 def test_the_smallest_cache_holds_the_lengths_of_captures(qwen3, monkeypatch):
     """As many keys as queries: kernels that sum up the blocks of a batch refuse longer ones."""
-    captured, attend = [], ReferenceKernels.attend
+    captured, capture = [], CheckedGraph.capture
 
-    def recorded(self, *args):
-        metadata = args[4]
-        if metadata.in_full_graph:
-            captured.append((metadata.seq_lens_np.tolist(), metadata.query_lens.tolist()))
-            blocks = -(-metadata.seq_lens_np // 16)
-            assert blocks.sum() <= args[3].shape[1]
-        return attend(self, *args)
+    def recorded(self, call):
+        name, metadata = next(iter(call.attn_metadata.items()))
+        captured.append((metadata.seq_lens_np.tolist(), metadata.query_lens.tolist()))
+        blocks = -(-metadata.seq_lens_np // 16)
+        assert blocks.sum() <= call.layers[name].kv_cache.shape[1]
+        return capture(self, call)
 
-    monkeypatch.setattr(ReferenceKernels, "attend", recorded)
+    monkeypatch.setattr(CheckedGraph, "capture", recorded)
     smallest = {"block_size": 16, "max_model_len": 64, "num_gpu_blocks_override": 5}
     smallest["max_num_seqs"] = 4
     with engine(qwen3, **graphs("FULL_DECODE_ONLY", 1, 4), **smallest):

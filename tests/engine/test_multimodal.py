@@ -1,6 +1,7 @@
 """Images and videos: greedy tokens and M-RoPE positions are those of transformers."""
 
 import os
+import shutil
 from collections import Counter
 from copy import copy
 from multiprocessing import Lock
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.cache import (
     LruKeyReplicatedReceiverCache,
     LruKeyReplicatedSenderCache,
@@ -20,7 +22,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
-from tests.helpers.v2 import engine_of
+from tests.helpers.lora import ATTENTION, make_adapter, merge
+from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.vision import (
     MARKS,
     Reference,
@@ -89,7 +92,7 @@ def test_images_and_videos_beside_text(vision_models, references, seed, name, mo
     requests = requests_of(seed)
     answers = references[name].answers(requests, MAX_TOKENS)
     settings = SETTINGS | ({} if mode == "eager" else graphs(mode, 4, 16, 32))
-    with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
+    with engine_of("V1", vision_models / name, async_scheduling=asynchronous, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = serve(llm, requests, greedy(MAX_TOKENS))
         counts, kinds = runner.inputs.counts, runner.padding.counts.by_kind
@@ -132,6 +135,34 @@ def test_v2_sees_what_v1_sees(vision_models, references, seed, which):
     assert which != "graphs" or REPLAYED["FULL_AND_PIECEWISE"] <= set(kinds)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_adapters_and_ngram_drafts_beside_images(vision_models, references, seed, tmp_path, runner):
+    """Every other request has an adapter; texts that repeat themselves have drafts accepted."""
+    model, image = vision_models / "qwen3_vl", make_image(seed)
+    folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=ATTENTION)
+    merged = shutil.copytree(model, tmp_path / "merged")
+    shutil.copy(merge(model, folder, tmp_path / "weights") / "model.safetensors", merged)
+    requests = [
+        chat(image, "to and fro and to and fro and to and fro and"),
+        chat("A slot, a block, a slot, a block, a slot, a block"),
+        chat(make_image(seed + 1, 64, 32), image, QUESTION),
+        chat(image, "to and fro and to and fro and to and fro and"),
+    ]
+    loras = [None, LoRARequest("adapter", 1, str(folder))] * 2
+    known = references["qwen3_vl"], Reference(merged)
+    expected = [of.answer(each, 32).tokens for of, each in zip(known * 2, requests, strict=True)]
+    settings = SETTINGS | graphs("FULL_AND_PIECEWISE", 4, 16, 32)
+    settings["additional_config"] = {"npu_prep": {"check": "full"}}
+    settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
+    settings["speculative_config"]["prompt_lookup_max"] = 3
+    with engine_of(runner, model, **settings, enable_lora=True, max_lora_rank=8) as llm:
+        verified, kinds = count_verified(llm), runner_of(llm).padding.counts.by_kind
+        for _ in range(2):
+            assert tokens_of(serve(llm, requests, greedy(32), loras)) == expected
+    assert verified["accepted"] > 0 and verified["rejected"] > 0
+    assert "full graph" in kinds and expected[0] != expected[3]
+
+
 @pytest.mark.parametrize(
     ("name", "scheduler", "asynchronous"),
     [("qwen2_5_vl", "upstream", False), ("qwen3_vl", "batched", True)],
@@ -155,7 +186,7 @@ def test_the_prefix_cache_knows_images_by_what_they_show(
     first, num_tokens = ids.index(marks[0]), ids.count(marks[0])
     settings = SETTINGS | {"block_size": 8, "enable_prefix_caching": True}
     settings["additional_config"] = {"npu_prep": {"scheduler": scheduler, "check": "full"}}
-    with engine(vision_models / name, async_scheduling=asynchronous, **settings) as llm:
+    with engine_of("V1", vision_models / name, async_scheduling=asynchronous, **settings) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = [serve(llm, [each], greedy(MAX_TOKENS))[0] for each in requests]
         encoded = runner.inputs.counts.encoded
@@ -183,7 +214,7 @@ def test_a_request_preempted_within_an_image_comes_back(vision_models, reference
     requests, few = others + 2 * sees, {"block_size": 4, "num_gpu_blocks_override": 50}
     answers = references[name].answers(requests, 40)
     settings = SETTINGS | few | {"max_model_len": 192, "max_num_batched_tokens": 8}
-    with engine(vision_models / name, **settings) as llm:
+    with engine_of("V1", vision_models / name, **settings) as llm:
         watched = watch(llm)
         outputs = serve(llm, requests, greedy(40))
         check_refused_requests(llm, references[name], seed + 1)

@@ -13,7 +13,7 @@ import torch
 
 from tests.conftest import SEED
 from tests.helpers.drafters import disturb_model, make_eagle_head
-from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.engine import REPLAYED, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import is_varied, logits_of, reference
 from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.mtp import record_verified
@@ -239,7 +239,8 @@ def test_a_drafter_beside_windows_has_groups_of_its_own(
     target = make_model(tmp_path / "gemma2", "Gemma2", **GEMMA)
     drafter = make_model(tmp_path / "drafter", num_hidden_layers=num_layers, seed=1)
     prompts = prompts_of(seed, [5, 40, 30, 12, 14])
-    with engine(
+    with engine_of(
+        "V2" if asynchronous else "V1",
         target,
         block_size=16,
         max_num_batched_tokens=32,
@@ -252,7 +253,7 @@ def test_a_drafter_beside_windows_has_groups_of_its_own(
         got = generate(llm, prompts, greedy(24))
     assert got == reference(target, prompts, 24)
     assert verified["rejected"] > 0
-    if not asynchronous:  # the host knows the drafts
+    if not asynchronous:  # the host of V1 knows the drafts
         drafts = reference(drafter, [step.token_ids for step in records], NUM_DRAFTS)
         assert [step.drafts for step in records] == [
             each[: len(step.drafts)] for each, step in zip(drafts, records)

@@ -1,20 +1,25 @@
-"""Pipeline stages beside adapters and forced outputs: V2's tokens are V1's, in one batch."""
+"""Pipeline stages beside adapters and forced outputs, of models that pool and of some that see."""
 
 import asyncio
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
+import pytest
+import torch
 from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 
 from tests.engine.test_ranks import without_pairs
-from tests.helpers.engine import REPLAYED, graphs, greedy
+from tests.helpers.engine import REPLAYED, graphs, greedy, make_model, save_tokenizer
 from tests.helpers.grammars import forced, has_form, make_text_model
 from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.lora import ATTENTION, MLP, make_adapter, merge
+from tests.helpers.pooling import check_close, hidden_states, normalized
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for
+from tests.helpers.vision import Reference, chat, make_image, make_video
 
 ADAPTERS = {"a": ATTENTION + MLP, "b": MLP}
 ASKED = [  # length of a prompt, its adapter and its form
@@ -87,3 +92,33 @@ def test_adapters_and_forced_outputs_in_stages(tmp_path, seed):
         else:
             assert has_form(form, tokenizer.decode(tokens, skip_special_tokens=True))
     assert is_varied(plain)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_embeddings_of_stages(tmp_path, seed, runner):
+    """Prompts in chunks; the last stage pools."""
+    model = make_model(tmp_path / "model", num_hidden_layers=3)
+    save_tokenizer(model)
+    prompts = prompts_of(seed, [3, 90, 40, 17])
+    settings = {"pipeline_parallel_size": 2, "runner": "pooling", "skip_tokenizer_init": False}
+    with asked_for(runner):
+        got = serve_on_ranks(model, settings, methodcaller("embed", prompts))
+    got = [torch.tensor(row) for row in got]
+    check_close(got, [normalized(rows[-1]) for rows in hidden_states(model, prompts)])
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_images_and_videos_in_stages(vision_models, seed, runner):
+    """The first stage embeds, each one rotates; chunks end within images."""
+    model, image = vision_models / "qwen2_5_vl", make_image(seed, 64, 32)
+    requests = [
+        chat(image, "What is a slot mapping?"),
+        chat("Without an image."),
+        chat(make_video(seed + 1), "What happens here?", image),
+    ]
+    settings = SETTINGS | {"max_num_batched_tokens": 32, "enable_lora": False}
+    prompts = [request.prompt() for request in requests]
+    with asked_for(runner):
+        got = serve_on_ranks(model, settings, methodcaller("generate", prompts, PLAIN))
+    known = Reference(model)
+    assert got == [known.answer(request, PLAIN).tokens for request in requests]

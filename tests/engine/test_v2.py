@@ -236,3 +236,38 @@ def test_logits_that_are_no_numbers_end_the_step_when_asked_to(
         monkeypatch.setattr(of_llm, "compute_logits", spoilt)
         with pytest.raises(RuntimeError, match="NaNs detected in logits"):
             generate(llm, [[3, 4, 5, 6]], greedy(3))
+
+
+@pytest.mark.parametrize("case", ["sync", "async", "drafts"])
+def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts, case):
+    """A trace takes the place of samples in every other request; masks are of the model's logits.
+
+    vLLM has both on V2 alone, and takes no traces beside drafts.
+    """
+    (model, drafts), compute, rng = drafting, logits_of(drafting[0]), np.random.default_rng(3)
+    traces = {index: rng.integers(2, 512, 9).tolist() for index in range(0, len(prompts), 2)}
+    traces = {} if case == "drafts" else traces
+    params = [
+        SamplingParams(seed=5, temperature=0.5, top_k=5, max_tokens=20, ignore_eos=True)
+        for _ in prompts
+    ]
+    for index, trace in traces.items():
+        params[index].trace_decode_token_ids = trace
+    settings = {"logprobs_mode": "processed_logprobs", "return_sampling_mask": True}
+    settings |= {"enable_trace_replay": bool(traces), "async_scheduling": case != "sync"}
+    rows = {"max_num_seqs": 2}  # which later requests take over
+    settings |= {"speculative_config": drafts} if case == "drafts" else rows
+    with engine_of("V2", model, max_num_batched_tokens=48, **CHECKED, **settings) as llm:
+        verified = count_verified(llm) if case == "drafts" else {"partly": 1, "rejected": 1}
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        (answer,) = output.outputs
+        tokens = list(answer.token_ids)
+        assert len(tokens) == (9 if index in traces else 20)
+        assert tokens == traces.get(index, tokens)
+        logits = compute(prompt + tokens)[len(prompt) - 1 : -1]
+        best = [sorted(row.argsort()[-5:].tolist()) for row in logits]
+        assert answer.sampling_mask.token_ids == best
+        assert index in traces or all(token in row for token, row in zip(tokens, best))
+    assert verified["partly"] > 0 and verified["rejected"] > 0

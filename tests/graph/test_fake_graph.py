@@ -52,6 +52,34 @@ def test_sizes_share_the_memory_of_the_largest():
     assert of_small.data_ptr() == of_large.data_ptr()
 
 
+def test_a_capture_runs_the_largest_size_alone():
+    pool, ran = CheckedGraphPool(), []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        ran.append(len(x))
+        return 2 * x
+
+    def sized(x: torch.Tensor) -> GraphCall:
+        return GraphCall(run, (x,), {}, num_tokens=len(x))
+
+    large, small, x = pool.new_graph(), pool.new_graph(), torch.ones(3, 2)
+    of_large, of_small = large.capture(sized(torch.ones(8, 2))), small.capture(sized(x))
+    assert (ran, of_small.shape) == ([8], (3, 2))
+    assert of_small.data_ptr() == of_large.data_ptr()
+    x += 10
+    assert small.replay(sized(x)).data_ptr() == of_large.data_ptr()
+    assert of_small.tolist() == [[22, 22]] * 3
+
+
+def test_a_size_whose_results_have_other_rows_runs_at_capture():
+    pool = CheckedGraphPool()
+    for size in (8, 3):
+        result = pool.new_graph().capture(
+            GraphCall(lambda x: x.sum(0), (torch.ones(size, 2),), {}, num_tokens=size)
+        )
+        assert result.tolist() == [size, size]
+
+
 MOVED = {
     "address": (lambda x: x.clone(), "address"),
     "shape": (lambda x: x[:-1], "shape"),

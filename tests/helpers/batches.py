@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
@@ -18,8 +18,8 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
+from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import RecurrentGroups
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 LOCAL_GROUPS = (0, 2)
@@ -134,7 +134,7 @@ def at_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
     order = np.zeros(len(tables.token_ids), np.int32)
     order[:count] = slots
     none = {name: np.zeros_like(sizes) for name in ("num_synced_blocks", "num_device_blocks")}
-    moved |= device_has_all(block_tables) | none | {"num_blocks": sizes, "slots": order}
+    moved |= device_has_all(block_tables) | none | {"num_blocks": sizes, "request_rows": order}
     return dataclasses.replace(batch, tables=dataclasses.replace(tables, **moved))
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers.v2 import asked_for
 from tests.matrix.collect import add, note
-from vllm_npu_prep.compat import v2
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.records.expert_counts import read_expert_counts
 from vllm_npu_prep.records.record_file import record_files
 
@@ -73,13 +72,12 @@ def serve_on_ranks(
     model: Path, settings: dict[str, Any], traffic: Callable[..., Any], seconds: float = SECONDS
 ) -> Any:
     """Start an engine as a server does, and return what an async function of its `Ranks` does."""
-    asked = "V2" if v2.is_asked_for() else "V1"
-    returned, cell = in_a_fresh_process(_serve, model, settings, traffic, asked, seconds=seconds)
+    returned, cell = in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
     add([cell])
     return returned
 
 
-def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any], asked: str) -> Any:
+def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
     """What the traffic returned, and the engine's cell of the matrix."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -92,13 +90,14 @@ def _serve(model: Path, settings: dict[str, Any], traffic: Callable[..., Any], a
     async def run() -> Any:
         args = AsyncEngineArgs(model=str(model), **{**DEFAULTS, **settings})
         llm = AsyncLLM.from_engine_args(args)
-        assert llm.vllm_config.use_v2_model_runner == (asked == "V2")
+        assert chosen is None or llm.vllm_config.use_v2_model_runner == (chosen == "1")
         try:
             return await traffic(Ranks(llm)), note(llm.vllm_config)
         finally:
             llm.shutdown()
 
-    with asked_for(asked), mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
+    chosen = os.environ.get(RUNNER_ENV_VAR)
+    with mock.patch("gc.freeze"), mock.patch("gc.unfreeze"):
         return asyncio.run(run())
 
 
@@ -160,6 +159,17 @@ class Ranks:
             data_parallel_rank=engine,
         )
         return outputs
+
+    async def embed(self, prompts: list[list[int]]) -> list[list[float]]:
+        """The embedding of each prompt, of all together."""
+        from vllm import PoolingParams
+
+        async def one(number: int, prompt: list[int]) -> list[float]:
+            inputs, params = {"prompt_token_ids": prompt}, PoolingParams(task="embed")
+            outputs = [each async for each in self.llm.encode(inputs, params, str(number))]
+            return outputs[-1].outputs.data.tolist()  # tensors are shared while a process lives
+
+        return await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """What a method of `RankProbe` returns on every rank."""

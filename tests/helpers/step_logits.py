@@ -19,21 +19,23 @@ class Steps:
 
 
 def greedy_steps(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steps:
-    """Run prompts that fit one step each; the logits that the sampler gets, in float32."""
+    """Run prompts that fit one step each; the model's logits, in float32."""
     runner = runner_of(llm)
+    model = runner.get_model()
     rows: dict[str, list[torch.Tensor]] = {}
-    sample = runner.sampler.forward
+    compute = model.compute_logits
 
-    def recorded(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any) -> torch.Tensor:
+        logits = compute(*args)
         for req_id, row in zip(runner.input_batch.req_ids, logits.float().cpu()):
             rows.setdefault(req_id, []).append(row)
-        return sample(logits, *args, **kwargs)
+        return logits
 
-    runner.sampler.forward = recorded
+    model.compute_logits = recorded
     try:
         tokens = generate(llm, prompts, greedy(max_tokens))
     finally:
-        runner.sampler.forward = sample
+        model.compute_logits = compute
     in_order = sorted(rows, key=lambda req_id: int(req_id.partition("-")[0]))
     return Steps(tokens, [torch.stack(rows[req_id]) for req_id in in_order])
 

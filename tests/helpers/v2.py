@@ -9,18 +9,18 @@ from unittest import mock
 import pytest
 
 from tests.helpers.engine import engine
-from vllm_npu_prep.compat import v2
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 
-RUNNERS = ("V1", "V2")
+RUNNERS = ("V2", "V1")
 """vLLM's model runners, by which tests of an engine are parametrised."""
-ALSO_V2 = (pytest.param("V1", id=pytest.HIDDEN_PARAM), "V2")
+ALSO_V2 = ("V2", pytest.param("V1", id=pytest.HIDDEN_PARAM))
 """The same, without V1 in ids; above other parameters, -V2 comes last."""
 
 
 def on_both(cases: dict[str, Any]) -> list[Any]:
-    """Parameters by id, or tuples of several, each with "V1" and with "V2" after it.
+    """Parameters by id, or tuples of several, each with "V2" and with "V1" after it.
 
-    The latter's ids end in -V2.
+    Ids of the former end in -V2.
     """
     return [
         pytest.param(
@@ -36,7 +36,7 @@ def on_both(cases: dict[str, Any]) -> list[Any]:
 @contextlib.contextmanager
 def asked_for(runner: str) -> Iterator[None]:
     """Engines that begin here, and their processes, have the runner "V1" or "V2"."""
-    asked = {v2.RUNNER_ENV_VAR: str(int(runner == "V2"))}
+    asked = {RUNNER_ENV_VAR: str(int(runner == "V2"))}
     from vllm import envs
 
     envs.disable_envs_cache()  # which an engine that is still alive has begun

@@ -204,9 +204,10 @@ def watch(llm: Any) -> Watched:
     return watched
 
 
-def serve(llm: Any, requests: list[Request], params: Any) -> list[Any]:
+def serve(llm: Any, requests: list[Request], params: Any, loras: Any = None) -> list[Any]:
     """Outputs of `LLM.generate`."""
-    return llm.generate([request.prompt() for request in requests], params, use_tqdm=False)
+    prompts = [request.prompt() for request in requests]
+    return llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
 
 
 def serve_with_resets(

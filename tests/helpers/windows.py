@@ -87,7 +87,7 @@ class Poison:
         step, size = self.runner.in_flight.step, spec.block_size
         windowed = isinstance(spec, SlidingWindowSpec)
         slots = []
-        table = step.batch.tables.block_table(group)[step.slots]
+        table = step.batch.tables.block_table(group)[step.request_rows]
         for row, block_ids in enumerate(table.tolist()):
             first_seen = 0
             if windowed:

@@ -24,12 +24,12 @@ from tests.helpers.batches import (
     state_step,
 )
 from tests.helpers.forced_messages import ending
-from tests.prep.test_context_shards import shared_step
+from tests.prep.test_dcp import shared_step
 from vllm_npu_prep.observe.check import READS, StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
-from vllm_npu_prep.prep.context_shards import ContextShards
+from vllm_npu_prep.prep.dcp import DCPRank
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 
@@ -56,9 +56,9 @@ class Steps:
         return self.step.batch.tables
 
     @property
-    def slots(self) -> list[int]:
+    def request_rows(self) -> list[int]:
         """Row of each request in the tables."""
-        return self.step.slots.tolist()
+        return self.step.request_rows.tolist()
 
 
 def batch_of(has_drafts: bool, sizes: list[int] | None) -> RandomBatch:
@@ -87,7 +87,7 @@ def limits_of(step: PreparedStep) -> np.ndarray:
     holds_states = tables.shape.states.groups
     for each in range(tables.shape.num_groups):
         needed = -(-step.seq_lens // tables.tokens_per_block(each))
-        tables.num_blocks[each, step.slots] = needed + NUM_DRAFTS * (each in holds_states)
+        tables.num_blocks[each, step.request_rows] = needed + NUM_DRAFTS * (each in holds_states)
         num_slots = (1 + int(tables.block_table(each).max())) * int(tables.block_sizes[each])
         limits.append(NO_SLOTS if each in holds_states else num_slots)
     return np.array(limits, np.int64)
@@ -124,9 +124,7 @@ def on_a_rank(has_drafts: bool, slots: list[int]) -> Steps:
     """A step of the second of two ranks, which keep runs of two tokens in turn; padded."""
     batch = batch_of(has_drafts, None)
     scheduled = sum(request.num_scheduled_tokens for request in batch.requests)
-    return finished(
-        shared_step(batch, ContextShards(2, 1, 2), 1, NUM_INPUT_TOKENS - scheduled), slots
-    )
+    return finished(shared_step(batch, DCPRank(2, 1, 2), 1, NUM_INPUT_TOKENS - scheduled), slots)
 
 
 class Message(NamedTuple):
@@ -296,7 +294,7 @@ def fewer_tokens_than_scheduled(step):
 
 @breaks(Rule.MODEL_LEN)
 def past_the_model(step):
-    step.tables.num_computed_tokens[step.slots[1]] = MAX_MODEL_LEN
+    step.tables.num_computed_tokens[step.request_rows[1]] = MAX_MODEL_LEN
     step.num_computed_tokens[1] = MAX_MODEL_LEN
     step.seq_lens[1] = end = MAX_MODEL_LEN + step.starts[2] - step.starts[1]
     return Message(end, f"up to max_model_len {MAX_MODEL_LEN}", 1)
@@ -308,7 +306,7 @@ def past_the_model(step):
 def without_its_last_block(step):
     group = step.tables.shape.num_groups - 1
     needed = -(-11 // step.tables.tokens_per_block(group))
-    step.tables.num_blocks[group, step.slots[2]] = needed - 1
+    step.tables.num_blocks[group, step.request_rows[2]] = needed - 1
     blocks = f"{needed - 1} block{'s' * (needed > 2)}"
     return Message(11, f"up to 8 in its {blocks}", 2, group=group)
 
@@ -330,7 +328,7 @@ def slot_of_the_null_block(step):
 @breaks(Rule.SLOTS, on_a_rank)
 def table_with_the_null_block(step):
     """Its first token here is that at position 2, the last one of the first run on rank 1."""
-    step.tables.block_table(0)[step.slots[3], 0] = 0
+    step.tables.block_table(0)[step.request_rows[3], 0] = 0
     token = step.starts[3] + 2
     step.slot_mapping[0, token] = 0
     return Message(0, f"{BLOCK_SIZE} to {step.limits[1] - 1}", 3, token, 0)
@@ -409,7 +407,7 @@ def graph_of_virtual_requests_that_ends_early(step):
 def shares(step: Steps, row: int, block: int, writer: int, said: str) -> Message:
     """The tables are wrong, too: a request's own row has the state that another one writes."""
     taken = step.state_indices[1, writer]
-    own = step.tables.block_table(2)[step.slots[row]]
+    own = step.tables.block_table(2)[step.request_rows[row]]
     parts = [step.state_indices[1, row : row + 1], step.initial_state_indices[1, row : row + 1]]
     if step.has_drafts:
         parts.append(step.token_state_indices[1, step.starts[row] : step.starts[row + 1]])
@@ -444,7 +442,7 @@ def state_that_another_writes(step):
 
 @breaks(Rule.STATE_SHARED, holding_states, with_drafts=True)
 def state_of_two_drafts(step):
-    table = step.tables.block_table(2)[step.slots[0]]
+    table = step.tables.block_table(2)[step.request_rows[0]]
     kept, lost = step.token_state_indices[1, 1:3].tolist()
     for array in (table, step.token_state_indices[1]):
         array[array == lost] = kept

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests.helpers import worked_examples
 from tests.helpers.records import record_of
 from tests.helpers.scenarios import small, view_of, with_an_image
 from tests.inspect.test_record import NAMES, scenario_of
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.explain import explain_json, summary
-from vllm_npu_prep.inspect.view import StepView
+from vllm_npu_prep.inspect.explain import explain_json, summary, token_table
+from vllm_npu_prep.inspect.view import StepView, view_of_record
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import read_record
@@ -149,3 +150,57 @@ def test_no_engine_is_imported_and_what_draws_only_to_draw(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 step: core and oracle prepare what was recorded\n" in done.stdout
     assert page.stat().st_size and picture.stat().st_size
+
+
+def save_words(folder, words: dict[int, str]) -> None:
+    """A tokenizer that knows these tokens."""
+    model = models.WordLevel({word: token for token, word in words.items()}, unk_token="?")
+    Tokenizer(model).save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("place", ["the model's folder", "beside the record"])
+def test_texts_of_tokens_are_shown_where_a_tokenizer_is(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run, model = tmp_path / "run", tmp_path / "model"
+    run.mkdir(), model.mkdir()
+    save_words(model if place == "the model's folder" else run, {1003: " Paris", 2002: "\n\x1b"})
+    in_a_folder(run, small())
+    (run / "manifest.json").write_text(json.dumps({"config": {"model": str(model)}}))
+    assert main(["explain", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["input_ids"][:3] == [1003, 2002, 3005]
+    assert told["input_texts"][:3] == [" Paris", "\n\x1b", ""]
+    assert main(["explain", str(run), "--step", "7", "--html", str(tmp_path / "page.html")]) == 0
+    assert main(["explain", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "input_ids input_texts" in shown and r"1003    ' Paris'" in shown
+    assert r"'\n\x1b'" in shown
+    page = (tmp_path / "page.html").read_text()
+    assert "&#39; Paris&#39;" in page
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{}", "not JSON", '{"config": {"model": "Qwen/Qwen3"}}', None]
+)
+def test_without_a_tokenizer_explain_says_nothing_of_texts(manifest, tmp_path, capsys):
+    in_a_folder(tmp_path, small())
+    if manifest is None:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    else:
+        (tmp_path / "manifest.json").write_text(manifest)
+    assert main(["explain", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "slot_mapping" in told.out and "input_texts" not in told.out and not told.err
+
+
+def test_tokens_that_the_host_did_not_know_have_no_text(tmp_path):
+    save_words(tmp_path, {1003: "Paris", 2002: "is"})
+    record = recorded(small())
+    on_device = np.zeros(5, bool)
+    on_device[0] = True
+    prepared = record.prepared | {"is_on_device": on_device}
+    path = tmp_path / "step-000000.npz"
+    path.write_bytes(StepRecord(record.settings, record.batch, prepared).to_bytes())
+    view = view_of_record(path)
+    assert view.input_texts[:2] == [None, "is"]
+    assert token_table(view, [0, 1]).rows[0][6] == "-"

@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
+from vllm_npu_prep.observe.ledger import SlotLedger
+from vllm_npu_prep.observe.ledger_owners import LedgerGroup
 
 
 def test_a_copied_block_has_what_its_source_has():

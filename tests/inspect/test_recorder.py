@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -154,6 +155,8 @@ def test_a_signal_writes_the_ring_at_any_moment(make, monkeypatch):
     monkeypatch.setattr(recorder_module.StepSnapshot, "of_step", interrupted)
     decodes.record(recorder, 1)
     check(recorder.folder, decodes, range(3, 9))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(recorder.close).result()  # only the main thread sets handlers
     recorder.close()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 

@@ -83,7 +83,7 @@ def test_features_are_read_from_the_configuration():
     model = folder_of(QWEN3)
     plain = cell_of(engine_config(model, enforce_eager=True))
     told = plain["model"], plain["device"], plain["runner"], plain["release"]
-    assert told == (QWEN3, FALLBACK, "V1", installed_vllm())
+    assert told == (QWEN3, FALLBACK, "V2", installed_vllm())
     always = {"float32", "asynchronous scheduling", "chunked prefill", "prefix caching"}
     assert set(plain["features"]) == always | {"without graphs"}
     more = engine_config(

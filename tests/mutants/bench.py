@@ -10,7 +10,7 @@ Nothing of one bug reaches the next:
 - the changed file is put back, and no bytecode of it is kept;
 - compiled code is kept between bugs only where it can't differ: a bug in a file that compiled code
   imports gets a copy of the cache, without whatever was compiled from that file;
-- each run has copies of the demo models.
+- each run has copies of the demo models, and a link to the real one.
 
 A bug counts as caught if the test that failed passes without it.
 """
@@ -228,8 +228,11 @@ class Bench(AbstractContextManager):
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="run-") as made:
             run, numba = Path(made), self.numba
             shutil.rmtree(self.tree / ".cache", ignore_errors=True)
+            (self.tree / ".cache").mkdir(exist_ok=True)
             for demo in (ROOT / ".cache").glob("tiny-*"):
                 shutil.copytree(demo, self.tree / ".cache" / demo.name)
+            for real in (ROOT / ".cache").glob("smollm2*"):  # too large to copy, and never changed
+                (self.tree / ".cache" / real.name).symlink_to(real)
             if changed and (stale := compiled_from(changed)):
                 numba = run / "numba"
                 left_out = shutil.ignore_patterns(*(f"{Path(each).stem}.*" for each in stale))

@@ -13,7 +13,7 @@ FIA = FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
 ATB = (f"{ON_NPU}[atb]",)
 EXPERTS = ("tests/npu/on_device/test_experts.py",)
 DRAFTING = ("tests/ops/test_drafting.py",)
-STATES = ("tests/prep/test_states.py",)
+STATES = ("tests/prep/test_recurrent_states.py",)
 STATES_ON_NPU = (
     "tests/npu/on_device/test_hybrids.py::test_states_follow_requests_into_their_next_block[V1]",
 )
@@ -23,7 +23,7 @@ MORE_STATES_ON_NPU = (
 )
 STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
-SHARDS = ("tests/prep/test_context_shards.py",)
+SHARDS = ("tests/prep/test_dcp.py",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
@@ -94,9 +94,12 @@ V2_SHARES = (
 THINKING = ("tests/ops/test_thinking.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
-KERNELS = ("tests/ops/test_slot_sampling.py",)
-DRAWN_DRAFTS = ("tests/ops/test_slot_rejection.py",)
+KERNELS = ("tests/ops/test_sampling_v2.py",)
+DRAWN_DRAFTS = ("tests/ops/test_rejection_v2.py",)
 FAULTS = ("tests/engine/test_faults.py",)
+REAL = "tests/engine/test_real_model.py::test_chats_in_graphs_have_the_tokens_of_transformers"
+REAL_TEXT, V2_REAL_TEXT = (f"{REAL}[FULL_DECODE_ONLY]",), (f"{REAL}[FULL_DECODE_ONLY-V2]",)
+COMPILED = ("tests/attention/test_compiled_kernels.py",)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,26 @@ class Mutant:
 # A row each: the bug in a few words, what is in the file, what takes its place, the tests that notice.
 # fmt: off
 PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
+    "attention/kernels/compiled_loops.py": [
+        ("compiled: the next block is the last one again", "block, offset = block + 1, 0", "block, offset = block, 0", COMPILED),
+        ("compiled: sums keep the scale of an earlier run of keys", "totals[so_far] * shrunk + total", "totals[so_far] + total", COMPILED),
+        ("compiled: windows are one token short", "low = max(low, token + ahead - call.window + 1)", "low = max(low, token + ahead - call.window + 2)", COMPILED),
+        ("compiled: a query head reads the next K/V head's values", "scores, call.values, kv_head, slots", "scores, call.values, min(kv_head + 1, call.keys.shape[1] - 1), slots", COMPILED),
+        ("compiled: a key past the length is read", "    seq_len = call.seq_lens[request]\n", "    seq_len = call.seq_lens[request] + 1\n", COMPILED),
+    ],
+    "ops/cpu/linear.py": [
+        ("operators that multiply wrong are used", 'return "" if is_near and torch.equal(back, weight) else', 'return "" if True else', ("tests/ops/test_cpu.py",)),
+        ("a tied embedding loses its rows to the head", "is_shared=is_embedding or readers[id(weight)] > 1", "is_shared=is_embedding", ("tests/ops/test_cpu.py",)),
+        ("a packed weight is stale after new weights", "        self.packed = self.operators.pack(weight.data)", "        self.__dict__.setdefault('first', self.operators.pack(weight.data)); self.packed = self.first", ("tests/ops/test_cpu.py",)),
+    ],
+    "ops/cpu/kernels.py": [
+        ("a rotary embedding takes cosines of the next position", "factors + 4 * rotary * places[row]", "factors + 4 * rotary * min(places[row] + 1, 63)", ("tests/ops/test_cpu.py",)),
+        ("a rounded sum is normalised", "normed = _widened(_rounded(exact[i] * factor))", "normed = _widened(_rounded(_widened(sums[row, i]) * factor))", ("tests/ops/test_cpu.py",)),
+    ],
+    "runner/v2/traces.py": [
+        ("V2: a trace stays with its row", "        self._traces.pop(req_idx, None)", "        pass", V2_ENGINE),
+        ("V2: a trace is one token ahead", "ends - self._prompt_len[request_rows]", "ends - self._prompt_len[request_rows] + 1", V2_ENGINE),
+    ],
     "aclnn.py": [
         ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/npu/test_start_up.py::test_what_an_npu_cannot_run_is_refused_in_one_line",)),
     ],
@@ -135,6 +158,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the mask of another group", "mask = masks.get(plan)", "mask = next(iter(masks.values()), None)", WINDOWS),
     ],
     "attention/block_tables.py": [
+        ("real text: a preempted request comes back to the blocks of its row on the device", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = np.minimum(self.num_device_blocks[:, row_idx], [len(ids) for ids in block_ids])\n", REAL_TEXT),
         ("async: sampled tokens of other rows", "self.previous_rows[:num_reqs] = self._rows[:num_reqs]", "self.previous_rows[:num_reqs] = 0", ENGINE),
         ("a row that is replaced is not sent again", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n", CORE),
         ("rows that change places are not sent again", "super().swap_row(src, tgt)\n        self.num_synced_blocks[:, [src, tgt]] = 0\n", "super().swap_row(src, tgt)\n", CORE),
@@ -185,9 +209,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/kernels/fused_delta.py": [
         ("rows of the convolution are those of another block", "alpha=self.rows_of_block)", "alpha=self.rows_of_block + 1)", STATES_ON_NPU),
-        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(metadata.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
-        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)", "self.rows.read(metadata.rows_to_read)", STATES_OF_DRAFTS),
-        ("on NPUs accepted tokens are ignored: the first state is read", "metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "metadata.accepted = torch.ones_like(counts)", STATES_OF_DRAFTS),
+        ("on NPUs a prompt begins with the state that a block's last owner left", "states.masked_fill_(rows.is_empty.unsqueeze(-1), 0)", "states.masked_fill_(rows.is_empty.unsqueeze(-1) & False, 0)", STATES_OF_DRAFTS),
+        ("on NPUs the convolution begins with the inputs of a block's last owner", "self.rows.read(rows.to_read).masked_fill_(rows.is_empty, 0)", "self.rows.read(rows.to_read)", STATES_OF_DRAFTS),
+        ("on NPUs accepted tokens are ignored: the first state is read", "kept = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "kept = torch.ones_like(counts)", STATES_OF_DRAFTS),
     ],
     "attention/kernels/latent.py": [
         ("heads of zeros stand before the layer's", "(0, 0, 0, missing)", "(0, 0, missing, 0)", LATENT_ON_NPU),
@@ -196,7 +220,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("context chunks on NPUs are not merged", "        return Attended(output.view_as(first.output), lse.view_as(first.lse))\n", "        return first\n", LATENT_ON_NPU),
         ("context chunks on NPUs are merged as if all weighed the same", "[part.lse.reshape(-1) for part in parts]", "[part.lse.reshape(-1) * 0 for part in parts]", LATENT_ON_NPU),
         ("pieces on NPUs are read from the context's begin", "seq_offset=chunk.starts", "seq_offset=chunk.starts * 0", LATENT_ON_NPU),
-        ("decodes on NPUs read latent rows past a request's length", "metadata.seq_lens_np.tolist()", "(metadata.seq_lens_np + 1).tolist()", LATENT_ON_NPU),
+        ("decodes on NPUs read latent rows past a request's length", '"actual_seq_kvlen": part.seq_lens', '"actual_seq_kvlen": [n + 1 for n in part.seq_lens]', LATENT_ON_NPU),
+        ("npu: latent decodes with too many blocks are one call", "self.limits.apply and not", "False and not", ("tests/attention/test_fused_limits.py",)),
         ("joined heads on NPUs get keys that are not rotated", "torch.cat((key, key_rope), -1)", "torch.cat((key, 0 * key_rope), -1)", LATENT_ON_NPU),
     ],
     "attention/kernels/latent_reference.py": [
@@ -243,6 +268,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("layers with chunks keep vLLM's backend", "layer.attn_backend, layer.impl", "_, layer.impl", (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",)),
     ],
     "attention/mask_cache.py": [
+        ("real text: a token sees the one after it", "self._compressed = ones.triu_(1)", "self._compressed = ones.triu_(2)", REAL_TEXT),
         ("rows of the device mask by index, not by position", "index_select(0, positions)", "index_select(0, torch.arange(len(positions)))", CORE),
         ("mask cache changes a matrix in flight", "        matrix = self._matrices.get((sliding_window, value))\n", "        matrix = self._matrices.get((sliding_window, value))\n        _ = matrix.zero_() if matrix is not None else None\n", CORE),
         ("npu: wrong dtype of the constant mask", "torch.ones(size, size, dtype=torch.int8", "torch.ones(size, size, dtype=torch.float32", FIA),
@@ -259,31 +285,32 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("blocks within a chunk of the host count from its beginning", "skipped = first % size", "skipped = 0", OFFLOADING),
         ("of a group only the first plane goes to the host", "groups.append(list(of_group.values()))", "groups.append(list(of_group.values())[:1])", OFFLOADING),
     ],
-    "attention/states.py": [
+    "attention/recurrent_backend.py": [
         ("states stay behind when decodes enter another block", "            if has_state[row]:", "            if has_state[row] and old == new:", STATES_ON_NPU),
         ("no state is moved before the operator that writes where it reads", "if self._moves and states.num_decodes:", "if False and states.num_decodes:", STATES_ON_NPU),
     ],
     "compat/activation.py": [
-        ("groups can't be cleaned up before general plugins are loaded", "            torch_names.silence_accelerator_calls()\n", "            pass\n", ("tests/startup/test_start_up.py",)),
+        ("groups can't be cleaned up before general plugins are loaded", "            silence_accelerator_calls()\n", "            pass\n", ("tests/startup/test_start_up.py",)),
     ],
-    "compat/adapters.py": [
+    "compat/entrypoints.py": [
+        ("a server reads an adapter's folder for each request once it was loaded in place", "self.lora_requests[request.lora_name] = once(adapter)", "pass", ("tests/server/test_server.py",)),
+    ],
+    "compat/executor.py": [
+        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", TWO_RANKS),
+        ("who waits for another host is not woken", "                if self.shutting_down:\n", "                if False:\n", ("tests/startup/test_ray_cluster.py",)),
+        ("other hosts get this one's devices", 'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))', 'update(("HCCL_IF_IP",))', ("tests/startup/test_ray_cluster.py",)),
+    ],
+    "compat/kv_connector.py": [
+        ("the host gives blocks of an adapter's old weights", "        group.offload_keys.clear()\n", "        pass\n", ("tests/soak/test_engines.py",)),
+        ("sessions are served beside offloading, which ends the engine", 'if offloads and settings.get("resumable"):', "if False:", ("tests/engine/test_offloading.py",)),
+    ],
+    "compat/lora.py": [
         ("an adapter that a request exchanges is read in every step", "                request.lora_request = once(adapter)\n", "                request.lora_request = adapter\n", V2_LORA),
         ("blocks of an adapter's old weights are found after it was exchanged", '(*key, load_of(request) or "")', "key", V2_LORA),
         ("a request goes on with keys and values of an adapter's old weights", "            and load_of(request) != self._held.get(request.lora_request.lora_int_id)\n", "            and False\n", V2_LORA),
         ("an adapter that is read has one go that is in use", "self._load([*self._in_use.values(), adapter])", "self._load([adapter])", ("tests/runner/test_lora.py",)),
         ("an adapter that can't be read ends the engine", "            self.refuse(request, error)\n", "            raise\n", V2_LORA),
         ("what is held of an adapter changes with its file", "            if not value.is_pinned():", "            if False:", V2_LORA),
-    ],
-    "compat/answers.py": [
-        ("answers of ranks to a call that failed are taken for those to the next", "        while self.due:\n", "        self.due = 1\n        while self.due:\n", TWO_RANKS),
-    ],
-    "compat/connectors.py": [
-        ("the host gives blocks of an adapter's old weights", "        group.offload_keys.clear()\n", "        pass\n", ("tests/soak/test_engines.py",)),
-        ("sessions are served beside offloading, which ends the engine", 'if offloads and settings.get("resumable"):', "if False:", ("tests/engine/test_offloading.py",)),
-    ],
-    "compat/hosts.py": [
-        ("who waits for another host is not woken", "                if self.shutting_down:\n", "                if False:\n", ("tests/startup/test_ray_cluster.py",)),
-        ("other hosts get this one's devices", 'update(("ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_IP"))', 'update(("HCCL_IF_IP",))', ("tests/startup/test_ray_cluster.py",)),
     ],
     "compat/models.py": [
         ("layers are looked at after their weights were loaded", "        check(model, vllm_config.compilation_config.static_forward_context)\n", "", ("tests/attention/test_layers.py",)),
@@ -303,7 +330,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a release of vLLM has the rules of the one before", ">= _numbers(release)", "> _numbers(release)", ("tests/test_releases.py",)),
         ("nobody is told with which torch a release was tested", "    pinned = OTHER_TORCH.get(version)\n", "    pinned = None\n", ("tests/test_releases.py", "tests/inspect/test_doctor.py")),
     ],
-    "compat/schedulers.py": [
+    "compat/scheduler.py": [
         ("drafts beyond the end of a session's answer count as computed", "session.num_computed_tokens = min(session.num_computed_tokens, kept)", "pass", ("tests/engine/test_sessions.py",)),
         ("a session's next part cuts a prompt whose answer never began", "max(session.num_tokens - 1, session.num_prompt_tokens)", "session.num_tokens - 1", ("tests/scheduling/test_outputs.py",)),
         ("a session is taken for one whose answer has ended", 'getattr(session, "begins_anew", False)', "session.begins_anew", ("tests/scheduling/test_outputs.py",)),
@@ -312,14 +339,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a session that begins anew keeps its blocks", "    scheduler._free_request_blocks(request)\n", "    pass\n", ("tests/engine/test_sessions.py",)),
         ("the step does not tell that a session began anew", "    scheduler.reset_preempted_req_ids.add(request.request_id)", "    pass", ("tests/engine/test_sessions.py",)),
     ],
-    "compat/server.py": [
-        ("a server reads an adapter's folder for each request once it was loaded in place", "self.lora_requests[request.lora_name] = once(adapter)", "pass", ("tests/server/test_server.py",)),
-    ],
-    "compat/torch_names.py": [
+    "compat/torch.py": [
         ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA_GRAPHS),
     ],
     "compat/v2.py": [
-        ("V2 is there only if a process asked for it when it began", "        return is_asked_for()\n", "        return False\n", ("tests/startup/test_start_up.py",)),
+        ("V1's reasons overrule who chose V2", "is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and", "is_open =", ("tests/startup/test_refusals.py",)),
+        ("an engine has V2 whatever V1 alone has", "        return not (is_open and platform.reason_for_v1(self)) and upstream(self)\n", "        return upstream(self)\n", ("tests/startup/test_start_up.py",)),
     ],
     "config.py": [
         ("dense masks beyond the budget are taken", "fits = dense_bytes <= config.mask_budget_bytes", "fits = True", ("tests/test_config.py",)),
@@ -333,7 +358,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
         ("npu: asynchronous output waits for the wrong stream", "current_stream=torch_npu.npu.current_stream", "current_stream=torch_npu.npu.Stream", FIA_GRAPHS),
-        ("a load that counts as done when it is issued", "return self._end.query()", "return True", OFFLOADING_ON_NPU),
+        ("a load that counts as done when it is issued", "            end.record()\n        return end", "        return end", OFFLOADING_ON_NPU),
         ("a store that does not wait for the step that writes", "self._stream.wait_stream(torch_npu.npu.current_stream())", "pass", OFFLOADING_ON_NPU),
         ("graphs are captured with a task queue of level 2", "torch_npu.npu.set_task_queue_enable(1)", "pass", ("tests/npu/on_device/test_graphs.py::test_graphs_are_captured_with_a_task_queue_of_level_1",)),
     ],
@@ -355,7 +380,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "graph/config.py": [
         ("the largest decode off the grid", "if largest not in sizes:", "if False:", GRAPHS),
-        ("full graphs around layers that a connector saves", "if transfer is not None and saves and", "if False and", TRANSFER),
+        ("full graphs around layers that a connector saves", "if transfer is not None and transfer.kv", "if False and transfer.kv", TRANSFER),
         ("full graphs are replayed with waits for each launch", "    if waits_for_launches(device_type):\n", "    if False:\n", ("tests/graph/test_config.py",)),
         ("graphs of A3 are planned with more streams whatever the driver", "    has_queues = driver_key(driver) is not None and not is_older(driver, QUEUES)\n", "    has_queues = True\n", ("tests/graph/test_config.py",)),
     ],
@@ -363,6 +388,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("eager steps are not told from replays", "if padding.mode in REPLAYED:", "if True:", GRAPHS),
     ],
     "graph/fake_graph.py": [
+        ("every size runs at capture", "if not 0 < num_tokens <= self.num_tokens or not has_rows:", "if True:", ("tests/graph/test_fake_graph.py",)),
         ("moved inputs are overlooked", "if places != self.places:", "if False:", GRAPHS),
         ("results stay where they were made", "home if home is result else home.copy_(result)", "result", GRAPHS),
         ("MLA layers' inputs of a graph go unchecked", 'getattr(metadata, "step", metadata)', "metadata", ("tests/graph/test_fake_graph.py",)),
@@ -388,7 +414,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "inspect/run.py": [
         ("rejected drafts are shown as accepted", "_digit(span.drafts - rejected)", "_digit(rejected)", RUN_PAGES),
-        ("requests of before the record are shown as prefix hits", "if begins and computed:", "if computed:", RUN_PAGES),
+        ("requests of before the record are shown as prefix hits", "(span is None and begins)", "span is None", RUN_PAGES),
         ("a block that requests share is counted for each", "return int(np.count_nonzero(marks[1:]))", "return int(np.count_nonzero(ids))", RUN_PAGES),
     ],
     "inspect/run_page.py": [
@@ -397,6 +423,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "inspect/run_steps.py": [
         ("the page of a run links to one step too few", "if first <= run.numbers[index] < end]", "if first <= run.numbers[index] < end - 1]", RUN_KEYS),
         ("the page of a step leads back to another", "pages[at - 1], pages[at + 1])", "pages[at + 1], pages[at - 1])", RUN_KEYS),
+    ],
+    "inspect/texts.py": [
+        ("words of the last step's rows stand for tokens that the host did not know", 'known &= ~record.prepared["is_on_device"].astype(bool)', "pass", ("tests/inspect/test_explain_record.py",)),
+        ("the model's tokenizer counts for more than the one beside the records", "        if not file.exists():\n", "        if True:\n", ("tests/inspect/test_explain_record.py", "tests/examples/test_smollm2_steps.py")),
     ],
     "inspect/view.py": [
         ("explain names the last request that a rule holds for", "row = int(rows[0])", "row = int(rows[-1])", PAGES),
@@ -410,14 +440,16 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/ledger.py": [
         ("the ledger takes the scheduler's count for one before drafts are verified", "told = min(told, request.certain - 1 + num_kept)", "pass", SPECULATION),
         ("the check takes a state that the host brought for what its block held before", "            self.states[block] = expected\n", "            self.states.setdefault(block, expected)\n", OFFLOADING),
-        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
-        ("preempted requests keep their blocks in the ledger", "        for req_id in output.preempted_req_ids or ():\n            self._release(req_id)\n", "", CHECKS),
         ("any state that was written once may be read", "if self.states.get(block) == expected:", "if block in self.states:", CHECKS_OF_STATES),
         ("K and V leave the state that was in their block", "            self.states.pop(block, None)\n            self.writers[block] = req_id\n", "            self.writers[block] = req_id\n", CHECKS_OF_STATES),
         ("a state that is another request's, too, may be written", "others = [other for other in owners.get(block, {}) if other != req_id]", "others: list[str] = []", CHECKS_OF_STATES),
+        ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self.owned.load_of(request.adapter)) != request.load:", "if False:", CHECKS),
+    ],
+    "observe/ledger_owners.py": [
+        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
+        ("preempted requests keep their blocks in the ledger", "        for req_id in output.preempted_req_ids or ():\n            self._release(req_id)\n", "", CHECKS),
         ("a block that was given back is nobody's", "            self.freed.update(dict.fromkeys(blocks, req_id))\n", "", CHECKS),
         ("V2: the ledger forgets which blocks a preempted request had", "arrived.former = before.former", "pass", ("tests/engine/test_full_check.py",)),
-        ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self._load_of(request.adapter)) != request.load:", "if False:", CHECKS),
     ],
     "observe/metrics.py": [
         ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py",)),
@@ -432,6 +464,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "observe/recorder.py": [
         ("a step that did not run has the counts of the one before", "                self.expert_counters.clear()\n", "                pass\n", RECORDS),
+        ("a recorder is closed by the main thread only", "if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal", "if signal.getsignal(signal.SIGUSR1) == self._on_signal", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),
@@ -442,27 +475,20 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/watched_output.py": [
         ("who waits for an output in vain tells nobody", "self._tell(error)", "pass", ("tests/runner/test_outputs.py",)),
     ],
-    "ops/drafting.py": [
-        ("drafts go on behind the context's end", "exceeds_max = clamped_positions >= max_model_len", "exceeds_max = clamped_positions > max_model_len", DRAFTING),
-        ("requests without drafts have a rejected one", "has_drafts = num_drafts.clamp(max=1)", "has_drafts = torch.ones_like(num_drafts)", DRAFTING),
-        ("samples of discarded requests count", "    is_valid.masked_fill_(discard_request_mask[:num_reqs, None], False)\n", "", DRAFTING),
-        ("the sample counts as drafted in parallel", "torch.logical_and(offsets > 0,", "torch.logical_and(offsets >= 0,", DRAFTING),
-        ("drafters go on from a rejected token's hidden state", "num_rejected_tokens, out=last_tokens)", "0 * num_rejected_tokens, out=last_tokens)", MTP),
-        ("drafters go on from the token before the last one", "torch.gather(choices, 1, last_valid, out", "torch.gather(choices, 1, (last_valid - 1).clamp(min=0), out", MTP),
-        ("later draft passes stay at the first one's positions", "torch.add(positions[:batch_size], 1, out", "torch.add(positions[:batch_size], 0, out", MTP),
-        ("later draft passes write in slots of the step's tokens", "torch.add(clamped_positions % block_size, block_ids", "torch.add((clamped_positions - 1) % block_size, block_ids", MTP),
-    ],
     "ops/expert_counts.py": [
         ("tokens are counted for the expert before", "topk_ids.flatten().remainder(len(counts))", "(topk_ids.flatten() - 1).remainder(len(counts))", ("tests/engine/test_experts.py::test_explain_tells_how_many_tokens_each_expert_got",)),
     ],
-    "ops/experts.py": [
+    "ops/moe_method.py": [
         ("padding works on the first experts", "end = elsewhere", "end = 0", ("tests/ops/test_experts.py",)),
         ("experts of other ranks are taken for the last one here", "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])", "expert_map.long()[experts] % num_local_experts", ("tests/ops/test_experts.py",)),
     ],
-    "ops/fused_activations.py": [
+    "ops/moe_topk.py": [
+        ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),
+    ],
+    "ops/npu/activations.py": [
         ("GeGLU activates the other half", "activate_left=True", "activate_left=False", FUSED),
     ],
-    "ops/fused_experts.py": [
+    "ops/npu/experts.py": [
         ("pairs without a row read the second one", "row_of_pair.bitwise_and(PAST_ANY_ROW)", "row_of_pair.abs()", EXPERTS),
         ("a sum that knows pairs without a row reads one for them", "expanded_src_to_dst_row=row_of_pair,", "expanded_src_to_dst_row=row_of_pair.abs(),", EXPERTS),
         ("rows of float16 are added in float16", "return dtype in FINALIZED and hidden_size", "return hidden_size", EXPERTS),
@@ -473,53 +499,61 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a rank computes its neighbour's experts", "return cls(num_experts, start, start + count)", "return cls(num_experts, max(start - 1, 0), max(start - 1, 0) + count)", EXPERTS),
         ("scattered experts keep their numbers", "return topk_ids if self.numbers is None else self.numbers[topk_ids]", "return topk_ids", EXPERTS),
     ],
-    "ops/fused_latent.py": [
+    "ops/npu/latent.py": [
         ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
         ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/on_device/test_latent.py",)),
         ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
     ],
-    "ops/fused_norms.py": [
+    "ops/npu/norms.py": [
         ("a norm without its epsilon", "    if first is None:\n        return operator(x, weight, epsilon)[0]", "    if first is None:\n        return operator(x, weight, 0.0)[0]", FUSED),
         ("a residual that is not updated", "    return output, total\n", "    return output, x_residual\n", FUSED),
         ("heads of a slice one place further", "[:, first : first + heads]", "[:, first - 1 : first - 1 + heads]", FUSED),
     ],
-    "ops/fused_rotary.py": [
+    "ops/npu/rotary.py": [
         ("rotary pairs of the other form", '"half" if is_neox_style else "interleave"', '"interleave" if is_neox_style else "half"', FUSED),
         ("the operator rotates more heads than an older CANN holds", "return most is not None and math.prod(query.shape[1:]) > most", "return False", FUSED),
         ("sections in turn go to a CANN that does not know them", "        self._merges |= self.mrope_interleaved and is_missing(MROPE_V2)\n", "", FUSED),
     ],
-    "ops/fused_routing.py": [
+    "ops/npu/router_norms.py": [
+        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
+    ],
+    "ops/npu/routing.py": [
         ("padding reaches an expert", "ids.masked_fill_(is_padding[:, None], NO_EXPERT)", "ids.masked_fill_(is_padding[:, None], 0)", EXPERTS),
         ("padding whose weights are taken away reaches an expert", "limits[0].masked_fill_(is_padding[:, None], NO_EXPERT)", "limits[0].masked_fill_(is_padding[:, None], 0)", EXPERTS),
         ("padding keeps its weights where the sum relies on zeros", "limits[1].masked_fill_(is_padding[:, None], 0)", "limits[1].masked_fill_(is_padding[:, None], ANY)", EXPERTS),
     ],
-    "ops/gumbel.py": [
+    "ops/triton/drafting.py": [
+        ("drafts go on behind the context's end", "exceeds_max = clamped_positions >= max_model_len", "exceeds_max = clamped_positions > max_model_len", DRAFTING),
+        ("requests without drafts have a rejected one", "has_drafts = num_drafts.clamp(max=1)", "has_drafts = torch.ones_like(num_drafts)", DRAFTING),
+        ("samples of discarded requests count", "    is_valid.masked_fill_(discard_request_mask[:num_reqs, None], False)\n", "", DRAFTING),
+        ("the sample counts as drafted in parallel", "torch.logical_and(offsets > 0,", "torch.logical_and(offsets >= 0,", DRAFTING),
+        ("drafters go on from a rejected token's hidden state", "num_rejected_tokens, out=last_tokens)", "0 * num_rejected_tokens, out=last_tokens)", MTP),
+        ("drafters go on from the token before the last one", "torch.gather(choices, 1, last_valid, out", "torch.gather(choices, 1, (last_valid - 1).clamp(min=0), out", MTP),
+        ("later draft passes stay at the first one's positions", "torch.add(positions[:batch_size], 1, out", "torch.add(positions[:batch_size], 0, out", MTP),
+        ("later draft passes write in slots of the step's tokens", "torch.add(clamped_positions % block_size, block_ids", "torch.add((clamped_positions - 1) % block_size, block_ids", MTP),
+    ],
+    "ops/triton/gumbel.py": [
         ("V2: seeds draw the same noise at every position", "(seeds >> 32) & WORD, pos & WORD)", "(seeds >> 32) & WORD)", KERNELS),
     ],
-    "ops/lora.py": [
+    "ops/triton/lora.py": [
         ("plain rows take the last adapter", "torch.ne(self._indices[:2, :, None, None], self._slots", "torch.ne(self._indices[:2, :, None, None] % len(self._slots), self._slots", LORA),
         ("rows get the sum of all adapters", ".masked_fill_(foreign[: len(x)], 0)\n", "\n", LORA),
     ],
-    "ops/rejection.py": [
+    "ops/triton/rejection.py": [
         ("a rejected draft is kept", "rows.masked_fill_(num_ends > ends, PLACEHOLDER)", "rows.masked_fill_(num_ends > ends.int() + 1, PLACEHOLDER)", CORE),
     ],
-    "ops/router_norms.py": [
-        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
-    ],
-    "ops/routing.py": [
-        ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),
-    ],
-    "ops/slot_rejection.py": [
+    "ops/triton/rejection_v2.py": [
         ("V2: in place of a rejected draft comes any token of the target", "torch.where(as_it_is, target_logits, excess)", "target_logits", (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py")),
         ("V2: a drawn draft is accepted with the target's probability of it", "of_target.gather(1, tokens) - of_drafter.gather(1, tokens)", "of_target.gather(1, tokens)", (*DRAWN_DRAFTS, "tests/v2/test_drawn_drafts.py")),
     ],
-    "ops/slot_sampling.py": [
+    "ops/triton/sampling_v2.py": [
+        ("V2: rows past a request's samples have masks", "(place < num_sampled_tokens[:, None]).flatten()", "(place >= 0).expand(len(num_sampled_tokens), -1).flatten()", KERNELS),
         ("V2: penalties don't see prompts", "torch.where(in_prompt | is_in_output, repetition, 1.0)", "torch.where(is_in_output, repetition, 1.0)", KERNELS),
         ("V2: penalties count drafts of other requests", "return sums - sums[first.long()]", "return sums", KERNELS),
         ("V2: bad words don't see drafts", "at = known + local_pos - (end", "at = known - (end", KERNELS),
         ("V2: a temperature of 0 divides", "torch.where(chosen == 0, 1.0, chosen)", "torch.where(chosen == 0, 0.5, chosen)", KERNELS),
     ],
-    "ops/thinking.py": [
+    "ops/triton/thinking.py": [
         ("budgets of thinking: drafts before a row don't count", "length = known + local_pos", "length = known + 0 * local_pos", THINKING),
         ("budgets of thinking: one who has ended a thought is stopped again", "is_over = (start > end) & (budget >= 0)", "is_over = (start >= 0) & (budget >= 0)", THINKING),
         ("budgets of thinking: markers are looked for in the last token alone", "length, length, most_new + markers.longest - 1)", "length, length, markers.longest)", THINKING),
@@ -534,14 +568,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/bookkeeping.py": [
         ("drafts are written before a request's last token", "token_ids[row, end + draft] = draft", "token_ids[row, end - 1 + draft] = draft", UPDATES),
         ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", UPDATES),
-        ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", ENGINE),
+        ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", UPDATES),
     ],
     "prep/capture_sizes.py": [
         ("sizes whose padding fits no row are captured", "if size - fewest_tokens <= max_model_len:", "if True:", ("tests/prep/test_graph_padding.py",)),
     ],
     "prep/checks.py": [
         ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", SHARDS),
-        ("states are checked at a request's place in the batch, not in its row", "row = first_entry + t.slots[req] * t.max_num_blocks[group]", "row = first_entry + req * t.max_num_blocks[group]", STATES),
+        ("states are checked at a request's place in the batch, not in its row", "row = first_entry + t.request_rows[req] * t.max_num_blocks[group]", "row = first_entry + req * t.max_num_blocks[group]", STATES),
         ("a decode's wrong position goes unnoticed", "is_wrong = out.positions[start] != first or token_id < 0", "is_wrong = token_id < 0", CHECKS),
         ("rows of logits out of order go unnoticed", "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]", "is_wrong |= False", CHECKS),
         ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", STATES),
@@ -557,18 +591,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("positions start at zero in every chunk", "positions[offset] = first + offset", "positions[offset] = offset", CORE),
         ("slot of the logical block", "slot = t.block_table_flat[row + block] * block_size", "slot = block * block_size", CORE),
         ("slots of a block's later tokens shifted", "slots[offset] = slot + offset", "slots[offset] = slot", CORE),
-        ("first group's block table for all groups", "row = table + t.slots[req] * width", "row = t.slots[req] * width", CORE),
+        ("first group's block table for all groups", "row = table + t.request_rows[req] * width", "row = t.request_rows[req] * width", CORE),
         ("short query_start_loc in a mixed full graph", "query_len = longest if decode_query_len == 0 else", "query_len = 1 if decode_query_len == 0 else", CORE),
         ("padding decodes of one token under speculation", "min(end + query_len, num_input_tokens)", "min(end + 1, num_input_tokens)", CORE),
         ("padding requests without keys", "out.seq_lens[req] = end - start", "out.seq_lens[req] = 0", CORE),
         ("padding requests past a row of the block table", "query_len = longest if decode_query_len == 0 else", "query_len = 1 << 30 if decode_query_len == 0 else", ("tests/prep/test_graph_padding.py",)),
         ("one logit too few for drafts", "range(end - 1 - drafts, end)", "range(end - drafts, end)", CORE),
-        ("whole prompts are discarded", "seq_len < t.num_tokens[slot]", "seq_len <= t.num_tokens[slot]", CORE),
+        ("whole prompts are discarded", "seq_len < t.num_tokens[request_row]", "seq_len <= t.num_tokens[request_row]", CORE),
         ("sampled token placed behind the drafts", "first = out.input_ids_offset + out.query_start_loc[req + 1] - 1 - drafts", "first = out.input_ids_offset + out.query_start_loc[req + 1] - 1", CORE),
         ("one fresh request makes a prefill", "max_computed = max(max_computed, first)", "max_computed = first", CORE),
         ("a draft's logits verify the one before it", "= num_logits + draft", "= num_logits + 1 + draft", CORE),
         ("a place kept for a draft is looked up", "        out.input_ids[token] = max(out.input_ids[token], 0)", "        out.input_ids[token] = out.input_ids[token]", CORE),
-        ("drafters go on from the last token behind a chunk", "known = min(out.seq_lens[req], t.num_tokens[slot] - 1)", "known = t.num_tokens[slot] - 1", CORE),
+        ("drafters go on from the last token behind a chunk", "known = min(out.seq_lens[req], t.num_tokens[request_row] - 1)", "known = t.num_tokens[request_row] - 1", CORE),
         ("drafts of another row", "out.variable_int64[target] = first + 1 + draft", "out.variable_int64[target] = first + draft", CORE),
         ("samples that nobody waits for overwrite a token", "out.variable_int64[index] = out.input_ids_offset + out.positions.shape[0]", "out.variable_int64[index] = out.input_ids_offset", CORE),
         ("rows of padding keep their blocks", "last_padded = min(out.seq_lens.shape[0], max_num_reqs)", "last_padded = num_reqs", CORE),
@@ -577,10 +611,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("groups' tables without rows of padding between them", "table += (max_num_reqs + PADDING_ROWS) * width", "table += max_num_reqs * width", CORE),
         ("drafts count as tokens of a prompt", "if start - num_drafts != num_reqs:", "if start != num_reqs:", ("tests/prep/test_against_oracle.py",)),
     ],
-    "prep/latent.py": [
-        ("starts of prefills are the step's", "step.query_start_loc[req] - num_decode_tokens", "step.query_start_loc[req]", ("tests/prep/test_latent.py",)),
-        ("a context is cut inside of a block", "length = room // block_size * block_size", "length = room", ("tests/prep/test_latent.py",)),
-        ("a prefill without context leaves a chunk open", "        if context_len == 0:\n            is_open = False\n", "", ("tests/prep/test_latent.py",)),
+    "prep/latent_split.py": [
+        ("starts of prefills are the step's", "step.query_start_loc[req] - num_decode_tokens", "step.query_start_loc[req]", ("tests/prep/test_latent_split.py",)),
+        ("a context is cut inside of a block", "length = room // block_size * block_size", "length = room", ("tests/prep/test_latent_split.py",)),
+        ("a prefill without context leaves a chunk open", "        if context_len == 0:\n            is_open = False\n", "", ("tests/prep/test_latent_split.py",)),
     ],
     "prep/local_attention.py": [
         ("a token of the next chunk in a virtual request", "min(seq_len, chunk_start + attention_chunk_size)", "min(seq_len, chunk_start + attention_chunk_size + 1)", CHUNKS),
@@ -603,18 +637,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/padding.py": [
         ("no row for what a mixed graph leaves over", "max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS", "max_num_reqs", ("tests/prep/test_graph_padding.py",)),
     ],
-    "prep/state.py": [
-        ("decodes win over drafts", "if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:", "if flags & SOME_DRAFTS and flags & SOME_NOT_VERIFYING:", CORE),
-        ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
-    ],
-    "prep/states.py": [
+    "prep/recurrent_states.py": [
         ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),
-        ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.slots[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
+        ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.request_rows[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
         ("a state index is shifted by one", "            out.state_indices[index, req] = t.block_table_flat[row + column]\n            if num_drafts", "            out.state_indices[index, req] = t.block_table_flat[row + column] + 1\n            if num_drafts", STATES),
         ("every request has an initial state", "out.has_initial_state[req] = out.num_computed_tokens[req] > 0", "out.has_initial_state[req] = True", STATES),
         ("a state is read from the block of the step's last token", "column = read_column(out.num_computed_tokens[req], kept, size, num_drafts)", "column = read_column(out.seq_lens[req], kept, size, num_drafts)", STATES),
         ("accepted tokens are ignored: the first state is read", "kept = out.num_accepted_tokens[req] if num_drafts > 0 else 1", "kept = 1", STATES),
         ("the state at the end of a block stays among those of drafts", "    if ends <= num_drafts:", "    if ends < 0:", STATES),
+    ],
+    "prep/state.py": [
+        ("decodes win over drafts", "if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:", "if flags & SOME_DRAFTS and flags & SOME_NOT_VERIFYING:", CORE),
+        ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "quantization/checkpoint.py": [
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
@@ -668,65 +702,23 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/accepted.py": [
         ("a decode continues after all of its last drafts", "counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)", "counts = np.where(computed == 0, np.int32(1), states.decode_threshold).astype(np.int32)", ("tests/runner/test_accepted.py",)),
         ("a request that is resumed counts from where it was preempted", "starts[[req_id in begin for req_id in req_ids]] = UNKNOWN", "pass", ("tests/runner/test_accepted.py",)),
-        ("accepted tokens are counted from the rows of the batch", "computed = tables.num_computed_tokens[tables.slots[:num_reqs]]", "computed = tables.num_computed_tokens[:num_reqs]", ("tests/runner/test_accepted.py",)),
+        ("accepted tokens are counted from the rows of the batch", "computed = tables.num_computed_tokens[tables.request_rows[:num_reqs]]", "computed = tables.num_computed_tokens[:num_reqs]", ("tests/runner/test_accepted.py",)),
         ("a request that returns is taken for a new one", "[self._left.pop(req_id, UNKNOWN) for req_id in req_ids]", "[UNKNOWN for req_id in req_ids]", ("tests/runner/test_accepted.py",)),
         ("a session's next part counts drafts of its last answer", "        begin = {new.req_id for new in scheduler_output.scheduled_new_reqs}\n", "        begin: set[str] = set()\n", ("tests/runner/test_accepted.py",)),
-    ],
-    "runner/v1/bookkeeping.py": [
-        ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
     "runner/common.py": [
         ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
         ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
         ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
     ],
-    "runner/v1/drafters.py": [
-        ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
-        ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
-        ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
-        ("draft passes look up slots in the first group's table", "self.block_table_of_group(index)[: common.num_reqs]", "self.block_table_of_group(self.kv_cache_gid)[: common.num_reqs]", SPECULATION),
-        ("draft passes look up slots in the first request's row", "block_table[rows, numbers]", "block_table[0 * rows, numbers]", SPECULATION),
-        ("drafts behind images in slots of their rotation", "        if not self.vllm_config.model_config.uses_mrope:\n            return super()._update_positions", "        if True:\n            return super()._update_positions", VISION),
-        ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
-    ],
     "runner/graphs.py": [
         ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),
         ("sizes that are given up keep their streams", "                                _delete_graphs(given_up)  # which", "                                # which", ("tests/runner/test_graphs.py",)),
         ("each rank gives up sizes of its own", "        given_up = self.agree(given_up)\n", "", ("tests/runner/test_graphs.py",)),
     ],
-    "runner/v1/inputs.py": [
-        ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
-        ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
-        ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
-        ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
-    ],
     "runner/lora.py": [
         ("prompts are scored by the adapters of the samples", "with alone(req_id), logits_of(manager, lora_id):", "with alone(req_id):", LORA),
         ("a mapping of other samples is taken for the old one", "            and np.array_equal(self.prompt_mapping, other.prompt_mapping)\n", "", LORA),
-    ],
-    "runner/v1/runner.py": [
-        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
-        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
-        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
-        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
-        ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
-        ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
-        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
-        ("npu: a length is read back", "        metadata = preparer.build_metadata(step, staged)\n", "        staged.device.seq_lens.max().item()\n        metadata = preparer.build_metadata(step, staged)\n", COUNTS),
-        ("padding mask of a step from upstream", "        if self.in_flight is None:\n            is_padding", "        if True:\n            is_padding", BOOKS),
-        ("a step that failed stays in flight", "            if self.execute_model_state is None:\n                self._end_step()\n", "            pass\n", BOOKS),
-        ("a step whose samples failed stays in flight", "            generators.update(held)\n            self._end_step()\n", "            generators.update(held)\n        self._end_step()\n", BOOKS),
-        ("dummy runs write into the last step's buffers", "        self.buffers.restore()\n", "", BOOKS),
-        ("upstream's lengths in the step's buffers", "self.buffers.restore(leave=GRAPH_INPUTS)", "pass", GRAPHS),
-        ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
-        ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
-        ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
-        ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
-        ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
-        ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
-        ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
-        ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
     ],
     "runner/new_weights.py": [
         ("MTP layers stay those of the old weights", "drafter is None or of_drafter is None or not follows", "True", (f"{DRAFTS_AFTER_SLEEP}[V1]",)),
@@ -755,6 +747,24 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts of embeddings keep the ids of their row's last request", "    if new.prompt_embeds is None:", "    if True:", EMBEDS),
         ("token ids beside embeddings count as unknown", "new.prompt_is_token_ids or [False]", "[False]", EMBEDS),
     ],
+    "runner/v1/bookkeeping.py": [
+        ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
+    ],
+    "runner/v1/drafters.py": [
+        ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
+        ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
+        ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
+        ("draft passes look up slots in the first group's table", "self.block_table_of_group(index)[: common.num_reqs]", "self.block_table_of_group(self.kv_cache_gid)[: common.num_reqs]", SPECULATION),
+        ("draft passes look up slots in the first request's row", "block_table[rows, numbers]", "block_table[0 * rows, numbers]", SPECULATION),
+        ("drafts behind images in slots of their rotation", "        if not self.vllm_config.model_config.uses_mrope:\n            return super()._update_positions", "        if True:\n            return super()._update_positions", VISION),
+        ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
+    ],
+    "runner/v1/inputs.py": [
+        ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
+        ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
+        ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
+        ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
+    ],
     "runner/v1/request_updates.py": [
         ("lost tokens are overlooked", "stays &= has_outputs <= outputs", "stays &= has_outputs >= 0", BOOKS),
         ("drafts of the last step stay in a request's state", "            spec_token_ids[:] = draft_token_ids\n", "            spec_token_ids.extend(draft_token_ids)\n", UPDATES),
@@ -766,10 +776,37 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("new blocks are not entered in the request", "                block_ids.extend(new_ids)\n", "                pass\n", ENGINE),
         ("requests that were taken back advance in their rows", "rows = np.where([r in resumed for r in req_ids], -1, rows)", "pass", UPDATES),
     ],
+    "runner/v1/runner.py": [
+        ("prompts are scored again when they are done", "        if req_id not in of_request:  # its prompt is done", "        if False:", ("tests/runner/test_lora.py",)),
+        ("steps with embeddings replay graphs", "force_eager=counts.eager or counts.takes_embeds", "force_eager=counts.eager", EMBEDS),
+        ("drafters get no common metadata", "return preparer.for_layers(in_flight.metadata), common", "return preparer.for_layers(in_flight.metadata), None", ENGINE),
+        ("drafting stops for all near one request's end", "            return common_attn_metadata is not None\n", "            pass\n", MTP),
+        ("npu: a length is read back", "        metadata = preparer.build_metadata(step, staged)\n", "        staged.device.seq_lens.max().item()\n        metadata = preparer.build_metadata(step, staged)\n", COUNTS),
+        ("padding mask of a step from upstream", "        if self.in_flight is None:\n            is_padding", "        if True:\n            is_padding", BOOKS),
+        ("a step that failed stays in flight", "            if self.execute_model_state is None:\n                self._end_step()\n", "            pass\n", BOOKS),
+        ("a step whose samples failed stays in flight", "            generators.update(held)\n            self._end_step()\n", "            generators.update(held)\n        self._end_step()\n", BOOKS),
+        ("dummy runs write into the last step's buffers", "        self.buffers.restore()\n", "", BOOKS),
+        ("upstream's lengths in the step's buffers", "self.buffers.restore(leave=GRAPH_INPUTS)", "pass", GRAPHS),
+        ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
+        ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
+        ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
+        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
+        ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
+        ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
+        ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
+        ("requests with chosen tokens are scored as vLLM's V1 does it", "        if not self.input_batch.logprob_token_ids:\n", "        if True:\n", SPECULATION),
+    ],
     "runner/v1/sampling.py": [
         ("chosen tokens are scored in the rows of other requests", "repeat_interleave(len(logprobs) // num_reqs, dim=0)", "repeat(len(logprobs) // num_reqs, 1)", SPECULATION),
         ("a budget of thinking tokens stays in the row of a request that left", "            holder._state.pop(row, None)\n", "            pass\n", ("tests/engine/test_thinking.py",)),
         ("whoever chose fewer tokens gets others' likeliest in their place", "torch.where(is_chosen, wanted, ids[:, columns])", "wanted", SPECULATION),
+    ],
+    "runner/v1/setup.py": [
+        ("real text: rotary of another base", "        super().load_model(*args, **kwargs)\n", "        self.model_config.hf_config.rope_parameters['rope_theta'] = 1e4\n        super().load_model(*args, **kwargs)\n", REAL_TEXT),
+        ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
+        ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
+        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
+        ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
     ],
     "runner/v1/speculation.py": [
         ("async: tokens known are the scheduler's guess", "        batch.num_tokens_no_spec[rows] = batch.num_computed_tokens_cpu[rows] + 1\n", "", SPECULATION),
@@ -777,6 +814,123 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v1/upstream_buffers.py": [
         ("seq_lens not bound", '            "seq_lens": device.seq_lens,\n', "", ENGINE),
+    ],
+    "runner/v2/adapters.py": [
+        ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
+        ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
+    ],
+    "runner/v2/block_tables.py": [
+        ("real text, V2: a preempted request comes back to the blocks of its row on the device", "[:, are_others] = 0", "[:, are_others] = np.minimum(self.num_device_blocks[:, : len(request_rows)], self.num_blocks[:, request_rows])[:, are_others]", V2_REAL_TEXT),
+        ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
+    ],
+    "runner/v2/buffers.py": [
+        ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
+        ("V2: values are sent once only", "not np.array_equal(self._sent, self.np)", "not self._sent.any()", V2),
+    ],
+    "runner/v2/dp_agreement.py": [
+        ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
+    ],
+    "runner/v2/draft_passes.py": [
+        ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
+        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
+    ],
+    "runner/v2/drafters.py": [
+        ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
+        ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
+    ],
+    "runner/v2/drawing.py": [
+        ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
+        ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
+        ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
+    ],
+    "runner/v2/graphs.py": [
+        ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
+        ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
+    ],
+    "runner/v2/kept_tokens.py": [
+        ("V2: penalties count discarded samples alone", "is_kept = (~is_discarded)", "is_kept = is_discarded", V2_ENGINE),
+        ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
+        ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[request_rows].any()", "pass", V2_THINKING),
+    ],
+    "runner/v2/limits.py": [
+        ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
+    ],
+    "runner/v2/ngram.py": [
+        ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
+    ],
+    "runner/v2/order.py": [
+        ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
+        ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
+    ],
+    "runner/v2/output.py": [
+        ("V2: masks of rejected drafts are handed out", "np.arange(*each) for each in zip(starts, starts + counts)", "np.arange(*each) for each in zip(starts, starts + counts[::-1])", V2_ENGINE),
+        ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
+        ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
+        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
+        ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
+    ],
+    "runner/v2/prompt_embeds.py": [
+        ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(request_rows[row])] for row in rows}", "prompts = {row: self._prompts[int(request_rows[rows[0]])] for row in rows}", V2),
+    ],
+    "runner/v2/prompt_scores.py": [
+        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[request_row])", "0", V2_LORA),
+        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
+    ],
+    "runner/v2/request_states.py": [
+        ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
+        ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
+        ("V2: samples of requests that sit a step out are not put aside", "        self.rows[request_rows] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
+        ("V2: an older row of samples is taken for one of the last step", "self.samples.rows[request_rows] - self.samples.num_older", "self.samples.rows[request_rows]", V2),
+        ("V2: synchronous samples are entered a place too late", "places = self.num_computed_tokens_np[request_rows] + num_scheduled", "places = self.num_computed_tokens_np[request_rows] + num_scheduled + 1", V2),
+        ("V2: a slot keeps the sample of its former request", "        self.rows[request_row] = NO_PREVIOUS_ROW", "        pass", V2),
+        ("V2: the last sample is no known token", "np.maximum(prefill, computed + 1)", "np.maximum(prefill, computed)", V2),
+        ("V2: penalties count token 0 where a prompt has an embedding", "return np.where(self.is_token_ids[request_row, :length], ids, UNKNOWN_TOKEN)", "return ids", V2),
+        ("V2: a slot keeps the places of an earlier request's embeddings", "            self.is_token_ids[request_row] = True", "            pass", V2),
+        ("V2: stages are not told what was sampled", "            self.token_ids[request_row, start : start + len(tokens)] = tokens", "            pass", V2),
+        ("V2: one of the rejected drafts stays counted", "rejected = drafts[verified] + 1 - num_valid", "rejected = drafts[verified] - num_valid", V2),
+        ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
+        ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
+    ],
+    "runner/v2/rope.py": [
+        ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
+    ],
+    "runner/v2/runner.py": [
+        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.prepared, self.preparer)\n", "", V2_GRAPHS),
+        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
+        ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
+        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
+        ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False", "            pass", V2_EMBEDS),
+        ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
+        ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
+        ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
+    ],
+    "runner/v2/sampler.py": [
+        ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
+        ("V2: NaNs of a request's drafts go to the requests after it", "if len(rows_of_logits) == len(request_rows):", "if True:", V2),
+        ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
+    ],
+    "runner/v2/setup.py": [
+        ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
+        ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
+    ],
+    "runner/v2/speculator.py": [
+        ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
+        ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
+        ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
+    ],
+    "runner/v2/step_inputs.py": [
+        ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
+    ],
+    "runner/v2/thinking.py": [
+        ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
+    ],
+    "runner/v2/verification.py": [
+        ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
+        ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
+        ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),
+    ],
+    "runner/v2/watched.py": [
+        ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, request_row", "int(states.samples.rows[request_row])\n            for req_id, request_row", ("tests/engine/test_full_check.py",)),
     ],
     "scheduling/blocks.py": [
         ("a block is cached one block late", "(blocks + 1) * manager.block_size", "(blocks + 2) * manager.block_size", SCHEDULING),
@@ -795,7 +949,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("rejected drafts count as computed", "                    if request.num_computed_tokens > 0:\n", "                    if False:\n", SCHEDULING),
         ("rejected drafts stay placeholders", "                    if request.num_output_placeholders > 0:\n", "                    if False:\n", SCHEDULING),
         ("drafts that a grammar refused count as proposed", "num_drafts -= invalid_drafts.get(request_id, 0)", "pass", SCHEDULING),
-        ("images stay in the encoder's cache", "                books.free_encoder_inputs(request)\n", "                pass\n", SCHEDULING),
+        ("images stay in the encoder's cache", "                scheduler._free_encoder_inputs(request)\n", "                pass\n", SCHEDULING),
         ("hashes of blocks that drafts filled are missing", "if length % hash_block_size < num_new:", "if length % hash_block_size == 0:", SCHEDULING),
         ("placeholders are cached", "else request.num_output_placeholders", "else 0", SCHEDULING),
         ("blocks of asynchronous decodes are not cached", "                if cacheable >= request.cached_until:\n", "                if False:\n", SCHEDULING),
@@ -859,6 +1013,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a decode at max_model_len counts as scheduled", "            or computed >= longest\n", "", SCHEDULING),
     ],
     "scheduling/scheduler.py": [
+        ("a step that upstream fails counts as scheduled", "            self.decodes.give_back(taken)\n", "", ("tests/scheduling/test_calls.py",)),
         ("more requests than may be active", "        self.max_num_active_reqs -= num_requests\n", "        pass\n", SCHEDULING),
         ("a victim by priority is among the decodes that were taken", "get_num_free_blocks() >= most", "get_num_free_blocks() >= 0", SCHEDULING),
         ("prompts are not cut beside decodes", "return num_running + self.num_taken, num_waiting", "return num_running, num_waiting", SCHEDULING),
@@ -884,7 +1039,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "server/one_line.py": [
         ("a rank's refusal is read while another one writes", 'mine = Path(f"{path}.{os.getpid()}")', "mine = Path(path)", ("tests/test_one_line.py",)),
-        ("a server's log loses tracebacks of bugs", "if type(error) is Exception and CALL_FAILED.match(str(error)):", "if error is not None:", ("tests/test_one_line.py",)),
+        ("a server's log loses tracebacks of bugs", "is_answer = type(error) is Exception and CALL_FAILED.match(str(error))", "is_answer = error is not None", ("tests/test_one_line.py",)),
     ],
     "server/processes.py": [
         ("an engine outlives its server", "while os.getppid() == parent:", "while True:", SERVERS),
@@ -920,119 +1075,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "startup/subjects/states.py": [
         ("gated delta nets load their weights on a CANN that lacks them", "        lambda c: c.functions_missing_for(*OPERATORS),\n", "        lambda c: False,\n", ("tests/startup/test_refusals.py",)),
     ],
-    "runner/v2/adapters.py": [
-        ("V2: tokens have the adapters of other requests", "lora_ids.repeat(num_scheduled_tokens)", "lora_ids[::-1].repeat(num_scheduled_tokens)", V2_LORA),
-        ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
-    ],
-    "runner/v2/block_tables.py": [
-        ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
-    ],
-    "runner/v2/buffers.py": [
-        ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
-        ("V2: values are sent once only", "not np.array_equal(self._sent, self.np)", "not self._sent.any()", V2),
-    ],
-    "runner/v2/draft_passes.py": [
-        ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
-        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
-    ],
-    "runner/v2/drafters.py": [
-        ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),
-        ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
-    ],
-    "runner/v2/drawing.py": [
-        ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
-        ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
-        ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
-    ],
-    "runner/v2/engines.py": [
-        ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
-    ],
-    "runner/v2/graphs.py": [
-        ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
-        ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
-    ],
-    "runner/v2/kept_tokens.py": [
-        ("V2: penalties count discarded samples alone", "is_kept = (~is_discarded)", "is_kept = is_discarded", V2_ENGINE),
-        ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
-        ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()", "pass", V2_THINKING),
-    ],
-    "runner/v2/limits.py": [
-        ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
-    ],
-    "runner/v2/ngram.py": [
-        ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
-    ],
-    "runner/v2/order.py": [
-        ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
-        ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
-    ],
-    "runner/v2/output.py": [
-        ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
-        ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
-        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
-        ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
-    ],
-    "runner/v2/prompt_embeds.py": [
-        ("V2: embeddings are those of another slot", "prompts = {row: self._prompts[int(slots[row])] for row in rows}", "prompts = {row: self._prompts[int(slots[rows[0]])] for row in rows}", V2),
-    ],
-    "runner/v2/prompt_scores.py": [
-        ("V2: prompts are scored without their adapter", "int(adapters.lora_ids[slot])", "0", V2_LORA),
-        ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
-    ],
-    "runner/v2/rope.py": [
-        ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
-    ],
-    "runner/v2/runner.py": [
-        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
-        ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
-        ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
-        ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False", "            pass", V2_EMBEDS),
-        ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
-        ("V2: layers with windows share the builder of full attention", "        if len(split) > len(groups):", "        if False:", V2_EPISODES),
-        ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
-        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.in_flight, self.preparer)\n", "", V2_GRAPHS),
-        ("a user's logits processors of V2 read no tokens", "            self.req_states.keeps_all_tokens = True\n", "            pass\n", V2_ENGINE),
-        ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
-    ],
-    "runner/v2/sampler.py": [
-        ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
-        ("V2: NaNs of a request's drafts go to the requests after it", "if len(row_slots) == len(slots):", "if True:", V2),
-        ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
-    ],
-    "runner/v2/speculator.py": [
-        ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
-        ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
-        ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
-    ],
-    "runner/v2/states.py": [
-        ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
-        ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
-        ("V2: samples of requests that sit a step out are not put aside", "        self.rows[slots] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
-        ("V2: an older row of samples is taken for one of the last step", "self.samples.rows[slots] - self.samples.num_older", "self.samples.rows[slots]", V2),
-        ("V2: synchronous samples are entered a place too late", "places = self.num_computed_tokens_np[slots] + num_scheduled", "places = self.num_computed_tokens_np[slots] + num_scheduled + 1", V2),
-        ("V2: a slot keeps the sample of its former request", "        self.rows[slot] = NO_PREVIOUS_ROW", "        pass", V2),
-        ("V2: the last sample is no known token", "np.maximum(prefill, computed + 1)", "np.maximum(prefill, computed)", V2),
-        ("V2: penalties count token 0 where a prompt has an embedding", "return np.where(self.is_token_ids[slot, :length], ids, UNKNOWN_TOKEN)", "return ids", V2),
-        ("V2: a slot keeps the places of an earlier request's embeddings", "            self.is_token_ids[slot] = True", "            pass", V2),
-        ("V2: stages are not told what was sampled", "            self.token_ids[slot, start : start + len(tokens)] = tokens", "            pass", V2),
-        ("V2: one of the rejected drafts stays counted", "rejected = drafts[verified] + 1 - num_valid", "rejected = drafts[verified] - num_valid", V2),
-        ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
-        ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
-    ],
-    "runner/v2/step_inputs.py": [
-        ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
-    ],
-    "runner/v2/thinking.py": [
-        ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
-    ],
-    "runner/v2/verification.py": [
-        ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
-        ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
-        ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),
-    ],
-    "runner/v2/watched.py": [
-        ("V2: the full check finds samples by the rows that it checks", "found[req_id]\n            for req_id, slot", "int(states.samples.rows[slot])\n            for req_id, slot", ("tests/engine/test_full_check.py",)),
-    ],
     "verify/command.py": [
         ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_without_a_folder_is_refused_before_any_row",)),
     ],
@@ -1045,7 +1087,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a sleep that failed also wakes what slept before it", "                memory.restore(slept)\n", "                memory.resume()\n", ("tests/device/test_sleep.py",)),
         ("tokens wait while free memory is returned", "if nobody_runs and self._tokens_since_return", "if self._tokens_since_return", ("tests/device/test_cpu_memory.py",)),
         ("the allocator keeps what long prompts left", "            self.prep_device.return_free_memory()\n", "            self.prep_device.memory_in_use()\n", ("tests/device/test_cpu_memory.py",)),
-        ("a connector's cache sleeps while it is registered", "        connectors.forget_caches()\n", "", ("tests/test_releases.py",)),
+        ("a connector's cache sleeps while it is registered", "        kv_connector.forget_caches()\n", "", ("tests/test_releases.py",)),
         ("a step without memory ends in torch's words", "if isinstance(error, torch.OutOfMemoryError):", "if isinstance(error, MemoryError):", FAULTS),
     ],
 }

@@ -27,6 +27,8 @@ POOLS = {
         "attention/kernels",
         "scheduling",
         "ops",
+        "ops/npu",
+        "ops/triton",
     ),
 }
 """Folders of the package from which changes are drawn. A new folder gets a pool of its own, so that

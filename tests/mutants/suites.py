@@ -32,7 +32,7 @@ TESTS = {
         "ops runner/test_lora.py engine/test_experts.py engine/test_speculation.py "
         "engine/test_thinking.py differential npu/on_device/test_experts.py"
     ),
-    "ops/fused": (
+    "ops/npu/": (
         "npu/on_device/test_fused.py npu/on_device/test_fused_families.py "
         "npu/on_device/test_latent.py npu/on_device/test_multimodal.py "
         "npu/on_device/test_sampling.py"

@@ -158,6 +158,6 @@ def test_compiled_code_of_a_changed_file_is_compiled_anew():
     """And that of files that it is compiled into."""
     package = "vllm_npu_prep"
     assert compiled_from("attention/backend.py") == set()
-    changed = {f"{package}/prep/{name}.py" for name in ("states", "checks", "fused_pass")}
-    assert changed <= compiled_from("prep/states.py")
+    changed = {f"{package}/prep/{name}.py" for name in ("recurrent_states", "checks", "fused_pass")}
+    assert changed <= compiled_from("prep/recurrent_states.py")
     assert compiled_from("prep/compiled.py") == compiled_files()[1]

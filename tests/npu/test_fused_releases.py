@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from ascend_emulator.operators import fused_route
+from tests.emulator.operators.routes import Verdict, explain
 from vllm_npu_prep.attention.families import FIA
 from vllm_npu_prep.attention.fused_releases import (
     Form,
@@ -84,7 +84,7 @@ def is_served(
 
 
 @functools.cache
-def on_the_card(profile: str, call: FusedCall) -> fused_route.Verdict:
+def on_the_card(profile: str, call: FusedCall) -> Verdict:
     """What the emulated card makes of a call, of one query token each, too, if it has a window."""
     settings = {
         "form": FORMS[call.form],
@@ -94,9 +94,9 @@ def on_the_card(profile: str, call: FusedCall) -> fused_route.Verdict:
         "head_size": call.head_size,
         "block_size": call.block_size,
     }
-    verdict = fused_route.explain(profile, **settings)
+    verdict = explain(profile, **settings)
     if verdict.accepted and call.form is Form.PAGED_WINDOW:
-        verdict = fused_route.explain(profile, **settings, query_lens=[1, 1])
+        verdict = explain(profile, **settings, query_lens=[1, 1])
     return verdict
 
 
@@ -129,10 +129,10 @@ def test_batches_are_limited_where_the_card_limits_them(profile):
         sizes |= {"head_size": head_size, "block_size": 128}
         call = FusedCall(Form.CHUNK, "torch.bfloat16", 4, num_kv_heads, head_size, 128)
         shared = {"query_lens": [1] * 3, "kv_lens": [600] * 3, "num_blocks": 8}
-        verdict = fused_route.explain(profile, form="chunk", **sizes, **shared)
+        verdict = explain(profile, form="chunk", **sizes, **shared)
         assert verdict.accepted != RULES[profile].limits([call]).apply, (head_size, num_kv_heads)
         many = {"query_lens": [1] * 4097, "kv_lens": [1] * 4097}
-        verdict = fused_route.explain(profile, form="chunk", **sizes, **many)
+        verdict = explain(profile, form="chunk", **sizes, **many)
         assert verdict.accepted != RULES[profile].limits([call]).apply
 
 

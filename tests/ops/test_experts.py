@@ -9,8 +9,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ops.experts import TorchMoEMethod, apply_experts
-from vllm_npu_prep.ops.routing import register_operators
+from vllm_npu_prep.ops.moe_method import TorchMoEMethod, apply_experts
+from vllm_npu_prep.ops.moe_topk import register_operators
 from vllm_npu_prep.quantization.experts import Int8Experts
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 23, 12, 10, 8

@@ -8,10 +8,11 @@ from vllm.model_executor.layers.rotary_embedding.mrope import apply_interleaved_
 
 from vllm_npu_prep.config import FUSED_OPERATORS, fused_operators, parse_config
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ops import fused, register_fused
-from vllm_npu_prep.ops.fused_norms import MAX_TOKENS_OF_WHOLE_ROWS, first_head_of_rows
-from vllm_npu_prep.ops.fused_projection import ProjectedQKV
-from vllm_npu_prep.ops.fused_rotary import columns_of_sections
+from vllm_npu_prep.ops import register_fused
+from vllm_npu_prep.ops.npu import switches
+from vllm_npu_prep.ops.npu.norms import MAX_TOKENS_OF_WHOLE_ROWS, first_head_of_rows
+from vllm_npu_prep.ops.npu.projection import ProjectedQKV
+from vllm_npu_prep.ops.npu.rotary import columns_of_sections
 
 ALL = frozenset(FUSED_OPERATORS)
 
@@ -58,8 +59,8 @@ def test_a_mistyped_switch_is_one_line(given, message):
 
 
 def test_an_operator_that_torch_npu_lacks_is_left_out(monkeypatch):
-    present = {name: None for name in fused.OPERATORS.values() if name != "npu_mrope"}
-    monkeypatch.setattr(fused.torch.ops, "npu", SimpleNamespace(**present), raising=False)
+    present = {name: None for name in switches.OPERATORS.values() if name != "npu_mrope"}
+    monkeypatch.setattr(switches.torch.ops, "npu", SimpleNamespace(**present), raising=False)
     registered = []
     monkeypatch.setattr("vllm_npu_prep.ops._prefer_in_ir", registered.append)
     monkeypatch.setattr("vllm_npu_prep.ops._register_layers", lambda: None)

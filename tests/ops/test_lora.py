@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.lora.layers import LoRAMapping
 
-from vllm_npu_prep.ops.lora import NO_LORA, PunicaWrapperNPU
+from vllm_npu_prep.ops.triton.lora import NO_LORA, PunicaWrapperNPU
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 
 MAX_ROWS, RANK, INPUT, VOCAB = 24, 3, 6, 10

@@ -5,7 +5,7 @@ import torch
 from vllm.v1.worker import block_table
 
 from tests.helpers.triton_source import run_source
-from vllm_npu_prep.ops.slot_mapping import compute_slot_mapping
+from vllm_npu_prep.ops.triton.slot_mapping import compute_slot_mapping
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_npu_prep.ops.thinking import FORCED, Markers, end_thinking, note_markers
+from vllm_npu_prep.ops.triton.thinking import FORCED, Markers, end_thinking, note_markers
 
 SLOTS, VOCAB, LENGTH = 6, 12, 40
 MARKERS = {

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
-from vllm_npu_prep.prep.states import RecurrentGroups
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 
 DRAFTS = 3
@@ -19,11 +19,11 @@ class Batch:
     def __init__(self, states: RecurrentGroups | None = None) -> None:
         self.accepted = AcceptedTokens(8)
         states = states or RecurrentGroups((0,), 1 + DRAFTS, DRAFTS)
-        self.slots = np.arange(8)
+        self.request_rows = np.arange(8)
         self.tables = SimpleNamespace(
             shape=EngineShape(states=states),
             num_computed_tokens=np.zeros(8, np.int32),
-            slots=self.slots,
+            request_rows=self.request_rows,
         )
 
     def step(
@@ -36,7 +36,7 @@ class Batch:
         """Counts before a step of requests, their computed tokens and their scheduled ones."""
         ids = [req_id for req_id, _, _ in rows]
         computed = np.array([each for _, each, _ in rows], np.int32)
-        self.tables.num_computed_tokens[self.slots[: len(rows)]] = computed
+        self.tables.num_computed_tokens[self.request_rows[: len(rows)]] = computed
         scheduled = np.array([each for _, _, each in rows], np.int32)
         output: Any = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=req_id) for req_id in new],
@@ -105,10 +105,10 @@ def test_who_begins_anew_begins_with_what_the_cache_has(others, how):
 
 def test_requests_may_be_at_slots_of_their_own():
     batch = Batch()
-    batch.slots[:2] = 5, 2
+    batch.request_rows[:2] = 5, 2
     batch.step(("a", 10, 4), ("b", 20, 4))
     assert batch.step(("a", 13, 4), ("b", 21, 4)) == [3, 1]
-    batch.slots[:2] = 2, 5
+    batch.request_rows[:2] = 2, 5
     assert batch.step(("b", 24, 4), ("a", 15, 4)) == [3, 2]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.engine import engine, greedy, make_model, runner_of
+from tests.helpers.engine import greedy, make_model, runner_of
 from tests.helpers.stepping import (
     bookkeep,
     books,
@@ -12,6 +12,7 @@ from tests.helpers.stepping import (
     scheduler_output,
     upstream_twin,
 )
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.runner import common
 
 
@@ -23,7 +24,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def both(model, request):
     settings = {"block_size": 4, "max_model_len": 16, "async_scheduling": request.param}
-    with engine(model, load_format="dummy", **settings) as llm:
+    with engine_of("V1", model, load_format="dummy", **settings) as llm:
         ours = runner_of(llm)
         yield ours, upstream_twin(ours)
 
@@ -157,7 +158,7 @@ def test_a_dummy_run_leaves_nothing_in_flight(runners, monkeypatch):
 def test_log_probabilities_of_samples_come_out(model, asynchronous, monkeypatch):
     """And an engine that ends says how many steps waited."""
     said = []
-    with engine(model, async_scheduling=asynchronous) as llm:
+    with engine_of("V1", model, async_scheduling=asynchronous) as llm:
         prompts = [{"prompt_token_ids": [2, 3, 4]}, {"prompt_token_ids": [5] * 70}]
         for output in llm.generate(prompts, greedy(6, logprobs=1), use_tqdm=False):
             (completion,) = output.outputs

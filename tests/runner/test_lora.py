@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_npu_prep.compat.adapters import AdapterLoads
+from vllm_npu_prep.compat.lora import AdapterLoads
 from vllm_npu_prep.runner import lora
 from vllm_npu_prep.runner.lora import activate_adapters
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner

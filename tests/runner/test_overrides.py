@@ -5,6 +5,7 @@ import inspect
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
+from vllm_npu_prep.runner.v1.setup import RunnerSetup
 
 
 def parameters_of(method) -> dict[str, inspect.Parameter]:
@@ -14,7 +15,7 @@ def parameters_of(method) -> dict[str, inspect.Parameter]:
 def test_an_override_takes_what_upstreams_method_takes():
     overrides = {
         name: (parameters_of(method), parameters_of(getattr(GPUModelRunner, name)))
-        for name, method in vars(NPUModelRunner).items()
+        for name, method in {**vars(RunnerSetup), **vars(NPUModelRunner)}.items()
         if inspect.isfunction(method) and hasattr(GPUModelRunner, name) and name != "__init__"
     }
     others = {}

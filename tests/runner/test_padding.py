@@ -133,7 +133,7 @@ def test_a_step_with_more_blocks_than_the_cache_runs_eagerly():
     padding = StepPadding(dispatch, lambda: (GraphMode.FULL_DECODE_ONLY, 16))
     step = batch(1, 1, 1)
     computed = np.array([64, 64, 79, 0], np.int32)
-    step.tables = SimpleNamespace(num_computed_tokens=computed, slots=np.arange(4))
+    step.tables = SimpleNamespace(num_computed_tokens=computed, request_rows=np.arange(4))
     assert padding.decide(step, 0, 0).padding.mode is GraphMode.FULL, "without limits"
     padding.cache_limits = CacheLimits(num_blocks=3 * 5 + 5, block_size=16)
     assert padding.decide(step, 0, 0).padding.mode is GraphMode.FULL

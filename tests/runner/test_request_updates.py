@@ -19,9 +19,10 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.stepping import counted_exactly, new_request, scheduler_output, upstream_twin
 from tests.helpers.traffic import Traffic
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.prep.bookkeeping import append_verified_tokens, write_draft_tokens
 from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
 from vllm_npu_prep.runner.v1.request_updates import RequestUpdates, put_drafts_among_decodes
@@ -34,9 +35,8 @@ MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB, DRAFTS = 8, 64, 4, 100, 3
 def engine_runner(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=1)
     sizes = {"max_num_seqs": MAX_NUM_REQS, "max_model_len": MAX_MODEL_LEN}
-    with engine(
-        model, load_format="dummy", block_size=BLOCK_SIZE, async_scheduling=True, **sizes
-    ) as llm:
+    sizes |= {"block_size": BLOCK_SIZE, "async_scheduling": True}
+    with engine_of("V1", model, load_format="dummy", **sizes) as llm:
         yield runner_of(llm)
 
 

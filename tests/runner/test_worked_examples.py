@@ -4,8 +4,9 @@ so that upstream's `_update_states` builds the tables."""
 import pytest
 
 from tests.helpers import worked_examples
-from tests.helpers.engine import engine, make_model, runner_of
+from tests.helpers.engine import make_model, runner_of
 from tests.helpers.stepping import bookkeep, new_request, prepare, scheduler_output
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.records.contract import group_variables
 
 
@@ -84,7 +85,7 @@ def test_small_example_over_its_three_steps(model):
         {"0": ([], 3, 1), "1": ([7], 2, 1), "2": ([8], 5, 0)},
         {"0": ([9], 4, 2), "1": ([], 3, 2), "2": ([10], 8, 1)},
     )
-    with engine(model, load_format="dummy", **settings(prefill)) as llm:
+    with engine_of("V1", model, load_format="dummy", **settings(prefill)) as llm:
         runner = runner_of(llm)
         step = scheduler_output({"0": 3, "1": 2, "2": 5}, new=new(prefill))
         check(runner, prepare(runner, step), expected_1)
@@ -101,7 +102,7 @@ def test_small_example_over_its_three_steps(model):
 
 def test_mixed_example_of_two_hundred_tokens(model):
     scenario, expected = worked_examples.load("mixed-200-tokens")
-    with engine(model, load_format="dummy", **settings(scenario)) as llm:
+    with engine_of("V1", model, load_format="dummy", **settings(scenario)) as llm:
         runner = runner_of(llm)
         step = scheduler_output({"0": 54, "1": 145}, new=new(scenario, "0", "1"))
         prepare(runner, step)

@@ -26,7 +26,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.helpers.engine import engine_config, make_model
-from vllm_npu_prep.compat.schedulers import begin_parts_of_sessions_with_what_was_computed
+from tests.helpers.v2 import asked_for
+from vllm_npu_prep.compat.scheduler import begin_parts_of_sessions_with_what_was_computed
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
 EOS = 5
@@ -200,16 +201,17 @@ def make(settings: SimpleNamespace, *, ours: bool) -> Any:
     alignment = math.lcm(*sizes)  # vLLM's resolve_kv_cache_block_sizes
     kinds = (Scheduler, AsyncScheduler, BatchedScheduler, BatchedAsyncScheduler)
     kind = kinds[2 * ours + settings.asynchronous]
-    scheduler = kind(
-        config,
-        KVCacheConfig(settings.blocks, [], groups),
-        Grammars(),
-        alignment,
-        hash_block_size=math.gcd(*sizes) if settings.caching else alignment,
-        include_finished_set=settings.finished_sets,
-        log_stats=settings.log_stats,
-    )
-    scheduler.use_v2_model_runner = settings.v2
+    with asked_for("V2" if settings.v2 else "V1"):
+        scheduler = kind(
+            config,
+            KVCacheConfig(settings.blocks, [], groups),
+            Grammars(),
+            alignment,
+            hash_block_size=math.gcd(*sizes) if settings.caching else alignment,
+            include_finished_set=settings.finished_sets,
+            log_stats=settings.log_stats,
+        )
+    assert scheduler.use_v2_model_runner == settings.v2
     if settings.asynchronous:
         scheduler.decode_stagger = settings.stagger
     if settings.kv_events:

@@ -16,7 +16,7 @@ from vllm_npu_prep.scheduling.requests import BatchedRequest
 
 NOTES = set(BatchedRequest.__annotations__)
 """What only our scheduler notes on a request."""
-OURS = {"needs", "rules", "decodes", "books", "reason", "num_taken", "num_left", "active_loras"}
+OURS = {"needs", "rules", "decodes", "reason", "num_taken", "num_left", "active_loras"}
 OURS |= {"plain_drafts", "fewest", "counts_nans"}
 """Attributes of our scheduler alone."""
 CONSTANT = {"structured_output_manager", "kv_event_publisher", "kv_cache_manager"}

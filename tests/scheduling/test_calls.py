@@ -7,10 +7,12 @@ from operator import attrgetter
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.scheduling.engines import EOS, draw, hasher, make
+from tests.scheduling.state import view_scheduler
 
 REQUESTS = 256
 BUDGETS = dict.fromkeys(("asynchronous", "synchronous", "drafts"), (75, 50))
@@ -113,6 +115,22 @@ def calls_of(step, before: int = 6) -> Counter:
     LOOKED_AT.clear()
     step(count)
     return calls
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_upstream_fails_changes_no_count(asynchronous, monkeypatch):
+    step = steady(ours=True, asynchronous=asynchronous, num_drafts=3, number=8)
+    for _ in range(6):
+        step(lambda name, call: call())
+    before = view_scheduler(step.scheduler)
+
+    def fail(*_):
+        raise RuntimeError("a bug of upstream's")
+
+    monkeypatch.setattr(Scheduler, "schedule", fail)
+    with pytest.raises(RuntimeError, match="upstream's"):
+        step.scheduler.schedule()
+    assert view_scheduler(step.scheduler) == before
 
 
 @pytest.mark.parametrize("case", BUDGETS)

@@ -91,12 +91,12 @@ def test_a_row_of_a_request_that_does_not_run_is_upstream_s(status):
     """One that was aborted stays in the books while a connector sends its blocks."""
     plain = {"num_stale_output_tokens": 0, "prefill_stats": None, "events": [], "traits": 0}
     request = SimpleNamespace(status=status, client_index=0, **plain)
-    books = make(draw(2), ours=True).books
-    books.requests["r"] = request  # type: ignore[assignment]
+    scheduler = make(draw(2), ours=True)
+    scheduler.requests["r"] = request
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens = {"r": 1}
     sampled: Any = SimpleNamespace(req_id_to_index={"r": 0}, sampled_token_ids=[[7]])
-    assert list(Rows(books, step, sampled).items()) == [("r", 1)]
+    assert list(Rows(scheduler, step, sampled).items()) == [("r", 1)]
 
 
 @pytest.mark.parametrize("ours", [False, True])

@@ -136,7 +136,7 @@ LEFT_OUT = {
     "of the prompt's text": "return_prompt_text return_token_offsets",
     "read when the answer is there": "parallel_tool_calls",
     "refused for every model": "suffix",
-    "refused with status 500, and here its option, too": "trace_decode_token_ids",
+    "refused with status 500 unless --enable-trace-replay": "trace_decode_token_ids",
 }
 """By reason: fields that are not asked for."""
 

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from tests.helpers.models import adapter_of
 from tests.helpers.traffic import Traffic
 from tests.soak.kinds import ADAPTERS
-from vllm_npu_prep.compat.adapters import once
+from vllm_npu_prep.compat.lora import once
 
 
 @dataclasses.dataclass(eq=False)

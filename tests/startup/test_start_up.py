@@ -21,7 +21,7 @@ from tests.helpers.releases import serve_parser
 from tests.helpers.v2 import asked_for
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
-from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
+from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR, read_choice
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.startup.refusals import REFUSALS
@@ -87,7 +87,7 @@ def test_defaults_that_start_up_decides(configure):
     config = configure()
     assert config.parallel_config.worker_cls == "vllm_npu_prep.worker.NPUWorker"
     assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
-    assert not config.use_v2_model_runner
+    assert config.use_v2_model_runner
     assert config.shutdown_timeout > 0
     assert config.scheduler_config.async_scheduling
 
@@ -95,7 +95,7 @@ def test_defaults_that_start_up_decides(configure):
 def test_a_model_that_sees_says_so_or_serves_text_only(block, vision_models):
     sees = {"skip_tokenizer_init": False, "compilation_config": {"cudagraph_mm_encoder": True}}
     seeing = block(vision_models / "qwen2_5_vl", max_num_seqs=3, **sees)
-    assert "multimodal    image, video, M-RoPE; steps that read them" in seeing
+    assert "multimodal    image, video, M-RoPE; all steps read embeddings" in seeing
     assert "off           cudagraph_mm_encoder" in seeing
     both_ways = {"language_model_only": True, "hf_overrides": {"is_mm_prefix_lm": True}}
     assert "multimodal" not in block(
@@ -122,15 +122,24 @@ def test_a_connector_that_is_registered_by_name_is_its_owner_s(configure, monkey
 
 
 def test_each_engine_of_a_process_has_the_runner_it_asks_for(configure):
-    """Whichever was asked for when the process began; V1 where none is."""
+    """Whichever was asked for when the process began; V2 where none is."""
     found = []
     for asked in ("V1", "V2", "V1", "V2"):
         with asked_for(asked):
             found.append(configure().use_v2_model_runner)
-    with asked_for("V1"):
-        del os.environ[RUNNER_ENV_VAR]
-        found.append(configure().use_v2_model_runner)
-    assert found == [False, True, False, True, False]
+    found.append(configure().use_v2_model_runner)
+    assert found == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize(("given", "read"), [("true", "1"), (" 0", "0"), ("", None), ("v2", None)])
+def test_a_choice_of_a_runner_is_1_or_0(monkeypatch, given, read):
+    monkeypatch.setenv(RUNNER_ENV_VAR, given)
+    if given == "v2":
+        with pytest.raises(PrepError, match="'v2' is no choice of a model runner: set it to 1"):
+            read_choice()
+    else:
+        read_choice()
+    assert os.environ.get(RUNNER_ENV_VAR) == read
 
 
 def test_groups_are_cleaned_up_before_an_engine_begins(monkeypatch):
@@ -139,6 +148,15 @@ def test_groups_are_cleaned_up_before_an_engine_begins(monkeypatch):
         monkeypatch.setattr(torch.accelerator, name, getattr(torch.accelerator.memory, name, None))
     activation.activate_platform()
     cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "passive"), ("active", "active")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(monkeypatch, given, used):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if not given:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    activation.activate_platform()
+    assert os.environ["OMP_WAIT_POLICY"] == used
 
 
 def test_one_graph_serves_any_number_of_adapters(configure):
@@ -162,7 +180,7 @@ def test_start_up_block_says_what_runs_and_what_is_off(block, tmp_path):
     )
     for part in (
         "CPU fallback",
-        "reference",
+        "compiled kernels",
         "compressed",
         "graph mode    FULL_AND_PIECEWISE",
         "check         cheap",
@@ -188,20 +206,33 @@ UNPADDED = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max":
 UNPADDED["disable_padded_drafter_batch"] = True
 
 
+UNSUPPORTED = "with disable_padded_drafter_batch is not supported by vllm_npu_prep: rejected tokens"
+
+
 @pytest.mark.parametrize(
-    ("asked", "runner", "is_named"),
+    ("asked", "said"),
     [
-        ({"enable_prompt_embeds": True}, "V1", True),
-        ({"speculative_config": UNPADDED}, "V1", False),
-        ({"runner": "pooling"}, "V1", False),
-        ({}, "V2", False),
+        ({}, "V2; a request with a seed gets other random tokens than on V1, which VLLM_USE_V2_"),
+        ({"speculative_config": UNPADDED}, f"V1: Model Runner V2 {UNSUPPORTED}"),
+        ({"pipeline_parallel_size": 2}, "V2"),
+        ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, "V1: Model Runner V2 with pipe"),
     ],
-    ids=["generates", "asks for more", "pools", "on V2"],
+    ids=["V2", "V1", "stages on V2", "stages on V1"],
 )
-def test_start_up_says_that_v2_has_all_where_v1_runs(block, request, asked, runner, is_named):
-    with asked_for(runner):
-        said = block(max_num_seqs=20 + len(request.node.name), **asked)
-    assert said.count("note          Model Runner V1, the plugin's default; V2") == is_named
+def test_an_engine_has_v2_unless_v1_alone_has_what_it_asks_for(block, configure, asked, said):
+    """Which start-up says, with the reason; drafters of V1 and parts of its model stay on V1."""
+    row = f"\n  runner        Model Runner {said}"
+    told, config = block(max_num_seqs=20 + len(said), **asked), configure(**asked)
+    assert row in told
+    assert config.use_v2_model_runner == said.startswith("V2")
+    assert not config.scheduler_config.async_scheduling or "pipeline_parallel_size" not in asked
+    assert ("\n  off           asynchronous" in told) == (said == "V2")
+
+
+def test_start_up_says_that_the_environment_chose_v1(block):
+    with asked_for("V1"):
+        said = block(max_num_seqs=19)
+    assert "\n  runner        Model Runner V1, which VLLM_USE_V2_MODEL_RUNNER chooses" in said
 
 
 @pytest.mark.parametrize("on_host", [True, False])

@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from tests.helpers.statistics import follows
 from tests.v2.test_verification import prepared, verified_batch
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.ops.gumbel import gumbel_noise
-from vllm_npu_prep.ops.slot_sampling import scale_by_temperature
+from vllm_npu_prep.ops.triton.gumbel import gumbel_noise
+from vllm_npu_prep.ops.triton.sampling_v2 import scale_by_temperature
 from vllm_npu_prep.runner.v2.buffers import RowValues
 from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, draw, draw_drafts
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
@@ -41,7 +41,8 @@ def sampler_of(states):
     """The sampler of requests that have a temperature, a seed, and nothing else."""
     sampler = NPUSampler.__new__(NPUSampler)
     sampler.sampling_states, sampler.compute_nans = states, False
-    sampler.use_fp64_gumbel = False
+    sampler.use_fp64_gumbel = sampler.return_sampling_mask = False
+    sampler.trace_replay_state = None
     sampler.logprobs_mode = "raw_logprobs"
     sampler.needs_logits_processing = np.ones(len(states.seeds_set), bool)
     sampler.get_logprobs_dims = lambda slots: None

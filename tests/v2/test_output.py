@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_npu_prep.compat.torch_names import no_op_cuda_streams
+from vllm_npu_prep.compat.torch import no_op_cuda_streams
 from vllm_npu_prep.runner.v2.drafters import name_aux_layers
 from vllm_npu_prep.runner.v2.output import DraftsOfStep, PooledOutput
 

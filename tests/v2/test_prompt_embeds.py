@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState, ids_of
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 SLOTS, LENGTH, SIZE = 6, 20, 3
 
@@ -43,7 +43,7 @@ def test_vectors_are_where_upstreams_kernel_puts_them(seed):
         step = SimpleNamespace(
             req_indices=reqs,
             positions=positions,
-            slots=slots,
+            request_rows=slots,
             input_ids=np.full(len(reqs), 7, np.int32),
             batch=SimpleNamespace(tables=tables),
         )

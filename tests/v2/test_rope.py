@@ -66,7 +66,7 @@ def test_positions_of_prompts_and_of_tokens_after_them(seed):
         )
         shape = EngineShape(mrope_dims=rope.num_dims)
         tables = replace(made.batch.tables, shape=shape, mrope=rope.tables)
-        tables.slots[:number] = slots
+        tables.request_rows[:number] = slots
         rope.follow(slots)
         padded = int(scheduled.sum()) + 3
         batch = StepBatch(tables, scheduled, np.zeros(number, np.int32), int(scheduled.sum()))

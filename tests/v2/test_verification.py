@@ -125,7 +125,7 @@ def test_greedy_drafts(seed, even):
         for req in range(number):
             start, end = arrays.query_start_loc[req : req + 2].tolist()
             length = end - start - num_rejected[req]
-            slot = step.slots[req]
+            slot = step.request_rows[req]
             if num_sampled[req]:
                 following = rows[req][-1]
             else:

@@ -3,6 +3,7 @@
 The same on NPUs: `tests/npu/on_device/test_verify_device.py`.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 
 from vllm_npu_prep.attention.families import REFERENCE
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
+from vllm_npu_prep.attention.mla import AscendMLAImpl
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.fused import stays_on
-from vllm_npu_prep.verify.probe import attention_forms, probe_forms, probed_forms
-from vllm_npu_prep.verify.row import Probe, Verdict, compare
+from vllm_npu_prep.verify.latent import shape_of
+from vllm_npu_prep.verify.outcome import Outcome, Verdict
+from vllm_npu_prep.verify.probe import attention_forms, latent_forms, probe_forms, probed_forms
+from vllm_npu_prep.verify.row import Probe, compare
 from vllm_npu_prep.verify.steps import (
     LONGEST_WINDOW,
     AttentionForm,
@@ -154,6 +158,22 @@ def test_layers_are_probed_once_for_each_kind():
         (True, False),
         (True, True),
     ]
+
+
+def test_wrong_latent_attention_is_not_sent_to_atb():
+    impl = object.__new__(AscendMLAImpl)
+    impl.shape = shape_of(4)
+    builder = SimpleNamespace(latent=SimpleNamespace(decode_threshold=1), masks=None)
+    sizes = SimpleNamespace(block_size=16)
+    group = SimpleNamespace(
+        layer_names=["a"], get_metadata_builder=lambda: builder, kv_cache_spec=sizes
+    )
+    layers = {"a": SimpleNamespace(impl=impl)}
+    (form, _) = latent_forms([[group]], layers, torch.bfloat16)
+    wrong = replace(form, run=lambda device: Outcome("", "1", "2", Verdict.DIFFERS))
+    with pytest.raises(PrepError, match="serve the model on the CPU fallback") as refusal:
+        probe_forms("latent attention", [wrong], make_device("cpu"), print)
+    assert "(fia: " in str(refusal.value) and "atb" not in str(refusal.value)
 
 
 def test_a_fused_operator_that_differs_is_switched_off():

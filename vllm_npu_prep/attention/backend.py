@@ -37,7 +37,7 @@ from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, plan_mask
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
@@ -141,7 +141,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     latent
         How steps are split for latent attention.
     holds_states
-        False: recurrent states have another builder (`attention.states`).
+        False: recurrent states have another builder (`attention.recurrent_backend`).
     num_drafts
         0: K and V of a draft are in the slot of its position, while a recurrent state of a draft
         needs a block of its own.
@@ -167,7 +167,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         # Encoder-only groups attend both ways over fresh K and V: no cache, no mask.
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
-        self.shards = find_dcp(vllm_config.parallel_config)
+        self.dcp = find_dcp(vllm_config.parallel_config)
         model = vllm_config.model_config
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
         values = KERNEL_FAMILIES[self.decisions.attention].mask_values
@@ -286,7 +286,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             self.causal,
             padding.mode is GraphMode.FULL,
         )
-        if self.shards.world_size > 1:
+        if self.dcp.world_size > 1:
             metadata.shared = self._share(metadata, staged)
         return metadata
 

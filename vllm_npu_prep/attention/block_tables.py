@@ -1,4 +1,4 @@
-"""Block tables with a copy on the device, to which each step sends only new entries."""
+"""V1's block tables with a copy on the device, to which each step sends only new entries."""
 
 import numpy as np
 import torch

@@ -1,6 +1,6 @@
 """Decode context parallelism: attention over contexts that several ranks share.
 
-Each rank keeps a part of every request's K and V (`vllm_npu_prep.prep.context_shards`). The ranks
+Each rank keeps a part of every request's K and V (`vllm_npu_prep.prep.dcp`). The ranks
 exchange their queries, and each attends with all of them over the part that it keeps. Then each
 rank gets, for its own heads, the results of all ranks, weighted by their log-sum-exp (LSE). The
 tokens of the step itself are on every rank: a prompt attends over its own tokens separately, and
@@ -17,14 +17,14 @@ import torch
 
 from vllm_npu_prep.attention.kernels import AttentionKernels, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.state import AttentionState
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 
-class Share(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over some of the keys: ``T`` tokens, ``H`` heads of size ``D``."""
 
     output: torch.Tensor  # [T, H, D]
@@ -51,15 +51,15 @@ class DCPStep:
     has_rows: torch.Tensor | None = None
 
 
-def find_dcp(parallel_config: "ParallelConfig") -> ContextShards:
+def find_dcp(parallel_config: "ParallelConfig") -> DCPRank:
     """Return the part of each context that this rank keeps."""
     if parallel_config.decode_context_parallel_size == 1:
-        return WHOLE_CONTEXTS
+        return NO_DCP
     from vllm.distributed import get_dcp_group  # merging needs no vLLM: `verify-device` does it
 
     group = get_dcp_group()
     size = parallel_config.cp_kv_cache_interleave_size
-    return ContextShards(group.world_size, group.rank_in_group, size)
+    return DCPRank(group.world_size, group.rank_in_group, size)
 
 
 # ----------------------------------------------------------------- merging
@@ -76,14 +76,14 @@ def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(lses == float("-inf"), 0.0, weights), lse
 
 
-def merge_partials(shares: Sequence[Share]) -> Share:
+def merge_partials(shares: Sequence[PartialAttention]) -> PartialAttention:
     """Return the attention over the keys of all shares, which have no key in common."""
     weights, lse = weights_of(torch.stack([share.lse for share in shares]))
     parts = [share.output.float() * w.unsqueeze(-1) for share, w in zip(shares, weights)]
-    return Share(sum(parts[1:], parts[0]).to(shares[0].output.dtype), lse)
+    return PartialAttention(sum(parts[1:], parts[0]).to(shares[0].output.dtype), lse)
 
 
-def merge_over_ranks(mine: Share, group: Any) -> Share:
+def merge_over_ranks(mine: PartialAttention, group: Any) -> PartialAttention:
     """Return the attention over the keys of all ranks, for this rank's heads.
 
     Parameters
@@ -97,7 +97,7 @@ def merge_over_ranks(mine: Share, group: Any) -> Share:
     weighted = mine.output.float() * weights[rank].unsqueeze(-1)
     output = group.reduce_scatter(weighted.to(mine.output.dtype), dim=1)
     heads = output.shape[1]
-    return Share(output, lse[:, rank * heads : (rank + 1) * heads])
+    return PartialAttention(output, lse[:, rank * heads : (rank + 1) * heads])
 
 
 # ----------------------------------------------------------------- a step
@@ -178,13 +178,13 @@ def attend_dcp(
     output.copy_(merge_partials([context, own]).output)
 
 
-def _empty_share(queries: torch.Tensor, size: int) -> Share:
+def _empty_share(queries: torch.Tensor, size: int) -> PartialAttention:
     """Allocate a result for `queries` ``[T, H, ...]``, with heads of this size."""
     lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-    return Share(queries.new_empty(*queries.shape[:2], size), lse)
+    return PartialAttention(queries.new_empty(*queries.shape[:2], size), lse)
 
 
-def only_rows(share: Share, has_rows: torch.Tensor | None) -> Share:
+def only_rows(share: PartialAttention, has_rows: torch.Tensor | None) -> PartialAttention:
     """Return `share` without a key for tokens whose request has no row on this rank.
 
     The row that kernels read for such a request is not its own.
@@ -192,4 +192,4 @@ def only_rows(share: Share, has_rows: torch.Tensor | None) -> Share:
     if has_rows is None:
         return share
     output = torch.where(has_rows[:, None, None], share.output, 0.0)
-    return Share(output, torch.where(has_rows[:, None], share.lse, float("-inf")))
+    return PartialAttention(output, torch.where(has_rows[:, None], share.lse, float("-inf")))

@@ -3,7 +3,7 @@
 The module doesn't import vLLM, because the platform reads it while vLLM loads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,10 +66,10 @@ class KernelFamily:
         return 1 if self.mask_values is None else max(dtype.itemsize for dtype in self.mask_values)
 
 
-REFERENCE = KernelFamily(
-    name="reference",
+COMPILED = KernelFamily(
+    name="compiled",
     device_type="cpu",
-    mask_forms=(MaskForm.DENSE, MaskForm.COMPRESSED),
+    mask_forms=(MaskForm.COMPRESSED,),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     block_size_multiple=1,
     max_block_size=1 << 30,
@@ -81,6 +81,8 @@ REFERENCE = KernelFamily(
     lse=True,
     kv_connectors=KV_CONNECTORS,
 )
+
+REFERENCE = replace(COMPILED, name="reference", mask_forms=(MaskForm.DENSE, MaskForm.COMPRESSED))
 
 FIA = KernelFamily(
     name="fia",
@@ -119,5 +121,5 @@ ATB = KernelFamily(
     },
 )
 
-KERNEL_FAMILIES = {family.name: family for family in (REFERENCE, FIA, ATB)}
-"""All families by name; the first one of a device type is its default."""
+KERNEL_FAMILIES = {family.name: family for family in (COMPILED, REFERENCE, FIA, ATB)}
+"""All families by name; ``auto`` takes the first one of a device type that takes the masks."""

@@ -40,7 +40,7 @@ def calls_of(
 
     `parallel` divides its heads; `block_size` is that of the cache, in tokens.
     """
-    if model.attn_type == "encoder_only" or model.use_mla:  # no calls of this operator
+    if model.attn_type == "encoder_only" or model.use_mla:  # `latent_releases` has those of MLA
         return
     heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     for form in _forms(model):
@@ -70,7 +70,12 @@ def rules_of(vllm_config: "VllmConfig", cann: str | None = None) -> FusedRules:
 
 
 def batch_limits(vllm_config: "VllmConfig") -> BatchLimits:
-    """Return the limits of an engine's batches; kernel families other than ``fia`` have none."""
+    """Return the limits of an engine's batches; kernel families other than ``fia`` have none.
+
+    No kernel of latent attention is known to have any, but its documentation states both: lengths
+    under "TND, TND_NTD", before it tells heads of 512 from others, and blocks wherever TND is
+    paged (Ascend/op-plugin, its page of ``npu_fused_infer_attention_score_v2``).
+    """
     if decisions_of(vllm_config).attention != "fia":
         return BatchLimits()
     models: list[Any] = [vllm_config.model_config]
@@ -79,4 +84,7 @@ def batch_limits(vllm_config: "VllmConfig") -> BatchLimits:
         models.append(speculative.draft_model_config)
     sizes = vllm_config.parallel_config, block_size_of(vllm_config)
     calls = [call for model in models for call in calls_of(model, *sizes)]
-    return rules_of(vllm_config).limits(calls) if calls else BatchLimits()
+    rules = rules_of(vllm_config)
+    if rules.documented and any(model.use_mla for model in models):
+        return BatchLimits(apply=True)
+    return rules.limits(calls) if calls else BatchLimits()

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.v1.attention.backend import AttentionBackend
 
 from vllm_npu_prep.attention.kernels import gated_delta
-from vllm_npu_prep.attention.states import RecurrentBackend, RecurrentMetadata
+from vllm_npu_prep.attention.recurrent_backend import RecurrentBackend, RecurrentMetadata
 from vllm_npu_prep.config import fused_operators
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Latent attention's part of the metadata: which requests are prefills, and how contexts are read.
 
-`vllm_npu_prep.prep.latent` splits the step and plans its context chunks. Here are the tensors that
-kernels read; all of them are views of the step's arrays and block tables.
+`vllm_npu_prep.prep.latent_split` splits the step and plans its context chunks. Here are the tensors
+that kernels read; all of them are views of the step's arrays and block tables.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
 from vllm_npu_prep.attention.metadata import AscendMetadata
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +46,7 @@ class ContextChunk:
     block_tables
         Rows of the requests, int32 ``[n, max_num_blocks]``.
     ranks
-        How rows are gathered under decode context parallelism (`attention.latent_ranks.RankRows`).
+        How rows are gathered under decode context parallelism (`attention.latent_dcp.RankRows`).
     """
 
     tokens: slice

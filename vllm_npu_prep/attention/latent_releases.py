@@ -14,7 +14,14 @@ is published of releases before 8.5. Nothing was run on hardware.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.attention.fused_releases import OLDEST, Form, FusedCall, FusedRules, Kernel
+from vllm_npu_prep.attention.fused_releases import (
+    MAX_LENGTHS,
+    OLDEST,
+    Form,
+    FusedCall,
+    FusedRules,
+    Kernel,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +36,7 @@ class LatentLayers:
 
     The number of heads is that of one rank; `key_size` and `value_size` are those of a head of
     projected K and V; `block_size` is in tokens, and `dtype` is as torch prints it:
-    ``torch.bfloat16``.
+    ``torch.bfloat16``. `max_num_seqs` is the most requests of a step.
     """
 
     num_heads: int
@@ -39,6 +46,7 @@ class LatentLayers:
     value_size: int
     dtype: str
     block_size: int
+    max_num_seqs: int
 
 
 def latent_layers_of(vllm_config: "VllmConfig", block_size: int) -> LatentLayers | None:
@@ -55,6 +63,7 @@ def latent_layers_of(vllm_config: "VllmConfig", block_size: int) -> LatentLayers
         text.v_head_dim,
         str(model.dtype),
         block_size,
+        vllm_config.scheduler_config.max_num_seqs,
     )
 
 
@@ -81,6 +90,8 @@ def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
         return f"blocks of 16 or 128 tokens, by its documentation, not {size}"
     if rules.documented and layers.dtype != "torch.bfloat16":
         return "bfloat16, by its documentation"
+    if rules.documented and layers.max_num_seqs > MAX_LENGTHS:  # prefills can't be split
+        return f"--max-num-seqs {MAX_LENGTHS}, by its documentation, not {layers.max_num_seqs}"
     return None
 
 

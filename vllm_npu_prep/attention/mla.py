@@ -4,8 +4,8 @@ The cache keeps the latent vector and the rotated key of each token, in two plan
 vLLM's layer projects queries into the space of latent rows and the result out of it; in between is
 attention of many query heads over one K/V head, the *absorbed* form. *Prefills* project latent rows
 to K and V of every head, which takes fewer operations for many queries: first those of the step's
-own tokens, then those of their context, chunk by chunk (`vllm_npu_prep.prep.latent`), merged by
-their log-sum-exp.
+own tokens, then those of their context, chunk by chunk (`vllm_npu_prep.prep.latent_split`), merged
+by their log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend, AscendMetadataBuilder
+from vllm_npu_prep.attention.fused_calls import batch_limits
 from vllm_npu_prep.attention.kernels.latent import (
     Attended,
     LatentCall,
@@ -44,12 +45,12 @@ from vllm_npu_prep.attention.latent import (
     make_latent_split,
     split_metadata,
 )
-from vllm_npu_prep.attention.latent_ranks import attend_dcp_decodes, gather, share_halves
+from vllm_npu_prep.attention.latent_dcp import attend_dcp_decodes, gather, share_halves
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import LatentSplit, SplitArrays, split_prefills
+from vllm_npu_prep.prep.latent_split import LatentSplit, SplitArrays, split_prefills
 from vllm_npu_prep.prep.mask import MaskPlan
 from vllm_npu_prep.quantization.loaded import dequantize
 
@@ -141,7 +142,7 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
         assert self.reorder_batch_threshold is not None
         sizes = (
             self.reorder_batch_threshold,
-            self.shards.tokens_per_block(kv_cache_spec.block_size),
+            self.dcp.tokens_per_block(kv_cache_spec.block_size),
         )
         self.latent = make_latent_split(vllm_config, *sizes)
 
@@ -174,8 +175,8 @@ class AscendMLAMetadataBuilder(AscendMetadataBuilder):
                 for each in (staged.np, staged.device)
             )
             metadata.halves = split_metadata(metadata, latent.num_decodes, host, device)
-        if self.shards.world_size > 1:
-            share_halves(metadata, self.shards, staged)
+        if self.dcp.world_size > 1:
+            share_halves(metadata, self.dcp, staged)
         return metadata
 
     def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> None:
@@ -296,7 +297,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         self.shape = LatentShape(
             num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale
         )
-        self.kernels = make_latent_kernels(decisions_of(get_current_vllm_config()).attention)
+        config = get_current_vllm_config()
+        self.kernels = make_latent_kernels(decisions_of(config).attention, batch_limits(config))
         self.decode_shape = self.shape._replace(num_heads=self.kernels.decode_heads(num_heads))
         self._kv_cache: torch.Tensor | None = None
         # Else vLLM's layer would exchange queries and results, and merge them by Triton kernels

@@ -40,8 +40,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_npu_prep.attention.kernels.latent import planes_of
-from vllm_npu_prep.device import copy_stream, free_memory, host_bytes, host_memory
-from vllm_npu_prep.device.transfers import Transfer
+from vllm_npu_prep.device import Transfer, copy_stream, free_memory, host_bytes, host_memory
 from vllm_npu_prep.errors import PrepError
 
 logger = init_logger(f"vllm.{__name__}")
@@ -152,7 +151,7 @@ class _Direction:
         Their times, for vLLM's metrics, are from when they were issued until now, because asking a
         device's events for more would wait.
         """
-        while self._jobs and self._jobs[0][1].is_done():
+        while self._jobs and self._jobs[0][1].query():
             result, _, begin = self._jobs.popleft()
             result.transfer_time = time.monotonic() - begin
             yield result
@@ -161,7 +160,7 @@ class _Direction:
         """Wait on the host for these jobs, or for all if None."""
         for result, transfer, _ in self._jobs:
             if job_ids is None or result.job_id in job_ids:
-                transfer.wait()
+                transfer.synchronize()
 
 
 class PlaneOffloadingWorker(OffloadingWorker):

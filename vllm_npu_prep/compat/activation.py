@@ -12,19 +12,18 @@ import sys
 
 from vllm_npu_prep import torchvision_import
 from vllm_npu_prep.compat import (
-    adapters,
-    answers,
-    connectors,
-    hosts,
+    entrypoints,
+    executor,
+    kv_connector,
+    lora,
     models,
     multimodal,
     processes,
-    schedulers,
-    server,
-    torch_names,
+    scheduler,
     v2,
 )
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
+from vllm_npu_prep.compat.torch import silence_accelerator_calls
 from vllm_npu_prep.device import (
     ALLOCATOR_ENV_VAR,
     NPU_KIND,
@@ -82,8 +81,9 @@ def activate_platform() -> str | None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             _let_segments_expand()
         else:
-            torch_names.silence_accelerator_calls()
-        _select_runner()
+            silence_accelerator_calls()
+            _let_threads_sleep()
+        v2.read_choice()
         _switch_off_aot_compile()
         _leave_graphs_unbroken()
         torchvision_import.install()
@@ -105,27 +105,28 @@ def prepare_process() -> bool:
     is_ours = f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS
     if is_ours:
         v2.let_it_run_without_triton()
+        v2.let_platform_choose(kind)
         models.refuse_vision_without_torchvision()
         models.take_no_mtp_layers_for_none()
-        schedulers.get_our_schedulers_quietly()
-        schedulers.begin_parts_of_sessions_with_what_was_computed()
-        adapters.identify_loads()
+        scheduler.get_our_schedulers_quietly()
+        scheduler.begin_parts_of_sessions_with_what_was_computed()
+        lora.identify_loads()
         multimodal.send_items_that_were_left_out()
         multimodal.believe_only_what_was_sent()
         multimodal.tell_masks_of_embeddings_apart()
-        connectors.refuse_sessions_beside_offloading()
-        connectors.let_preempted_requests_load_at_once()
+        kv_connector.refuse_sessions_beside_offloading()
+        kv_connector.let_preempted_requests_load_at_once()
         processes.tell_of_waits_for_engines()
         processes.tell_refusals_to_the_main_process()
         processes.let_engines_end_by_themselves()
-        answers.keep_answers_with_their_calls()
+        executor.keep_answers_with_their_calls()
         if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
-            server.let_servers_drain_and_stop_quietly()
-            server.let_servers_drain_and_fail_with_their_engine()
-            server.read_adapters_once_they_are_loaded()
-        hosts.refuse_ray_where_it_is_missing()
-        hosts.keep_addresses_on_their_host()
-        hosts.wake_who_reads_from_another_host()
+            entrypoints.let_servers_drain_and_stop_quietly()
+            entrypoints.let_servers_drain_and_fail_with_their_engine()
+            entrypoints.read_adapters_once_they_are_loaded()
+        executor.refuse_ray_where_it_is_missing()
+        executor.keep_addresses_on_their_host()
+        executor.wake_who_reads_from_another_host()
     return is_ours
 
 
@@ -164,15 +165,13 @@ def _let_segments_expand() -> None:
     os.environ.setdefault(ALLOCATOR_ENV_VAR, settings)
 
 
-def _select_runner() -> None:
-    """Take Model Runner V1 unless the environment asks for V2.
+def _let_threads_sleep() -> None:
+    """Let the host's threads sleep while they wait for one another; a user's value stays.
 
-    V2 is vLLM's default wherever Triton works; its scheduler output differs. The choice must be
-    made before vLLM resolves its config, and hold in every process of the engine, hence the
-    environment variable.
+    OpenMP's spin, for milliseconds, on cores that other programs need. It reads the variable when
+    torch is imported: in processes that are spawned from here, as a server's engine is.
     """
-    if not v2.is_asked_for():
-        os.environ[v2.RUNNER_ENV_VAR] = "0"
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _switch_off_aot_compile() -> None:

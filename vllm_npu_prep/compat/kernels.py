@@ -1,4 +1,4 @@
-"""Patches of vLLM's device-specific parts: Triton kernels, rejection sampler, profiler."""
+"""Patches of where vLLM gets its kernels from: Triton's, and those of the rejection sampler."""
 
 import sys
 import warnings
@@ -39,18 +39,3 @@ def limit_drafts_by(limit: Callable[..., Any] | None) -> None:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     rejection_sampler.apply_top_k_top_p = limit or apply_top_k_top_p
-
-
-def let_profiler_run(device_type: str) -> None:
-    """Let vLLM's profiler run on a device that it refuses: torch's records the host on any device.
-
-    What torch_npu records under ``PrivateUse1`` is untested.
-    """
-    from vllm.config.profiler import TorchProfilerActivity
-    from vllm.profiler import wrapper
-
-    if device_type not in wrapper._SUPPORTED_PROFILER_KINDS:
-        wrapper._SUPPORTED_PROFILER_KINDS[device_type] = frozenset(("torch",))
-        wrapper._DEFAULT_TORCH_PROFILER_ACTIVITIES[device_type] = ("CPU",)
-        known: frozenset[TorchProfilerActivity] = frozenset(("CPU", "PrivateUse1"))
-        wrapper._SUPPORTED_TORCH_PROFILER_ACTIVITIES[device_type] = known

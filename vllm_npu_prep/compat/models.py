@@ -33,7 +33,7 @@ def refuse_vision_without_torchvision() -> None:
             )
         return upstream(self, architectures, model_config)
 
-    _ModelRegistry.inspect_model_cls = inspect_model_cls  # type: ignore[method-assign]
+    _ModelRegistry.inspect_model_cls = inspect_model_cls
 
 
 def name_weight_loaders(model: nn.Module) -> None:
@@ -66,7 +66,7 @@ def take_no_mtp_layers_for_none() -> None:
             changed.n_predict = None
         return changed
 
-    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)  # type: ignore[method-assign]
+    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
 
 
 def look_at_models_before_weights(
@@ -100,4 +100,4 @@ def look_at_models_before_weights(
         check(model, vllm_config.compilation_config.static_forward_context)
         return model
 
-    BaseModelLoader.create_model = create_model  # type: ignore[method-assign]
+    BaseModelLoader.create_model = create_model

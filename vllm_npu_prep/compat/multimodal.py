@@ -65,7 +65,7 @@ def send_items_that_were_left_out() -> None:
         update(self, scheduler_output)
 
     NewRequestData.from_request = classmethod(from_request)  # type: ignore[assignment]
-    Scheduler._update_after_schedule = update_after_schedule  # type: ignore[method-assign]
+    Scheduler._update_after_schedule = update_after_schedule
 
 
 def _left_out(
@@ -207,7 +207,7 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
             if (reference := getattr(each.data, "reference", None)) is not None:
                 reference.detach()
 
-    cache.get_and_update_item = get_and_update_item  # type: ignore[method-assign]
+    cache.get_and_update_item = get_and_update_item
     cache.note_sent = note_sent  # type: ignore[attr-defined]
 
 
@@ -241,7 +241,7 @@ def _tell_what_is_sent(client: "type[SyncMPClient | AsyncMPClient]") -> None:
             _note(self, request)
         return sent
 
-    client._send_input = send_input  # type: ignore[method-assign]
+    client._send_input = send_input
 
 
 def _tell_what_is_handed_over(client: "type[InprocClient]") -> None:
@@ -256,7 +256,7 @@ def _tell_what_is_handed_over(client: "type[InprocClient]") -> None:
         _note(self, request)
         upstream(self, request)
 
-    client.add_request = add_request  # type: ignore[method-assign]
+    client.add_request = add_request
 
 
 def _leave_no_state_of_refused_requests(engine: "type[LLMEngine]") -> None:
@@ -279,7 +279,7 @@ def _leave_no_state_of_refused_requests(engine: "type[LLMEngine]") -> None:
                     cache.invalidate(mm_hash)
             raise
 
-    engine.add_request = add_request  # type: ignore[method-assign]
+    engine.add_request = add_request
 
 
 # ------------------------------------------------------------------------------- prefix cache

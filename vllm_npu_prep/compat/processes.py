@@ -86,7 +86,7 @@ def tell_refusals_to_the_main_process() -> None:
     run_worker.__wrapped__ = WorkerProc.worker_main  # type: ignore[attr-defined]
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     WorkerProc.worker_main = staticmethod(run_worker)
-    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)  # type: ignore[method-assign]
+    EngineCore.__init__ = one_line.raising_what_was_left(EngineCore.__init__)
     WorkerProc.__init__ = one_line.leaving_refusals(WorkerProc.__init__)
     WorkerProc.handle_output = one_line.leaving_refusals(WorkerProc.handle_output)
 
@@ -101,7 +101,7 @@ def end_without_collecting() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    EngineCore.shutdown = _freezing(EngineCore.shutdown)  # type: ignore[method-assign]
+    EngineCore.shutdown = _freezing(EngineCore.shutdown)
     WorkerProc.shutdown = _freezing(WorkerProc.shutdown)
 
 

@@ -1,6 +1,8 @@
-"""Patches of vLLM's Model Runner V2: its demands on a host, and names that can't be passed in."""
+"""Patches of vLLM's Model Runner V2: who gets it, its demands on a host, and names that can't be
+passed in."""
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -8,8 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.compat.releases import is_since
+from vllm_npu_prep.errors import PrepError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
@@ -17,32 +22,74 @@ FOLDER = "vllm.v1.worker.gpu"
 """Package of upstream's V2 runner."""
 
 
-def is_asked_for() -> bool:
-    """Return whether the environment asks for Model Runner V2, as vLLM reads it."""
-    return os.environ.get(RUNNER_ENV_VAR, "").strip().lower() in ("1", "true")
+def read_choice() -> None:
+    """Write the choice of a runner in the environment as vLLM reads it, which takes numbers alone.
 
-
-class _TrueIfAskedFor:
-    """A truth value: Triton counts as present while the environment asks for V2."""
-
-    def __bool__(self) -> bool:
-        return is_asked_for()
+    Raises
+    ------
+    PrepError
+        If it is neither of the two, nor empty.
+    """
+    given = os.environ.pop(RUNNER_ENV_VAR, "")
+    choices = {"1": "1", "true": "1", "0": "0", "false": "0", "": ""}
+    chosen = choices.get(given.strip().lower())
+    if chosen is None:
+        raise PrepError(
+            f"{RUNNER_ENV_VAR}={given!r} is no choice of a model runner: set it to 1 for V2 or to "
+            "0 for V1, or unset it: then V2 runs what it has, and V1 the rest"
+        )
+    if chosen:
+        os.environ[RUNNER_ENV_VAR] = chosen
 
 
 def let_it_run_without_triton() -> None:
     """Keep vLLM from refusing V2 where Triton is missing: no kernel of Triton is launched here.
-
-    The environment is asked at each config, not now: engines of one process may have either
-    runner. While it doesn't ask for V2, vLLM takes V1, because Triton is missing.
 
     vLLM's stand-in for a missing Triton also lacks a function that launchers of kernels call.
     """
     from vllm.config import vllm as config
     from vllm.triton_utils import triton
 
-    config.HAS_TRITON = _TrueIfAskedFor()  # type: ignore[assignment]
+    config.HAS_TRITON = True
     if not hasattr(triton, "next_power_of_2"):
         triton.next_power_of_2 = lambda n: 1 << max(int(n) - 1, 0).bit_length()
+
+
+def let_platform_choose(platform: Any) -> None:
+    """Let an engine have V1 where our platform has a reason for it, and limit requests on V2.
+
+    The platform is asked unless the environment chooses. vLLM asks for the runner of a config
+    whenever it wants to know, also before the platform has checked it, and in each process, so the
+    answer follows from the config alone: engines of one process may have either runner.
+    """
+    from vllm import envs
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    upstream: Any = vars(VllmConfig)["use_v2_model_runner"].fget
+    build = InputProcessor._build_logits_processors_params_validator
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def use_v2_model_runner(self: "VllmConfig") -> bool:
+        is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and self.watermark_config is None
+        return not (is_open and platform.reason_for_v1(self)) and upstream(self)
+
+    @functools.wraps(build)
+    def build_validator(self: "InputProcessor") -> Callable[[Any], None]:
+        validate = build(self)
+        if not self.vllm_config.use_v2_model_runner:
+            return validate
+
+        def validate_both(params: Any) -> None:
+            validate(params)
+            platform.refuse_on_v2(params)
+
+        return validate_both
+
+    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
+    InputProcessor._build_logits_processors_params_validator = build_validator
 
 
 def let_workers_run_without_triton() -> None:
@@ -55,16 +102,16 @@ def let_workers_run_without_triton() -> None:
 
 
 def top_k_and_top_p(
-    states: "SamplingStates", idx_mapping: Any, slots: Any, vocab_size: int
+    states: "SamplingStates", idx_mapping: Any, request_rows: Any, vocab_size: int
 ) -> tuple[Any | None, Any | None]:
     """Return k and p of rows of logits; None where no request limits its tokens by it.
 
     `idx_mapping` has the request row of each row of logits, int64 ``[num_logits]`` on the device,
-    and `slots` the request rows on the host, int ``[num_reqs]``. vLLM 0.33.0 also says whether a
-    row has a p alone, which only its Triton kernel needs.
+    and `request_rows` the request rows on the host, int ``[num_reqs]``. vLLM 0.33.0 also says
+    whether a row has a p alone, which only its Triton kernel needs.
     """
     size: tuple[int, ...] = (vocab_size,) if is_since("0.33.0") else ()
-    found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, slots, *size)
+    found: tuple[Any, ...] = states.get_top_k_top_p(idx_mapping, request_rows, *size)
     return found[0], found[1]
 
 

@@ -7,7 +7,7 @@ doesn't ask which device it runs on.
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ import psutil
 import torch
 
 from vllm_npu_prep.device.regions import Region
-from vllm_npu_prep.device.transfers import CopyStream
 from vllm_npu_prep.errors import PrepError
 
 DEVICE_ENV_VAR = "NPU_PREP_DEVICE"
@@ -29,26 +28,17 @@ PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What vLLM's platform has to know about a type of device.
-
-    Attributes
-    ----------
-    visible_env_var
-        The variable that lists the devices that a process may use.
-    dtypes
-        The supported dtypes; ``--dtype auto`` falls back to the first.
-    graph_streams
-        How many streams captured graphs may hold together; None for no limit. Ascend devices have
-        2048, of which vllm-project/vllm-ascend leaves 248 to everything else (1168, 3869, 9564).
-    """
+    """What vLLM's platform has to know about a type of device."""
 
     device_type: str
     label: str
     dispatch_key: str
     dist_backend: str
-    visible_env_var: str
+    visible_env_var: str  # lists the devices that a process may use
     pin_memory: bool
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...]  # supported ones; ``--dtype auto`` falls back to the first
+    # How many streams captured graphs may hold together; None for no limit. Ascend devices have
+    # 2048, of which vllm-project/vllm-ascend leaves 248 to everything else (1168, 3869, 9564)
     graph_streams: int | None = None
 
 
@@ -71,6 +61,27 @@ NPU_KIND = DeviceKind(
     dtypes=(torch.bfloat16, torch.float16),
     graph_streams=1800,
 )
+
+
+class Transfer(Protocol):
+    """Copies that were issued together: the event at their end."""
+
+    def query(self) -> bool:
+        """Return whether all have ended, without waiting."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until all have ended."""
+
+
+class CopyStream(Protocol):
+    """A stream of copies, in order, beside the stream that computes; no step waits for them."""
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """Issue copies ``target, source`` that begin after all work issued so far.
+
+        Host tensors come from `host_memory`. Work that is issued later doesn't wait for the copies:
+        a user of a target has to ask the transfer first.
+        """
 
 
 class Memory(Protocol):
@@ -196,25 +207,25 @@ def choose_device() -> DeviceKind:
     )
 
 
+def _module(device_type: str) -> Any:
+    """Return the module ``npu`` or ``cpu``, which have the same functions."""
+    if device_type == "npu":  # it needs torch_npu
+        from vllm_npu_prep.device import npu
+
+        return npu
+    from vllm_npu_prep.device import cpu
+
+    return cpu
+
+
 def make_device(device_type: str, index: int = 0) -> Device:
     """Make a device of the type that `choose_device` chose; `index` counts visible devices."""
-    if device_type == "npu":
-        from vllm_npu_prep.device.npu import NPUDevice
-
-        return NPUDevice(index)
-    from vllm_npu_prep.device.cpu import CPUDevice
-
-    return CPUDevice()
+    module = _module(device_type)
+    return module.NPUDevice(index) if device_type == "npu" else module.CPUDevice()
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    if device.type == "npu":
-        from vllm_npu_prep.device.npu import NPUCopyStream
-
-        return NPUCopyStream(device)
-    from vllm_npu_prep.device.cpu import CPUCopyStream
-
-    return CPUCopyStream()
+    return _module(device.type).CopyStream(device)
 
 
 def host_memory(device_type: str, nbytes: int) -> torch.Tensor:
@@ -239,62 +250,36 @@ def host_bytes(device_type: str, nbytes: int) -> int:
 
 
 def device_name(device_type: str, index: int = 0) -> str:
-    if device_type == "npu":
-        from vllm_npu_prep.device.npu import soc_name
-
-        return soc_name(index)
-    return device_type
+    """Return the name of the chip, such as ``Ascend910B1``; ``cpu`` on the CPU fallback."""
+    return _module(device_type).device_name(index)
 
 
 def set_device(device: torch.device) -> None:
-    if device.type == "npu":
-        from vllm_npu_prep.device import npu
-
-        npu.set_device(device)
+    _module(device.type).set_device(device)
 
 
 def total_memory(device_type: str, index: int = 0) -> int:
     """Return the memory of a device, in bytes."""
-    if device_type == "npu":
-        from vllm_npu_prep.device import npu
-
-        return npu.total_memory(index)
-    return psutil.virtual_memory().total
+    return _module(device_type).total_memory(index)
 
 
 def visible_devices(device_type: str) -> int | None:
     """Return how many devices this host's ranks share; None for no limit."""
-    if device_type == "npu":
-        from vllm_npu_prep.device import npu
-
-        return npu.visible_devices()
-    return None
+    return _module(device_type).visible_devices()
 
 
 def has_collectives(device_type: str) -> bool:
-    if device_type == "npu":
-        from vllm_npu_prep.device import npu
-
-        return npu.has_collectives()
-    return True
+    return _module(device_type).has_collectives()
 
 
 def cann_version(device_type: str) -> str:
     """Return the version of CANN, such as ``9.1.0``; empty if not needed or unknown."""
-    if device_type == "npu":
-        from vllm_npu_prep.device import npu
-
-        return npu.installed_version("CANN")
-    return ""
+    return _module(device_type).installed_version("CANN")
 
 
 def driver_version(device_type: str) -> str:
     """Return the version of the driver, such as ``25.5.1``; empty if not needed or unknown."""
-    if device_type == "npu":
-        from vllm_npu_prep.device import npu
-
-        return npu.installed_version("DRIVER")
-    return ""
+    return _module(device_type).installed_version("DRIVER")
 
 
 def waits_for_launches(device_type: str) -> bool:
@@ -308,11 +293,7 @@ def waits_for_launches(device_type: str) -> bool:
 
 def graph_pool(device_type: str) -> Any:
     """Return the handle of a memory pool for graphs; None on the CPU."""
-    if device_type == "npu":
-        from vllm_npu_prep.device import npu
-
-        return npu.graph_pool()
-    return None
+    return _module(device_type).graph_pool()
 
 
 def free_memory() -> int:

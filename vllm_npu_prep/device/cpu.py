@@ -9,12 +9,36 @@ import numpy as np
 import psutil
 import torch
 
-from vllm_npu_prep.compat import torch_names
+from vllm_npu_prep.compat.torch import no_op_cuda_streams
 from vllm_npu_prep.device.regions import HostRegion
-from vllm_npu_prep.device.transfers import DoneTransfer
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 """Linux files of a process's memory (proc_pid_clear_refs(5), proc_pid_status(5))."""
+
+
+def device_name(index: int) -> str:
+    return "cpu"
+
+
+def set_device(device: torch.device) -> None: ...
+
+
+def total_memory(index: int) -> int:
+    return psutil.virtual_memory().total
+
+
+def visible_devices() -> None: ...  # no limit
+
+
+def has_collectives() -> bool:
+    return True
+
+
+def installed_version(package: str) -> str:
+    return ""
+
+
+def graph_pool() -> None: ...
 
 
 class CPUDevice:
@@ -98,7 +122,7 @@ class CPUDevice:
         return contextlib.nullcontext()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        return torch_names.no_op_cuda_streams()
+        return no_op_cuda_streams()
 
 
 def _resident() -> tuple[int, int]:
@@ -111,10 +135,21 @@ def _resident() -> tuple[int, int]:
     return peak, now
 
 
-class CPUCopyStream:
-    """The copies of the CPU fallback; see `vllm_npu_prep.device.transfers.CopyStream`."""
+class Done:
+    """The end of copies of the CPU fallback; see `vllm_npu_prep.device.Transfer`."""
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DoneTransfer:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...  # there is nothing to wait for
+
+
+class CopyStream:
+    """The copies of the CPU fallback; see `vllm_npu_prep.device.CopyStream`."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Done:
         for target, source in pairs:
             target.copy_(source)
-        return DoneTransfer()
+        return Done()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from vllm_npu_prep.compat import torch_names
+from vllm_npu_prep.compat.torch import cuda_names
 from vllm_npu_prep.device.cpu_binding import bind_to_device
 from vllm_npu_prep.device.npu_regions import NPURegion
 
@@ -43,12 +43,11 @@ def set_device(device: torch.device) -> None:
     torch_npu.npu.set_device(device)
 
 
-def soc_name(device_id: int = 0) -> str:
-    """Return the name of the chip, such as ``Ascend910B1``."""
+def device_name(device_id: int) -> str:
     return torch_npu.npu.get_device_name(device_id)
 
 
-def total_memory(device_id: int = 0) -> int:
+def total_memory(device_id: int) -> int:
     return torch_npu.npu.mem_get_info(device_id)[1]
 
 
@@ -81,7 +80,7 @@ class NPUDevice:
         self.device = torch.device("npu", index)
         self.computes_on_host = False
         torch_npu.npu.set_device(self.device)
-        self.name = soc_name(index)
+        self.name = device_name(index)
         self._capture_stream = torch_npu.npu.Stream()  # shared by graphs that share memory
 
     def bind_cpus(self) -> str:
@@ -156,7 +155,7 @@ class NPUDevice:
         torch_npu.npu.synchronize()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        return torch_names.cuda_names(
+        return cuda_names(
             Event=torch_npu.npu.Event,
             Stream=torch_npu.npu.Stream,
             current_stream=torch_npu.npu.current_stream,
@@ -164,30 +163,17 @@ class NPUDevice:
         )
 
 
-class NPUTransfer:
-    """Copies that end with an event; see `vllm_npu_prep.device.transfers.Transfer`."""
-
-    def __init__(self, end: Any) -> None:
-        self._end = end
-
-    def is_done(self) -> bool:
-        return self._end.query()
-
-    def wait(self) -> None:
-        self._end.synchronize()
-
-
-class NPUCopyStream:
-    """A stream of an NPU; see `vllm_npu_prep.device.transfers.CopyStream`."""
+class CopyStream:
+    """A stream of an NPU; see `vllm_npu_prep.device.CopyStream`."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch_npu.npu.Stream(device=device)
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> NPUTransfer:
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         self._stream.wait_stream(torch_npu.npu.current_stream())
         end = torch_npu.npu.Event()
         with torch_npu.npu.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             end.record()
-        return NPUTransfer(end)
+        return end

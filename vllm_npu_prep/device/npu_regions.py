@@ -140,8 +140,7 @@ class NPURegion:
         error = self._call("MallocPhysical", ctypes.byref(physical), size, ctypes.byref(prop), none)
         if error:
             return f"aclrtMallocPhysical: {error}"
-        assert self._address.value is not None
-        at, offset = ctypes.c_void_p(self._address.value + begin), ctypes.c_size_t(0)
+        at, offset = ctypes.c_void_p((self._address.value or 0) + begin), ctypes.c_size_t(0)
         error = self._call("MapMem", at, size, offset, physical, none)
         if error:
             self._call("FreePhysical", physical)

@@ -17,22 +17,16 @@ import torch
 class GraphCall:
     """One call of the model, or of a part of it, to capture or to replay.
 
-    Attributes
-    ----------
-    args, kwargs
-        The arguments of `run`; a graph reads their tensors at the addresses that they had at
-        capture.
-    attn_metadata
-        The step's attention metadata by layer; empty if attention is outside of the graph.
-    layers
-        Attention layers by name, at least those in `attn_metadata`.
+    A graph reads the tensors among its arguments at the addresses that they had at capture.
     """
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # The step's attention metadata by layer; empty if attention is outside of the graph
     attn_metadata: dict[str, Any] = field(default_factory=dict)
-    layers: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)  # by name, at least those of the metadata
+    num_tokens: int = 0  # the capture size; 0 if it isn't known
 
     def __call__(self) -> Any:
         return self.run(*self.args, **self.kwargs)
@@ -57,15 +51,9 @@ class Graph(Protocol):
 
 
 class GraphPool(Protocol):
-    """What the graphs of one wrapper share.
+    """What the graphs of one wrapper share."""
 
-    Attributes
-    ----------
-    memory_pool
-        The handle of the memory in which the next graph is captured.
-    """
-
-    memory_pool: Any
+    memory_pool: Any  # the handle of the memory in which the next graph is captured
 
     def new_graph(self) -> Graph: ...
 

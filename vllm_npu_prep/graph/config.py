@@ -90,24 +90,35 @@ def settle_mode(vllm_config: "VllmConfig") -> list[str]:
 
 
 def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
-    """Turn full graphs off where attention can't be in them, and return why.
+    """Turn full graphs off where attention can't be in them, and return why."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if not mode.has_full_cudagraphs():
+        return []
+    instead, why = _instead_of_full_graphs(vllm_config, mode)
+    if instead == mode:
+        return []
+    compilation.cudagraph_mode = instead
+    mixed = " of mixed batches" if instead.has_full_cudagraphs() else ""
+    return [f"{mode} graphs{mixed}: {why}; {instead} instead"]
 
-    Their masks have to have the same shape in all steps, and the host can run nothing between
-    layers.
+
+def _instead_of_full_graphs(
+    vllm_config: "VllmConfig", mode: "CUDAGraphMode"
+) -> tuple["CUDAGraphMode", str]:
+    """Return the graph mode that an engine can have, and why; the given mode if it can have that.
+
+    Masks of full graphs have to have the same shape in all steps, and the host can run nothing
+    between their layers.
     """
     from vllm.config import CUDAGraphMode
 
-    compilation, transfer = vllm_config.compilation_config, vllm_config.kv_transfer_config
-    mode = compilation.cudagraph_mode
-    saves = transfer is not None and transfer.kv_connector not in (None, "OffloadingConnector")
-    if transfer is not None and saves and mode.has_full_cudagraphs():
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
-        return [
-            f"{mode} graphs: KV connector {transfer.kv_connector} saves each layer on the host, "
-            "between piecewise graphs; PIECEWISE instead"
-        ]
-    if not mode.has_full_cudagraphs():
-        return []
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector not in (None, "OffloadingConnector"):
+        return CUDAGraphMode.PIECEWISE, (
+            f"KV connector {transfer.kv_connector} saves each layer on the host, between piecewise "
+            "graphs"
+        )
     without_full = {
         CUDAGraphMode.FULL: CUDAGraphMode.PIECEWISE,
         CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
@@ -115,48 +126,32 @@ def _settle_full_graphs(vllm_config: "VllmConfig") -> list[str]:
     }[mode]
     device_type = vllm_config.device_config.device_type
     if waits_for_launches(device_type):
-        compilation.cudagraph_mode = without_full
-        return [
-            f"{mode} graphs: with {BLOCKING_ENV_VAR} a replay is waited for before its attention "
-            f"gets the lengths for which it waits; {without_full} instead"
-        ]
+        return without_full, (
+            f"with {BLOCKING_ENV_VAR} the host would wait for a replay whose attention waits for "
+            "lengths from the host"
+        )
     driver = driver_version(device_type)
     if is_older(driver, TASK_UPDATES):
-        compilation.cudagraph_mode = without_full
-        return [
-            f"{mode} graphs: driver {driver} can't update captured attention, {TASK_UPDATES} and "
-            f"newer can; {without_full} instead"
-        ]
+        return without_full, (
+            f"driver {driver} can't update captured attention, {TASK_UPDATES} and newer can"
+        )
     if batch_limits(vllm_config).apply:
         # A step that breaks them runs eagerly, which ranks would have to agree on in every step.
-        reasons = {
+        limits = "fused attention here limits the blocks of a batch"
+        for why, applies in {
             "with attention chunks": vllm_config.model_config.attention_chunk_size is not None,
             "with data parallelism": vllm_config.parallel_config.data_parallel_size > 1,
             f"for more than {MAX_LENGTHS} requests": (
                 vllm_config.scheduler_config.max_num_seqs > MAX_LENGTHS
             ),
-        }
-        for why, applies in reasons.items():
+        }.items():
             if applies:
-                compilation.cudagraph_mode = without_full
-                return [
-                    f"{mode} graphs: fused attention here limits the blocks of a batch, which "
-                    f"full graphs don't keep {why}; {without_full} instead"
-                ]
-        if mode == CUDAGraphMode.FULL:
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-            return [
-                "FULL graphs of mixed batches: fused attention here limits the blocks of a batch; "
-                "FULL_AND_PIECEWISE instead"
-            ]
-        return []
+                return without_full, f"{limits}, which full graphs don't keep {why}"
+        return CUDAGraphMode.FULL_AND_PIECEWISE if mode == CUDAGraphMode.FULL else mode, limits
     if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
-        return []
-    compilation.cudagraph_mode = without_full
-    return [
-        f"{mode} graphs: dense masks of windows and of drafted tokens have another shape in every "
-        f"step; {without_full} instead"
-    ]
+        return mode, ""
+    why = "dense masks of windows and of drafted tokens have another shape in every step"
+    return without_full, why
 
 
 def settle_sizes(vllm_config: "VllmConfig", kind: DeviceKind) -> list[str]:

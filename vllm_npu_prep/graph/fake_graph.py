@@ -3,7 +3,7 @@
 A captured graph reads and writes the addresses that it was captured with, whatever the caller
 passes later. A fake graph checks that every input is still at its captured address, runs the call
 eagerly, and copies the results to those of the first call. So a caller that keeps results across
-steps finds them overwritten, as on a device.
+steps finds them overwritten, as on a device. At capture only the largest size runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,9 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def place(tensor: torch.Tensor) -> Place:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    """Return where a tensor is; packed weights, which only the host has, tell no address."""
+    address = 0 if tensor.is_mkldnn else tensor.data_ptr()
+    return address, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def inputs_of(call: GraphCall) -> dict[str, torch.Tensor]:
@@ -74,6 +76,8 @@ class CheckedGraphPool:
 
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
+        self.results: Any = None  # of the largest size: what the call returned, and its size
+        self.num_tokens = 0
         self.memory_pool: Any = None  # only devices have one
 
     def new_graph(self) -> "CheckedGraph":
@@ -81,6 +85,17 @@ class CheckedGraphPool:
 
     def close(self) -> None:
         """Do nothing: captures hold no memory."""
+
+    def results_of(self, num_tokens: int) -> Any:
+        """Return where a smaller size has its results, without a run of it.
+
+        The result is None if nothing has run yet, or if there are results without a row for each
+        token.
+        """
+        has_rows = all(each.dim() and len(each) == self.num_tokens for each in self.outputs)
+        if not 0 < num_tokens <= self.num_tokens or not has_rows:
+            return None
+        return pytree.tree_map_only(torch.Tensor, lambda each: each[:num_tokens], self.results)
 
     def at_home(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for results of these shapes, shared by all sizes, as in a real pool."""
@@ -109,7 +124,13 @@ class CheckedGraph:
 
     def capture(self, call: GraphCall) -> Any:
         self.places = {name: place(tensor) for name, tensor in inputs_of(call).items()}
+        results = self.pool.results_of(call.num_tokens)
+        if results is not None:
+            self.homes = tensors_of(results)
+            return results
         outputs = call()
+        if not self.pool.outputs:
+            self.pool.results, self.pool.num_tokens = outputs, call.num_tokens
         self.homes = self.pool.at_home(tensors_of(outputs))
         return self._bring_home(outputs)
 

@@ -193,7 +193,8 @@ class NPUGraph:
             self.pool.failed.append(self.graph)
             raise CaptureNotBegunError(str(error)) from error
         for metadata in call.attn_metadata.values():
-            metadata.tasks = self.attention
+            if hasattr(metadata, "tasks"):  # operators on recurrent states take no lists of lengths
+                metadata.tasks = self.attention
         try:
             outputs = call()
             self.attention.close()

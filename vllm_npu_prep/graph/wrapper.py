@@ -34,10 +34,12 @@ class GraphWrapper(CUDAGraphWrapper):
         if self.runtime_mode == CUDAGraphMode.FULL:
             metadata: Any = context.attn_metadata  # a list only with micro-batches
             call.attn_metadata, call.layers = metadata, context.no_compile_layers
-        graph = self.concrete_cudagraph_entries.get(context.batch_descriptor)
+        batch: Any = context.batch_descriptor  # every step with a graph mode has one
+        graph = self.concrete_cudagraph_entries.get(batch)
         if graph is not None:
             return graph.replay(call)
         validate_cudagraph_capturing_enabled()
+        call.num_tokens = batch.num_tokens
         if self.graph_pool not in self._pools:
             device_type = self.vllm_config.device_config.device_type
             num_streams = streams_of_a_capture(self.vllm_config)

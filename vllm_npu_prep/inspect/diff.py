@@ -24,12 +24,15 @@ from vllm_npu_prep.records.contract import (
     latent_variables,
     state_variables,
 )
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.wording import counted, runs_of
 
 REQUEST_VARIABLES = ("num_computed_tokens", "query_lens", "seq_lens")
 SLOT_VARIABLES = ("block_numbers", "block_offsets", "slot_mapping")
 SHARED_STATES = [line for line in STATE_LINES if line.name not in (*STATE_BLOCKS, TOKEN_STATES)]
 """Arrays of recurrent states that all groups share."""
+
+COLUMNS = {"step": (), "requests": ("req_id",), "tokens": ("req_id", "positions")}
+"""Tables of differences in the terminal, and what names a line beside its variable."""
 
 LISTED = 6
 """Longer lists of values are shortened in the terminal; ``--json`` has all."""
@@ -37,29 +40,15 @@ LISTED = 6
 
 @dataclass(frozen=True)
 class Change:
-    """A variable that differs between two steps.
-
-    Attributes
-    ----------
-    name
-        The variable.
-    a, b
-        Its value in each step, as JSON; None if the step doesn't have it.
-    req_id
-        The request; None: the whole step.
-    positions
-        Positions of the request's tokens, as first and end (excluded); `a` and `b` have a value for
-        each.
-    group
-        The KV-cache group.
-    """
+    """A variable that differs between two steps."""
 
     name: str
-    a: Any
+    a: Any  # its value in each step, as JSON; None if the step doesn't have it
     b: Any
-    req_id: str | None = None
+    req_id: str | None = None  # None: the whole step
+    # Of the request's tokens, first and end (excluded); `a` and `b` have a value for each
     positions: tuple[int, int] | None = None
-    group: int | None = None
+    group: int | None = None  # the KV-cache group
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -214,8 +203,8 @@ def _token_level(a: StepView, b: StepView, req_id: str, row_a: int, row_b: int) 
     positions_b, values_b = _tokens(b, row_b)
     _, in_a, in_b = np.intersect1d(positions_a, positions_b, return_indices=True)
     for of_a, positions, common in ((True, positions_a, in_a), (False, positions_b, in_b)):
-        for run in _runs(np.delete(positions, common)):
-            text, span = counted(len(run), "token"), (int(run[0]), int(run[-1]) + 1)
+        for run in runs_of(np.delete(positions, common).tolist()):
+            text, span = counted(len(run), "token"), (run.start, run.stop)
             a_only, b_only = (text, None) if of_a else (None, text)
             yield Change("tokens", a_only, b_only, req_id, span)
     for name in values_a:
@@ -224,18 +213,11 @@ def _token_level(a: StepView, b: StepView, req_id: str, row_a: int, row_b: int) 
         text, _, group = name.partition(" of group ")
         own_a, own_b = values_a[name][in_a], values_b[name][in_b]
         differ = np.flatnonzero(own_a != own_b)
-        # Runs of tokens that follow one another make one line.
-        for run in np.split(differ, np.flatnonzero(np.diff(positions_a[in_a[differ]]) != 1) + 1):
-            if len(run):
-                span = int(positions_a[in_a[run[0]]]), int(positions_a[in_a[run[-1]]]) + 1
-                yield Change(
-                    text,
-                    own_a[run].tolist(),
-                    own_b[run].tolist(),
-                    req_id,
-                    span,
-                    int(group) if group else None,
-                )
+        of_group = int(group) if group else None
+        for run in runs_of(positions_a[in_a[differ]].tolist()):  # each makes one line
+            chosen, differ = np.split(differ, [len(run)])
+            of_a, of_b = own_a[chosen].tolist(), own_b[chosen].tolist()
+            yield Change(text, of_a, of_b, req_id, (run.start, run.stop), of_group)
 
 
 def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -257,11 +239,6 @@ def _tokens(view: StepView, row: int) -> tuple[np.ndarray, dict[str, np.ndarray]
     return step.positions[own], values
 
 
-def _runs(positions: np.ndarray) -> list[np.ndarray]:
-    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    return [run for run in runs if len(run)]
-
-
 def diff_json(a: StepView, b: StepView, found: list[Change]) -> dict[str, Any]:
     return {"a": a.name, "b": b.name, "differences": [entry.as_json() for entry in found]}
 
@@ -272,38 +249,21 @@ def diff_text(a: StepView, b: StepView, found: list[Change], console: Console) -
     if not found:
         console.print("no difference")
         return
-    steps = [entry for entry in found if entry.req_id is None]
-    rows: list[list[object]] = [
-        [
-            f"{e.name} of group {e.group}" if e.group is not None else e.name,
-            _short(e.a),
-            _short(e.b),
-        ]
-        for e in steps
-    ]
-    if rows:
-        print_folded(console, StepTable("step", ["variable", "A", "B"], rows))
-    rows = [
-        [e.req_id, e.name, _short(e.a), _short(e.b)]
-        for e in found
-        if e.req_id is not None and e.positions is None
-    ]
-    if rows:
-        print_folded(console, StepTable("requests", ["req_id", "variable", "A", "B"], rows))
-    rows = [
-        [
-            e.req_id,
-            f"{e.positions[0]}:{e.positions[1]}",
-            e.name if e.group is None else f"{e.name} of group {e.group}",
-            _short(e.a),
-            _short(e.b),
-        ]
-        for e in found
-        if e.positions is not None
-    ]
-    if rows:
-        columns = ["req_id", "positions", "variable", "A", "B"]
-        print_folded(console, StepTable("tokens", columns, rows))
+    rows: dict[str, list[list[object]]] = {title: [] for title in COLUMNS}
+    for each in found:
+        name = each.name if each.group is None else f"{each.name} of group {each.group}"
+        values: list[object] = [name, _short(each.a), _short(each.b)]
+        if each.req_id is None:
+            rows["step"].append(values)
+        elif each.positions is None:
+            rows["requests"].append([each.req_id, *values])
+        else:
+            first, end = each.positions
+            rows["tokens"].append([each.req_id, f"{first}:{end}", *values])
+    for title, lines in rows.items():
+        if lines:
+            columns = [*COLUMNS[title], "variable", "A", "B"]
+            print_folded(console, StepTable(title, columns, lines))
 
 
 def _short(value: Any) -> str:

@@ -1,23 +1,17 @@
-"""Drawings of a step for pages and PNG files: words, marks and bars, and their places.
+"""Drawings of a step's masks and KV blocks: words, marks and bars, and their places.
 
-`vllm_npu_prep.inspect.pictures` finds what a step's masks and KV blocks hold. Here this becomes a
-drawing, in cells of the mask and slots of the block. `vllm_npu_prep.inspect.page` (HTML) and
+Places are in cells of the mask and slots of the block. `vllm_npu_prep.inspect.page` (HTML) and
 `vllm_npu_prep.inspect.png` (pixels) render the same drawing; they add style and nothing else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from vllm_npu_prep.inspect.explain import Selection, group_title, states_of
-from vllm_npu_prep.inspect.pictures import (
-    Block,
-    BlockRow,
-    MaskPicture,
-    block_rows,
-    distinct_masks,
-)
+from vllm_npu_prep.inspect.explain import Selection, group_title, ranges, states_of
+from vllm_npu_prep.inspect.pictures import MaskPicture, mask_picture
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.wording import counted
 
@@ -29,6 +23,9 @@ MIN_HEIGHT = 16
 
 MAX_SLOT_LINES = 16
 """The most slots of a block for which lines are drawn between slots."""
+
+MAX_BLOCKS = 24
+"""The most blocks of a request that are drawn; middle blocks are only named, as ranges."""
 
 MAX_STRAYS = 10
 """The most tokens that are named for having a slot in a foreign block."""
@@ -50,152 +47,92 @@ STATE_LEGEND = {"computed": "state read", "written": "state written"}
 
 @dataclass(frozen=True)
 class MaskScale:
-    """The largest size of a drawn mask, and the room that its labels need; all in pixels.
+    """The largest size of a drawn mask, and the room that its labels need; all in pixels."""
 
-    Attributes
-    ----------
-    width, height
-        The most that a mask may take.
-    cell_width
-        The most that a column may take.
-    name_height
-        Height of a request's name beside the rows.
-    row_pitch, column_pitch
-        Least distance between the numbers of two rows, and of two columns.
-    min_cell
-        Least side of a cell that gets borders.
-    """
-
-    width: int
+    width: int  # the most that a mask may take
     height: int
-    cell_width: int
-    name_height: int
-    row_pitch: int
+    cell_width: int  # the most that a column may take
+    name_height: int  # of a request's name beside the rows
+    row_pitch: int  # least distance between the numbers of two rows
     column_pitch: int
-    min_cell: float
+    min_cell: float  # least side of a cell that gets borders
 
 
-@dataclass(frozen=True)
-class RequestLabel:
-    """The name of a request beside the rows of a mask.
-
-    Attributes
-    ----------
-    y
-        Upper edge of the name, in pixels below the mask's upper edge.
-    row
-        The request's row of the batch, from which its colour follows.
-    req_id
-        The name.
-    """
-
-    y: float
-    row: int
-    req_id: str
-
-
-@dataclass(frozen=True)
-class AxisMark:
-    """A number that stands at the middle of a row or column of a mask.
-
-    Attributes
-    ----------
-    cell
-        Row or column of the mask, from 0.
-    number
-        Number of the step's token, or the position.
-    words
-        Description of the number, shown if there is room for it.
-    """
-
-    cell: int
-    number: int
-    words: str
-
-    def share(self, cells: int) -> float:
-        return (self.cell + 0.5) / cells
+Marks: TypeAlias = list[tuple[float, int, str]]
+"""Numbers beside a mask: where they stand as a share of its side, the token or position, and words
+that are shown if there is room for them.
+"""
 
 
 @dataclass(frozen=True)
 class MaskDrawing:
-    """A mask with the labels around it.
-
-    Attributes
-    ----------
-    aspect
-        Height of the mask as a share of its width.
-    width, height
-        Size of the mask, in pixels of the scale.
-    has_borders
-        Whether lines part its cells.
-    labels
-        Requests beside its rows; empty if rows are positions.
-    rows, columns
-        Numbers beside its rows and below its columns.
-    caption
-        What the picture shows.
-    """
+    """A mask with the labels around it."""
 
     picture: MaskPicture
-    aspect: float
-    width: int
+    aspect: float  # height of the mask as a share of its width
+    width: int  # in pixels of the scale
     height: int
-    has_borders: bool
-    labels: list[RequestLabel]
-    rows: list[AxisMark]
-    columns: list[AxisMark]
+    has_borders: bool  # whether lines part its cells
+    labels: list[tuple[float, int, str]]  # pixels from the top, row of the batch, req_id
+    rows: Marks
+    columns: Marks
     caption: str
 
 
 def mask_drawings(
     view: StepView, selection: Selection, scale: MaskScale
 ) -> Iterator[MaskDrawing | str]:
-    """Yield a drawing of each KV-cache group's mask, or words where there is nothing to draw."""
-    for title, picture in distinct_masks(view, selection):
-        if isinstance(picture, str):
-            yield f"{title}{picture}"
+    """Yield a drawing of each KV-cache group's mask, or words where there is nothing to draw.
+
+    Groups that see the same as an earlier one only name it.
+    """
+    seen: dict[object, str] = {}
+    for index, group in enumerate(view.groups):
+        title = f"group {index}: " if len(view.groups) > 1 else ""
+        key = (view.plans[index], group.sliding_window, group.attention_chunk_size)
+        if key in seen:
+            yield f"{title}the same as {seen[key]}"
+            continue
+        seen[key] = f"group {index}"
+        picture = mask_picture(view, index, selection)
+        if picture is None:
+            yield f"{title}no mask, nothing to draw"
         else:
-            yield mask_drawing(view, title, picture, scale)
+            yield _mask_drawing(view, title, picture, scale)
 
 
-def mask_drawing(view: StepView, title: str, picture: MaskPicture, scale: MaskScale) -> MaskDrawing:
+def _mask_drawing(
+    view: StepView, title: str, picture: MaskPicture, scale: MaskScale
+) -> MaskDrawing:
     rows, columns = picture.num_rows, picture.num_columns
     aspect = min(max(rows / columns, FLATTEST), 1)
     width = min(scale.width, round(scale.height / aspect), max(scale.cell_width * columns, 60))
     height = max(round(width * aspect), MIN_HEIGHT)
+    names = [] if picture.by_position else row_names(view, picture, height, scale.name_height)
     return MaskDrawing(
         picture=picture,
         aspect=aspect,
         width=width,
         height=height,
         has_borders=min(width / columns, height / rows) >= scale.min_cell,
-        labels=_request_labels(view, picture, height, scale.name_height),
-        rows=[_row_mark(view, picture, row) for row in axis_ticks(rows, height // scale.row_pitch)],
+        labels=[(y, row, view.requests[row].req_id) for y, row in names],
+        rows=[
+            ((row + 0.5) / rows, picture.first + row, _row_words(view, picture, row))
+            for row in axis_ticks(rows, height // scale.row_pitch)
+        ],
         columns=[
-            AxisMark(column, column, str(column))
+            ((column + 0.5) / columns, column, str(column))
             for column in axis_ticks(columns, width // scale.column_pitch)
         ],
         caption=f"{title}{picture.size}: {picture.caption}. Coloured: may attend.",
     )
 
 
-def _row_mark(view: StepView, picture: MaskPicture, row: int) -> AxisMark:
+def _row_words(view: StepView, picture: MaskPicture, row: int) -> str:
     if picture.by_position:
-        return AxisMark(row, row, f"position {row}")
+        return f"position {row}"
     token, positions = picture.first + row, view.step.positions
-    words = f"token {token}, position {positions[token]}" if token < len(positions) else "padding"
-    return AxisMark(row, token, words)
-
-
-def _request_labels(
-    view: StepView, picture: MaskPicture, height: int, name_height: int
-) -> list[RequestLabel]:
-    if picture.by_position:
-        return []
-    return [
-        RequestLabel(y, row, view.requests[row].req_id)
-        for y, row in row_names(view, picture, height, name_height)
-    ]
+    return f"token {token}, position {positions[token]}" if token < len(positions) else "padding"
 
 
 def axis_ticks(number: int, most: int) -> list[int]:
@@ -244,65 +181,28 @@ def row_names(
 # ----------------------------------------------------------------- blocks
 
 
-@dataclass(frozen=True)
-class Bar:
-    """Neighbouring slots of a block that hold the same kind of content.
-
-    Attributes
-    ----------
-    kind
-        What they hold, of `LEGEND`.
-    low, high
-        The slots, from the first to one past the last.
-    """
+class Bar(NamedTuple):
+    """Neighbouring slots of a block that hold the same kind of content, of `LEGEND`."""
 
     kind: str
     low: int
-    high: int
+    high: int  # one past the last
 
 
 @dataclass(frozen=True)
 class BlockDrawing:
-    """A block of a request.
+    """A block of a request."""
 
-    Attributes
-    ----------
-    number
-        Physical block; 0: the null block.
-    place
-        Its column of the block table.
-    num_slots
-        Slots of a block.
-    bars
-        What its slots hold; later bars cover earlier ones.
-    has_lines
-        Whether lines part its slots.
-    shared
-        Whether another request owns it as well.
-    words
-        Describes the block in a sentence.
-    """
-
-    number: int
-    place: int
-    num_slots: int
-    bars: list[Bar]
-    has_lines: bool
-    shared: bool
-    words: str
+    number: int  # physical block; 0: the null block, in place of a freed one
+    place: int  # its column of the block table
+    bars: list[Bar]  # what its slots hold; later bars cover earlier ones
+    shared: bool  # whether another request owns it as well
+    words: str  # describes it in a sentence
 
 
 @dataclass(frozen=True)
 class BlockFold:
-    """Blocks of a request that the drawing leaves out.
-
-    Attributes
-    ----------
-    count
-        Number of blocks left out.
-    numbers
-        Their physical blocks, as ranges.
-    """
+    """Blocks of a request that the drawing leaves out: their count, and their numbers as ranges."""
 
     count: int
     numbers: str
@@ -310,59 +210,55 @@ class BlockFold:
 
 @dataclass(frozen=True)
 class BlockLine:
-    """The blocks of a request in a KV-cache group.
+    """The blocks of a request in a KV-cache group."""
 
-    Attributes
-    ----------
-    row
-        The request's row of the batch, from which its colour follows.
-    cells
-        Its blocks in order, with a fold wherever blocks are left out.
-    strays
-        In words, which of its tokens write to foreign blocks; empty if none does.
-    """
-
-    row: int
+    row: int  # of the batch
     req_id: str
-    cells: list[BlockDrawing | BlockFold]
-    strays: str
+    cells: list[BlockDrawing | BlockFold]  # in order
+    strays: str = ""  # in words, which of its tokens write to foreign blocks
 
 
 @dataclass(frozen=True)
 class BlockMap:
     """The blocks of some requests in a KV-cache group.
 
-    Attributes
-    ----------
-    title
-        Names the group.
-    num_slots
-        Slots of a block.
-    legend
-        Kinds of bars that the step can have, and what they mean.
-    lines
-        One for each request.
-    has_states
-        Whether each block holds a recurrent state in place of slots: the left half of a block tells
-        that the step reads it, the right half that the step writes it.
+    If a block holds a recurrent state in place of slots, its left half tells that the step reads
+    it, and its right half that the step writes it.
     """
 
-    title: str
-    num_slots: int
-    legend: list[tuple[str, str]]
-    lines: list[BlockLine]
+    title: str  # names the group
+    num_slots: int  # of a block
+    legend: list[tuple[str, str]]  # kinds of bars that the step can have, and what they mean
+    lines: list[BlockLine]  # one for each request
     has_states: bool = False
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether lines part the slots of a block."""
+        return self.num_slots <= MAX_SLOT_LINES
+
+
+def block_maps(view: StepView, requests: list[int]) -> list[BlockMap]:
+    """Draw the KV blocks or recurrent states of some requests, group by group."""
+    maps = [block_map(view, index, requests) for index in view.tables]
+    return maps + [state_map(view, group, requests) for group in view.state_groups]
 
 
 def block_map(view: StepView, index: int, requests: list[int]) -> BlockMap:
-    """Draw the blocks of some requests, given by their rows of the batch, in a KV-cache group."""
+    """Draw the blocks of some requests, given by their rows of the batch, in a KV-cache group.
+
+    Of long requests it has the first, the written and the last blocks.
+    """
     size = view.block_size(index)
     has_items = any(request.items for request in view.requests)
+    owned = [view.blocks_owned(row, index) for row in range(len(view.requests))]
+    numbers, counts = np.unique(np.concatenate([np.empty(0, np.int64), *owned]), return_counts=True)
+    shared = set(numbers[counts > 1].tolist()) - {0}
     return BlockMap(
         title=f"KV blocks{group_title(view, index) or f', block size {size}'}",
         num_slots=size,
         legend=[(kind, text) for kind, text in LEGEND if kind != "picture" or has_items],
-        lines=[_block_line(view, line, size) for line in block_rows(view, index, requests)],
+        lines=[_block_line(view, index, row, owned[row], shared) for row in requests],
     )
 
 
@@ -376,47 +272,66 @@ def state_map(view: StepView, group: int, requests: list[int]) -> BlockMap:
             bars = [Bar("computed", 0, 1)] if number in read else []
             bars += [Bar("written", 1, 2)] if number in written else []
             does = " and ".join(STATE_LEGEND[bar.kind] for bar in bars)
-            words = f"block {number}: {does}"
-            cells.append(BlockDrawing(number, place, 2, bars, True, False, words))
-        lines.append(BlockLine(row, view.requests[row].req_id, cells, ""))
+            cells.append(BlockDrawing(number, place, bars, False, f"block {number}: {does}"))
+        lines.append(BlockLine(row, view.requests[row].req_id, cells))
     legend = list(STATE_LEGEND.items())
     return BlockMap(f"States of group {group}", 2, legend, lines, has_states=True)
 
 
-def _block_line(view: StepView, line: BlockRow, size: int) -> BlockLine:
+def _block_line(
+    view: StepView, index: int, row: int, owned: np.ndarray, shared: set[int]
+) -> BlockLine:
+    step, size = view.step, view.block_size(index)
+    start, end = step.query_start_loc[row : row + 2].tolist()
+    slots = step.slot_mapping[view.tables[index]][start:end]
+    touched, offsets = np.divmod(slots[slots >= 0], size)
+    written: dict[int, Bar] = {}
+    for block in np.unique(touched).tolist():
+        inside = offsets[touched == block]
+        written[block] = Bar("written", int(inside.min()), int(inside.max()) + 1)
+    computed = step.dcp_local_context_lens if step.shape.dcp else step.num_computed_tokens
+    items = [] if step.shape.dcp else view.requests[row].items
+    # By position in the request, on this rank
+    kept = [Bar("computed", 0, int(computed[row]))]
+    kept += [Bar("picture", item.offset, item.end) for item in items]
+    numbers, last = owned.tolist(), -1
     cells: list[BlockDrawing | BlockFold] = []
-    for block in line.blocks:
-        if block.place in line.folded:
-            place = block.place
-            cells.append(BlockFold(line.folded[place], line.folded_numbers[place]))
-        cells.append(_block(block, size))
-    strays = ""
-    if line.strays:
-        tokens = ", ".join(map(str, line.strays[:MAX_STRAYS]))
-        write = "writes" if len(line.strays) == 1 else "write"
-        strays = (
-            f"{counted(len(line.strays), 'token')} {write} blocks that this request doesn't own: "
-            f"{tokens}"
-        )
-    return BlockLine(line.row, view.requests[line.row].req_id, cells, strays)
+    for place in _drawn_places(numbers, written):
+        if place > last + 1:
+            left_out = numbers[last + 1 : place]
+            cells.append(BlockFold(len(left_out), ranges(left_out)))
+        last, number, words = place, numbers[place], f"block_table[{place}]: "
+        if not number:
+            cells.append(BlockDrawing(0, place, [], False, f"{words}the null block, freed"))
+            continue
+        low, first = place * size, number * size
+        words += f"block {number}, slots {first} to {first + size - 1}"
+        bars = [Bar(kind, max(b - low, 0), min(e - low, size)) for kind, b, e in kept]
+        if number in written:
+            bar = written[number]
+            bars.insert(1, bar)
+            words += f", writes {first + bar.low} to {first + bar.high - 1}"
+        is_shared = number in shared
+        words += ", shared" * is_shared
+        bars = [bar for bar in bars if bar.low < bar.high]
+        cells.append(BlockDrawing(number, place, bars, is_shared, words))
+    strays, text = start + np.flatnonzero(~np.isin(touched, owned[owned > 0])), ""
+    if len(strays):
+        tokens = ", ".join(map(str, strays[:MAX_STRAYS].tolist()))
+        write = "writes" if len(strays) == 1 else "write"
+        text = f"{counted(len(strays), 'token')} {write} blocks that this request doesn't own: "
+        text += tokens
+    return BlockLine(row, view.requests[row].req_id, cells, text)
 
 
-def _block(block: Block, size: int) -> BlockDrawing:
-    bars, first = [], block.number * size
-    words = f"block {block.number}, slots {first} to {first + size - 1}"
-    if not block.number:
-        words = "the null block, freed"
-    if block.computed:
-        bars.append(Bar("computed", 0, block.computed))
-    if block.written is not None:
-        low, high = block.written
-        bars.append(Bar("written", low, high))
-        words += f", writes {first + low} to {first + high - 1}"
-    bars += [Bar("picture", *item) for item in block.items]
-    if block.shared:
-        words += ", shared"
-    words, has_lines = f"block_table[{block.place}]: {words}", size <= MAX_SLOT_LINES
-    return BlockDrawing(block.number, block.place, size, bars, has_lines, block.shared, words)
+def _drawn_places(numbers: list[int], written: Collection[int]) -> list[int]:
+    """Choose the columns of a request's block table that are drawn."""
+    if len(numbers) <= MAX_BLOCKS:
+        return list(range(len(numbers)))
+    places = [place for place, number in enumerate(numbers) if number and number in written]
+    if len(places) > MAX_BLOCKS - 2:
+        places = places[: MAX_BLOCKS // 2 - 1] + places[1 - MAX_BLOCKS // 2 :]
+    return sorted({0, len(numbers) - 1, *places})
 
 
 def visible(text: str) -> str:

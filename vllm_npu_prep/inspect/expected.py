@@ -15,18 +15,10 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A value that is not what the file expects.
+    """A value that is not what the file expects."""
 
-    Attributes
-    ----------
-    place
-        The variable and where in it, ``block_table[0][2]``.
-    expected, prepared
-        The values as JSON; `NOTHING` where one has no such place.
-    """
-
-    place: str
-    expected: Any
+    place: str  # the variable and where in it, ``block_table[0][2]``
+    expected: Any  # the values as JSON; `NOTHING` where one has no such place
     prepared: Any
 
     def __str__(self) -> str:

@@ -4,8 +4,7 @@ Tables (`StepTable`) and texts are made here for the terminal and for the HTML p
 (`vllm_npu_prep.inspect.page`); `explain_json` is the same for programs.
 """
 
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.text import Text
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ShownInExplain
-from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.records.contract import (
     REQUEST_LEVEL,
@@ -34,7 +33,7 @@ from vllm_npu_prep.records.contract import (
     mask_arrays,
     state_variables,
 )
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.wording import counted, runs_of, wrapped
 
 FOLDED_TOKENS = 400
 FOLDED_REQUESTS = 64
@@ -91,6 +90,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
     if len(view.groups) > 1 or view.groups[0].attention_chunk_size:
         out["kv_cache_groups"] = [_group_json(view, index) for index in range(len(view.groups))]
     out |= {n: a.tolist() for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
+    if view.input_texts:
+        out["input_texts"] = view.input_texts
     if step.shape.latent:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
     if dcp_variables(step):
@@ -138,26 +139,12 @@ def _mask_json(plan: MaskPlan, positions: np.ndarray) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a step is shown.
+    """What of a step is shown."""
 
-    Attributes
-    ----------
-    requests
-        Rows of the batch.
-    first, end
-        The tokens, `end` excluded; none if `end` is not larger.
-    whole
-        Whether that is all of the step.
-    """
-
-    requests: list[int]
-    first: int
-    end: int
-    whole: bool
-
-    @property
-    def tokens(self) -> range:
-        return range(self.first, self.end)
+    requests: list[int]  # rows of the batch
+    first: int  # of the tokens
+    end: int  # excluded; not larger than `first` if there are none
+    whole: bool  # whether that is all of the step
 
 
 def select(
@@ -235,6 +222,20 @@ def summary(view: StepView) -> list[tuple[str, str]]:
     ]
 
 
+def request_tables(view: StepView, selection: Selection) -> Iterator[StepTable]:
+    """Yield the table of requests, then those of what some engines do with them."""
+    yield request_table(view, selection)
+    if view.step.shape.latent:
+        yield latent_table(view, selection)
+    if view.step.shape.dcp:
+        yield shard_table(view, selection)
+    for group in view.state_groups:
+        yield state_table(view, selection, group)
+    items = item_table(view, selection)
+    if items.rows:
+        yield items
+
+
 def request_table(view: StepView, selection: Selection) -> StepTable:
     step, starts = view.step, view.step.query_start_loc
     rows: list[list[object]] = []
@@ -273,9 +274,18 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
             own = group_level(view, index)
             variables |= {f"{name} {index}": own[name] for name in SLOT_COLUMNS[1:]}
     chosen = np.asarray(tokens, np.int64)
-    values = [chosen.tolist(), *(value[chosen].tolist() for value in variables.values())]
-    rows = [list(row) for row in zip(*values)]
-    return StepTable("token level", ["token", *variables], rows, FOLDED_TOKENS)
+    columns = {"token": chosen.tolist()}
+    for name, value in variables.items():
+        columns[name] = value[chosen].tolist()
+        if name == "input_ids" and view.input_texts:
+            columns["input_texts"] = [_quoted(view.input_texts[token]) for token in tokens]
+    rows = [list(row) for row in zip(*columns.values())]
+    return StepTable("token level", list(columns), rows, FOLDED_TOKENS)
+
+
+def _quoted(text: str | None) -> str:
+    """Return a token's text so that its spaces are seen and nothing of it moves a cursor."""
+    return "-" if text is None else repr(text)
 
 
 def group_title(view: StepView, index: int) -> str:
@@ -431,31 +441,15 @@ def explain_text(
 ) -> None:
     """Print the step: state, masks, graph and padding with their reasons, then requests and tokens.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`select`); long tables are folded.
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `select` chooses what is shown, and raises the errors. Long tables are folded.
     """
     selection = select(view, req_id, tokens)
     console.print(view.name, style="bold", markup=False, highlight=False, soft_wrap=True)
     for name, text in summary(view):
         print_line(console, f"{name:<8}", text)
-    print_folded(console, request_table(view, selection))
-    if view.step.shape.latent:
-        print_folded(console, latent_table(view, selection))
-    if view.step.shape.dcp:
-        print_folded(console, shard_table(view, selection))
-    for table in view.state_groups:
-        print_folded(console, state_table(view, selection, table))
-    items = item_table(view, selection)
-    if items.rows:
-        print_folded(console, items)
-    print_folded(console, token_table(view, selection.tokens))
+    for table in request_tables(view, selection):
+        print_folded(console, table)
+    print_folded(console, token_table(view, range(selection.first, selection.end)))
     for index in view.tables:
         group = view.groups[index]
         print_folded(console, block_table(view, selection, index))
@@ -478,10 +472,8 @@ def _list(blocks: np.ndarray) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers as ranges, ``3-7 9``."""
-    values = np.asarray(numbers, np.int64)
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    parts = (part for part in np.split(values, breaks) if len(part))
-    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+    runs = runs_of(numbers)
+    return " ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def _span(tokens: list[int] | None) -> str:
@@ -491,16 +483,10 @@ def _span(tokens: list[int] | None) -> str:
 def print_line(console: Console, name: str, text: str) -> None:
     """Print a text after a name; its further lines are indented as far. Words are never broken."""
     width = max(console.width, len(name) + 20)
-    lines = _wrapped(text, width - len(name))
+    lines = wrapped(text, width - len(name))
     for place, line in enumerate(lines):
         head = name if place == 0 else " " * len(name)
         console.print(head + line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines at spaces only: names have hyphens, and may be wide."""
-    wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return wrapped or [""]
 
 
 def print_folded(console: Console, table: StepTable) -> None:
@@ -569,6 +555,6 @@ def _print_stacked(console: Console, columns: list[str], cells: list[list[str]])
     for row in cells:
         for place, (name, text) in enumerate(zip(columns, row)):
             indent = "" if place == 0 else "  "
-            for number, line in enumerate(_wrapped(f"{name} {text}", console.width - 4)):
+            for number, line in enumerate(wrapped(f"{name} {text}", console.width - 4)):
                 line = f"{indent}{'  ' * (number > 0)}{line}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -8,39 +8,31 @@ policy forbids it) and runs one script, allowed by its hash.
 import base64
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import TypeVar
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from vllm_npu_prep.inspect.drawing import (
-    BlockMap,
-    MaskScale,
-    block_map,
-    mask_drawings,
-    state_map,
-    visible,
-)
+from vllm_npu_prep.inspect.drawing import MaskScale, block_maps, mask_drawings, visible
 from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,
     expert_table,
-    item_table,
-    latent_table,
     local_table,
-    request_table,
+    request_tables,
     select,
-    shard_table,
-    state_table,
     summary,
     token_table,
 )
 from vllm_npu_prep.inspect.pictures import ITEM_COLOUR, png_bytes, request_hue
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.wording import counted
+
+T = TypeVar("T")
 
 MAX_REQUESTS = 512
 MAX_TOKENS = 4096
@@ -70,18 +62,10 @@ MASKS = MaskScale(
 
 @dataclass(frozen=True)
 class StepLinks:
-    """Where a step's page leads to, if it is one of a run's.
+    """Where a step's page leads to, if it is one of a run's."""
 
-    Attributes
-    ----------
-    run
-        Address of the run's page, at this step.
-    earlier, later
-        Pages of the steps beside it; empty at either end.
-    """
-
-    run: str
-    earlier: str
+    run: str  # address of the run's page, at this step
+    earlier: str  # pages of the steps beside it; empty at either end
     later: str
 
 
@@ -91,25 +75,15 @@ def explain_html(
     tokens: tuple[int, int] | None = None,
     links: StepLinks | None = None,
 ) -> str:
-    """Return the HTML page of a step.
+    """Return the HTML page of what `vllm_npu_prep.inspect.explain.select` chooses of a step.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`vllm_npu_prep.inspect.explain.select`).
-    links
-        Links to the run and to the steps beside this one.
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `links` lead to the run and to the steps beside this one. Errors are those of `select`.
     """
     selection = select(view, req_id, tokens)
     own = files(__package__)
     script = (own / "page.js").read_text(encoding="utf-8")
     tokens_left_out, token_tables = _token_tables(view, selection)
-    requests_left_out, blocks = _block_maps(view, selection)
+    requests_left_out, requests = _ends(selection.requests)
     return template("page.html").render(
         policy=content_policy(script),
         style=Markup((own / "page.css").read_text(encoding="utf-8")),
@@ -123,7 +97,7 @@ def explain_html(
         tokens_left_out=tokens_left_out,
         local_tables=list(_local_tables(view, selection)),
         masks=list(mask_drawings(view, selection, MASKS)),
-        blocks=blocks,
+        blocks=block_maps(view, requests),
         requests_left_out=requests_left_out,
     )
 
@@ -184,90 +158,45 @@ def _are(number: int, noun: str) -> str:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a table.
+class Token:
+    """What the page's script knows about a token."""
 
-    Attributes
-    ----------
-    cells
-        Its texts and numbers.
-    row
-        Row in the batch of the line's request; None if it has none.
-    token
-        The line's token, if it is about one.
-    """
+    index: int  # its place in the step
+    position: int  # in its request
+    req_id: str
+    slots: list[int]  # its slot in each table of the step
+    item: str  # names the image or video that it belongs to; empty for none
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table, which may be that of a request, or of a token."""
 
     cells: list[object]
-    row: int | None = None
-    token: "Token | None" = None
-
-
-@dataclass(frozen=True)
-class Token:
-    """What the page's script knows about a token.
-
-    Attributes
-    ----------
-    index
-        Its place in the step.
-    position
-        Its position in its request.
-    req_id
-        Name of its request.
-    slots
-        Its slot in each table of the step.
-    item
-        Names the image or video that it belongs to; empty for none.
-    """
-
-    index: int
-    position: int
-    req_id: str
-    slots: list[int]
-    item: str
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    text: str
+    row: int | None = None  # the request's row in the batch
+    token: Token | None = None
 
 
 @dataclass(frozen=True)
 class PageTable:
-    title: str
-    columns: list[str]
-    lines: list[Line | LeftOut]
+    """A table of a page; a text among its lines stands for lines that are left out.
 
-
-@dataclass(frozen=True)
-class TokenTable:
-    """A table with the tokens of one or more requests.
-
-    Attributes
-    ----------
-    requests
-        Row of the batch and name of the first request, and of the last if that is another.
-    span
-        Which tokens they have; empty for all, in a table that isn't folded.
-    columns, lines
-        Its headings and what is below them.
+    A table with the tokens of some requests names the first and the last of these, and which tokens
+    they have.
     """
 
-    requests: list[tuple[int, str]]
-    span: str
+    title: str
     columns: list[str]
-    lines: list[Line | LeftOut]
+    lines: list[Line | str]
+    requests: list[tuple[int, str]] = field(default_factory=list)  # row of the batch and name
+    span: str = ""
 
 
 def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
-    requests = request_table(view, selection)
-    lines = [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
-    yield _table(requests, lines)
-    others = [latent_table(view, selection)] if view.step.shape.latent else []
-    if view.step.shape.dcp:
-        others.append(shard_table(view, selection))
-    others += [state_table(view, selection, group) for group in view.state_groups]
-    others.append(item_table(view, selection))
+    requests, *others = request_tables(view, selection)
+    yield _table(
+        requests, [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
+    )
     if len(selection.requests) == len(view.requests):
         others.append(expert_table(view))
     for table in others:
@@ -284,15 +213,15 @@ def _local_tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
 
 
 def _table(table: StepTable, lines: list[Line]) -> PageTable:
-    shown: list[Line | LeftOut] = [*lines]
+    shown: list[Line | str] = [*lines]
     left_out = len(lines) - MAX_REQUESTS
     if left_out > 0:
         middle = slice(MAX_REQUESTS // 2, MAX_REQUESTS // 2 + left_out)
-        shown[middle] = [LeftOut(f"{_are(left_out, 'line')} left out")]
+        shown[middle] = [f"{_are(left_out, 'line')} left out"]
     return PageTable(table.title, table.columns, shown)
 
 
-def _token_tables(view: StepView, selection: Selection) -> tuple[int, list[TokenTable]]:
+def _token_tables(view: StepView, selection: Selection) -> tuple[int, list[PageTable]]:
     """Return how many requests are left out, and the tokens: in one table, or many in folds."""
     starts = view.step.query_start_loc.tolist()
     of_rows = []  # the tokens of each request
@@ -303,35 +232,41 @@ def _token_tables(view: StepView, selection: Selection) -> tuple[int, list[Token
     total = sum(len(tokens) for _, tokens in of_rows)
     if total <= OPEN_TOKENS:
         table = token_table(view, [token for _, tokens in of_rows for token in tokens])
-        return 0, [TokenTable([], "", table.columns, [*_token_lines(view, table)])]
-    hidden = max(len(of_rows) - MAX_REQUESTS, 0)
-    if hidden:
-        of_rows = [*of_rows[: MAX_REQUESTS // 2], *of_rows[-MAX_REQUESTS // 2 :]]
+        return 0, [PageTable(table.title, table.columns, [*_token_lines(view, table)])]
+    hidden, of_rows = _ends(of_rows)
     lengths = [len(tokens) for _, tokens in of_rows]
     most = _shown_of_each(lengths, MAX_TOKENS)
     return hidden, [_folded(view, of_rows[part], most) for part in _together(lengths)]
 
 
-def _folded(view: StepView, of_rows: list[tuple[int, range]], most: int) -> TokenTable:
+def _ends(of_requests: list[T]) -> tuple[int, list[T]]:
+    """Return how many of a page's requests are left out, in the middle, and the others."""
+    hidden = max(len(of_requests) - MAX_REQUESTS, 0)
+    half = MAX_REQUESTS // 2
+    return hidden, [*of_requests[:half], *of_requests[-half:]] if hidden else of_requests
+
+
+def _folded(view: StepView, of_rows: list[tuple[int, range]], most: int) -> PageTable:
     """Return a table of the tokens of some requests, no more than `most` of each."""
-    lines: list[Line | LeftOut] = []
+    lines: list[Line | str] = []
     for _, tokens in of_rows:
         head, tail = tokens, range(0)
         if len(tokens) > most:
             head, tail = tokens[: most // 2], tokens[len(tokens) - most // 2 :]
         table = token_table(view, [*head, *tail])
-        own: list[Line | LeftOut] = [*_token_lines(view, table)]
+        own: list[Line | str] = [*_token_lines(view, table)]
         if tail:
             left_out = f"{_are(tail.start - head.stop, 'token')} left out: "
-            own.insert(len(head), LeftOut(f"{left_out}--tokens {head.stop}:{tail.start}"))
+            own.insert(len(head), f"{left_out}--tokens {head.stop}:{tail.start}")
         lines += own
     (first, tokens), (last, last_tokens) = of_rows[0], of_rows[-1]
     total = sum(len(tokens) for _, tokens in of_rows)
-    return TokenTable(
+    return PageTable(
+        table.title,
+        table.columns,
+        lines,
         requests=[(row, view.requests[row].req_id) for row in dict.fromkeys((first, last))],
         span=f"{counted(total, 'token')}, {tokens.start}:{last_tokens.stop}",
-        columns=table.columns,
-        lines=lines,
     )
 
 
@@ -375,16 +310,3 @@ def _token_lines(view: StepView, table: StepTable) -> Iterator[Line]:
         )
         of_groups = [int(of_group[token]) for of_group in slots]
         yield Line(cells, row, Token(token, position, request.req_id, of_groups, item))
-
-
-# ----------------------------------------------------------------- pictures
-
-
-def _block_maps(view: StepView, selection: Selection) -> tuple[int, list[BlockMap]]:
-    """Return how many requests are left out, and each group's KV blocks or recurrent states."""
-    requests = selection.requests
-    hidden = max(len(requests) - MAX_REQUESTS, 0)
-    if hidden:
-        requests = [*requests[: MAX_REQUESTS // 2], *requests[-MAX_REQUESTS // 2 :]]
-    maps = [block_map(view, index, requests) for index in view.tables]
-    return hidden, maps + [state_map(view, group, requests) for group in view.state_groups]

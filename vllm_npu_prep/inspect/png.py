@@ -5,8 +5,7 @@ pictures are the same on every machine.
 """
 
 import textwrap
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -17,9 +16,8 @@ from vllm_npu_prep.inspect.drawing import (
     BlockMap,
     MaskDrawing,
     MaskScale,
-    block_map,
+    block_maps,
     mask_drawings,
-    state_map,
     visible,
 )
 from vllm_npu_prep.inspect.explain import select, summary
@@ -48,7 +46,7 @@ WHITE = (255, 255, 255)
 
 
 class _Sheet:
-    """What is drawn, from the top down; Pillow draws it last, when the height is known."""
+    """What is drawn, from the top down, on a sheet that is cut to its size at last."""
 
     def __init__(self) -> None:
         self.y = MARGIN
@@ -56,12 +54,13 @@ class _Sheet:
         self.label_width = 0  # width of the names, at most LABEL_WIDTH
         self._labels: dict[str, str] = {}
         self.fonts = {size: ImageFont.load_default(size) for size in (11, 13, 20)}
-        self.calls: list[Callable[[Any], object]] = []  # each draws with Pillow's drawing object
+        self._image = Image.new("RGB", (WIDTH, MAX_HEIGHT + 200), "white")
+        self._draw = ImageDraw.Draw(self._image)
 
     def text(self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK) -> None:
         font = self.fonts[size]
         self.right = max(self.right, x + font.getlength(text))
-        self.calls.append(lambda draw: draw.text((x, y), text, font=font, fill=fill))
+        self._draw.text((x, y), text, font=font, fill=fill)
 
     def centred(self, x: float, y: float, text: str, fill: Colour = FAINT) -> None:
         self.text(x - self.fonts[11].getlength(text) / 2, y, text, 11, fill)
@@ -90,19 +89,15 @@ class _Sheet:
         self, box: tuple[float, float, float, float], fill: Colour | None, outline: Colour | None
     ) -> None:
         self.right = max(self.right, box[2])
-        self.calls.append(lambda draw: draw.rectangle(box, fill=fill, outline=outline))
+        self._draw.rectangle(box, fill=fill, outline=outline)
 
     def picture(self, x: int, y: int, pixels: np.ndarray, size: tuple[int, int]) -> None:
         picture = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
-        self.calls.append(lambda draw: draw._image.paste(picture, (x, y), picture))
+        self._image.paste(picture, (x, y), picture)
 
     def png(self) -> bytes:
         width = min(round(self.right) + MARGIN, WIDTH)
-        image = Image.new("RGB", (width, self.y + MARGIN), "white")
-        draw = ImageDraw.Draw(image)
-        for call in self.calls:
-            call(draw)
-        return png_bytes(np.asarray(image))
+        return png_bytes(np.asarray(self._image.crop((0, 0, width, self.y + MARGIN))))
 
 
 def explain_png(
@@ -110,15 +105,7 @@ def explain_png(
 ) -> bytes:
     """Draw masks, KV blocks and recurrent states of a step as a PNG file.
 
-    Parameters
-    ----------
-    req_id, tokens
-        What is shown (`vllm_npu_prep.inspect.explain.select`).
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
+    `vllm_npu_prep.inspect.explain.select` chooses what is shown, and raises the errors.
     """
     selection = select(view, req_id, tokens)
     sheet, masks = _Sheet(), list(mask_drawings(view, selection, MASKS))
@@ -130,9 +117,7 @@ def explain_png(
     for drawing in masks:
         if not _draw_mask(sheet, drawing):
             break
-    maps = [block_map(view, index, selection.requests) for index in view.tables]
-    maps += [state_map(view, group, selection.requests) for group in view.state_groups]
-    for each in maps:
+    for each in block_maps(view, selection.requests):
         if not _draw_blocks(sheet, each):
             break
     return sheet.png()
@@ -167,15 +152,14 @@ def _draw_mask(sheet: _Sheet, drawing: MaskDrawing | str) -> bool:
         for row in range(1, picture.num_rows):
             y = top + height * row / picture.num_rows
             sheet.box((left, y, left + width - 1, y), WHITE, None)
-    for label in drawing.labels:
-        sheet.label(top + label.y, label.req_id, request_colour(label.row))
-    for mark in drawing.rows:
-        y = top + height * mark.share(picture.num_rows)
-        sheet.text(left + width + 8, y - 7, mark.words, 11, FAINT)
+    for y, row, req_id in drawing.labels:
+        sheet.label(top + y, req_id, request_colour(row))
+    for share, _, words in drawing.rows:
+        sheet.text(left + width + 8, top + height * share - 7, words, 11, FAINT)
     sheet.y = top + height + 4
     sheet.text(MARGIN, sheet.y, picture.column_title, 11, FAINT)
-    for mark in drawing.columns:
-        sheet.centred(left + width * mark.share(picture.num_columns), sheet.y, mark.words)
+    for share, _, words in drawing.columns:
+        sheet.centred(left + width * share, sheet.y, words)
     sheet.y += 20
     sheet.lines(drawing.caption, fill=FAINT)
     return True
@@ -204,7 +188,7 @@ def _draw_blocks(sheet: _Sheet, blocks: BlockMap) -> bool:
             if isinstance(cell, BlockFold):
                 sheet.text(x + 4, sheet.y + 15, f"+{cell.count:,}", 11, FAINT)
             else:
-                _draw_block(sheet, x, sheet.y, cell, colour, numbered)
+                _draw_block(sheet, x, blocks, cell, colour, numbered)
         sheet.y += BLOCK_HEIGHT
         if line.strays:
             sheet.lines(line.strays, fill=colour)
@@ -233,9 +217,10 @@ def _fill(kind: str, colour: Colour) -> Colour:
 
 
 def _draw_block(
-    sheet: _Sheet, x: int, y: int, block: BlockDrawing, colour: Colour, numbered: bool
+    sheet: _Sheet, x: int, blocks: BlockMap, block: BlockDrawing, colour: Colour, numbered: bool
 ) -> None:
-    width, top, size = BLOCK_WIDTH - 6, y + 14, block.num_slots
+    y, size = sheet.y, blocks.num_slots
+    width, top = BLOCK_WIDTH - 6, y + 14
     bottom = top + SLOTS_HEIGHT
     sheet.text(x, y, str(block.number), 11, FAINT)
     sheet.box((x, top, x + width, bottom), EMPTY, None)
@@ -243,7 +228,7 @@ def _draw_block(
         left, right = x + width * bar.low / size, x + width * bar.high / size
         above = SLOTS_HEIGHT - 4 if bar.kind == "picture" else 0
         sheet.box((left, top + above, max(left, right), bottom), _fill(bar.kind, colour), None)
-    for slot in range(1, size) if block.has_lines else ():
+    for slot in range(1, size) if blocks.has_lines else ():
         line = x + width * slot / size
         sheet.box((line, top, line, bottom), WHITE, None)
     sheet.box((x, top, x + width, bottom), None, FAINT if block.shared else LINE)

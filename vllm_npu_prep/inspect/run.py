@@ -15,17 +15,19 @@ there is one, the run's ``manifest.json``:
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import RECORD_SUFFIX, read_outline
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -46,37 +48,18 @@ after which the records don't show the request.
 
 @dataclass
 class Span:
-    """Steps that computed the same number of a request's tokens, and in which it went on.
+    """Steps that computed the same number of a request's tokens, and in which it went on."""
 
-    Attributes
-    ----------
-    first
-        Index of the first step.
-    steps
-        Number of steps.
-    stride
-        Distance from each of them to the next: 1, or more where batches take turns (pipeline
-        stages).
-    in_prompt
-        Whether they computed tokens of the prompt.
-    computed
-        Tokens computed before the first step.
-    scheduled
-        Tokens of each step.
-    drafts
-        How many of these were drafts.
-    accepted
-        A character for each step, of `DIGITS`; empty without drafts.
-    """
-
-    first: int
+    first: int  # index of the first step
     steps: int
-    stride: int
-    in_prompt: bool
-    computed: int
-    scheduled: int
-    drafts: int
-    accepted: str = ""
+    stride: int  # from each to the next: 1, or more where batches take turns (pipeline stages)
+    in_prompt: bool  # whether they computed tokens of the prompt
+    computed: int  # tokens computed before the first step
+    scheduled: int  # tokens of each step
+    drafts: int  # how many of these were drafts
+    accepted: list[str] = field(
+        default_factory=list
+    )  # for each step, of `DIGITS`; if it has drafts
 
     @property
     def last(self) -> int:
@@ -85,29 +68,15 @@ class Span:
 
 @dataclass
 class RequestRow:
-    """What the steps of a rank did for a request.
+    """What the steps of a rank did for a request."""
 
-    Attributes
-    ----------
-    name
-        As recorded, a hash unless real names were asked for.
-    spans
-        Its steps.
-    hits
-        Step index, and tokens that were computed before the request came in: prefix-cache hits.
-    preemptions
-        Indices of the steps in which it came back.
-    """
-
-    name: str
+    name: str  # as recorded, a hash unless real names were asked for
     num_prompt_tokens: int
     spans: list[Span] = field(default_factory=list)
+    # Step index, and tokens that were computed before the request came in: prefix-cache hits
     hits: list[tuple[int, int]] = field(default_factory=list)
-    preemptions: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._computed = 0  # tokens computed after the last step, if every draft is accepted
-        self._accepted: list[str] = []  # accepted drafts of the last span
+    preemptions: list[int] = field(default_factory=list)  # indices of the steps of its return
+    next_computed: int = 0  # tokens computed after the last step, if every draft is accepted
 
     def add(self, index: int, computed: int, scheduled: int, drafts: int, begins: bool) -> None:
         """Enter the request's next step.
@@ -123,170 +92,112 @@ class RequestRow:
         """
         span = self.spans[-1] if self.spans else None
         in_prompt = computed < self.num_prompt_tokens
-        goes_on = False
-        if span is None:
-            if begins and computed:
-                self.hits.append((index, computed))
-        else:
-            rejected = self._computed - computed
-            if not 0 <= rejected <= span.drafts:
-                self.preemptions.append(index)
-                if computed:
-                    self.hits.append((index, computed))
-            elif begins:
-                goes_on = True
-                if span.drafts:
-                    self._accepted[-1] = _digit(span.drafts - rejected)
-        self._computed = computed + scheduled
-        if span is not None:
+        rejected, self.next_computed = self.next_computed - computed, computed + scheduled
+        is_back = span is not None and not 0 <= rejected <= span.drafts
+        if is_back:
+            self.preemptions.append(index)
+        if computed and (is_back or (span is None and begins)):
+            self.hits.append((index, computed))
+        if span is not None and begins and not is_back:  # it goes on
+            if span.drafts:
+                span.accepted[-1] = _digit(span.drafts - rejected)
             stride = index - span.last
             alike = (span.in_prompt, span.scheduled, span.drafts) == (in_prompt, scheduled, drafts)
-            if goes_on and alike and (stride == span.stride or (span.steps == 1 and stride <= 8)):
+            if alike and (stride == span.stride or (span.steps == 1 and stride <= 8)):
                 span.stride, span.steps = stride, span.steps + 1
-                if drafts:
-                    self._accepted.append(UNKNOWN)
+                span.accepted += [UNKNOWN] * (drafts > 0)
                 return
-            self.finish()
-        self.spans.append(Span(index, 1, 1, in_prompt, computed, scheduled, drafts))
-        self._accepted = [UNKNOWN] if drafts else []
-
-    def finish(self) -> None:
-        """Write the accepted drafts of the last span into it."""
-        if self.spans:
-            self.spans[-1].accepted = "".join(self._accepted)
+        accepted = [UNKNOWN] * (drafts > 0)
+        self.spans.append(Span(index, 1, 1, in_prompt, computed, scheduled, drafts, accepted))
 
 
 def _digit(accepted: int) -> str:
     return DIGITS[accepted] if accepted < len(DIGITS) else MORE
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a rank did in a step.
+RequestStep: TypeAlias = tuple[str, int, int, int, int]
+"""A request in a step: its name, and its prompt tokens, computed tokens, scheduled tokens and
+drafts."""
 
-    Attributes
-    ----------
-    number
-        Number of the step since start-up.
-    state, kind, tokens, padding, padding_requests
-        See `RankRun`.
-    blocks
-        Blocks that requests own, for each KV-cache group with a block table.
-    times
-        When its preparation began, how long it took, and its waits; None if unknown.
-    of_requests
-        Name, prompt tokens, computed tokens, scheduled tokens and drafts of each request.
-    """
 
-    number: int
-    state: str
-    kind: str
+class Step(NamedTuple):
+    """What a rank did in a step."""
+
+    number: int  # since start-up
+    state: str  # name of its attention state
+    kind: str  # `vllm_npu_prep.graph.counts.StepCounts.kind`
+    requests: int
+    padding_requests: int
     tokens: int
     padding: int
-    padding_requests: int
+    drafts: int
+    # Blocks that its requests own, a shared one once, for each KV-cache group with a block table
     blocks: list[int]
+    # When its preparation began and how long it took, in seconds, and its waits
     times: tuple[float, float, int] | None
-    of_requests: list[tuple[str, int, int, int, int]]
 
     @classmethod
-    def of(cls, outline: StepRecord) -> "Step":
-        settings, batch, times = outline.settings, outline.batch, outline.settings.times
-        ends = np.cumsum(batch.num_blocks.sum(axis=1))[:-1]
-        return cls(
-            number=settings.step,
-            state=outline.attn_state,
-            kind=settings.kind,
-            tokens=settings.total_num_scheduled_tokens,
-            padding=settings.num_input_tokens - settings.total_num_scheduled_tokens,
-            padding_requests=settings.num_reqs_padded - settings.num_reqs,
-            blocks=[_distinct(ids) for ids in np.split(batch.block_ids, ends)]
-            if len(batch.num_blocks)
-            else [],
-            times=None if times is None else (times.started, times.prepared, times.waits),
-            of_requests=list(
-                zip(
-                    settings.req_ids,
-                    batch.num_prompt_tokens.tolist(),
-                    batch.num_computed_tokens.tolist(),
-                    batch.num_scheduled_tokens.tolist(),
-                    batch.num_draft_tokens.tolist(),
-                )
-            ),
-        )
-
-    @classmethod
-    def read(cls, file: Path) -> "Step":
-        """Read the step of a file.
+    def read(cls, file: Path) -> tuple["Step", list[RequestStep]]:
+        """Read the step of a file, and its requests.
 
         Raises
         ------
         PrepError
             One line: what is wrong with the file.
         """
-        step = cls.of(read_outline(file))
-        if file.stem != f"step-{step.number:06d}":
-            raise PrepError(f"{file}: is the record of step {step.number}")
-        return step
+        outline = read_outline(file)
+        settings, batch, times = outline.settings, outline.batch, outline.settings.times
+        if file.stem != f"step-{settings.step:06d}":
+            raise PrepError(f"{file}: is the record of step {settings.step}")
+        ends = np.cumsum(batch.num_blocks.sum(axis=1))
+        owned = np.split(batch.block_ids, ends)[: len(batch.num_blocks)]
+        step = cls(
+            number=settings.step,
+            state=outline.attn_state,
+            kind=settings.kind,
+            requests=settings.num_reqs,
+            padding_requests=settings.num_reqs_padded - settings.num_reqs,
+            tokens=settings.total_num_scheduled_tokens,
+            padding=settings.num_input_tokens - settings.total_num_scheduled_tokens,
+            drafts=int(batch.num_draft_tokens.sum()),
+            blocks=[_distinct(ids) for ids in owned],
+            times=None if times is None else (times.started, times.prepared, times.waits),
+        )
+        counts = batch.num_prompt_tokens, batch.num_computed_tokens, batch.num_scheduled_tokens
+        columns = (each.tolist() for each in (*counts, batch.num_draft_tokens))
+        return step, list(zip(settings.req_ids, *columns))
 
 
-def _steps(files: list[Path]) -> Iterator[Step]:
-    if len(files) < SHARED_OUT:
-        yield from map(Step.read, files)
+def in_processes(work: Callable[[T], R], items: list[T], shared_out: int) -> Iterator[R]:
+    """Do something with each of some items, in several processes from `shared_out` items on."""
+    if len(items) < shared_out:
+        yield from map(work, items)
         return
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES)) as pool:
-        yield from pool.map(Step.read, files, chunksize=SHARED_OUT // 16)
+    with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_PROCESSES)) as pool:
+        yield from pool.map(work, items, chunksize=max(shared_out // 16, 16))
 
 
 @dataclass
 class RankRun:
-    """The steps of a rank.
+    """The steps of a rank, and what they did for its requests."""
 
-    Attributes
-    ----------
-    rank
-        Its number; None if the folder's name has none.
-    folder
-        Its folder.
-    config
-        What the manifest says of the engine; empty without one.
-    index
-        Index of each of its steps among the run's step numbers.
-    states, kinds
-        Attention state and kind of each step (`vllm_npu_prep.graph.counts.StepCounts.kind`).
-    requests, padding_requests, tokens, padding
-        Requests and rows of padding, scheduled tokens and tokens of padding of each step.
-    drafts
-        Drafts of each step.
-    blocks
-        For each KV-cache group with a block table: blocks that the requests of each step own, a
-        shared one counted once.
-    times
-        Of each step: when its preparation began and how long it took, in seconds, and its waits;
-        None where the record has no times.
-    rows
-        The requests, in the order of their first steps.
-    """
-
-    rank: int | None
+    rank: int | None  # None if the folder's name has none
     folder: Path
-    config: dict[str, Any]
-    index: list[int] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    requests: list[int] = field(default_factory=list)
-    padding_requests: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    padding: list[int] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
-    blocks: list[list[int]] = field(default_factory=list)
-    times: list[tuple[float, float, int] | None] = field(default_factory=list)
-    rows: list[RequestRow] = field(default_factory=list)
+    config: dict[str, Any]  # what the manifest says of the engine; empty without one
+    steps: list[Step] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)  # of each among the run's step numbers
+    requests: dict[str, RequestRow] = field(default_factory=dict)  # by name, as they came
 
-    def __post_init__(self) -> None:
-        self._by_name: dict[str, RequestRow] = {}
-        self._last_number = -1
+    @property
+    def rows(self) -> list[RequestRow]:
+        return list(self.requests.values())
 
-    def add(self, index: int, step: Step) -> None:
+    @property
+    def times(self) -> list[tuple[float, float, int]]:
+        """The times of steps that have them."""
+        return [step.times for step in self.steps if step.times is not None]
+
+    def add(self, index: int, step: Step, requests: list[RequestStep]) -> None:
         """Enter the next step.
 
         Raises
@@ -294,31 +205,21 @@ class RankRun:
         PrepError
             If it has other KV-cache groups than the steps before it.
         """
-        if not self.index:
-            self.blocks = [[] for _ in step.blocks]
-        if len(self.blocks) != len(step.blocks):
-            raise PrepError(
-                f"{self.folder}: step {step.number} has {len(step.blocks)} block tables, and the "
-                f"steps before it {len(self.blocks)}; give the folder of one run"
-            )
+        begins = step.number == 0
+        if self.steps:
+            before = self.steps[-1]
+            begins = step.number == before.number + 1
+            if len(before.blocks) != len(step.blocks):
+                raise PrepError(
+                    f"{self.folder}: step {step.number} has {len(step.blocks)} block tables, and "
+                    f"the steps before it {len(before.blocks)}; give the folder of one run"
+                )
         self.index.append(index)
-        self.states.append(step.state)
-        self.kinds.append(step.kind)
-        self.requests.append(len(step.of_requests))
-        self.padding_requests.append(step.padding_requests)
-        self.tokens.append(step.tokens)
-        self.padding.append(step.padding)
-        self.drafts.append(sum(request[-1] for request in step.of_requests))
-        for counts, count in zip(self.blocks, step.blocks):
-            counts.append(count)
-        self.times.append(step.times)
-        begins = step.number in (0, self._last_number + 1)
-        self._last_number = step.number
-        for name, prompt, computed, scheduled, drafts in step.of_requests:
-            row = self._by_name.get(name)
+        self.steps.append(step)
+        for name, prompt, computed, scheduled, drafts in requests:
+            row = self.requests.get(name)
             if row is None:
-                row = self._by_name[name] = RequestRow(name, prompt)
-                self.rows.append(row)
+                row = self.requests[name] = RequestRow(name, prompt)
             row.add(index, computed, scheduled, drafts, begins)
 
 
@@ -335,24 +236,12 @@ def _distinct(ids: np.ndarray) -> int:
 
 @dataclass
 class Run:
-    """A recorded run.
+    """A recorded run."""
 
-    Attributes
-    ----------
-    name
-        For a heading.
-    numbers
-        Steps that at least one rank has, in order.
-    ranks
-        In the order of their numbers.
-    older
-        Runs in the same folder that are not shown, in words.
-    """
-
-    name: str
-    numbers: list[int]
-    ranks: list[RankRun]
-    older: list[str]
+    name: str  # for a heading
+    numbers: list[int]  # steps that at least one rank has, in order
+    ranks: list[RankRun]  # in the order of their numbers
+    older: list[str]  # runs in the same folder that are not shown
 
 
 def read_run(path: Path) -> Run:
@@ -380,11 +269,9 @@ def read_run(path: Path) -> Run:
     index_of = {number: index for index, number in enumerate(numbers)}
     ranks = []
     for folder in folders:
-        rank = RankRun(_rank_of(folder), folder, _config(folder))
-        for step in _steps(list(files[folder].values())):
-            rank.add(index_of[step.number], step)
-        for row in rank.rows:
-            row.finish()
+        rank = RankRun(_rank_of(folder), folder, engine_config(folder))
+        for step, requests in in_processes(Step.read, [*files[folder].values()], SHARED_OUT):
+            rank.add(index_of[step.number], step, requests)
         ranks.append(rank)
     name = folders[0].name if len(folders) == 1 else folders[0].parent.name
     return Run(name or str(path), numbers, ranks, [each[0].name for each in older])
@@ -420,7 +307,7 @@ def _numbered(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def engine_config(folder: Path) -> dict[str, Any]:
     """Return what the manifest says of the engine; empty without a manifest.
 
     Raises

@@ -4,6 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_npu_prep.inspect.run import RequestRow, Run
+from vllm_npu_prep.wording import runs_of
+
+COUNTS = ("requests", "padding_requests", "tokens", "padding", "drafts")
+"""What is counted in each `vllm_npu_prep.inspect.run.Step`."""
 
 
 def run_json(run: Run) -> dict[str, Any]:
@@ -12,11 +16,9 @@ def run_json(run: Run) -> dict[str, Any]:
     Of each rank there is an entry for each of its steps. Ranks whose requests did the same as
     those of an earlier rank name that rank instead of listing them.
     """
-    states = _distinct_texts(text for rank in run.ranks for text in rank.states)
-    kinds = _distinct_texts(text for rank in run.ranks for text in rank.kinds)
-    begin = min(
-        (times[0] for rank in run.ranks for times in rank.times if times is not None), default=0.0
-    )
+    states = _distinct_texts(step.state for rank in run.ranks for step in rank.steps)
+    kinds = _distinct_texts(step.kind for rank in run.ranks for step in rank.steps)
+    begin = min((started for rank in run.ranks for started, *_ in rank.times), default=0.0)
     listed: list[list[Any]] = []
     ranks = []
     for rank in run.ranks:
@@ -29,20 +31,14 @@ def run_json(run: Run) -> dict[str, Any]:
                 "rank": rank.rank,
                 "folder": str(rank.folder),
                 "config": rank.config,
-                "steps": runs_of(rank.index),
-                "state": [states[text] for text in rank.states],
-                "kind": [kinds[text] for text in rank.kinds],
-                "requests": rank.requests,
-                "padding_requests": rank.padding_requests,
-                "tokens": rank.tokens,
-                "padding": rank.padding,
-                "drafts": rank.drafts,
-                "blocks": rank.blocks,
+                "steps": counted_runs(rank.index),
+                "state": [states[step.state] for step in rank.steps],
+                "kind": [kinds[step.kind] for step in rank.steps],
+                **{name: [getattr(step, name) for step in rank.steps] for name in COUNTS},
+                "blocks": [list(of_group) for of_group in zip(*(s.blocks for s in rank.steps))],
                 "times": [
-                    None
-                    if times is None
-                    else [round(1e6 * (times[0] - begin)), round(1e6 * times[1]), times[2]]
-                    for times in rank.times
+                    times and [round(1e6 * (times[0] - begin)), round(1e6 * times[1]), times[2]]
+                    for times in (step.times for step in rank.steps)
                 ],
                 "rows": [row[0] for row in rows] if same is not None else rows,
                 "rows_like": same,
@@ -50,7 +46,7 @@ def run_json(run: Run) -> dict[str, Any]:
         )
     return {
         "name": run.name,
-        "numbers": runs_of(run.numbers),
+        "numbers": counted_runs(run.numbers),
         "states": list(states),
         "kinds": list(kinds),
         "ranks": ranks,
@@ -65,7 +61,7 @@ def _row_json(row: RequestRow) -> list[Any]:
         sizes = span.first, span.steps, span.stride, int(span.in_prompt)
         spans.append([*sizes, span.computed, span.scheduled, span.drafts])
         if span.accepted:
-            spans[-1].append(span.accepted)
+            spans[-1].append("".join(span.accepted))
     return [
         row.name,
         row.num_prompt_tokens,
@@ -79,12 +75,6 @@ def _distinct_texts(texts: Iterable[str]) -> dict[str, int]:
     return {text: number for number, text in enumerate(dict.fromkeys(texts))}
 
 
-def runs_of(numbers: list[int]) -> list[list[int]]:
+def counted_runs(numbers: list[int]) -> list[list[int]]:
     """Return growing numbers as runs: first and count of each."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == sum(runs[-1]):
-            runs[-1][1] += 1
-        else:
-            runs.append([number, 1])
-    return runs
+    return [[run.start, len(run)] for run in runs_of(numbers)]

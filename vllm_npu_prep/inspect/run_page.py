@@ -7,7 +7,6 @@ As the page of a step (`vllm_npu_prep.inspect.page`), it loads nothing.
 
 import json
 import shlex
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -16,8 +15,8 @@ import numpy as np
 from markupsafe import Markup
 
 from vllm_npu_prep.inspect.page import content_policy, template
-from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run
-from vllm_npu_prep.inspect.run_data import run_json, runs_of
+from vllm_npu_prep.inspect.run import DIGITS, RankRun, Run, Step
+from vllm_npu_prep.inspect.run_data import counted_runs, run_json
 from vllm_npu_prep.inspect.run_steps import StepPages
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.wording import counted
@@ -25,25 +24,6 @@ from vllm_npu_prep.wording import counted
 COMMAND = "vllm-npu-prep explain"
 MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 """Characters that could end or change the element that holds the data, each with its escape."""
-
-RANK_COLUMNS = [
-    "rank",
-    "steps",
-    "requests",
-    "tokens",
-    "padding",
-    "full graph",
-    "piecewise graphs",
-    "eager",
-    "host time, median",
-    "host time, p99",
-    "waits",
-    "most KV blocks",
-    "prefix hits",
-    "drafts accepted",
-    "preempted",
-    "compared with the first rank",
-]
 
 
 def run_html(run: Run, pages: StepPages | None = None) -> str:
@@ -62,7 +42,7 @@ def run_html(run: Run, pages: StepPages | None = None) -> str:
     for rank, of_rank in zip(data["ranks"], run.ranks):
         rank["quoted_folder"] = shlex.quote(rank["folder"])
         rank["pages"] = None if pages is None else _pages_json(pages, run, of_rank)
-    first = run.ranks[0]
+    lines = [rank_line(rank, run.ranks[0], run.numbers) for rank in run.ranks]
     return template("run.html").render(
         policy=content_policy(script),
         style=Markup(style),
@@ -71,8 +51,8 @@ def run_html(run: Run, pages: StepPages | None = None) -> str:
         name=run.name,
         pages=pages is not None,
         facts=_facts(run),
-        columns=RANK_COLUMNS,
-        rows=[rank_line(rank, first, run.numbers) for rank in run.ranks],
+        columns=list(lines[0]),
+        rows=[list(line.values()) for line in lines],
         older=run.older,
         states=states,
     )
@@ -81,7 +61,7 @@ def run_html(run: Run, pages: StepPages | None = None) -> str:
 def _pages_json(pages: StepPages, run: Run, rank: RankRun) -> dict[str, Any]:
     """Return which steps of a rank have a page, and the text around a number in its address."""
     begin, end = quote(f"{pages.folder.name}/step-"), quote(pages.ending(rank))
-    return {"begin": begin, "end": end, "steps": runs_of(pages.indices(run, rank))}
+    return {"begin": begin, "end": end, "steps": counted_runs(pages.indices(run, rank))}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -98,52 +78,51 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return lines
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """How many drafts were accepted, of how many, where the records show what became of them."""
-
-    accepted: int
-    drafts: int
-
-
-def accepted_drafts(rank: RankRun) -> Accepted:
+def accepted_drafts(rank: RankRun) -> tuple[int, int]:
+    """Return how many drafts were accepted, of how many, where records show what became of them."""
     accepted = drafts = 0
     for row in rank.rows:
         for span in row.spans:
             known = [DIGITS.index(c) for c in span.accepted if c in DIGITS]
             accepted += sum(known)
             drafts += span.drafts * len(known)
-    return Accepted(accepted, drafts)
+    return accepted, drafts
 
 
-def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> list[str]:
-    """Return a rank's line of the table, by `RANK_COLUMNS`."""
-    steps, tokens, padding = len(rank.index), sum(rank.tokens), sum(rank.padding)
-    kinds = [sum(kind.startswith(k) for kind in rank.kinds) for k in ("full", "piecewise", "eager")]
-    timed = [times for times in rank.times if times is not None]
-    seconds = np.array([times[1] for times in timed])
-    blocks = ", ".join(f"{max(of_group, default=0):,}" for of_group in rank.blocks)
+def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> dict[str, str]:
+    """Return a rank's line of the table, by the names of columns."""
+    steps, tokens = len(rank.steps), sum(step.tokens for step in rank.steps)
+    padding = sum(step.padding for step in rank.steps)
+    times = rank.times
+    seconds = np.array([prepared for _, prepared, _ in times])
+    blocks = ", ".join(f"{max(counts):,}" for counts in zip(*(s.blocks for s in rank.steps)))
     pool = rank.config.get("num_blocks")
     if isinstance(pool, int) and blocks:
         blocks += f" of {pool:,}"
     hits = [tokens for row in rank.rows for _, tokens in row.hits]
-    drafts = accepted_drafts(rank)
+    accepted, drafts = accepted_drafts(rank)
     preempted = sum(len(row.preemptions) for row in rank.rows)
-    return [
-        "-" if rank.rank is None else str(rank.rank),
-        f"{steps:,}",
-        f"{len(rank.rows):,}",
-        f"{tokens:,}",
-        _share(padding, tokens + padding),
-        *(_share(kind, steps) for kind in kinds),
-        *([_time(np.median(seconds)), _time(np.quantile(seconds, 0.99))] if timed else ["-", "-"]),
-        f"{sum(times[2] for times in timed):,}" if timed else "-",
-        blocks or "-",
-        f"{sum(hits):,} tokens of {counted(len(hits), 'request')}" if hits else "-",
-        f"{drafts.accepted:,} of {drafts.drafts:,}" if drafts.drafts else "-",
-        f"{preempted:,}",
-        "-" if rank is first else compare_ranks(rank, first, numbers),
-    ]
+    line = {
+        "rank": "-" if rank.rank is None else str(rank.rank),
+        "steps": f"{steps:,}",
+        "requests": f"{len(rank.rows):,}",
+        "tokens": f"{tokens:,}",
+        "padding": _share(padding, tokens + padding),
+    }
+    for way in ("full graph", "piecewise graphs", "eager"):
+        line[way] = _share(sum(step.kind.startswith(way) for step in rank.steps), steps)
+    return line | {
+        "host time, median": _time(np.median(seconds)) if times else "-",
+        "host time, p99": _time(np.quantile(seconds, 0.99)) if times else "-",
+        "waits": f"{sum(waits for _, _, waits in times):,}" if times else "-",
+        "most KV blocks": blocks or "-",
+        "prefix hits": f"{sum(hits):,} tokens of {counted(len(hits), 'request')}" if hits else "-",
+        "drafts accepted": f"{accepted:,} of {drafts:,}" if drafts else "-",
+        "preempted": f"{preempted:,}",
+        "compared with the first rank": (
+            "-" if rank is first else compare_ranks(rank, first, numbers)
+        ),
+    }
 
 
 def compare_ranks(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
@@ -152,9 +131,8 @@ def compare_ranks(rank: RankRun, first: RankRun, numbers: list[int]) -> str:
     Ranks of one engine do, under tensor and pipeline parallelism; data-parallel ranks don't.
     """
 
-    def steps(of: RankRun) -> dict[int, tuple[object, ...]]:
-        columns = (of.states, of.kinds, of.requests, of.tokens, of.padding, of.drafts, *of.blocks)
-        return dict(zip(of.index, zip(*columns)))
+    def steps(of: RankRun) -> dict[int, Step]:
+        return {index: step._replace(times=None) for index, step in zip(of.index, of.steps)}
 
     own, others = steps(rank), steps(first)
     for index in sorted(own.keys() & others.keys()):

@@ -4,17 +4,16 @@ The page of a run holds no step's arrays, which is why 10,000 steps open at once
 for each step, which the browser reads when it is opened.
 """
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import quote
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.files import write_whole
 from vllm_npu_prep.inspect.page import StepLinks, explain_html
-from vllm_npu_prep.inspect.run import MOST_PROCESSES, RankRun, Run
+from vllm_npu_prep.inspect.run import RankRun, Run, in_processes
 from vllm_npu_prep.inspect.view import view_of_record
 from vllm_npu_prep.records.record_file import RECORD_SUFFIX
 
@@ -25,21 +24,16 @@ them: some 25 MB, and some 25 s of processor time.
 SHARED_OUT = 64
 """The number of pages from which on several processes write them."""
 
+Page: TypeAlias = tuple[Path, Path, StepLinks]
+"""The record, the page and the links of a step."""
+
 
 @dataclass(frozen=True)
 class StepPages:
-    """Which steps of a run have a page, and where these are.
+    """Which steps of a run have a page, and where these are."""
 
-    Attributes
-    ----------
-    html
-        The page of the run.
-    steps
-        First step and the one after the last; None for all.
-    """
-
-    html: Path
-    steps: tuple[int, int] | None = None
+    html: Path  # the page of the run
+    steps: tuple[int, int] | None = None  # the first and the one after the last; None for all
 
     @property
     def folder(self) -> Path:
@@ -76,17 +70,11 @@ class StepPages:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise PrepError(f"{self.folder}: can't be made: {error.strerror or error}") from None
-        if len(todo) < SHARED_OUT:
-            for each in todo:
-                _write(*each)
-        else:
-            processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-            with ProcessPoolExecutor(processes) as pool:
-                list(pool.map(_write, *zip(*todo), chunksize=16))
+        for _ in in_processes(_write, todo, SHARED_OUT):
+            pass
         return len(todo)
 
-    def _todo(self, run: Run) -> Iterator[tuple[Path, Path, StepLinks]]:
-        """Yield the record, the page and the links of each step that has a page."""
+    def _todo(self, run: Run) -> Iterator[Page]:
         back = quote(self.html.name)
         for place, rank in enumerate(run.ranks):
             numbers = [run.numbers[index] for index in self.indices(run, rank)]
@@ -98,5 +86,6 @@ class StepPages:
                 yield record, self.folder / pages[at], links
 
 
-def _write(record: Path, page: Path, links: StepLinks) -> None:
+def _write(todo: Page) -> None:
+    record, page, links = todo
     write_whole(page, explain_html(view_of_record(record), links=links).encode())

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.inspect.texts import input_texts
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.mask import MaskKind, MaskPlan
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.records.contract import mask_plan
@@ -65,28 +66,17 @@ class RequestView:
 
 @dataclass(frozen=True)
 class StepView:
-    """A prepared step and what is known of its requests and groups.
+    """A prepared step and what is known of its requests and groups."""
 
-    Attributes
-    ----------
-    name
-        For a heading.
-    settings
-        Those under which it was prepared.
-    requests
-        In the order of the batch.
-    padded
-        Whether the device sees other sizes than the scheduler's.
-    tokens_per_expert
-        By layer: tokens of each expert, if the record was asked for them.
-    """
-
-    name: str
-    settings: RecordSettings
+    name: str  # for a heading
+    settings: RecordSettings  # those under which it was prepared
     step: PreparedStep
-    requests: list[RequestView]
-    padded: bool = True
+    requests: list[RequestView]  # in the order of the batch
+    padded: bool = True  # whether the device sees other sizes than the scheduler's
+    # By layer: tokens of each expert, if the record was asked for them
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
+    # The text of each token (`vllm_npu_prep.inspect.texts`); empty without a tokenizer
+    input_texts: list[str | None] = field(default_factory=list)
 
     @classmethod
     def of_scenario(cls, scenario: Scenario) -> "StepView":
@@ -134,7 +124,8 @@ class StepView:
     @cached_property
     def plans(self) -> list[MaskPlan]:
         """The mask of each of `groups`."""
-        return [mask_plan(self.step, self.settings, group) for group in self.groups]
+        form = MaskForm(self.settings.mask)
+        return [mask_plan(self.step, form, group) for group in self.groups]
 
     @cached_property
     def tables(self) -> dict[int, int]:
@@ -248,7 +239,8 @@ class StepView:
 
 
 def view_of_record(file: Path) -> StepView:
-    """Return the step of a record, with the tokens of its experts where these were counted.
+    """Return the step of a record, with the tokens of its experts where these were counted, and
+    the texts of its tokens where the model's tokenizer is at hand.
 
     Raises
     ------
@@ -260,4 +252,5 @@ def view_of_record(file: Path) -> StepView:
         view = StepView.of_record(record, f"step {record.number} of {file}")
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
-    return replace(view, tokens_per_expert=read_expert_counts(file))
+    experts, texts = read_expert_counts(file), input_texts(file, record)
+    return replace(view, tokens_per_expert=experts, input_texts=texts)

@@ -4,48 +4,33 @@ The pass is `vllm_npu_prep.prep.checks`; this module describes the faults that i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from vllm_npu_prep.observe.violation import StepCheckError, given_allowed
 from vllm_npu_prep.prep.checks import Fault, Rule, find_fault
-from vllm_npu_prep.prep.states import first_kept, read_column, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, read_column, state_column
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_npu_prep.prep.batch import PreparedStep
-    from vllm_npu_prep.prep.layout import StepArrays
-    from vllm_npu_prep.prep.tables import BatchTables
 
 
 class StepCheck:
     """The cheap check of a runner's steps.
 
-    Parameters
-    ----------
-    vocab_size
-        Token ids are below it.
-    num_slots
-        Slots of each KV-cache group.
-
-    Attributes
-    ----------
-    limits, limits_with_embeds
-        Arguments of `find_fault` for steps of token ids and for steps with embeddings: int64, the
-        end of the allowed token ids and then `num_slots`.
-    limits_in_pass
-        The limits with which steps of token ids are checked as they are written
-        (`StepBatch.check_limits`).
+    Token ids are below `vocab_size`; `num_slots` has the slots of each KV-cache group.
     """
 
     def __init__(self, vocab_size: int, num_slots: list[int]) -> None:
-        self.limits = np.array([vocab_size, *num_slots], np.int64)
+        # Of `find_fault`: the end of the allowed token ids, then `num_slots`
+        self.limits = np.array([vocab_size, *num_slots], np.int64)  # [1 + groups]
         self.limits_with_embeds = self.limits.copy()
         self.limits_with_embeds[0] = 1 << 31
+        # Of steps of token ids, checked as they are written (`StepBatch.check_limits`)
         self.limits_in_pass = self.limits
 
     def follow(self, scheduler_output: "SchedulerOutput") -> None:
@@ -70,29 +55,33 @@ class StepCheck:
             raise explain_fault(step, limits, fault, req_ids)
 
 
-@dataclass(frozen=True)
 class FaultPlace:
-    """A step, and the place where it breaks a rule; -1 stands for the whole of a kind."""
+    """A step, and the place where it breaks a rule; -1 stands for the whole of a kind.
 
-    step: "PreparedStep"
-    limits: np.ndarray  # of `find_fault`
-    req: int  # row of the batch, or virtual request of a rule about these
-    token: int
-    group: int
-    req_ids: list[str]
+    `limits` are those of `find_fault`, and `req` is a row of the batch, or the virtual request of a
+    rule about these.
+    """
 
-    @property
-    def arrays(self) -> "StepArrays":
-        return self.step.arrays
-
-    @property
-    def tables(self) -> "BatchTables":
-        return self.step.batch.tables
+    def __init__(
+        self,
+        step: "PreparedStep",
+        limits: np.ndarray,
+        req: int,
+        token: int,
+        group: int,
+        req_ids: list[str],
+    ) -> None:
+        self.step, self.limits, self.req_ids = step, limits, req_ids
+        self.req, self.token, self.group = req, token, group
+        self.arrays, self.tables = step.arrays, step.batch.tables
+        self.num_tokens = step.total_num_scheduled_tokens
+        self.starts = step.arrays.query_start_loc
+        self.local_starts = step.arrays.chunk_local_query_start_loc
 
     @property
     def row(self) -> int:
         """The row of the tables that is the request's."""
-        return int(self.step.slots[self.req])
+        return int(self.step.request_rows[self.req])
 
     @property
     def seq_len(self) -> int:
@@ -101,18 +90,6 @@ class FaultPlace:
     @property
     def computed(self) -> int:
         return int(self.arrays.num_computed_tokens[self.req])
-
-    @property
-    def num_tokens(self) -> int:
-        return self.step.total_num_scheduled_tokens
-
-    @property
-    def starts(self) -> np.ndarray:
-        return self.arrays.query_start_loc
-
-    @property
-    def local_starts(self) -> np.ndarray:
-        return self.arrays.chunk_local_query_start_loc
 
     @property
     def slot(self) -> int:
@@ -154,27 +131,12 @@ def _blocks(at: FaultPlace) -> GivenAllowed:
     return at.seq_len, f"up to {room} in its {counted(owned, 'block')}"
 
 
-def _positions(at: FaultPlace) -> GivenAllowed:
-    return at.arrays.positions[at.token], at.computed + at.token - int(at.starts[at.req])
-
-
-def _logits(at: FaultPlace) -> GivenAllowed:
-    return (
-        f"token {at.token} in {at.step.logits_indices.tolist()}",
-        f"rising, below {at.num_tokens}",
-    )
-
-
 def _padding_reqs(at: FaultPlace) -> GivenAllowed:
     return (
         f"tokens {at.borders(at.starts)}, length {at.seq_len}, {at.computed} of them computed",
         f"tokens that rise to {at.step.num_input_tokens} at most, and a length that is their "
         f"number, up to max_model_len {at.tables.max_model_len}, 0 of them computed",
     )
-
-
-def _local_query_lens(at: FaultPlace) -> GivenAllowed:
-    return at.borders(at.local_starts), f"rising from 0 to {at.step.num_input_tokens} at most"
 
 
 def _local_seq_lens(at: FaultPlace) -> GivenAllowed:
@@ -280,17 +242,26 @@ READS: dict[Rule, Callable[[FaultPlace], GivenAllowed]] = {
     Rule.SEQ_LENS: _seq_lens,
     Rule.MODEL_LEN: lambda at: (at.seq_len, f"up to max_model_len {at.tables.max_model_len}"),
     Rule.BLOCKS: _blocks,
-    Rule.POSITIONS: _positions,
+    Rule.POSITIONS: lambda at: (
+        at.arrays.positions[at.token],
+        at.computed + at.token - int(at.starts[at.req]),
+    ),
     Rule.VOCABULARY: lambda at: (at.arrays.input_ids[at.token], f"0 to {at.limits[0] - 1}"),
     Rule.SLOTS: lambda at: (at.slot, f"{at.block_size} to {at.limits[1 + at.group] - 1}"),
     Rule.LAST_SLOT: lambda at: (at.slot, at.named_slot(at.seq_len - 1)),
     Rule.MAX_QUERY_LEN: lambda at: (at.step.max_query_len, at.step.query_lens.max(initial=0)),
     Rule.MAX_SEQ_LEN: lambda at: (at.step.max_seq_len, at.step.seq_lens.max(initial=0)),
-    Rule.LOGITS: _logits,
+    Rule.LOGITS: lambda at: (
+        f"token {at.token} in {at.step.logits_indices.tolist()}",
+        f"rising, below {at.num_tokens}",
+    ),
     Rule.PADDING_TOKENS: lambda at: (at.slot, "-1"),
     Rule.PADDING_REQS: _padding_reqs,
     Rule.ENDS_AT_INPUT_TOKENS: lambda at: (at.starts[-1], at.step.num_input_tokens),
-    Rule.LOCAL_QUERY_LENS: _local_query_lens,
+    Rule.LOCAL_QUERY_LENS: lambda at: (
+        at.borders(at.local_starts),
+        f"rising from 0 to {at.step.num_input_tokens} at most",
+    ),
     Rule.LOCAL_SEQ_LENS: _local_seq_lens,
     Rule.LOCAL_ENDS_AT_TOKENS: lambda at: (at.local_starts[at.req + 1], at.num_tokens),
     Rule.LOCAL_ENDS_AT_INPUT_TOKENS: lambda at: (at.local_starts[-1], at.step.num_input_tokens),

@@ -8,9 +8,10 @@ a server.
 from typing import Any
 
 from vllm_npu_prep.observe.check import StepCheck
-from vllm_npu_prep.observe.ledger import LedgerGroup, SlotLedger
+from vllm_npu_prep.observe.ledger import SlotLedger
+from vllm_npu_prep.observe.ledger_owners import LedgerGroup
 from vllm_npu_prep.prep.checks import NO_SLOTS
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 
 
 def make_check(level: str, runner: Any) -> StepCheck | None:
@@ -40,13 +41,13 @@ def make_check(level: str, runner: Any) -> StepCheck | None:
 def load_of(runner: Any, number: int) -> str | None:
     """Return the load of the adapter with this number that a runner holds; None if it holds none.
 
-    A load is named by `compat.adapters`.
+    A load is named by `compat.lora`.
     """
     adapters = runner.lora_manager._adapter_manager.list_adapters()
     return getattr(adapters.get(number), "load", None)
 
 
-def ledger_group(spec: Any, block_size: int, shards: ContextShards = WHOLE_CONTEXTS) -> LedgerGroup:
+def ledger_group(spec: Any, block_size: int, dcp: DCPRank = NO_DCP) -> LedgerGroup:
     """Return a KV-cache group for the ledger.
 
     Parameters
@@ -56,7 +57,7 @@ def ledger_group(spec: Any, block_size: int, shards: ContextShards = WHOLE_CONTE
         less, but its blocks are not freed.
     block_size
         Tokens in a block of its block table.
-    shards
+    dcp
         The part of each context that this rank keeps.
     """
     from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -67,5 +68,5 @@ def ledger_group(spec: Any, block_size: int, shards: ContextShards = WHOLE_CONTE
     for each in getattr(spec, "kv_cache_specs", {}).values():  # layers of one kind, other sizes
         spec = each
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    size, chunk = shards.tokens_per_block(block_size), getattr(spec, "attention_chunk_size", None)
-    return LedgerGroup(size, pages, window, chunk, shards=shards)
+    size, chunk = dcp.tokens_per_block(block_size), getattr(spec, "attention_chunk_size", None)
+    return LedgerGroup(size, pages, window, chunk, dcp=dcp)

@@ -19,7 +19,7 @@ from vllm_npu_prep.observe.step_snapshot import Recorded, StepSnapshot, recorded
 from vllm_npu_prep.observe.violation import StepCheckError, expect, given_allowed
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.checks import NO_LIMITS
-from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask, plan_mask
+from vllm_npu_prep.prep.mask import MaskForm, MaskKind, build_mask
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.records.comparison import (
@@ -34,6 +34,7 @@ from vllm_npu_prep.records.contract import (
     LATENT_LINES,
     STATE_BLOCKS,
     TOKEN_STATES,
+    mask_plan,
     state_variables,
 )
 from vllm_npu_prep.records.record import StepRecord
@@ -141,7 +142,7 @@ class FullCheck(StepCheck):
             found = first_difference(record, expected, "oracle")
             if found is not None:
                 raise self._differs(step, record, layers, expected, found)
-        known = step.batch.tables.num_tokens[step.slots]
+        known = step.batch.tables.num_tokens[step.request_rows]
         discard, right = step.arrays.discard_request_mask[: step.num_reqs], step.seq_lens < known
         for row in np.flatnonzero(discard != right)[:1].tolist():
             raise given_allowed(
@@ -282,21 +283,15 @@ class FullCheck(StepCheck):
     def _check_state_layers(self, step: "PreparedStep", metadata: Any, group: int) -> None:
         num_reqs, own = len(metadata.state_indices), state_variables(step, group)
         padding = [0] * (num_reqs - step.num_reqs)
-        for name in STATE_BLOCKS:
-            given = getattr(metadata, name).tolist()
-            expect(f"{name} of layers", given, own[name].tolist() + padding, group=group)
-        given = metadata.has_initial_state.tolist()
-        begun = own["has_initial_state"].tolist() + [bool(each) for each in padding]
-        expect("has_initial_state of layers", given, begun, group=group)
+        names: dict[str, list[Any]] = dict.fromkeys(STATE_BLOCKS, padding)
+        names["has_initial_state"] = [False] * len(padding)
         if step.shape.states.num_drafts:
-            given = metadata.num_accepted_tokens.tolist()
-            ones = [1] * len(padding)
-            expect(
-                "accepted tokens of layers",
-                given,
-                own["num_accepted_tokens"].tolist() + ones,
-                group=group,
-            )
+            names["num_accepted_tokens"] = [1] * len(padding)
+        for name, rest in names.items():
+            rule = "accepted tokens" if name == "num_accepted_tokens" else name
+            given, allowed = getattr(metadata, name).tolist(), own[name].tolist() + rest
+            expect(f"{rule} of layers", given, allowed, group=group)
+        if step.shape.states.num_drafts:
             blocks, tokens = own[TOKEN_STATES].tolist(), metadata.token_state_indices.tolist()
             blocks += [0] * (len(tokens) - len(blocks))
             expect("states of tokens", tokens, blocks[: len(tokens)], group=group)
@@ -306,18 +301,7 @@ class FullCheck(StepCheck):
             expect("decodes", metadata.num_decodes, int(own["num_decodes"]), group=group)
 
     def _check_mask(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
-        max_seq_len = step.max_seq_len
-        if builder.attention_chunk_size is not None:
-            max_seq_len = step.local.max_seq_len
-        plan = plan_mask(
-            step.attn_state,
-            builder.decisions.mask_form,
-            step.num_input_tokens,
-            max_seq_len,
-            sliding_window=builder.sliding_window,
-            attention_chunk_size=builder.attention_chunk_size,
-            causal=builder.causal,
-        )
+        plan = mask_plan(step, builder.decisions.mask_form, builder)
         mask = metadata.attn_mask
         shape = None if mask is None else tuple(mask.shape)
         expect("mask", shape, plan.shape, group=group)
@@ -389,8 +373,8 @@ class FullCheck(StepCheck):
             table = local["block_table"]
             owned = -(-local["seq_lens"] // step.batch.tables.block_sizes[group])
         else:
-            table = step.batch.tables.block_table(group)[step.slots]
-            owned = step.batch.tables.num_blocks[group, step.slots]
+            table = step.batch.tables.block_table(group)[step.request_rows]
+            owned = step.batch.tables.num_blocks[group, step.request_rows]
         text = "the device's block table is the host's"
         for row, count in enumerate(owned.tolist()):
             for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:

@@ -21,18 +21,10 @@ LISTENS = "00010000"
 
 
 class Address(NamedTuple):
-    """Where an API server listens.
+    """Where an API server listens."""
 
-    Attributes
-    ----------
-    root
-        Process id of ``vllm serve``, which is the parent of several API servers.
-    pid
-        Process id of the API server.
-    """
-
-    root: int
-    pid: int
+    root: int  # process id of ``vllm serve``, which is the parent of several API servers
+    pid: int  # of the API server
 
     @property
     def name(self) -> str:
@@ -91,6 +83,7 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
     PrepError
         If it gives no answer, or none that is a JSON object.
     """
+    answer, server = b"", f"the server (pid {address.root})"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
         try:
@@ -100,25 +93,19 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
                 answer = lines.readline()
         except TimeoutError:
             raise PrepError(
-                f"the server (pid {address.root}) did not answer within {timeout:g} s: its engine "
-                "is in a long step, or hangs"
+                f"{server} did not answer within {timeout:g} s: its engine is in a long step, "
+                "or hangs"
             ) from None
         except (BrokenPipeError, ConnectionResetError):
-            answer = b""
+            pass
         except OSError as error:
-            raise PrepError(f"the server (pid {address.root}): {error.strerror}") from None
+            raise PrepError(f"{server}: {error.strerror}") from None
     if not answer:
-        raise PrepError(
-            f"the server (pid {address.root}) gave no answer: it is stopping, or belongs to "
-            "another user"
-        )
+        raise PrepError(f"{server} gave no answer: it is stopping, or belongs to another user")
     try:
         found = json.loads(answer)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise PrepError(
-            f"the server (pid {address.root}) gave an answer that is no JSON object: "
-            f"{answer[:80]!r}"
-        )
+        raise PrepError(f"{server} gave an answer that is no JSON object: {answer[:80]!r}")
     return found

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +27,6 @@ from vllm_npu_prep.files import write_whole
 from vllm_npu_prep.observe.record_client import server_of
 from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
 from vllm_npu_prep.observe.step_snapshot import (
-    PastBlockTables,
     Recorded,
     StepSnapshot,
     recorded_groups,
@@ -38,7 +37,6 @@ from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.expert_counts import ExpertTokens, write_expert_counts
 from vllm_npu_prep.records.record import FORMAT
-from vllm_npu_prep.records.settings import StepTimes
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -53,21 +51,11 @@ MANIFEST = "manifest.json"
 
 
 class Written(NamedTuple):
-    """The result of a request to write the last steps; as text, one line.
+    """The result of a request to write the last steps; as text, one line."""
 
-    Attributes
-    ----------
-    folder
-        Folder of this run.
-    steps
-        Number of steps written.
-    why
-        The reason for writing them, or why there are none.
-    """
-
-    folder: Path
-    steps: int
-    why: str
+    folder: Path  # of this run
+    steps: int  # number of steps written
+    why: str  # the reason for writing them, or why there are none
 
     def __str__(self) -> str:
         if not self.steps:
@@ -128,7 +116,7 @@ class StepRecorder:
         self._span = config.span
         self._ring: deque[StepSnapshot] = deque()
         self._ring_bytes = self._file_bytes = 0
-        self._past_tables: PastBlockTables | None = None  # before the first step of the ring
+        self._past_blocks = np.empty(0, np.int32)  # all tables before the first step of the ring
         self._last_written = -1
         self._is_busy = self._is_asked = self._is_alone = False
         self._why_stopped = ""
@@ -160,88 +148,74 @@ class StepRecorder:
         started: float | None = None,
         waits: int = 0,
     ) -> None:
-        """Note a step that was just prepared.
+        """Note a step that was just prepared, which `StepSnapshot.of_step` copies.
 
-        Parameters
-        ----------
-        step, kind, placeholders, modalities, rows_with_embeds
-            See `StepSnapshot.of_step`.
-        req_ids
-            Names of the batch, which are copied.
-        started
-            `perf_counter` when its preparation began; None: the record has no times.
-        waits
-            Waits of the staging ring so far.
+        Its preparation began when `perf_counter` was `started`; without that, the record has no
+        times. `waits` are those of the staging ring so far.
         """
         self.read_experts()
         number, times = self.steps, None
         self.steps = number + 1
         if started is not None:
-            times = StepTimes(started, perf_counter() - started, waits - self._waits)
+            times = started, perf_counter() - started, waits - self._waits
             self._waits = waits
         if self._why_stopped or (self._span is not None and number not in self._span):
             return
-        with self._lock:
-            self._is_busy = True
-            try:
-                if self._past_tables is None:
-                    self._past_tables = PastBlockTables(self.tables.device_block_table_flat())
-                if req_ids != self._req_ids:  # copying in every step would touch every name
-                    self._req_ids = list(req_ids)
-                snapshot = StepSnapshot.of_step(
-                    number,
-                    step,
-                    kind,
-                    self._req_ids,
-                    placeholders,
-                    modalities,
-                    rows_with_embeds,
-                    times,
-                )
-                self._ring.append(snapshot)
-                self._ring_bytes += snapshot.nbytes
-                self._await_experts(number)
-                if self._span is None:
-                    while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
-                        self._forget_oldest()
-                else:
-                    self._write_new("asked for")
-                    self._ring.clear()
-                    if number == self._span[-1]:
-                        self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
-            except Exception as error:
-                self._stop(f"{type(error).__name__}: {error}")
-            self._is_busy = False
+        with self._noting():
+            if not self._past_blocks.size:
+                self._past_blocks = self.tables.device_block_table_flat()
+            if req_ids != self._req_ids:  # copying in every step would touch every name
+                self._req_ids = list(req_ids)
+            snapshot = StepSnapshot.of_step(
+                number,
+                step,
+                kind,
+                self._req_ids,
+                placeholders,
+                modalities,
+                rows_with_embeds,
+                times,
+            )
+            self._ring.append(snapshot)
+            self._ring_bytes += snapshot.nbytes
+            self._await_experts(number)
+            if self._span is None:
+                while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
+                    self._forget_oldest()
+            else:
+                self._write_new("asked for")
+                self._ring.clear()
+                if number == self._span[-1]:
+                    self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
         if self._is_asked:
             self._is_asked = False
             self.dump("SIGUSR1")
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep other threads and signals from the ring; nothing that fails reaches the engine."""
+        with self._lock:
+            self._is_busy = True
+            try:
+                yield
+            except Exception as error:
+                self._stop(f"{type(error).__name__}: {error}")
+            self._is_busy = False
 
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
         self._experts.pop(oldest.number, None)
         self._ring_bytes -= oldest.nbytes
-        assert self._past_tables is not None
-        self._past_tables.advance(oldest)
+        oldest.advance(self._past_blocks)
 
     # ----------------------------------------------------------------- files
 
     def dump(self, reason: str) -> Written:
-        """Write the steps of the ring that are not on disk yet.
-
-        Returns
-        -------
-        Written
-            Where they are, or why there are none.
-        """
-        with self._lock:
-            self._is_busy = True
+        """Write the steps of the ring that are not on disk yet."""
+        count = 0
+        with self._noting():
             self.read_experts()
-            try:
-                count = self._write_new(reason)
-            except Exception as error:
-                self._stop(f"{type(error).__name__}: {error}")
-                count = 0
-            self._is_busy = False
+            count = self._write_new(reason)
         if not count:
             return Written(self.folder, 0, self._why_stopped or "no new step to write")
         answer = Written(self.folder, count, reason)
@@ -252,15 +226,14 @@ class StepRecorder:
         """Write every step of the ring that is not on disk yet; return their number."""
         if not self._ring or self._ring[-1].number <= self._last_written:
             return 0
-        assert self._past_tables is not None
         self._begin_folder(reason)
-        tables, count = self._past_tables, 0
+        blocks, count = self._past_blocks, 0
         if self._span is None:  # the ring keeps its steps
-            tables = PastBlockTables(tables.block_table_flat.copy())
+            blocks = blocks.copy()
         for snapshot in self._ring:
-            tables.advance(snapshot)
+            snapshot.advance(blocks)
             if snapshot.number > self._last_written:
-                self._write(snapshot, tables.block_table_flat)
+                self._write(snapshot, blocks)
                 if self._why_stopped:
                     break
                 self._last_written = snapshot.number
@@ -332,7 +305,7 @@ class StepRecorder:
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
         if not self._why_stopped:
             self._why_stopped = "Recording stopped: " + " ".join(why.split())
-            self._ring, self._past_tables = deque(), None
+            self._ring, self._past_blocks = deque(), np.empty(0, np.int32)
             logger.log(level, "%s", self._why_stopped)
 
     # ----------------------------------------------------------------- signals
@@ -373,9 +346,13 @@ class StepRecorder:
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def close(self) -> None:
-        """Read the last counts of experts, and stop listening."""
+        """Read the last counts of experts, and stop listening.
+
+        In another thread than the main one, which alone may set handlers, the signal keeps its own.
+        """
         self.read_experts()
-        if signal.getsignal(signal.SIGUSR1) == self._on_signal:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal:
             signal.signal(signal.SIGUSR1, self._before)
 
 

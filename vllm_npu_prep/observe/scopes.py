@@ -4,15 +4,13 @@ A runner is wrapped only while a profile runs, so that steps cost nothing extra 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch.profiler import record_function
 
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.padding import GraphMode
-
-if TYPE_CHECKING:
-    from vllm_npu_prep.runner.common import CommonRunner
 
 PREFIX = "npu_prep: "
 PHASES = ("padding", "layout", "fused pass", "copy", "metadata")
@@ -27,6 +25,9 @@ preparation, and of zero length.
 """
 
 
+def _nothing() -> None: ...
+
+
 class StepScopes:
     """Scopes around a runner's host phases, named ``npu_prep: <phase>``.
 
@@ -34,99 +35,68 @@ class StepScopes:
     arguments of scopes only together with the shapes of all operators.
     """
 
-    def __init__(self, runner: "CommonRunner") -> None:
-        self.runner = runner
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner  # `vllm_npu_prep.runner.common.CommonRunner`
         self._open: list[record_function] = []
         self._replaced: list[tuple[Any, str]] = []
 
     def install(self) -> None:
         runner, preparer = self.runner, self.runner.preparer
         update = next(name for name in UPDATES if hasattr(runner, name))
-        self._wrap(runner, update, self._around("update_states"))
-        self._wrap(runner, "_prepare_inputs", self._around_step)
-        self._wrap(runner.padding, "decide", self._before("layout"))
-        self._wrap(preparer.staging, "acquire", self._before("fused pass"))
-        self._wrap(preparer.staging, "send", self._at("copy"))
-        self._wrap(preparer, "build_metadata", self._at("metadata"))
+        self._wrap(runner, update, partial(self._enter, "update_states"), self._leave)
+        self._wrap(runner, "_prepare_inputs", self._begin_step, self._end_step)
+        self._wrap(runner.padding, "decide", after=partial(self._next, "layout"))
+        self._wrap(preparer.staging, "acquire", after=partial(self._next, "fused pass"))
+        self._wrap(preparer.staging, "send", partial(self._next, "copy"))
+        self._wrap(preparer, "build_metadata", partial(self._next, "metadata"))
 
     def remove(self) -> None:
         for target, name in self._replaced:
             delattr(target, name)
         self._replaced.clear()
 
-    # ----------------------------------------------------------------- around methods
+    def _wrap(
+        self,
+        target: Any,
+        name: str,
+        before: Callable[[], object] = _nothing,
+        after: Callable[[], object] = _nothing,
+    ) -> None:
+        """Wrap a method, by an attribute of the object that hides its class's method.
 
-    def _wrap(self, target: Any, name: str, around: Callable[[Callable], Callable]) -> None:
-        """Wrap a method, by an attribute of the object that hides its class's method."""
-        setattr(target, name, around(getattr(target, name)))
-        self._replaced.append((target, name))
-
-    def _around(self, scope: str) -> Callable[[Callable], Callable]:
-        def wrap(method: Callable) -> Callable:
-            def scoped(*args: Any, **kwargs: Any) -> Any:
-                self._enter(scope)
-                try:
-                    return method(*args, **kwargs)
-                finally:
-                    self._leave()
-
-            return scoped
-
-        return wrap
-
-    def _around_step(self, prepare_inputs: Callable) -> Callable:
-        """Open a scope of the whole preparation, and its first phase. Each phase ends the one
-        before.
+        If the method fails, the scopes that were opened since its call are closed.
         """
+        method = getattr(target, name)
 
         def scoped(*args: Any, **kwargs: Any) -> Any:
             depth = len(self._open)
-            self._enter("prepare_inputs")
-            self._enter(PHASES[0])
+            before()
             try:
-                prepared = prepare_inputs(*args, **kwargs)
-                in_flight = self.runner.in_flight
-                assert in_flight is not None
-                self._next(_numbers(in_flight.step, self.runner.preparer.staging.waits))
-                return prepared
-            finally:
+                result = method(*args, **kwargs)
+                after()
+            except BaseException:
                 while len(self._open) > depth:
                     self._leave()
+                raise
+            return result
 
-        return scoped
+        setattr(target, name, scoped)
+        self._replaced.append((target, name))
 
-    def _before(self, phase: str) -> Callable[[Callable], Callable]:
-        """Begin the phase when the method returns."""
+    def _begin_step(self) -> None:
+        """Open a scope of the whole preparation, and its first phase; each phase ends the last."""
+        self._enter("prepare_inputs")
+        self._enter(PHASES[0])
 
-        def wrap(method: Callable) -> Callable:
-            def scoped(*args: Any, **kwargs: Any) -> Any:
-                result = method(*args, **kwargs)
-                self._next(phase)
-                return result
-
-            return scoped
-
-        return wrap
-
-    def _at(self, phase: str) -> Callable[[Callable], Callable]:
-        """Begin the phase when the method is called."""
-
-        def wrap(method: Callable) -> Callable:
-            def scoped(*args: Any, **kwargs: Any) -> Any:
-                self._next(phase)
-                return method(*args, **kwargs)
-
-            return scoped
-
-        return wrap
-
-    # ----------------------------------------------------------------- scopes
+    def _end_step(self) -> None:
+        self._next(_numbers(self.runner.in_flight.step, self.runner.preparer.staging.waits))
+        self._leave()
+        self._leave()
 
     def _next(self, phase: str) -> None:
-        if not self._open:  # a dummy run isn't a step
-            return
-        self._leave()
-        self._enter(phase)
+        if self._open:  # a dummy run isn't a step
+            self._leave()
+            self._enter(phase)
 
     def _enter(self, scope: str) -> None:
         self._open.append(record_function(PREFIX + scope).__enter__())

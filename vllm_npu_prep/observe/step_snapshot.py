@@ -5,7 +5,7 @@ A step only copies numbers (`copy_step`); the work of making a record waits unti
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,11 @@ from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.tables import BatchTables, tables_of
 from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
-from vllm_npu_prep.records.settings import LayerGroup, RecordSettings, StepTimes
+from vllm_npu_prep.records.settings import (
+    LayerGroup,
+    RecordSettings,
+    StepTimes,
+)
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,14 @@ def copy_step(
     copied[:staged_size] = out.buffer_int32[:staged_size]
     end = staged_size
     for req in range(num_reqs):
-        slot = t.slots[req]
-        copied[end + req] = t.num_computed_tokens[slot]
-        copied[end + num_reqs + req] = t.num_prompt_tokens[slot]
-        copied[end + 2 * num_reqs + req] = t.num_tokens[slot]
+        request_row = t.request_rows[req]
+        copied[end + req] = t.num_computed_tokens[request_row]
+        copied[end + num_reqs + req] = t.num_prompt_tokens[request_row]
+        copied[end + 2 * num_reqs + req] = t.num_tokens[request_row]
     end += 3 * num_reqs
     for group in range(t.num_blocks.shape[0]):
         for req in range(num_reqs):
-            copied[end + req] = t.num_blocks[group, t.slots[req]]
+            copied[end + req] = t.num_blocks[group, t.request_rows[req]]
         end += num_reqs
     if num_sampled_rows > 0:
         for req in range(num_reqs):
@@ -82,15 +86,17 @@ def copy_step(
         end += num_reqs
     if out.draft_token_ids.shape[0] > 0:  # the step may have drafts
         for req in range(num_reqs):
-            slot = t.slots[req]
-            seq_len = t.num_computed_tokens[slot] + num_scheduled_tokens[req]
-            copied[end + req] = t.token_ids[slot, min(seq_len, t.num_tokens[slot] - 1)]
+            request_row = t.request_rows[req]
+            seq_len = t.num_computed_tokens[request_row] + num_scheduled_tokens[req]
+            copied[end + req] = t.token_ids[
+                request_row, min(seq_len, t.num_tokens[request_row] - 1)
+            ]
         end += num_reqs
     for req in range(num_reqs):
-        slot = t.slots[req]
-        first = t.num_computed_tokens[slot]
+        request_row = t.request_rows[req]
+        first = t.num_computed_tokens[request_row]
         for offset in range(num_scheduled_tokens[req]):
-            copied[end + offset] = t.token_ids[slot, first + offset]
+            copied[end + offset] = t.token_ids[request_row, first + offset]
         end += num_scheduled_tokens[req]
 
 
@@ -120,7 +126,7 @@ class StepSnapshot:
 
     The next step overwrites tables and staging buffers, so `step` is kept only for its sizes and
     for arrays of its batch that are made anew for each step. Of the block tables only the entries
-    sent with the step are kept (`PastBlockTables`).
+    sent with the step are kept (`advance`).
     """
 
     number: int
@@ -132,7 +138,8 @@ class StepSnapshot:
     placeholders: Placeholders
     modalities: Sequence[str]  # kind of input of each run of placeholders
     rows_with_embeds: Sequence[int]
-    times: StepTimes | None
+    # When its preparation began and how long it took, in seconds, and its waits; None if unknown
+    times: tuple[float, float, int] | None
     nbytes: int  # size of the copies, approximately
 
     @classmethod
@@ -145,7 +152,7 @@ class StepSnapshot:
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
-        times: StepTimes | None = None,
+        times: tuple[float, float, int] | None = None,
     ) -> "StepSnapshot":
         """Copy what is needed of a step that was just prepared.
 
@@ -159,10 +166,8 @@ class StepSnapshot:
             How it runs (`vllm_npu_prep.graph.counts.StepCounts.kind`).
         req_ids
             Ids of the batch's requests; the sequence is kept as it is.
-        placeholders, modalities, rows_with_embeds
-            See `vllm_npu_prep.prep.embeds`; kept as they are.
-        times
-            When it was prepared, if that is known.
+        placeholders, modalities, rows_with_embeds, times
+            See `vllm_npu_prep.prep.embeds` and `StepSnapshot`; kept as they are.
         """
         batch, tables = step.batch, step.batch.tables
         num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
@@ -208,6 +213,18 @@ class StepSnapshot:
         parts["previous_rows"] = parts["previous_rows"].astype(np.int64)
         return parts
 
+    def advance(self, block_table_flat: np.ndarray) -> None:
+        """Bring block tables, int32, from before this step to what the device had in it.
+
+        Each step sends the entries that are new to the device, so whole tables need no copy.
+        """
+        step = self.step
+        if step.num_block_changes:
+            parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
+            _, indices, ids = parts
+            # The copies begin with the buffer that was sent
+            enter_blocks(self.copied, indices.start, ids.start, ids.stop, block_table_flat)
+
     @property
     def staged(self) -> np.ndarray:
         """The buffer that was sent, uint8, padded to a multiple of 8 bytes."""
@@ -224,37 +241,33 @@ class StepSnapshot:
         req_ids
             Names to record for the requests.
         blocks
-            int32, block tables as the device had them (`PastBlockTables.block_table_flat`).
+            int32, block tables as the device had them (`advance`).
         """
-        then, layout, shape = self.step, self.step.layout, self.step.shape
-        tables, padding = then.batch.tables, then.padding
-        settings = RecordSettings(
+        then, layout = self.step, self.step.layout
+        tables, times = then.batch.tables, None
+        if self.times is not None:
+            started, prepared, waits = self.times
+            times = StepTimes(started=started, prepared=prepared, waits=waits)
+        settings = RecordSettings.of(
+            then.padding,
+            layout,
             step=self.number,
             req_ids=req_ids,
             max_num_reqs=len(tables.token_ids),
             max_model_len=tables.max_model_len,
             chunked_prefill=tables.chunked_prefill,
             mask=recorded.mask.value,
-            mask_itemsize=cast(Any, recorded.mask_itemsize),
+            mask_itemsize=recorded.mask_itemsize,
             block_sizes=tables.block_sizes.tolist(),
             max_num_blocks=tables.max_num_blocks.tolist(),
             groups=list(recorded.groups),
             total_num_scheduled_tokens=then.total_num_scheduled_tokens,
-            mode=cast(Any, padding.mode.value),
             kind=self.kind,
-            num_input_tokens=padding.num_input_tokens,
-            num_reqs_padded=padding.num_reqs_padded,
-            decode_query_len=padding.decode_query_len,
-            max_logits=layout.max_logits,
-            max_drafts=layout.max_drafts,
-            mrope_dims=shape.mrope_dims,
             num_sampled_rows=then.batch.num_sampled_rows,
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
-            latent=shape.latent or None,
-            dcp=shape.dcp or None,
-            times=self.times,
+            times=times,
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]
@@ -303,19 +316,13 @@ class StepSnapshot:
         batch, dims = self.step.batch, self.step.shape.mrope_dims
         total = batch.total_num_scheduled_tokens
         positions = np.zeros((dims, total if dims else 0), np.int64)
-        if self.mrope is None:
-            return {
-                "mrope_positions": positions,
-                "mrope_lengths": np.empty(0, np.int64),
-                "mrope_position_deltas": np.empty(0, np.int64),
-            }
-        prompts, deltas = self.mrope
+        prompts, deltas = self.mrope or ([], np.empty(0, np.int64))
         lengths, start = np.zeros(len(deltas), np.int64), 0
-        counts = batch.num_scheduled_tokens.tolist()
-        for req, (first, count) in enumerate(zip(num_computed_tokens.tolist(), counts)):
-            if prompts[req].ndim == 2:  # other positions count up from 0
-                lengths[req] = prompts[req].shape[1]
-                seen = prompts[req][:, first : first + count]
+        counts = num_computed_tokens.tolist(), batch.num_scheduled_tokens.tolist()
+        for req, (prompt, first, count) in enumerate(zip(prompts, *counts)):
+            if prompt.ndim == 2:  # other positions count up from 0
+                lengths[req] = prompt.shape[1]
+                seen = prompt[:, first : first + count]
                 positions[:, start : start + seen.shape[1]] = seen
             start += count
         return {
@@ -323,26 +330,3 @@ class StepSnapshot:
             "mrope_lengths": lengths,
             "mrope_position_deltas": deltas,
         }
-
-
-class PastBlockTables:
-    """Block tables as the device had them some steps ago, updated step by step.
-
-    Each step sends the entries that are new to the device, so whole tables need no copy.
-
-    Parameters
-    ----------
-    block_table_flat
-        int32, the tables of all groups (`BatchTables.block_table_flat`); updated in place.
-    """
-
-    def __init__(self, block_table_flat: np.ndarray) -> None:
-        self.block_table_flat = block_table_flat
-
-    def advance(self, snapshot: StepSnapshot) -> None:
-        step = snapshot.step
-        if step.num_block_changes:
-            parts = step.layout.variable_part(step.batch.num_targets, step.num_block_changes)
-            _, indices, ids = parts
-            # The copies begin with the buffer that was sent
-            enter_blocks(snapshot.copied, indices.start, ids.start, ids.stop, self.block_table_flat)

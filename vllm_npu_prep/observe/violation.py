@@ -1,22 +1,16 @@
 """The error for a step that breaks a rule, and the one form of its message."""
 
+from typing import Any
+
 
 class StepCheckError(RuntimeError):
-    """The error that a prepared step breaks a rule: it would compute or write something wrong.
-
-    Attributes
-    ----------
-    rule
-        Short name of the rule.
-    request
-        Id of the request, None if the rule is about the whole step.
-    token
-        Token of the step, None if the rule is about a whole request.
-    """
+    """The error that a prepared step breaks a rule: it would compute or write something wrong."""
 
     def __init__(self, message: str, rule: str, request: str | None, token: int | None) -> None:
         super().__init__(message)
-        self.rule, self.request, self.token = rule, request, token
+        self.rule = rule  # its short name
+        self.request = request  # id; None if the rule is about the whole step
+        self.token = token  # of the step; None if the rule is about a whole request
 
 
 def given_allowed(
@@ -31,32 +25,14 @@ def given_allowed(
     group: int | None = None,
 ) -> StepCheckError:
     """Return the error in one line: rule, request, token, what was given and what is allowed."""
-    where = [f"request {request}"] if request is not None else []
-    where += [f"token {token}"] if token is not None else []
-    where += [f"position {position}"] if position is not None else []
-    where += [f"KV-cache group {group}"] if group is not None else []
-    place = f"{', '.join(where)}: " if where else ""
+    names = {"request": request, "token": token, "position": position, "KV-cache group": group}
+    where = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
+    place = f"{where}: " if where else ""
     message = f'step check "{rule}": {text}: {place}given {given}, allowed {allowed}'
     return StepCheckError(message, rule, request, token)
 
 
-def expect(
-    rule: str,
-    given: object,
-    allowed: object,
-    *,
-    request: str | None = None,
-    token: int | None = None,
-    group: int | None = None,
-) -> None:
-    """Raise unless the given value is the allowed one.
-
-    Raises
-    ------
-    StepCheckError
-        With the rule's name.
-    """
+def expect(rule: str, given: object, allowed: object, **where: Any) -> None:
+    """Raise `given_allowed` of the place unless the given value is the allowed one."""
     if given != allowed:
-        raise given_allowed(
-            rule, f"{rule} as prepared", given, allowed, request=request, token=token, group=group
-        )
+        raise given_allowed(rule, f"{rule} as prepared", given, allowed, **where)

@@ -30,18 +30,18 @@ def register_overrides(
     for_v2_runner
         Whether the worker has vLLM's V2 runner, whose sampler has kernels of its own.
     """
-    from vllm_npu_prep.ops import experts, routing
+    from vllm_npu_prep.ops import moe_method, moe_topk
 
     if triton_kernels == "replace":
         replace_triton_kernels()
         if for_v2_runner:
             replace_v2_kernels()
-    routing.register_operators()
-    experts.register_method()
+    moe_topk.register_operators()
+    moe_method.register_method()
 
 
 def replace_triton_kernels() -> None:
-    from vllm_npu_prep.ops import drafting, rejection, slot_mapping
+    from vllm_npu_prep.ops.triton import drafting, rejection, slot_mapping
 
     drafter = "vllm.v1.spec_decode.utils"
     sampler = "vllm.v1.sample.rejection_sampler"
@@ -68,28 +68,29 @@ def replace_triton_kernels() -> None:
 
 def replace_v2_kernels() -> None:
     """Replace the kernels of the V2 runner's sampler; its other kernels are never launched."""
-    from vllm_npu_prep.ops import slot_sampling
+    from vllm_npu_prep.ops.triton import sampling_v2
 
     runner = "vllm.v1.worker.gpu"
     sampler = f"{runner}.sample"
     kernels.override_triton_kernels(
         {
-            f"{sampler}.gumbel._temperature_kernel": slot_sampling.scale_by_temperature,
-            f"{sampler}.min_p._min_p_kernel": slot_sampling.limit_by_min_p,
-            f"{sampler}.penalties._bincount_kernel": slot_sampling.count_tokens,
-            f"{sampler}.penalties._penalties_kernel": slot_sampling.apply_penalties,
-            f"{sampler}.logit_bias._bias_kernel": slot_sampling.apply_logit_bias,
-            f"{sampler}.bad_words._bad_words_kernel": slot_sampling.forbid_bad_words,
-            f"{sampler}.logprob._topk_log_softmax_kernel": slot_sampling.log_softmax_of,
-            f"{sampler}.logprob._ranks_kernel": slot_sampling.ranks_of,
+            f"{sampler}.gumbel._temperature_kernel": sampling_v2.scale_by_temperature,
+            f"{sampler}.min_p._min_p_kernel": sampling_v2.limit_by_min_p,
+            f"{sampler}.penalties._bincount_kernel": sampling_v2.count_tokens,
+            f"{sampler}.penalties._penalties_kernel": sampling_v2.apply_penalties,
+            f"{sampler}.logit_bias._bias_kernel": sampling_v2.apply_logit_bias,
+            f"{sampler}.bad_words._bad_words_kernel": sampling_v2.forbid_bad_words,
+            f"{sampler}.output._compact_sampling_mask_kernel": sampling_v2.list_kept_tokens,
+            f"{sampler}.logprob._topk_log_softmax_kernel": sampling_v2.log_softmax_of,
+            f"{sampler}.logprob._ranks_kernel": sampling_v2.ranks_of,
             f"{sampler}.logprob._fill_logprob_token_ids_kernel": (
-                slot_sampling.fill_logprob_token_ids
+                sampling_v2.fill_logprob_token_ids
             ),
             f"{sampler}.prompt_logprob._prompt_logprobs_token_ids_kernel": (
-                slot_sampling.list_prompt_tokens
+                sampling_v2.list_prompt_tokens
             ),
             f"{runner}.structured_outputs._apply_grammar_bitmask_kernel": (
-                slot_sampling.apply_grammar_bitmask
+                sampling_v2.apply_grammar_bitmask
             ),
         }
     )
@@ -116,7 +117,7 @@ def register_fused(
     import torch
 
     from vllm_npu_prep.config import fused_operators
-    from vllm_npu_prep.ops.fused import missing_operators, use_only
+    from vllm_npu_prep.ops.npu.switches import missing_operators, use_only
 
     names = fused_operators(vllm_config)
     if not names:
@@ -145,11 +146,11 @@ def models_of(model: "nn.Module", drafter: Any) -> "list[nn.Module]":
 def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
     """Let fused operators stand in for modules of a loaded model for which vLLM has no hook."""
     from vllm_npu_prep.config import fused_operators
-    from vllm_npu_prep.ops.fused_latent import keep_weights_contiguous
-    from vllm_npu_prep.ops.fused_rotary import replace_long_rotary
-    from vllm_npu_prep.ops.fused_routing import replace_routers
-    from vllm_npu_prep.ops.gated_shared import join_gates
-    from vllm_npu_prep.ops.router_norms import cast_for_routers
+    from vllm_npu_prep.ops.npu.latent import keep_weights_contiguous
+    from vllm_npu_prep.ops.npu.rotary import replace_long_rotary
+    from vllm_npu_prep.ops.npu.router_norms import cast_for_routers
+    from vllm_npu_prep.ops.npu.routing import replace_routers
+    from vllm_npu_prep.ops.npu.shared_experts import join_gates
 
     switches = fused_operators(vllm_config)
     if "rotary" in switches:
@@ -166,7 +167,7 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
 def _prefer_in_ir(names: frozenset[str]) -> None:
     from vllm import ir
 
-    from vllm_npu_prep.ops.fused_norms import IR_OPERATORS, PROVIDER, register_implementations
+    from vllm_npu_prep.ops.npu.norms import IR_OPERATORS, PROVIDER, register_implementations
 
     register_implementations()
     for name, operator in IR_OPERATORS.items():
@@ -182,12 +183,7 @@ def _register_layers() -> None:
     """
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 
-    from vllm_npu_prep.ops import fused_activations as activations
-    from vllm_npu_prep.ops import fused_latent as latent
-    from vllm_npu_prep.ops import fused_norms as norms
-    from vllm_npu_prep.ops import fused_projection as projection
-    from vllm_npu_prep.ops import fused_rotary as rotary
-    from vllm_npu_prep.ops import fused_vision as vision
+    from vllm_npu_prep.ops.npu import activations, latent, norms, projection, rotary, vision
 
     layers: list[type[Any]] = [
         norms.FusedGemmaRMSNorm,

@@ -209,19 +209,19 @@ class Arrays(Generic[A]):
     chunk_local_num_computed_tokens: A = array(int32, "local_reqs", CHUNK, 0, NOTHING)
     chunk_local_table_rows: A = array(int32, "local_groups, local_reqs", CHUNK, BY_RULE, NOTHING)
     discard_request_mask: A = array(bool_, "reqs", REQUEST, True, NOTHING)
-    # Decode context parallelism (`prep.context_shards`): of all tokens of a request, and of those
+    # Decode context parallelism (`prep.dcp`): of all tokens of a request, and of those
     # computed before this step, how many this rank keeps.
     dcp_local_seq_lens: A = array(int32, "sharded_reqs", REQUEST, 0, NOTHING)
     dcp_local_context_lens: A = array(int32, "sharded_reqs", REQUEST, 0, NOTHING)
-    # Recurrent states (`prep.states`): in each of their groups, the block from which a request's
-    # state is read and the one to which it is written, with speculation that of its first token;
-    # whether the request has a state to read; and how many tokens of its last step count.
+    # Recurrent states (`prep.recurrent_states`): in each of their groups, the block from which a
+    # request's state is read and the one to which it is written, with speculation that of its first
+    # token; whether the request has a state to read; and how many tokens of its last step count.
     initial_state_indices: A = array(int32, "state_groups, state_reqs", REQUEST, NULL, NOTHING)
     state_indices: A = array(int32, "state_groups, state_reqs", REQUEST, NULL, NOTHING)
     has_initial_state: A = array(bool_, "state_reqs", REQUEST, False, NOTHING)
     num_accepted_tokens: A = array(int32, "counted_reqs", REQUEST, 1, NOTHING)
-    # Latent attention (`prep.latent`) and recurrent states: where the queries of prefills begin,
-    # counted from the first prefill's.
+    # Latent attention (`prep.latent_split`) and recurrent states: where the queries of prefills
+    # begin, counted from the first prefill's.
     prefill_query_start_loc: A = array(int32, "split_reqs + 1", PREFILL, UNDEFINED, NOTHING)
     # Latent attention: for each piece of a prefill's context its request, its first position, its
     # length, and the chunk in which it is gathered.

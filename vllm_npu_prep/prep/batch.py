@@ -22,14 +22,14 @@ from vllm_npu_prep.prep.fused_pass import (
     plan_contexts_at,
     split_at_chunks_at,
 )
-from vllm_npu_prep.prep.latent import NO_LATENT_STEP, LatentStep
+from vllm_npu_prep.prep.latent_split import NO_LATENT_STEP, LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, targets_per_row
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_STEP, RecurrentStep
 from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
-from vllm_npu_prep.prep.states import NO_RECURRENT_STEP, RecurrentStep
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 
 NO_PREVIOUS_ROWS = np.empty(0, np.int64)
@@ -55,7 +55,7 @@ class StepBatch:
     check_limits: np.ndarray = field(default_factory=lambda: NO_LIMITS)
     # [num_reqs or more] int32: how many tokens of each request's last step count, without rejected
     # drafts. It is 1 where that step kept its last state only, or where there was no such step.
-    # Only an engine with recurrent states and speculation reads it (`prep.states`).
+    # Only an engine with recurrent states and speculation reads it (`prep.recurrent_states`).
     num_accepted_tokens: np.ndarray = field(default_factory=lambda: NO_COUNTS)
     num_reqs: int = field(init=False)
     # Scatter targets of the last step's samples, including samples that nothing uses
@@ -132,9 +132,9 @@ class PreparedStep(Arrays[np.ndarray]):
         return self.num_logits - self.num_reqs
 
     @property
-    def slots(self) -> np.ndarray:
+    def request_rows(self) -> np.ndarray:
         """The request row of each request in the tables, ``[num_reqs]``."""
-        return self.batch.tables.slots[: self.num_reqs]
+        return self.batch.tables.request_rows[: self.num_reqs]
 
     @property
     def num_prefills(self) -> int:
@@ -185,7 +185,7 @@ class PreparedStep(Arrays[np.ndarray]):
     def block_table(self, group: int = 0) -> np.ndarray:
         """Return the physical block of each logical one, ``[num_reqs, max_num_blocks_per_req]``."""
         columns = self.max_num_blocks_per_req(group)
-        return self.batch.tables.block_table(group)[self.slots, :columns]
+        return self.batch.tables.block_table(group)[self.request_rows, :columns]
 
     def local_requests(self, group: int) -> dict[str, np.ndarray]:
         """Return the virtual requests that a group with chunked local attention sees.
@@ -251,7 +251,11 @@ COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
 
 
 def _of_batch(line: Array) -> property:
-    """Make the property of a `PreparedStep` that returns an array without its padding."""
+    """Make the property of a `PreparedStep` that returns an array without its padding.
+
+    A ``__getattr__`` would be shorter. But each read would first fail and raise, which takes four
+    to five times as long as this, several microseconds.
+    """
     name, count, borders = line.name, COUNTS[line.level], int(line.has_borders)
 
     def of_batch(step: PreparedStep) -> np.ndarray:

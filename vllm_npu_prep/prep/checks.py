@@ -16,7 +16,7 @@ import numpy as np
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
-from vllm_npu_prep.prep.states import first_kept, read_column, state_column
+from vllm_npu_prep.prep.recurrent_states import first_kept, read_column, state_column
 from vllm_npu_prep.prep.tables import tables_of
 
 if TYPE_CHECKING:
@@ -162,20 +162,20 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
 
 
 @inlined
-def check_shards(t, out, num_reqs, num_slots, group, table):
+def check_dcp(t, out, num_reqs, num_slots, group, table):
     """Check slots and lengths of a group with decode context parallelism.
 
     Every rank decides in the same way which rank keeps a token, so a token has a slot on exactly
     one of them. This check finds that rank by counting runs in the token's block;
     `fill_sharded_slots` counts from the request's first token.
     """
-    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    world_size, rank, size = t.dcp[0], t.dcp[1], t.dcp[2]
     block_size, width = t.block_sizes[group], t.max_num_blocks[group]
     tokens_per_block = block_size * world_size
     for req in range(num_reqs):
-        slot_of_req = t.slots[req]
+        request_row = t.request_rows[req]
         first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
-        if t.num_blocks[group, slot_of_req] * tokens_per_block < seq_len:
+        if t.num_blocks[group, request_row] * tokens_per_block < seq_len:
             return Rule.BLOCKS, req, -1
         kept = out.dcp_local_context_lens[req]
         token = out.query_start_loc[req]
@@ -189,7 +189,7 @@ def check_shards(t, out, num_reqs, num_slots, group, table):
             else:
                 kept += 1
                 block = t.block_table_flat[
-                    table + slot_of_req * width + position // tokens_per_block
+                    table + request_row * width + position // tokens_per_block
                 ]
                 offset = run // world_size * size + in_block % size
                 if slot != block * block_size + offset:
@@ -233,7 +233,7 @@ def check_step_at(
         first, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
         if (
             first < 0
-            or first != t.num_computed_tokens[t.slots[req]]
+            or first != t.num_computed_tokens[t.request_rows[req]]
             or seq_len != first + query_len
         ):
             return Rule.SEQ_LENS, req, -1, -1
@@ -271,15 +271,15 @@ def check_step_at(
         width = t.max_num_blocks[group]
         if num_slots == NO_SLOTS:
             for req in range(num_reqs):
-                if t.num_blocks[group, t.slots[req]] * block_size < out.seq_lens[req]:
+                if t.num_blocks[group, t.request_rows[req]] * block_size < out.seq_lens[req]:
                     return Rule.BLOCKS, req, -1, group
             for token in range(num_input_tokens):
                 if out.slot_mapping[group, token] >= 0:
                     return Rule.NO_SLOT, -1, token, group
             table += (max_num_reqs + PADDING_ROWS) * width
             continue
-        if t.shards[0] > 1:
-            rule, req, token = check_shards(t, out, num_reqs, num_slots, group, table)
+        if t.dcp[0] > 1:
+            rule, req, token = check_dcp(t, out, num_reqs, num_slots, group, table)
             if rule != Rule.HOLDS:
                 return rule, req, token, group
             for token in range(start, num_input_tokens):
@@ -289,13 +289,13 @@ def check_step_at(
             continue
         per_block = 1.0 / block_size
         for req in range(num_reqs):
-            slot_of_req = t.slots[req]
-            if t.num_blocks[group, slot_of_req] * block_size < out.seq_lens[req]:
+            request_row = t.request_rows[req]
+            if t.num_blocks[group, request_row] * block_size < out.seq_lens[req]:
                 return Rule.BLOCKS, req, -1, group
             last, token = out.seq_lens[req] - 1, out.query_start_loc[req + 1] - 1
             # Exact below 2**31; an integer division would cost as much as all the rest.
             block = int((last + 0.5) * per_block)
-            slot = t.block_table_flat[table + slot_of_req * width + block] * block_size
+            slot = t.block_table_flat[table + request_row * width + block] * block_size
             if out.slot_mapping[group, token] != slot + last - block * block_size:
                 return Rule.LAST_SLOT, req, token, group
         is_wrong = False
@@ -368,7 +368,7 @@ def check_local_requests_at(
 
 @compiled
 def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_tokens):
-    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.states`).
+    """Do what `check_step_at` does for recurrent states (`vllm_npu_prep.prep.recurrent_states`).
 
     Blocks have to be the ones that the tables name for the last computed and the last scheduled
     token. No two requests write one state, and no request reads what another one writes in this
@@ -400,7 +400,7 @@ def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_toke
         size, first_entry = t.block_sizes[group], t.first_state_entries[index]
         read, count = out.initial_state_indices[index], 0
         for req in range(num_reqs):
-            row = first_entry + t.slots[req] * t.max_num_blocks[group]
+            row = first_entry + t.request_rows[req] * t.max_num_blocks[group]
             first = first_kept(out.num_computed_tokens[req], out.seq_lens[req], req < first_prefill)
             after = t.block_table_flat[row + state_column(first, 0, size, num_drafts)]
             if out.state_indices[index, req] == 0 or out.state_indices[index, req] != after:

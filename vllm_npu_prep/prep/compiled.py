@@ -24,10 +24,10 @@ SOURCES = (
     "arrays.py",
     "checks.py",
     "compiled.py",
-    "latent.py",
+    "latent_split.py",
     "local_attention.py",
     "state.py",
-    "states.py",
+    "recurrent_states.py",
     "tables.py",
 )
 """The files of this folder that change what functions in other files compile to."""

@@ -111,5 +111,5 @@ def embedded_tokens(
         and its position in the request; in the order of the step.
     """
     reqs, positions = step.req_indices, step.positions
-    token_indices = np.flatnonzero(~is_token_ids[step.slots[reqs], positions])
+    token_indices = np.flatnonzero(~is_token_ids[step.request_rows[reqs], positions])
     return token_indices, reqs[token_indices], positions[token_indices]

@@ -15,8 +15,9 @@ from vllm_npu_prep.prep.arrays import (
 )
 from vllm_npu_prep.prep.checks import Rule, StepInputs, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
-from vllm_npu_prep.prep.latent import plan_contexts
+from vllm_npu_prep.prep.latent_split import plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
+from vllm_npu_prep.prep.recurrent_states import find_recurrent_states
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
     SOME_DRAFTS,
@@ -24,7 +25,6 @@ from vllm_npu_prep.prep.state import (
     SOME_PAST_PROMPT,
     SOME_SEVERAL_TOKENS,
 )
-from vllm_npu_prep.prep.states import find_recurrent_states
 from vllm_npu_prep.prep.tables import tables_of
 
 
@@ -75,7 +75,7 @@ def split_at_chunks_at(tables, arrays, num_reqs, attention_chunk_size, decode_qu
 
 @compiled
 def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block_size):
-    """Write the split of latent attention by address (`prep.latent`)."""
+    """Write the split of latent attention by address (`prep.latent_split`)."""
     out = arrays_of(arrays)
     return plan_contexts(out, num_reqs, decode_threshold, workspace_tokens, block_size)
 
@@ -84,7 +84,7 @@ def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block
 def find_states_at(
     tables, arrays, num_reqs, decode_threshold, num_drafts, num_draft_tokens, kept_tokens
 ):
-    """Write where recurrent states are by address (`prep.states`)."""
+    """Write where recurrent states are by address (`prep.recurrent_states`)."""
     t, out, sizes = tables_of(tables), arrays_of(arrays), (decode_threshold, num_drafts)
     return find_recurrent_states(t, out, num_reqs, *sizes, num_draft_tokens, kept_tokens)
 
@@ -96,8 +96,8 @@ def fill_step(t, step, out):
     Parameters
     ----------
     t
-        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): row ``slots[req]`` is that of
-        a request.
+        The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): row ``request_rows[req]`` is
+        that of a request.
     step
         A `StepInputs`.
     out
@@ -135,21 +135,21 @@ def fill_step(t, step, out):
     for req in range(num_reqs):
         query_len = step.num_scheduled_tokens[req]
         drafts = step.num_draft_tokens[req]
-        slot = t.slots[req]
-        first = t.num_computed_tokens[slot]
-        prefetch(t.token_ids, slot * t.token_ids.shape[1] + first)
+        request_row = t.request_rows[req]
+        first = t.num_computed_tokens[request_row]
+        prefetch(t.token_ids, request_row * t.token_ids.shape[1] + first)
         end = start + query_len
         seq_len = first + query_len
         out.query_start_loc[req + 1] = end
         out.seq_lens[req] = seq_len
         out.num_computed_tokens[req] = first
-        out.discard_request_mask[req] = seq_len < t.num_tokens[slot]
+        out.discard_request_mask[req] = seq_len < t.num_tokens[request_row]
         if query_len < 1 or first < 0 or end > num_input_tokens or seq_len > t.token_ids.shape[1]:
             raise ValueError("scheduled tokens past the layout or past max_model_len")
         if drafts < 0 or drafts >= query_len:
             raise ValueError("more drafts than scheduled tokens")
         num_drafts += drafts
-        some_past_prompt |= first >= t.num_prompt_tokens[slot]
+        some_past_prompt |= first >= t.num_prompt_tokens[request_row]
         max_query_len = max(max_query_len, query_len)
         max_seq_len = max(max_seq_len, seq_len)
         max_computed = max(max_computed, first)
@@ -180,18 +180,18 @@ def fill_step(t, step, out):
         for req in range(num_reqs):
             out.logits_indices[req] = out.query_start_loc[req + 1] - 1
     for group in range(t.block_sizes.shape[0]):
-        if t.max_num_blocks[group] * t.block_sizes[group] * t.shards[0] < max_seq_len:
+        if t.max_num_blocks[group] * t.block_sizes[group] * t.dcp[0] < max_seq_len:
             raise ValueError("a sequence is longer than its row of the block table")
     for req in range(num_reqs):
         first, start = out.num_computed_tokens[req], out.query_start_loc[req]
-        slot = t.slots[req]
+        request_row = t.request_rows[req]
         query_len = out.query_start_loc[req + 1] - start
         if query_len == 1:  # a decode: two loops would cost more than their work
-            out.input_ids[start] = t.token_ids[slot, first]
+            out.input_ids[start] = t.token_ids[request_row, first]
             out.positions[start] = first
         else:
             # Slices: the compiler sees that no index is negative, and writes many tokens at once.
-            known_ids = t.token_ids[slot, first : first + query_len]
+            known_ids = t.token_ids[request_row, first : first + query_len]
             input_ids = out.input_ids[start : start + query_len]
             positions = out.positions[start : start + query_len]
             for offset in range(query_len):
@@ -204,13 +204,14 @@ def fill_step(t, step, out):
         out.input_ids[token] = max(out.input_ids[token], 0)  # -1: the draft is not known yet
     if speculates:
         for req in range(num_reqs):
-            slot = t.slots[req]
-            known = min(out.seq_lens[req], t.num_tokens[slot] - 1)  # next token, or last known
-            out.backup_next_token_ids[req] = max(t.token_ids[slot, known], 0)
+            request_row = t.request_rows[req]
+            # The next token, or the last known
+            known = min(out.seq_lens[req], t.num_tokens[request_row] - 1)
+            out.backup_next_token_ids[req] = max(t.token_ids[request_row, known], 0)
     if out.idx_mapping.shape[0] > 0:
         for req in range(num_reqs):
-            out.idx_mapping[req] = t.slots[req]
-    if t.shards[0] > 1:
+            out.idx_mapping[req] = t.request_rows[req]
+    if t.dcp[0] > 1:
         fill_sharded_slots(t, num_reqs, out)
     else:
         fill_slots(t, num_reqs, out)
@@ -270,7 +271,7 @@ def fill_slots(t, num_reqs, out):
         block_size, width = t.block_sizes[group], t.max_num_blocks[group]
         per_block = 1.0 / block_size  # an integer division takes longer than all the rest
         for req in range(num_reqs):
-            row = table + t.slots[req] * width
+            row = table + t.request_rows[req] * width
             position, seq_len = out.num_computed_tokens[req], out.seq_lens[req]
             token = out.query_start_loc[req]
             if seq_len - position == 1:  # a decode
@@ -294,11 +295,11 @@ def fill_slots(t, num_reqs, out):
 
 @inlined
 def fill_sharded_slots(t, num_reqs, out):
-    """Write slots and lengths with decode context parallelism (`prep.context_shards`).
+    """Write slots and lengths with decode context parallelism (`prep.dcp`).
 
     A token that another rank keeps has no slot on this rank.
     """
-    world_size, rank, size = t.shards[0], t.shards[1], t.shards[2]
+    world_size, rank, size = t.dcp[0], t.dcp[1], t.dcp[2]
     for req in range(num_reqs):
         out.dcp_local_seq_lens[req] = local_length(out.seq_lens[req], world_size, rank, size)
         computed = out.num_computed_tokens[req]
@@ -308,7 +309,7 @@ def fill_sharded_slots(t, num_reqs, out):
     for group in range(out.slot_mapping.shape[0]):
         block_size, width = t.block_sizes[group], t.max_num_blocks[group]
         for req in range(num_reqs):
-            row = t.slots[req] * width + table
+            row = t.request_rows[req] * width + table
             token = out.query_start_loc[req]
             for position in range(out.num_computed_tokens[req], out.seq_lens[req]):
                 run = position // size
@@ -375,7 +376,7 @@ def list_block_changes(t, num_reqs, num_targets, out):
     count = 0
     for group in range(num_groups):
         for req in range(num_reqs):
-            owned = t.num_blocks[group, t.slots[req]]
+            owned = t.num_blocks[group, t.request_rows[req]]
             count += max(0, owned - t.num_synced_blocks[group, req])
         for req in range(num_reqs, last_padded):
             count += t.num_device_blocks[group, req]
@@ -389,13 +390,13 @@ def list_block_changes(t, num_reqs, num_targets, out):
     for group in range(num_groups):
         width = t.max_num_blocks[group]
         for req in range(num_reqs):
-            slot = t.slots[req]
-            end = t.num_blocks[group, slot]
+            request_row = t.request_rows[req]
+            end = t.num_blocks[group, request_row]
             if end <= t.num_synced_blocks[group, req]:
                 continue
             for block in range(t.num_synced_blocks[group, req], end):
                 out.variable_int64[index_of] = table + req * width + block
-                out.variable_int32[id_of] = t.block_table_flat[table + slot * width + block]
+                out.variable_int32[id_of] = t.block_table_flat[table + request_row * width + block]
                 index_of += 1
                 id_of += 1
             t.num_synced_blocks[group, req] = end

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_npu_prep.prep.oracle_shards import place_on_its_rank, rank_of, share_out
+from vllm_npu_prep.prep.oracle_dcp import place_on_its_rank, rank_of, share_out
 
 
 @dataclass(frozen=True)

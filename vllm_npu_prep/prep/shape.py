@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
-from vllm_npu_prep.prep.latent import NO_LATENT_SPLIT, LatentSplit
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
-from vllm_npu_prep.prep.states import NO_RECURRENT_GROUPS, RecurrentGroups
+from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_GROUPS, RecurrentGroups
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EngineShape:
     local: LocalGroups = NO_LOCAL_GROUPS
     latent: LatentSplit = NO_LATENT_SPLIT
     states: RecurrentGroups = NO_RECURRENT_GROUPS
-    dcp: ContextShards = WHOLE_CONTEXTS
+    dcp: DCPRank = NO_DCP
     has_request_rows: bool = False
 
 

@@ -20,11 +20,11 @@ class BatchTables:
 
     The fused pass reads and writes them by address, so they are never replaced or resized.
 
-    A row belongs to a request: request ``i`` of the batch has the request row ``slots[i]``. vLLM's
-    V1 runner keeps its requests in the order of the batch, so `slots` counts up; in V2 a request
-    keeps its row, and nothing moves. `num_synced_blocks` and `num_device_blocks` are about rows of
-    the device's block tables, which are in the order of the batch for both runners. Rows without a
-    request are undefined.
+    A row belongs to a request: request ``i`` of the batch has the request row ``request_rows[i]``.
+    vLLM's V1 runner keeps its requests in the order of the batch, so `request_rows` counts up; in
+    V2 a request keeps its row, and nothing moves. `num_synced_blocks` and `num_device_blocks` are
+    about rows of the device's block tables, which are in the order of the batch for both runners.
+    Rows without a request are undefined.
 
     In the shapes ``rows`` is ``max_num_reqs``, and ``entries`` is the sum over the groups of
     ``(rows + PADDING_ROWS) * max_num_blocks``.
@@ -50,9 +50,9 @@ class BatchTables:
     num_device_blocks: Annotated[np.ndarray, ArrayType(np.int32, "groups, rows")]
     # Request row of each request of the batch, in all tables but the last two. Entries past the
     # batch are left from earlier batches. By default rows count up.
-    slots: Annotated[np.ndarray, ArrayType(np.int32, "rows")] = None  # type: ignore[assignment]
+    request_rows: Annotated[np.ndarray, ArrayType(np.int32, "rows")] = None  # type: ignore[assignment]
     # What compiled code reads of `shape.dcp`: world size, rank and interleave size
-    shards: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
+    dcp: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
     # Of each group of `shape.local`, in rows of one chunk: the first one of its block table, and
     # how many of them a request has
     first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
@@ -67,14 +67,14 @@ class BatchTables:
     mrope: MropeTables = NO_MROPE
 
     def __post_init__(self) -> None:
-        if self.slots is None:
-            object.__setattr__(self, "slots", np.arange(len(self.token_ids), dtype=np.int32))
+        if self.request_rows is None:
+            object.__setattr__(self, "request_rows", np.arange(len(self.token_ids), dtype=np.int32))
         dcp, local, states = self.shape.dcp, self.shape.local, self.shape.states
         num_entries = self.max_num_blocks * np.int64(len(self.token_ids) + PADDING_ROWS)
         firsts = np.cumsum(num_entries) - num_entries
         local_groups, state_groups = (np.array(each.groups, np.int32) for each in (local, states))
         derived = {
-            "shards": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
+            "dcp": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
             "first_local_rows": (firsts[local_groups] // local.blocks_per_chunk).astype(np.int32),
             "chunks_per_req": self.max_num_blocks[local_groups] // np.int32(local.blocks_per_chunk),
             "state_groups": state_groups,
@@ -116,7 +116,7 @@ class BatchTables:
             end = first + num_rows * width
             copied[first:end].reshape(num_rows, width)[:] = self.block_table_flat[
                 first:end
-            ].reshape(num_rows, width)[self.slots]
+            ].reshape(num_rows, width)[self.request_rows]
             first += (num_rows + PADDING_ROWS) * width
         return copied
 

@@ -14,18 +14,18 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ops.experts import (
+from vllm_npu_prep.ops.moe_method import (
     GroupedExperts,
     activation_of,
     check_sync_is_possible,
     refuse_other_experts,
     sum_of_experts,
 )
-from vllm_npu_prep.ops.fused import is_fused
-from vllm_npu_prep.ops.fused_experts import (
+from vllm_npu_prep.ops.npu.experts import (
     Rows,
     grouped_product,
 )
+from vllm_npu_prep.ops.npu.switches import is_fused
 from vllm_npu_prep.quantization.int8 import TorchInt8Linear, swiglu_may_round
 from vllm_npu_prep.quantization.loaded import check_scales, name_of
 from vllm_npu_prep.quantization.modules import KnowsModules
@@ -43,7 +43,7 @@ def apply_int8_experts(
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Do what `apply_experts` of `vllm_npu_prep.ops.experts` does, by int8 weights and inputs."""
+    """Do what `apply_experts` of `ops.moe_method` does, by int8 weights and inputs."""
     activate = activation_of(activation)
 
     def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
@@ -57,8 +57,8 @@ def apply_int8_experts(
 class NPUInt8Experts:
     """Weights of a layer's experts for grouped products; routing rounds the rows.
 
-    vLLM's layer has int8 weights in the shapes that `UnquantisedExperts` of `fused_experts` names,
-    and scales ``[num_local_experts, outputs, 1]``.
+    vLLM's layer has int8 weights in the shapes that `UnquantisedExperts` of `ops.npu.experts`
+    names, and scales ``[num_local_experts, outputs, 1]``.
     """
 
     quant_mode = 1  # of `npu_moe_init_routing_v2`: a scale for each row

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_npu_prep.config import fused_operators
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.ops.fused_latent import (
+from vllm_npu_prep.ops.npu.latent import (
     FusedMultiHeadLatentAttentionWrapper,
     ProjectionParts,
     keep_part_weights,

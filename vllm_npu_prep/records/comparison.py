@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
-from vllm_npu_prep.prep.latent import LatentSplit
 from vllm_npu_prep.prep.oracle import (
     OracleGraphs,
     OracleRequest,
@@ -43,26 +42,14 @@ Requests = Callable[[int], Sequence[OracleRequest]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a record first differs from the step prepared again.
+    """Where a record first differs from the step prepared again."""
 
-    Attributes
-    ----------
-    step
-        Number of the step.
-    by
-        Which preparation differs: ``core`` or ``oracle``.
-    variable, index
-        Where; the index is empty for a scalar, or where shapes differ.
-    req_id, token
-        Request and token of the step, if the variable has them; None in padding.
-    """
-
-    step: int
-    by: str
+    step: int  # its number
+    by: str  # which preparation differs: ``core`` or ``oracle``
     variable: str
-    index: tuple[int, ...]
-    req_id: str | None
-    token: int | None
+    index: tuple[int, ...]  # empty for a scalar, or where shapes differ
+    req_id: str | None  # None in padding, or if the variable has no requests
+    token: int | None  # of the step
     recorded: Any
     expected: Any
 
@@ -224,17 +211,9 @@ def oracle_requests(
         blocks = [list(ids[:num_columns]) for ids in owned]
     requests, start = [], 0
     accepted = batch.num_accepted_tokens.tolist() or [1] * settings.num_reqs
-    for req in range(settings.num_reqs):
-        computed, scheduled, num_tokens, drafts, prompt = (
-            int(getattr(batch, name)[req])
-            for name in (
-                "num_computed_tokens",
-                "num_scheduled_tokens",
-                "num_tokens",
-                "num_draft_tokens",
-                "num_prompt_tokens",
-            )
-        )
+    counts = batch.num_computed_tokens, batch.num_scheduled_tokens, batch.num_tokens
+    columns = (each.tolist() for each in (*counts, batch.num_draft_tokens, batch.num_prompt_tokens))
+    for req, (computed, scheduled, num_tokens, drafts, prompt) in enumerate(zip(*columns)):
         span = batch.token_ids[start : start + scheduled].tolist()
         known = dict(enumerate(span, computed))
         if len(batch.next_token_ids):
@@ -326,8 +305,14 @@ def _of_attention(
             out[name] = np.array(values)
     if not prefix:
         _leave_out_samples(record, out, total)
-        if settings.latent is not None:
-            out |= _of_latent(record, settings.latent, requests)
+        if (latent := settings.latent) is not None:
+            said = oracle_latent_step(
+                requests,
+                decode_threshold=latent.decode_threshold,
+                workspace_tokens=latent.workspace_tokens,
+                block_size=latent.block_size,
+            )
+            out |= _named(record, "latent", said)
     if group.attention_chunk_size is not None:
         if total * group.attention_chunk_size <= most_cells:
             local = oracle_local_requests(
@@ -348,24 +333,17 @@ def _of_states(
     record: StepRecord, group: LayerGroup, prefix: str, requests: Sequence[OracleRequest]
 ) -> dict[str, np.ndarray]:
     settings = record.settings
-    states, threshold = settings.shape.states, group.state_threshold
-    assert threshold is not None
+    states = settings.shape.states
     said = oracle_state_step(
         requests,
-        decode_threshold=threshold,
+        decode_threshold=states.decode_threshold,
         block_size=settings.block_sizes[group.group],
         num_drafts=states.num_drafts,
     )
     tokens, kept = said.pop(TOKEN_STATES), said.pop("num_accepted_tokens")
-    blocks = {name: np.array(said.pop(name)) for name in STATE_BLOCKS}
-    out = {f"{prefix}{name}": array for name, array in blocks.items()}
-    total = settings.total_num_scheduled_tokens
-    out[f"{prefix}slot_mapping"] = np.full(total, -1)
-    for name, value in said.items():
-        if isinstance(value, int):
-            out[f"states.{name}"] = np.array(value)
-        else:
-            out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", value)
+    out = {f"{prefix}{name}": np.array(said.pop(name)) for name in STATE_BLOCKS}
+    out[f"{prefix}slot_mapping"] = np.full(settings.total_num_scheduled_tokens, -1)
+    out |= _named(record, "states", said)
     if states.num_drafts:
         counts = np.ones(settings.num_reqs_padded, np.int64)
         counts[: len(kept)] = kept
@@ -381,19 +359,12 @@ def _of_states(
     return out
 
 
-def _of_latent(
-    record: StepRecord, latent: LatentSplit, requests: Sequence[OracleRequest]
-) -> dict[str, np.ndarray]:
-    said = oracle_latent_step(
-        requests,
-        decode_threshold=latent.decode_threshold,
-        workspace_tokens=latent.workspace_tokens,
-        block_size=latent.block_size,
-    )
+def _named(record: StepRecord, prefix: str, said: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return what the oracle says of a part of the step, by a record's names."""
     out = {}
     for name, value in said.items():
         if isinstance(value, int):
-            out[f"latent.{name}"] = np.array(value)
+            out[f"{prefix}.{name}"] = np.array(value)
         else:
             out[f"{name}_padded"] = _with_rest(record, f"{name}_padded", value)
     return out

@@ -11,10 +11,11 @@ import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Level, PaddingRule, ShownInExplain
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.latent import LatentStep
+from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.layout import StepArrays
+from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
-from vllm_npu_prep.prep.states import RecurrentStep
+from vllm_npu_prep.prep.recurrent_states import RecurrentStep
 
 if TYPE_CHECKING:
     from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
@@ -72,7 +73,14 @@ SCALARS = (
     "max_query_len",
     "max_seq_len",
 )
-LOCAL_SCALARS = ("num_reqs", "max_query_len", "max_seq_len")
+SIZES: dict[str, tuple[str, type[LocalRequests | RecurrentStep | LatentStep]]] = {
+    "local_requests": ("local", LocalRequests),
+    "states": ("states", RecurrentStep),
+    "latent": ("latent", LatentStep),
+}
+"""Sizes of a step that some engines have: by the beginning of their names in records, the attribute
+of `EngineShape` and `PreparedStep`, and its class.
+"""
 LOCAL_ARRAYS = (
     "block_table",
     *(
@@ -81,12 +89,10 @@ LOCAL_ARRAYS = (
         if line.level is Level.CHUNK and len(line.dims) == 1
     ),
 )
-LATENT_SCALARS = tuple(item.name for item in fields(LatentStep))
 LATENT_LINES = tuple(
     line for line in STEP_ARRAYS.values() if line.level in (Level.PREFILL, Level.PIECE)
 )
 """Arrays of latent attention; records of other engines don't have them."""
-STATE_SCALARS = tuple(item.name for item in fields(RecurrentStep))
 _SIZES_OF_STATES = {"state_reqs", "token_state_groups", "counted_reqs"}
 OF_STATES = [line for line in STEP_ARRAYS.values() if _SIZES_OF_STATES & set(line.dims)]
 STATE_BLOCKS = tuple(line.name for line in OF_STATES if line.dims[0] == "state_groups")
@@ -113,14 +119,17 @@ MASK_ARRAYS = (
 )
 
 
-def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "LayerGroup") -> MaskPlan:
-    """Return the mask of a group's layers in a step; layers with recurrent states have none."""
+def mask_plan(step: PreparedStep, mask_form: MaskForm, group: Any) -> MaskPlan:
+    """Return the mask of a group's layers in a step; layers with recurrent states have none.
+
+    `group` is a `LayerGroup`, or the builder of these layers' metadata.
+    """
     if group.holds_states:
         return MaskPlan(MaskKind.NONE, None)
     max_seq_len = step.local.max_seq_len if group.attention_chunk_size else step.max_seq_len
     return plan_mask(
         step.attn_state,
-        MaskForm(settings.mask),
+        mask_form,
         step.num_input_tokens,
         max_seq_len,
         sliding_window=group.sliding_window,
@@ -129,12 +138,16 @@ def mask_plan(step: PreparedStep, settings: "RecordSettings", group: "LayerGroup
     )
 
 
+def _sizes(of: Any) -> dict[str, np.ndarray]:
+    """Return the fields of one of the classes of `SIZES`, each as int64 ``[]``."""
+    return {item.name: np.array(getattr(of, item.name), np.int64) for item in fields(of)}
+
+
 def latent_variables(step: PreparedStep) -> dict[str, np.ndarray]:
     """Return the decodes, prefills and context chunks of latent attention; empty without it."""
     if not step.shape.latent:
         return {}
-    out = {name: np.array(getattr(step.latent, name), np.int64) for name in LATENT_SCALARS}
-    return out | {line.name: getattr(step, line.name) for line in LATENT_LINES}
+    return _sizes(step.latent) | {line.name: getattr(step, line.name) for line in LATENT_LINES}
 
 
 def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
@@ -155,7 +168,7 @@ def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
     if group not in states.groups:
         return {}
     index = states.groups.index(group)
-    out = {name: np.array(getattr(step.states, name), np.int64) for name in STATE_SCALARS}
+    out = _sizes(step.states)
     for line in STATE_LINES:
         array = getattr(step, line.name)
         if line.name == TOKEN_STATES:
@@ -211,15 +224,11 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
         out |= {f"{prefix}{name}": array for name, array in arrays.items()}
         if prefix and index == settings.main_group:
             out |= {n: a for n, a in arrays.items() if not n.startswith("local_requests.")}
-    scalars: dict[str, Any] = {name: getattr(step, name) for name in SCALARS}
-    scalars["num_reqs_padded"] = step.padding.num_reqs_padded
-    if step.shape.local:
-        scalars |= {f"local_requests.{n}": getattr(step.local, n) for n in LOCAL_SCALARS}
-    if step.shape.states:
-        scalars |= {f"states.{n}": getattr(step.states, n) for n in STATE_SCALARS}
-    if step.shape.latent:
-        scalars |= {f"latent.{n}": getattr(step.latent, n) for n in LATENT_SCALARS}
-    out |= {name: np.array(value, np.int64) for name, value in scalars.items()}
+    out |= {name: np.array(getattr(step, name), np.int64) for name in SCALARS}
+    out["num_reqs_padded"] = np.array(step.padding.num_reqs_padded, np.int64)
+    for prefix, (part, _) in SIZES.items():
+        if getattr(step.shape, part):
+            out |= {f"{prefix}.{n}": size for n, size in _sizes(getattr(step, part)).items()}
     out |= {f"dcp.{name}": value for name, value in dcp_variables(step).items()}
     out["model_input"] = np.array("inputs_embeds" if step.batch.takes_embeds else "input_ids", "S")
     out |= {n: a for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
@@ -246,13 +255,14 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
         *(line.recorded_as for line in STEP_ARRAYS.values() if line.by_group),
     }
     of_group |= {f"attn_mask.{name}" for name in MASK_ARRAYS}
-    of_group |= {f"local_requests.{name}" for name in (*LOCAL_ARRAYS, *LOCAL_SCALARS)}
+    of_group |= {f"local_requests.{name}" for name in LOCAL_ARRAYS}
     names = {f"{prefix}{name}" for prefix in ("", *settings.group_prefixes) for name in of_group}
     names |= {*REQUEST_LEVEL, *TOKEN_LEVEL, *SEVERAL_PER_TOKEN, *SCALARS}
     names |= {"attn_state", "model_input", "num_reqs_padded"}
     names |= {"sampled_token_targets", "is_on_device"}
-    names |= {f"latent.{name}" for name in LATENT_SCALARS}
-    names |= {f"states.{name}" for name in STATE_SCALARS}
+    names |= {
+        f"{prefix}.{item.name}" for prefix, (_, kind) in SIZES.items() for item in fields(kind)
+    }
     names |= {f"dcp.{name}" for name in (*(line.name for line in DCP_LINES), "dcp_ranks")}
     return names | {line.recorded_as for line in STEP_ARRAYS.values()}
 
@@ -271,7 +281,7 @@ def _group_arrays(
     out = {}
     if group.group < len(settings.block_sizes):
         out = group_variables(step, group.group)
-    plan = mask_plan(step, settings, group)
+    plan = mask_plan(step, MaskForm(settings.mask), group)
     out |= {f"attn_mask.{n}": a for n, a in mask_arrays(plan, step.positions).items()}
     if group.attention_chunk_size is not None:
         local = step.local_requests(group.group)
@@ -291,9 +301,8 @@ def mask_arrays(plan: MaskPlan, positions: np.ndarray) -> dict[str, np.ndarray]:
     if plan.kind == MaskKind.COMPRESSED:
         return out | {"form": np.array(MaskForm.COMPRESSED.value, "S")}
     num_rows, max_seq_len = plan.shape
-    if num_rows * max_seq_len <= FULL_MASK_CELLS:
-        mask = build_mask(plan, positions)
-        assert mask is not None
+    mask = build_mask(plan, positions) if num_rows * max_seq_len <= FULL_MASK_CELLS else None
+    if mask is not None:
         return out | {"masked": mask}
     rows = np.arange(max_seq_len) if plan.kind == MaskKind.MATRIX else positions
     if plan.kind == MaskKind.ROWS and plan.attention_chunk_size is not None:

@@ -19,6 +19,7 @@ import io
 import zipfile
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -26,20 +27,12 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.latent import LatentStep
 from vllm_npu_prep.prep.layout import ALIGNMENT
-from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
-from vllm_npu_prep.prep.states import RecurrentStep
 from vllm_npu_prep.prep.tables import BatchTables
-from vllm_npu_prep.records.contract import (
-    LATENT_SCALARS,
-    LOCAL_SCALARS,
-    STATE_SCALARS,
-    staged_arrays,
-)
+from vllm_npu_prep.records.contract import SIZES, staged_arrays
 from vllm_npu_prep.records.settings import RecordSettings
 from vllm_npu_prep.wording import counted
 
@@ -51,7 +44,7 @@ queries.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RecordBatch:
     """What a step was prepared from, without the rest of the tables.
 
@@ -84,8 +77,6 @@ class RecordBatch:
         names = [item.name for item in fields(self)]
         return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 WIDE = {
     "previous_rows",
@@ -100,19 +91,11 @@ WIDE = {
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: what it was prepared from, and what was prepared.
-
-    Attributes
-    ----------
-    settings, batch
-        What it was prepared from.
-    prepared
-        What was prepared: the arrays of the file by their names. It is empty for a scenario, which
-        is prepared when it is looked at.
-    """
+    """One step: what it was prepared from, and what was prepared."""
 
     settings: RecordSettings
     batch: RecordBatch
+    # The arrays of the file by their names; none for a scenario, prepared when it is looked at
     prepared: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -277,24 +260,16 @@ class StepRecord:
         targets = arrays.variable_int64[: batch.num_targets]
         if len(targets):
             targets[:] = self._array("sampled_token_targets", targets)
-        shape, local, latent, states = layout.shape, LocalRequests(), LatentStep(), RecurrentStep()
+        shape, num_tokens = layout.shape, layout.num_input_tokens
+        num_reqs, room = settings.num_reqs, len(arrays.context_piece_reqs)
+        num_local = len(arrays.chunk_local_seq_lens)
+        local = self._sizes("local_requests", num_local, num_tokens, settings.max_model_len)
+        latent = self._sizes("latent", num_reqs, num_tokens, num_reqs, room, room)
+        states = self._sizes("states", num_reqs, num_tokens, num_reqs)
         if shape.local:
-            num_local = len(arrays.chunk_local_seq_lens)
-            most = num_local, layout.num_input_tokens, settings.max_model_len
-            sizes = zip(LOCAL_SCALARS, most)
-            local = LocalRequests(*(self._scalar(f"local_requests.{n}", m) for n, m in sizes))
             num_chunks = len(batch.tables.block_table_flat) // shape.local.blocks_per_chunk
             rows = arrays.chunk_local_table_rows
             rows.clip(0, num_chunks - 1, out=rows)
-        if shape.latent:
-            num_reqs, room = settings.num_reqs, len(arrays.context_piece_reqs)
-            limits = num_reqs, layout.num_input_tokens, num_reqs, room, room
-            named = zip(LATENT_SCALARS, limits)
-            latent = LatentStep(*(self._scalar(f"latent.{n}", m) for n, m in named))
-        if shape.states:
-            most_of_each = settings.num_reqs, layout.num_input_tokens, settings.num_reqs
-            halves = zip(STATE_SCALARS, most_of_each)
-            states = RecurrentStep(*(self._scalar(f"states.{n}", m) for n, m in halves))
         state = self.attn_state
         if state not in AttentionState.__members__:
             raise PrepError(f"step {self.number}: attn_state {state!r} is not an attention state")
@@ -323,6 +298,17 @@ class StepRecord:
                 f"settings say {like.dtype} {list(like.shape)}"
             )
         return found
+
+    def _sizes(self, prefix: str, *most: int) -> Any:
+        """Return the sizes of `SIZES` of that name, which are 0 in other engines' records.
+
+        `most` has the limit of each.
+        """
+        part, kind = SIZES[prefix]
+        if not getattr(self.settings.shape, part):
+            return kind()
+        names = (f"{prefix}.{item.name}" for item in fields(kind))
+        return kind(*map(self._scalar, names, most))
 
     def _scalar(self, name: str, most: int) -> int:
         value = int(self._array(name, np.zeros((), np.int64)))

@@ -25,7 +25,7 @@ from vllm_npu_prep.records.record import FORMAT, WIDE, RecordBatch, StepRecord
 from vllm_npu_prep.records.scenario import why_not_json
 from vllm_npu_prep.records.settings import RecordSettings
 from vllm_npu_prep.validation import described
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.wording import counted, runs_of
 
 RECORD_SUFFIX = ".npz"
 MAX_RECORD_BYTES = 1 << 28
@@ -96,13 +96,8 @@ def _refuse_step(path: Path, step: int) -> None:
 
 def _steps(numbers: list[int]) -> str:
     """Return some steps in words: ``steps 3, 5 to 9``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    texts = [" to ".join(map(str, run)) for run in runs]
+    runs = runs_of(sorted(numbers))
+    texts = [" to ".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs]
     if len(texts) > MAX_NAMED:
         texts = [*texts[: MAX_NAMED - 1], "...", texts[-1]]
     return f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(texts)}"
@@ -270,8 +265,8 @@ def _read_settings(arrays: dict[str, np.ndarray]) -> RecordSettings:
         settings = RecordSettings.model_validate(data)
     except ValidationError as error:
         detail = error.errors()[0]
-        where = ".".join(str(part) for part in detail["loc"])
-        raise PrepError(f"settings.{_one_line(where)}: {_one_line(described(detail))}") from None
+        key = _one_line(".".join(map(str, detail["loc"])))
+        raise PrepError(f"settings.{key}: {_one_line(described(detail))}") from None
     _check_settings(settings)
     return settings
 
@@ -354,9 +349,8 @@ def _batch_array(
 ) -> np.ndarray:
     """Take an array of what the step was prepared from out of a record's arrays."""
     full_name = f"batch.{name}"
-    array = arrays.pop(full_name, None)
-    _require(array is not None, f"{full_name} is missing")
-    assert array is not None
+    _require(full_name in arrays, f"{full_name} is missing")
+    array = arrays.pop(full_name)
     dtype = _dtype_of(name)
     fits = len(array.shape) == len(shape) and all(
         want is None or want == size for want, size in zip(shape, array.shape)

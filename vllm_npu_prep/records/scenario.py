@@ -8,16 +8,16 @@ import difflib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.prep.context_shards import WHOLE_CONTEXTS, ContextShards
+from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.prep.freed_blocks import first_needed
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.padding import (
     full_graph_padding,
@@ -89,14 +89,14 @@ class ScenarioRequest(Strict):
 
 
 class ScenarioLatent(Strict):
-    """How a step is split for latent attention (`vllm_npu_prep.prep.latent`)."""
+    """How a step is split for latent attention (`vllm_npu_prep.prep.latent_split`)."""
 
     decode_threshold: Positive = 1
     workspace_blocks: Positive = 1
 
 
 class ScenarioShards(Strict):
-    """The rank that prepares the step under decode context parallelism (`prep.context_shards`)."""
+    """The rank that prepares the step under decode context parallelism (`prep.dcp`)."""
 
     world_size: Annotated[int, Field(ge=2, le=64)]
     rank: Annotated[int, Field(ge=0, lt=64)] = 0
@@ -135,19 +135,17 @@ class Scenario(Strict):
         return [first, *self.more_kv_cache_groups]
 
     @property
-    def shards(self) -> ContextShards:
+    def dcp_rank(self) -> DCPRank:
         dcp = self.dcp
-        return (
-            ContextShards(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else WHOLE_CONTEXTS
-        )
+        return DCPRank(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else NO_DCP
 
     def tokens_per_block(self, group: ScenarioGroup) -> int:
-        return self.shards.tokens_per_block(group.block_size)
+        return self.dcp_rank.tokens_per_block(group.block_size)
 
     @property
-    def latent_split(self) -> LatentSplit | None:
+    def latent_split(self) -> LatentSplit:
         if self.latent is None:
-            return None
+            return NO_LATENT_SPLIT
         size = self.tokens_per_block(self.groups[0])
         rows = self.latent.workspace_blocks * size
         return LatentSplit(self.latent.decode_threshold, rows, size, self.max_model_len)
@@ -164,7 +162,12 @@ class Scenario(Strict):
             kind = "full graph"
             if total > max(sizes):
                 kind = f"eager: more than {counted(max(sizes), 'token')}, the largest capture size"
-        shape = EngineShape(max_logits_per_req=1 + int(batch.num_draft_tokens.max()))
+        shape = EngineShape(
+            max_logits_per_req=1 + int(batch.num_draft_tokens.max()),
+            mrope_dims=self.mrope_dims,
+            latent=self.latent_split,
+            dcp=self.dcp_rank,
+        )
         layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
         widths = [-(-self.max_model_len // self.tokens_per_block(group)) for group in self.groups]
         for group in self.groups:
@@ -173,7 +176,9 @@ class Scenario(Strict):
                 widths = [-(-width // per_chunk) * per_chunk for width in widths]
         placed = Placeholders(*batch.placeholders.T)
         touched, *_ = placed.touched(batch.num_computed_tokens, batch.num_scheduled_tokens)
-        settings = RecordSettings(
+        settings = RecordSettings.of(
+            padding,
+            layout,
             step=0,
             req_ids=[request.req_id for request in self.requests],
             max_num_reqs=num_reqs,  # rows to spare would hold nothing
@@ -193,20 +198,11 @@ class Scenario(Strict):
                 for index, group in enumerate(self.groups)
             ],
             total_num_scheduled_tokens=total,
-            mode=cast(Any, padding.mode.value),
             kind=kind,
-            num_input_tokens=padding.num_input_tokens,
-            num_reqs_padded=padding.num_reqs_padded,
-            decode_query_len=padding.decode_query_len,
-            max_logits=layout.max_logits,
-            max_drafts=layout.max_drafts,
-            mrope_dims=self.mrope_dims,
             num_sampled_rows=0,
             num_sampled_drafts=0,
             takes_embeds=len(touched) > 0,
             modalities=[item.modality for r in self.requests for item in r.multimodal],
-            latent=self.latent_split,
-            dcp=self.shards or None,
         )
         return StepRecord(settings, batch)
 
@@ -432,9 +428,8 @@ def _check_shards(scenario: Scenario) -> None:
 
 
 def _check_chunks(groups: list[ScenarioGroup]) -> None:
-    sizes = {(g.attention_chunk_size, g.block_size) for g in groups if g.attention_chunk_size}
+    sizes = {(size, g.block_size) for g in groups if (size := g.attention_chunk_size)}
     for chunk_size, block_size in sizes:
-        assert chunk_size is not None
         if len(sizes) > 1 or chunk_size % block_size:
             raise PrepError(
                 f"attention_chunk_size: {chunk_size} in blocks of {block_size}; chunks must "

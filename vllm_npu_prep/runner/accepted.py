@@ -1,15 +1,15 @@
 """How many tokens of each request's last step count, for recurrent states and speculation.
 
 The state after the first token of a decode is in the request's first block, that after the second
-token in the next block, and so on (`vllm_npu_prep.prep.states`). Lengths on the host are exact when
-a step is prepared, so the number of tokens that counted follows from where that step began: nothing
-is read back for it, and no sampler has to tell.
+token in the next block, and so on (`vllm_npu_prep.prep.recurrent_states`). Lengths on the host are
+exact when a step is prepared, so the number of tokens that counted follows from where that step
+began: nothing is read back for it, and no sampler has to tell.
 
 Upstream takes the numbers from the sampler, for the rows of the last step. A request that was left
 out of a step is added to the batch again, and upstream then takes its count for 1: it would read
 the state before its accepted drafts. Here a request is known by its id, until it is resumed after
 preemption, or goes on as a session with the next part of its input. Then it begins like any other
-request, with the states that the prefix cache has of it (`compat.schedulers`).
+request, with the states that the prefix cache has of it (`compat.scheduler`).
 """
 
 from collections.abc import Container, Sequence
@@ -76,7 +76,7 @@ class AcceptedTokens:
         begin |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         if begin:
             starts[[req_id in begin for req_id in req_ids]] = UNKNOWN
-        computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
+        computed = tables.num_computed_tokens[tables.request_rows[:num_reqs]]
         counts = np.where((starts == UNKNOWN) | (computed == 0), np.int32(1), computed - starts)
         longer = np.flatnonzero(num_scheduled_tokens > states.decode_threshold)
         num_decodes = int(longer[0]) if len(longer) else num_reqs

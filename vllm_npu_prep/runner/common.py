@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.utils import bind_kv_cache
+from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
@@ -35,7 +36,7 @@ from vllm_npu_prep.runner.graphs import CaptureOne, Dispatcher, Graphs
 from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
 from vllm_npu_prep.runner.padding import StepPadding, cache_limits
-from vllm_npu_prep.runner.preparer import Preparer
+from vllm_npu_prep.runner.preparer import Preparer, StepBlockTables, builders_of, make_tables
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.wording import counted
 
@@ -69,6 +70,7 @@ class CommonRunner:
     max_num_tokens: int
     max_model_len: int
     input_batch: Any  # has `req_ids`
+    attn_groups: list[list[AttentionGroup]]  # by KV-cache group
 
     in_flight: StepInFlight | None = None
     preparer: Preparer
@@ -82,6 +84,12 @@ class CommonRunner:
     step_check: StepCheck | None = None
 
     # ----------------------------------------------------------------- steps
+
+    @property
+    def prepared(self) -> StepInFlight:
+        """The step in flight, where there is one: between its preparation and its samples."""
+        assert self.in_flight is not None
+        return self.in_flight
 
     def _observe(
         self,
@@ -201,6 +209,20 @@ class CommonRunner:
         groups = kv_cache_config.kv_cache_groups
         bind_kv_cache(caches, layers, in_order, kv_cache_groups=groups)
         return caches, single_planes(in_order, caches, layers)
+
+    def _make_preparer(
+        self, block_tables: StepBlockTables, max_num_tokens: int, **of_requests: Any
+    ) -> None:
+        """Make what lays steps out; `make_tables` explains the arguments."""
+        builders = builders_of(self.attn_groups)
+        self.preparer = Preparer(
+            self.prep_device,
+            make_tables(block_tables, self.attn_groups, builders, self.vllm_config, **of_requests),
+            block_tables,
+            builders,
+            max_num_tokens=max_num_tokens,
+            pin_memory=is_pin_memory_available(),
+        )
 
     def _follow_cache(
         self, kv_cache_config: KVCacheConfig, dtype: torch.dtype, *, is_profiling: bool

@@ -11,7 +11,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 
-from vllm_npu_prep.compat.graphs import measured_as_captured
+from vllm_npu_prep.compat.worker import measured_as_captured
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph import OutOfStreamsError
 from vllm_npu_prep.graph.fake_graph import check_padding

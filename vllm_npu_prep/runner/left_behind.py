@@ -28,6 +28,9 @@ def forget_models(*models: Any) -> None:
     Where weights were loaded anew, vLLM's table of such layers has them, too. Its keys are weak
     references, but its values lead to the same layers.
 
+    ``torch._dynamo.reset()`` would be shorter. But it drops what is compiled for every engine of
+    the process, and leaves the hooks, the globals and vLLM's table as they are.
+
     Parameters
     ----------
     models

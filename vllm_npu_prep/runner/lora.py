@@ -9,7 +9,7 @@ from vllm.lora.layers import LoRAMapping, LoRAMappingType
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from vllm_npu_prep.ops.lora import NO_LORA, PunicaWrapperNPU
+from vllm_npu_prep.ops.triton.lora import NO_LORA, PunicaWrapperNPU
 
 Scores = TypeVar("Scores")
 

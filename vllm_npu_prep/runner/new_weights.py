@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from vllm_npu_prep.compat.models import name_weight_loaders
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.ops.cpu.linear import unpacked
 from vllm_npu_prep.quantization.fused import laid_aside
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear
 
@@ -66,7 +67,7 @@ def kept_addresses(model: nn.Module, model_config: ModelConfig) -> Iterator[None
     """
     name_weight_loaders(model)
     before = {(module, name): tensors for module, name, tensors in _derived(model)}
-    with laid_aside(model), _without_adapters(model):
+    with unpacked(model), laid_aside(model), _without_adapters(model):
         try:
             yield
         except BaseException:

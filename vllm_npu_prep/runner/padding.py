@@ -40,7 +40,7 @@ class CacheLimits(NamedTuple):
         """
         num_reqs, rows = batch.num_reqs, padding.num_reqs_padded
         tables = batch.tables
-        computed = tables.num_computed_tokens[tables.slots[:num_reqs]]
+        computed = tables.num_computed_tokens[tables.request_rows[:num_reqs]]
         seq_lens = computed + batch.num_scheduled_tokens
         blocks = int((-(-seq_lens // self.block_size)).sum()) + rows - num_reqs
         return blocks <= self.num_blocks
@@ -62,7 +62,7 @@ class CacheLimits(NamedTuple):
             )
 
 
-class Counts(NamedTuple):
+class DispatchKey(NamedTuple):
     """What a decision depends on: decisions are cached by it."""
 
     eager: bool  # the step has to run without a graph
@@ -74,12 +74,12 @@ class Counts(NamedTuple):
     num_active_loras: int
 
 
-Dispatch = Callable[[StepBatch, Counts], tuple[Any, ...]]
+Dispatch = Callable[[StepBatch, DispatchKey], tuple[Any, ...]]
 """Asks upstream's dispatcher for a step. The answer begins with the graph mode and the batch
 descriptor."""
 
 
-class Decision(NamedTuple):
+class PaddingDecision(NamedTuple):
     dispatched: tuple[Any, ...]  # upstream's answer, unchanged
     padding: Padding
     kind: str  # how the step is counted (`StepCounts.kind`)
@@ -118,9 +118,11 @@ class StepPadding:
         self.depends_on_counts_only = depends_on_counts_only
         self.counts = StepCounts()
         self.cache_limits: CacheLimits | None = None
-        self._kept: dict[tuple[int, ...], Decision] = {}  # by `Counts`
+        self._kept: dict[tuple[int, ...], PaddingDecision] = {}  # by `DispatchKey`
 
-    def decide(self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int) -> Decision:
+    def decide(
+        self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int
+    ) -> PaddingDecision:
         """Decide the padding of a step and count the step.
 
         Parameters
@@ -134,7 +136,7 @@ class StepPadding:
         max_query_len = 1
         if num_tokens != num_reqs:
             max_query_len = int(batch.num_scheduled_tokens.max())
-        counts = (  # a plain tuple: a `Counts` takes longer to make than to look up
+        counts = (  # a plain tuple: a `DispatchKey` takes longer to make than to look up
             False,
             batch.takes_embeds,
             num_tokens,
@@ -143,16 +145,16 @@ class StepPadding:
             num_encoder_reqs,
             num_active_loras,
         )
-        decision = self._kept.get(counts) or self._decide(batch, Counts(*counts))
+        decision = self._kept.get(counts) or self._decide(batch, DispatchKey(*counts))
         limits = self.cache_limits
         in_full_graph = decision.padding.mode is GraphMode.FULL
         if limits is not None and in_full_graph and not limits.allow(batch, decision.padding):
             counts = True, *counts[1:]
-            decision = self._kept.get(counts) or self._decide(batch, Counts(*counts))
+            decision = self._kept.get(counts) or self._decide(batch, DispatchKey(*counts))
         self.counts.add(decision.kind)
         return decision
 
-    def _decide(self, batch: StepBatch, counts: Counts) -> Decision:
+    def _decide(self, batch: StepBatch, counts: DispatchKey) -> PaddingDecision:
         decision = self._ask(batch, counts)
         if self.depends_on_counts_only:
             if len(self._kept) == KEPT_DECISIONS:
@@ -160,7 +162,7 @@ class StepPadding:
             self._kept[counts] = decision
         return decision
 
-    def _ask(self, batch: StepBatch, counts: Counts) -> Decision:
+    def _ask(self, batch: StepBatch, counts: DispatchKey) -> PaddingDecision:
         dispatched = self.dispatch(batch, counts)
         padding = self._padding_of(dispatched, counts.num_reqs)
         is_longest = counts.max_query_len == self.decode_query_len
@@ -172,7 +174,7 @@ class StepPadding:
         )
         if counts.eager:
             kind = EAGER + "more blocks than the cache has, shared ones counted for each request"
-        return Decision(dispatched, padding, kind)
+        return PaddingDecision(dispatched, padding, kind)
 
     def of_dummy_run(
         self,

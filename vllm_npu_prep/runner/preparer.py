@@ -15,7 +15,7 @@ from vllm_npu_prep.attention.latent import find_latent_split
 from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local_groups
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import AscendMLAMetadataBuilder
-from vllm_npu_prep.attention.states import find_recurrent_groups
+from vllm_npu_prep.attention.recurrent_backend import find_recurrent_groups
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step

@@ -4,100 +4,52 @@ Upstream goes through the rows of a step one after the other. So do we, in one l
 which upstream would only append tokens, and hand it the others in their place. `Rows` stands for
 ``num_scheduled_tokens`` in the step that upstream's method gets, and its ``items()`` yields only
 those. Therefore everything that upstream does, it does in the order in which it would have done it.
+
+Two passes, first all plain rows and then upstream's method with the others, would do without a
+generator. But rows would be done in another order than upstream's: of two requests
+with the same tokens another's block would be the one that the prefix cache finds, encoder outputs
+would be evicted in another order, and events of the KV cache would be published in another one. The
+twin test (`tests/scheduling`) compares these, too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, NamedTuple
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_npu_prep.scheduling.blocks import BlockNeeds
 from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED, BatchedRequest
 
 RUNNING = RequestStatus.RUNNING
 
 
-@dataclass
-class SchedulerBooks:
-    """The state of the scheduler that the loop over rows reads, and what the loop calls.
-
-    Attributes
-    ----------
-    requests
-        The requests by id.
-    hash_block_size
-        The number of tokens after which a request gets another hash.
-    asynchronous
-        Whether tokens are scheduled before the last ones are known, and placeholders counted.
-    caches_verified
-        Whether blocks enter the prefix cache up to the tokens that no step in flight computes, in
-        synchronous scheduling with drafts, too.
-    speculates
-        Whether requests have drafts.
-    free_encoder_inputs
-        Upstream's method, for requests with images.
-    """
-
-    requests: dict[str, Request]
-    manager: KVCacheManager
-    needs: BlockNeeds
-    hash_block_size: int
-    asynchronous: bool
-    caches_verified: bool
-    speculates: bool
-    free_encoder_inputs: Callable[[Request], None]
-
-
-@dataclass
-class UpstreamRow:
-    """A row that upstream gets, and the place of an output that it makes of the row.
-
-    Attributes
-    ----------
-    client
-        The index of the client that gets the output.
-    before
-        The number of plain outputs for this client that come first.
-    """
+class UpstreamRow(NamedTuple):
+    """A row that upstream gets, and the place of an output that it makes of the row."""
 
     request_id: str
-    client: int
-    before: int
+    client: int  # the index of the client that gets the output
+    before: int  # the number of plain outputs for this client that come first
 
 
 @dataclass
 class Rows:
-    """The rows of a step, in place of ``num_scheduled_tokens``; they are gone through once.
+    """The rows of a step, in place of ``num_scheduled_tokens``; they are gone through once."""
 
-    Attributes
-    ----------
-    step, sampled
-        The step that was scheduled, and what the runner returned for it.
-    outputs
-        The outputs of plain rows, by client.
-    first
-        For each of these clients, how many rows had been handed to upstream before its first
-        output.
-    handed
-        The rows that upstream got.
-    drafts
-        How often a plain row verified some drafts and accepted some: ``{(drafts, accepted):
-        rows}``.
-    """
-
-    books: SchedulerBooks
-    step: SchedulerOutput
+    scheduler: Scheduler  # a `vllm_npu_prep.scheduling.scheduler.BatchedMixin`
+    step: SchedulerOutput  # as it was scheduled
     sampled: ModelRunnerOutput
-    outputs: dict[int, list[EngineCoreOutput]] = field(default_factory=dict)
+    outputs: dict[int, list[EngineCoreOutput]] = field(default_factory=dict)  # plain, by client
+    # For each of these clients, how many rows had been handed to upstream before its first output
     first: dict[int, int] = field(default_factory=dict)
-    handed: list[UpstreamRow] = field(default_factory=list)
+    handed: list[UpstreamRow] = field(default_factory=list)  # the rows that upstream got
+    # How often a plain row verified some drafts and accepted some: {(drafts, accepted): rows}
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def items(self) -> Iterator[tuple[str, int]]:
@@ -107,17 +59,20 @@ class Rows:
         output, emitted something before, and none of the tokens ends it. The rest of upstream's
         rules for such a row is here; each line names its source in vLLM's ``v1/core/sched``.
         """
-        books, manager = self.books, self.books.manager
-        find, note_cached = books.requests.get, books.needs.note_cached
-        asynchronous, hash_block_size = books.asynchronous, books.hash_block_size
-        caches_verified = books.caches_verified
-        caches = asynchronous or (caches_verified and books.speculates)
+        scheduler = self.scheduler
+        ours: Any = scheduler
+        find: Any = scheduler.requests.get
+        cache_blocks, note_cached = scheduler.kv_cache_manager.cache_blocks, ours.needs.note_cached
+        asynchronous, hash_block_size = ours.asynchronous, scheduler.hash_block_size
+        caches_verified = ours.rules.caches_verified_tokens
+        caches = asynchronous or (caches_verified and scheduler.num_spec_tokens > 0)
         index, sampled = self.sampled.req_id_to_index, self.sampled.sampled_token_ids
         drafts_of = self.step.scheduled_spec_decode_tokens
         invalid_drafts = self.step.num_invalid_spec_tokens or {}
-        client, outputs = None, None
+        client: int | None = None
+        outputs: list[EngineCoreOutput] = []
         for request_id, num_scheduled in self.step.num_scheduled_tokens.items():
-            request: BatchedRequest = find(request_id)  # type: ignore[assignment]
+            request: BatchedRequest | None = find(request_id)
             if (
                 request is None
                 or request.status is not RUNNING
@@ -158,7 +113,7 @@ class Rows:
                 self.drafts[num_drafts, num_accepted] += 1
             traits = request.traits
             if traits & MEDIA:
-                books.free_encoder_inputs(request)
+                scheduler._free_encoder_inputs(request)
             all_ids += new_ids  # Request.append_output_token_ids
             request._output_token_ids += new_ids
             if length % hash_block_size < num_new:
@@ -173,15 +128,14 @@ class Rows:
                     else request.num_output_placeholders
                 )
                 if cacheable >= request.cached_until:
-                    manager.cache_blocks(request, cacheable)
+                    cache_blocks(request, cacheable)
                     note_cached(request)
             if request.client_index != client:
                 client = request.client_index
-                outputs = self.outputs.get(client)
-                if outputs is None:
-                    outputs = self.outputs[client] = []
-                    self.first[client] = len(self.handed)
-            outputs.append(  # type: ignore[union-attr]
+                if client not in self.outputs:
+                    self.outputs[client], self.first[client] = [], len(self.handed)
+                outputs = self.outputs[client]
+            outputs.append(
                 EngineCoreOutput(request_id, new_ids)
                 if not traits & TRACED
                 else EngineCoreOutput(request_id, new_ids, trace_headers=request.trace_headers)

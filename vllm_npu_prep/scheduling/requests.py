@@ -26,31 +26,14 @@ TRACED = 8
 
 
 class BatchedRequest(Request):
-    """A request with what `note` added; the class is for type checkers and never instantiated.
+    """A request with what `note` added; the class is for type checkers and never instantiated."""
 
-    Attributes
-    ----------
-    traits
-        The sum of `SPECIAL`, `GRAMMAR`, `MEDIA` and `TRACED`; 0 for most requests.
-    stop_tokens
-        The tokens that may end the request.
-    last_length
-        The number of tokens, prompt and output, with which it reaches ``max_tokens``.
-    stop_length
-        The number of tokens with which it ends for its length: `last_length` or ``max_model_len``.
-    blocks_until
-        The number of tokens for which it has blocks in every KV-cache group; 0 if unknown.
-    cached_until
-        The number of tokens from which on another block can enter the prefix cache; 0 if unknown.
-    window_until
-        The number of computed tokens from which on a block may leave a window of attention; 0 if
-        unknown.
-    """
-
-    traits: int
-    stop_tokens: frozenset[int]
-    last_length: int
-    stop_length: int
+    traits: int  # the sum of `SPECIAL`, `GRAMMAR`, `MEDIA` and `TRACED`; 0 for most requests
+    stop_tokens: frozenset[int]  # the tokens that may end the request
+    last_length: int  # number of tokens, prompt and output, with which it reaches ``max_tokens``
+    stop_length: int  # with which it ends for its length: `last_length` or ``max_model_len``
+    # Numbers of tokens, 0 if unknown: for which it has blocks in every KV-cache group, from which
+    # on another block can enter the prefix cache, and from which on one may leave a window
     blocks_until: int
     cached_until: int
     window_until: int

@@ -19,44 +19,23 @@ from vllm_npu_prep.scheduling.requests import GRAMMAR, BatchedRequest
 
 @dataclass
 class DecodeBatch:
-    """The head of ``running``, and what its requests compute in a step.
+    """The head of ``running``, and what its requests compute in a step."""
 
-    Attributes
-    ----------
-    num_requests
-        The length of the head, of which some requests may compute nothing in this step.
-    num_tokens
-        The number of tokens that all of them compute together.
-    requests
-        The requests that are scheduled. The columns below have an entry for each.
-    req_ids, num_new_tokens, num_computed_tokens
-        The ids, the tokens to compute and the tokens computed before.
-    num_output_tokens
-        The tokens that were output, including those that are still computed.
-    new_block_ids
-        The new blocks by KV-cache group, by index of the request; only requests that got some are
-        here.
-    drafts
-        The tokens to verify, by id.
-    all_token_ids
-        The tokens of requests that the last step didn't have, by id; for Model Runner V1.
-    grammar, grammar_pending
-        Whether any request has structured output, and whether tokens that its grammar needs are
-        still computed.
-    """
-
-    num_requests: int = 0
-    num_tokens: int = 0
+    num_requests: int = 0  # the head's length; some may compute nothing in this step
+    num_tokens: int = 0  # that all of them compute together
+    # The requests that are scheduled; the four columns below have an entry for each
     requests: list[BatchedRequest] = field(default_factory=list)
     req_ids: list[str] = field(default_factory=list)
-    num_new_tokens: list[int] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-    num_output_tokens: list[int] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)  # to compute
+    num_computed_tokens: list[int] = field(default_factory=list)  # computed before
+    num_output_tokens: list[int] = field(default_factory=list)  # those under way included
+    # New blocks by KV-cache group, by index of the request; only of requests that got some
     new_block_ids: dict[int, tuple[list[int], ...]] = field(default_factory=dict)
-    drafts: dict[str, list[int]] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # the tokens to verify, by id
+    # The tokens of requests that the last step didn't have, by id; for Model Runner V1
     all_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    grammar: bool = False
-    grammar_pending: bool = False
+    grammar: bool = False  # whether any request has structured output
+    grammar_pending: bool = False  # whether tokens that its grammar needs are still computed
 
     def loras(self) -> set[int]:
         return loras_of(self.requests)
@@ -91,9 +70,7 @@ class Decodes:
     """
 
     def __init__(self, scheduler: Scheduler, needs: BlockNeeds, *, asynchronous: bool) -> None:
-        self.scheduler = scheduler
-        self.needs = needs
-        self.asynchronous = asynchronous
+        self.scheduler, self.needs, self.asynchronous = scheduler, needs, asynchronous
 
     def take(self, running: list[Request], end: int) -> DecodeBatch:
         """Schedule the decodes among the first `end` requests, up to the first that isn't one.
@@ -179,6 +156,19 @@ class Decodes:
         taken.num_tokens = scheduler.max_num_scheduled_tokens - budget
         self._note_new(taken)
         return taken
+
+    def give_back(self, taken: DecodeBatch) -> None:
+        """Undo the counts of `take`; blocks that requests got are theirs."""
+        for request, computed, new in zip(
+            taken.requests, taken.num_computed_tokens, taken.num_new_tokens
+        ):
+            request.num_computed_tokens = computed
+            request.num_in_flight_tokens -= new
+            request.spec_token_ids = taken.drafts.get(request.request_id, [])
+            if self.asynchronous:
+                request.num_output_placeholders -= new
+            if self._staggers:
+                request.next_decode_eligible_step = 0
 
     @property
     def _staggers(self) -> bool:

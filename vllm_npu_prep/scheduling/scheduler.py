@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, cast
 
 from vllm.logger import init_logger
@@ -21,7 +20,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_npu_prep.compat.releases import scheduler_rules
 from vllm_npu_prep.scheduling.blocks import BlockNeeds
-from vllm_npu_prep.scheduling.outputs import Rows, SchedulerBooks, add_drafts
+from vllm_npu_prep.scheduling.outputs import Rows, add_drafts
 from vllm_npu_prep.scheduling.requests import GRAMMAR, BatchedRequest, forget_blocks, note
 from vllm_npu_prep.scheduling.running import DecodeBatch, Decodes, loras_of
 
@@ -40,44 +39,20 @@ class BatchedMixin(Scheduler):
     the others in their places (`outputs.Rows`).
 
     What may change in a release of vLLM is guarded by ``tests/compat/bodies.txt``.
-
-    Attributes
-    ----------
-    fewest
-        Steps of fewer requests than this are left to upstream's methods.
-    counts_nans
-        Whether the runner counts NaNs in logits, for debugging. Outputs are then made by upstream.
-    num_taken, num_left
-        During upstream's ``schedule``: how many requests were taken out of ``running``, and how
-        many were left there. Requests that upstream admits follow.
-    active_loras
-        During upstream's ``schedule``, if any request waits: the LoRA adapters of requests that
-        run.
-    rules
-        What the installed release of vLLM does differently from others.
     """
 
     asynchronous = False
-    fewest = 4
+    fewest = 4  # steps of fewer requests than this are left to upstream's methods
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rules = scheduler_rules()
+        self.rules = scheduler_rules()  # what the installed release of vLLM does differently
         self.needs = BlockNeeds(self.kv_cache_manager, self.max_model_len)
-        self.books = SchedulerBooks(
-            requests=self.requests,
-            manager=self.kv_cache_manager,
-            needs=self.needs,
-            hash_block_size=self.hash_block_size,
-            asynchronous=self.asynchronous,
-            caches_verified=self.rules.caches_verified_tokens,
-            speculates=self.num_spec_tokens > 0,
-            free_encoder_inputs=self._free_encoder_inputs,
-        )
         self.decodes = Decodes(self, self.needs, asynchronous=self.asynchronous)
-        self.counts_nans = False
-        self.num_taken = 0
-        self.num_left = 0
+        self.counts_nans = False  # of logits, for debugging: upstream makes the outputs then
+        # During upstream's `schedule`: how many requests were taken out of `running`, how many were
+        # left there (those that upstream admits follow), and, if any waits, the running adapters
+        self.num_taken = self.num_left = 0
         self.active_loras: set[int] | None = None
         self.plain_drafts: Counter[tuple[int, int]] = Counter()
 
@@ -166,6 +141,9 @@ class BatchedMixin(Scheduler):
         self._take_out(taken.num_requests, taken.num_tokens)
         try:
             output = super().schedule(throttle_prefills)
+        except BaseException:
+            self.decodes.give_back(taken)
+            raise
         finally:
             self._put_back(running, taken.num_requests, taken.num_tokens)
             self.active_loras = None
@@ -273,7 +251,7 @@ class BatchedMixin(Scheduler):
             or not result.sampled_token_ids
         ):
             return super().update_from_output(scheduler_output, model_runner_output)
-        rows = Rows(self.books, scheduler_output, model_runner_output)
+        rows = Rows(self, scheduler_output, model_runner_output)
         step = copy.copy(scheduler_output)
         step.num_scheduled_tokens = cast("Any", rows)
         self.plain_drafts = rows.drafts
@@ -308,13 +286,8 @@ class BatchedMixin(Scheduler):
             else:
                 request.spec_token_ids = drafts
         if left:
-            ids, tokens = _columns(left)
-            super().update_draft_token_ids(DraftTokenIds(ids, tokens))
-
-
-def _columns(rows: Iterable[tuple[str, list[int]]]) -> tuple[list[str], list[list[int]]]:
-    ids, tokens = zip(*rows, strict=True)
-    return list(ids), list(tokens)
+            ids, tokens = zip(*left)
+            super().update_draft_token_ids(DraftTokenIds([*ids], [*tokens]))
 
 
 class BatchedScheduler(BatchedMixin): ...

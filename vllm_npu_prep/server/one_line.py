@@ -166,39 +166,36 @@ def ending_without_traceback() -> Iterator[None]:
         raise SystemExit(EXIT_CODE) from None
 
 
-class OneLineRefusals(logging.Filter):
-    """A filter that gives log records of a `PrepError` its text in place of the traceback."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = refusal_of(record.exc_info[1]) if record.exc_info else None
-        if text is not None:
-            record.msg, record.args = "%s %s", (record.getMessage(), text)
-            record.exc_info = record.exc_text = None
-        return True
+def tell_refusal(record: logging.LogRecord) -> bool:
+    """Give a log record of a `PrepError` its text in place of the traceback."""
+    text = refusal_of(record.exc_info[1]) if record.exc_info else None
+    return _shortened(record, text and f"{record.getMessage()} {text}")
 
 
-class OneLineAnswers(logging.Filter):
-    """A filter by which an API server logs only the answer of an engine whose call failed.
+def tell_answer(record: logging.LogRecord) -> bool:
+    """Give a log record of an API server the answer of an engine whose call failed.
 
     The engine is another process, and has logged its traceback or, for a `PrepError`, its text.
     The server's own traceback leads to where it waited. vLLM raises a plain `Exception` there
     (`_process_utility_output` in ``vllm/v1/engine/core_client.py``).
     """
+    error = record.exc_info[1] if record.exc_info else None
+    is_answer = type(error) is Exception and CALL_FAILED.match(str(error))
+    return _shortened(record, str(error) if is_answer else None)
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if type(error) is Exception and CALL_FAILED.match(str(error)):
-            record.msg, record.args = "%s", (str(error),)
-            record.exc_info = record.exc_text = None
-        return True
+
+def _shortened(record: logging.LogRecord, text: str | None) -> bool:
+    """Return True, as filters of `logging` do; a text takes the place of message and traceback."""
+    if text is not None:
+        record.msg, record.args = "%s", (text,)
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def log_refusals_in_one_line() -> None:
-    for name in (*LOGGERS, SERVER_LOGGER):
-        kind = OneLineAnswers if name == SERVER_LOGGER else OneLineRefusals
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, kind) for each in logger.filters):
-            logger.addFilter(kind())
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(tell_refusal)
+    logging.getLogger(SERVER_LOGGER).addFilter(tell_answer)
 
 
 # ----------------------------------------------------------------- at the end of a command

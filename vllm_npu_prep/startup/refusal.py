@@ -61,7 +61,7 @@ class Refusal:
     when: Callable[[RequestedEngine], object]
     feature: str
     reason: str
-    remedy: str
+    remedy: str = "leave the flag out"
     words: Callable[[RequestedEngine], dict[str, object]] = _no_words
     _: KW_ONLY
     example: str | Example | tuple[Example, ...]
@@ -74,8 +74,15 @@ class Refusal:
         return (Example(example) if isinstance(example, str) else example,)
 
     def message(self, asked: RequestedEngine, verdict: str) -> str:
+        return f"{self.cause(asked, verdict)}; {self._filled(self.remedy, asked)}"
+
+    def cause(self, asked: RequestedEngine, verdict: str) -> str:
+        """Return the message without the remedy."""
+        return self._filled(f"{self.feature}{verdict}: {self.reason}", asked)
+
+    def _filled(self, template: str, asked: RequestedEngine) -> str:
         words = {"model": asked.model.model, "family": asked.family.name, **self.words(asked)}
-        return f"{self.feature}{verdict}: {self.reason}; {self.remedy}".format(**words)
+        return template.format(**words)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.attention.context_parallel import (
-    Share,
+    PartialAttention,
     merge_partials,
     only_rows,
     own_of,
@@ -258,7 +258,7 @@ def shared_contexts(dtype: torch.dtype, context: RowContext) -> Outcome:
     for rows, has_rows, cache in parts:
         query = step.query()
         lse = torch.full(query.shape[:2], float("nan"), device=query.device)
-        share = Share(torch.full_like(query, float("nan")), lse)
+        share = PartialAttention(torch.full_like(query, float("nan")), lse)
         key, value = None, None
         if rows.causal:
             key, value = step.own(step.keys), step.own(step.values)

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
-from vllm_npu_prep.attention.states import RecurrentMetadata
+from vllm_npu_prep.attention.recurrent_backend import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of
-from vllm_npu_prep.verify.row import FILLER, Record, Row, RowContext, compare, normal, records
+from vllm_npu_prep.verify.row import FILLER, Row, RowContext, compare, normal, records
 
 KERNEL_SIZE = 4
 """Size of the convolution in tokens: Qwen3-Next's and Qwen3.5's."""
@@ -198,22 +198,21 @@ class DeltaStep:
         )
 
 
-RECURRENT = records("npu_recurrent_gated_delta_rule", "one sequence a state")
+RECURRENT, CHUNKED = "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule"
 
-WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
+WHAT = {
     "decode": ("decodes over states", RECURRENT),
-    "prefill": ("prefills in chunks", ()),
+    "prefill": ("prefills in chunks", CHUNKED),
     "drafts": ("drafts over states", RECURRENT),
     "ragged-drafts": ("other numbers of drafts", RECURRENT),
 }
-"""The form of a step and the records that it tries, by the name of its row."""
+"""The form of a step and the operator that it calls, by the name of its row."""
 
 HEADS = {"": (2, 4), "equal-": (2, 2), "most-": (16, 64)}
 """Numbers of heads of keys and of values, by a part of the row's name."""
 
 
-def _run(what: str, heads: tuple[int, int], context: RowContext) -> Outcome:
-    operator = "npu_chunk_gated_delta_rule" if what == "prefill" else RECURRENT[0][0]
+def _run(what: str, operator: str, heads: tuple[int, int], context: RowContext) -> Outcome:
     for function in missing_functions([operator]).values():
         raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
     return DeltaStep(forms_of(*heads)[what], context.device.device).run()
@@ -223,10 +222,10 @@ ROWS = tuple(
     Row(
         f"delta-{which}{name}",
         f"gated delta net, {heads[0]} heads of keys and {heads[1]} of values: {what}",
-        partial(_run, what, heads),
-        records,
+        partial(_run, what, operator, heads),
+        records(RECURRENT, "one sequence a state") if operator == RECURRENT else (),
     )
-    for name, (what, records) in WHAT.items()
+    for name, (what, operator) in WHAT.items()
     for which, heads in HEADS.items()
     if not which or "drafts" not in name
 )

@@ -29,7 +29,7 @@ def experts(dtype: torch.dtype) -> Probe:
     shares = (range(EXPERTS), range(1, 4), range(2, 3), range(1, EXPERTS, 2))
 
     def call(put: Put) -> Results:
-        from vllm_npu_prep.ops.fused_experts import (
+        from vllm_npu_prep.ops.npu.experts import (
             OwnedExperts,
             UnquantisedExperts,
             add_gated,
@@ -77,7 +77,7 @@ def finalize_routing(dtype: torch.dtype) -> Probe:
         forms.append((rows.masked_fill(unused[:, None], float("nan")), scales, indices))
 
     def call(put: Put) -> Results:
-        from vllm_npu_prep.ops.fused_experts import finalize
+        from vllm_npu_prep.ops.npu.experts import finalize
 
         return tuple(finalize(put(rows), put(scales), put(at)) for rows, scales, at in forms)
 

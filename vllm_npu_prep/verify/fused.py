@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from vllm_npu_prep.ops.fused import OPERATORS
+from vllm_npu_prep.ops.npu.switches import OPERATORS
 from vllm_npu_prep.verify import experts, formulas, int8
 from vllm_npu_prep.verify.outcome import first_line_of
 from vllm_npu_prep.verify.row import (

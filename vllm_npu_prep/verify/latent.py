@@ -21,7 +21,7 @@ from vllm_npu_prep.attention.kernels.latent import (
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import attend_prefills, split_common
-from vllm_npu_prep.prep.latent import LatentSplit
+from vllm_npu_prep.prep.latent_split import LatentSplit
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.prep.state import AttentionState, attention_state, batch_flags
 from vllm_npu_prep.verify import formulas
@@ -209,7 +209,7 @@ class LatentStep(PagedStep):
         lse = self.put(torch.full((len(self.query), padded), float("nan")))
         output = self._attend_decodes(metadata, len(self.query), lse)
         outputs, lses = zip(*(self._decode(row, lens[row]) for row in range(len(lens))))
-        what = f"{form}, with sums of exponentials"
+        what = f"{form}, with log-sum-exp"
         found = [
             compare(output, torch.cat(outputs), what, tolerance=self._bound),
             compare(lse[:, :heads], torch.cat(lses), f"softmax_lse of {what}", tolerance=2e-2),

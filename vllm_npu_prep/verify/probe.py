@@ -29,9 +29,10 @@ INSTEAD = {
     "fia": 'use {"npu_prep": {"attention": "atb"}}',
     "atb": 'use {"npu_prep": {"attention": "fia"}}',
     "reference": 'use {"npu_prep": {"attention": "auto"}}',
-    "gated delta net": "serve the model on the CPU fallback",
 }
 """What to do if the device computes a kernel family wrongly."""
+
+NO_OTHER_KERNELS = "serve the model on the CPU fallback"
 
 Groups = Sequence[Sequence[Any]]
 """vLLM's attention groups of each KV-cache group, with this plugin's builders."""
@@ -41,13 +42,15 @@ Groups = Sequence[Sequence[Any]]
 class ProbedForm:
     """One form in which layers of an engine compute attention, by a kernel family.
 
-    `what` says it in a word or two, `given` with all sizes.
+    `what` says it in a word or two, `given` with all sizes, and `instead` what to do if the device
+    computes it wrongly, if no other family computes it.
     """
 
     what: str
     family: str
     given: str
     run: Callable[[torch.device], Outcome]
+    instead: str = ""
 
 
 def probe_layers(
@@ -133,8 +136,8 @@ def latent_forms(
         if isinstance(impl, AscendMLAImpl) and builder.latent:
             sizes = group.kv_cache_spec.block_size, builder.latent.decode_threshold
             for what, form in latent.forms_of(impl.shape, dtype, *sizes).items():
-                probed = ProbedForm(what, "fia", str(form), partial(run, form, builder.masks))
-                found.setdefault(form, probed)
+                arguments = what, "fia", str(form), partial(run, form, builder.masks)
+                found.setdefault(form, ProbedForm(*arguments, NO_OTHER_KERNELS))
     return [*found.values()]
 
 
@@ -147,7 +150,7 @@ def delta_forms(layers: Mapping[str, Any]) -> list[ProbedForm]:
     shapes = [layer.fused.shape for layer in layers.values() if hasattr(layer, "fused")]
     heads = dict.fromkeys((shape.num_k_heads, shape.num_v_heads) for shape in shapes)
     return [
-        ProbedForm(what, "gated delta net", str(form), partial(run, form))
+        ProbedForm(what, "gated delta net", str(form), partial(run, form), NO_OTHER_KERNELS)
         for each in heads
         for what, form in delta.forms_of(*each).items()
     ]
@@ -172,9 +175,10 @@ def probe_forms(
 
 
 def _probe_form(form: ProbedForm, device: Device) -> None:
+    instead = form.instead or INSTEAD[form.family]
     advice = (
         "run vllm-npu-prep verify-device and send its table back; to start now, "
-        f'{INSTEAD[form.family]}, or {{"npu_prep": {{"probe": false}}}} to take the risk'
+        f'{instead}, or {{"npu_prep": {{"probe": false}}}} to take the risk'
     )
     try:
         outcome = form.run(device.device)

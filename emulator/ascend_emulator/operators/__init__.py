@@ -5,9 +5,9 @@ as far as its documentation and its users tell; ``docs/changing/operators.md`` l
 demanded and on whose word. Nothing here was run on an NPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ascend_emulator import functions, profiles
 from ascend_emulator.operators import (
@@ -29,14 +29,13 @@ from ascend_emulator.operators import (
     sampling,
     transpose_matmul,
 )
-from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
-from ascend_emulator.operators.constraint import Constraint, KernelRefusalError
-from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
-from ascend_emulator.operators.fused_kernel_constraints import KERNEL_FAMILIES
-from ascend_emulator.operators.fused_rope import ROPE_RULES
-from ascend_emulator.operators.grouped_int8 import GROUPED_INT8_RULES
-from ascend_emulator.operators.grouped_rows import GROUPED_ROWS_RULES
-from ascend_emulator.operators.placement import HOST_ARGUMENTS, PLACEMENT, check_placement
+from ascend_emulator.operators.constraint import (
+    FAMILIES,
+    Constraint,
+    KernelRefusalError,
+    constraints_of,
+)
+from ascend_emulator.operators.placement import HOST_ARGUMENTS, check_placement
 
 __all__ = [
     "CONSTRAINTS",
@@ -61,45 +60,23 @@ class Reference(NamedTuple):
     block_ids: tuple[str, ...] = ()  # arguments that say which
 
 
-KEYS = ("key", "value", "key_rope"), ("block_table",)
+def fused_references(name: str, sizes_workspace: str) -> tuple[Reference, ...]:
+    """Return the references of one version of fused attention."""
+    paged: dict[str, Any] = {"paged": ("key", "value", "key_rope"), "block_ids": ("block_table",)}
+    of_sizes = fused_attention.max_workspace(sizes_workspace), fused_attention.workspace
+    return (
+        Reference(name, "", fused_attention.functional(name), **paged),
+        Reference(name, "out", fused_attention.out_variant(name), **paged),
+        Reference(sizes_workspace, "", *of_sizes),
+    )
+
+
 CACHES = ("key_cache", "value_cache"), ("block_table",)
 
 
 REFERENCES = (
-    Reference(
-        fused_attention.V1, "", fused_attention.functional(fused_attention.V1), None, None, *KEYS
-    ),
-    Reference(
-        fused_attention.V1,
-        "out",
-        fused_attention.out_variant(fused_attention.V1),
-        None,
-        None,
-        *KEYS,
-    ),
-    Reference(
-        fused_attention.V1_WORKSPACE,
-        "",
-        fused_attention.max_workspace(fused_attention.V1_WORKSPACE),
-        fused_attention.workspace,
-    ),
-    Reference(
-        fused_attention.V2, "", fused_attention.functional(fused_attention.V2), None, None, *KEYS
-    ),
-    Reference(
-        fused_attention.V2,
-        "out",
-        fused_attention.out_variant(fused_attention.V2),
-        None,
-        None,
-        *KEYS,
-    ),
-    Reference(
-        fused_attention.V2_WORKSPACE,
-        "",
-        fused_attention.max_workspace(fused_attention.V2_WORKSPACE),
-        fused_attention.workspace,
-    ),
+    *fused_references(fused_attention.V1, fused_attention.V1_WORKSPACE),
+    *fused_references(fused_attention.V2, fused_attention.V2_WORKSPACE),
     Reference(fusion_attention.FUSION_ATTENTION, "", fusion_attention.fusion_attention),
     Reference(cache_write.RESHAPE_AND_CACHE, "", cache_write.reshape_and_cache, paged=CACHES[0]),
     Reference(
@@ -156,42 +133,8 @@ REFERENCES = (
 )
 """Every reference; an operator that is not here has none."""
 
-FAMILIES = (
-    FUSED_ATTENTION,
-    *KERNEL_FAMILIES,
-    ROPE_RULES,
-    fusion_attention.FUSION_ATTENTION_RULES,
-    cache_write.CACHE_WRITE,
-    ATB_ATTENTION,
-    elementwise.NORMS,
-    elementwise.SWIGLU_RULES,
-    gelu.GELU_RULES,
-    elementwise.ROTARY,
-    rotary_cache.MROPE_RULES,
-    grouped_matmul.GROUPED_MATMUL_RULES,
-    GROUPED_ROWS_RULES,
-    GROUPED_INT8_RULES,
-    moe_gating.GATING_RULES,
-    moe_gating.GATING_SOFTMAX_RULES,
-    moe_routing.INIT_ROUTING_RULES,
-    moe_routing.TOKEN_UNPERMUTE_RULES,
-    moe_finalize.FINALIZE_ROUTING_RULES,
-    sampling.TOP_K_TOP_P_RULES,
-    transpose_matmul.TRANSPOSE_MATMUL_RULES,
-    delta_rule.RECURRENT_RULES,
-    delta_rule.CHUNK_RULES,
-    latent_rows.GATHER_RULES,
-    latent_rows.UPDATE_RULES,
-    int8.DYNAMIC_QUANT_RULES,
-    int8.QUANTIZE_RULES,
-    int8.QUANT_MATMUL_RULES,
-    int8_fused.INT8_NORMS,
-    int8_fused.INT8_SWIGLU,
-    PLACEMENT,
-)
-
 CONSTRAINTS: tuple[Constraint, ...] = tuple(
-    constraint for family in FAMILIES for constraint in family.constraints.values()
+    constraint for family in FAMILIES for constraint in constraints_of(family).values()
 )
 
 
@@ -202,31 +145,10 @@ def _not_found(function: str, *given: object, **named: object) -> None:
     )
 
 
-class RegisterReference(Protocol):
-    """How the runtime takes a reference; `ascend_emulator.register_reference` is one such."""
-
-    def __call__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        overload: str = "",
-        on_host: Callable[..., Any] | None = None,
-        contiguous: Sequence[str] | None = None,
-        paged: Sequence[str] = (),
-        block_ids: Sequence[str] = (),
-    ) -> object: ...
-
-
-def install(register_reference: RegisterReference) -> None:
+def install(register_reference: Callable[..., object]) -> None:
+    """Register every reference, by `ascend_emulator.register_reference` or what stands for it."""
     release = profiles.current().release
     for reference in REFERENCES:
-        function = functions.missing(release, reference.name)
-        register_reference(
-            reference.name,
-            reference.function,
-            overload=reference.overload,
-            on_host=partial(_not_found, function) if function else reference.on_host,
-            contiguous=reference.contiguous,
-            paged=reference.paged,
-            block_ids=reference.block_ids,
-        )
+        if function := functions.missing(release, reference.name):
+            reference = reference._replace(on_host=partial(_not_found, function))
+        register_reference(**reference._asdict())

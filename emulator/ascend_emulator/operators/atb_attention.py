@@ -6,7 +6,6 @@ import torch
 
 from ascend_emulator import faults
 from ascend_emulator.operators import attention
-from ascend_emulator.operators.atb_constraints import ATB_ATTENTION
 from ascend_emulator.operators.constraint import Call, shape_of
 
 FLASH_ATTENTION = "atb::_npu_flash_attention"
@@ -42,7 +41,7 @@ def flash_attention(
     out
         ``[T, N, D]``, written.
     """
-    call = ATB_ATTENTION.call(FLASH_ATTENTION)
+    call = Call("atb attention", FLASH_ATTENTION)
     _check_query(call, query, num_heads, num_kv_heads, out)
     _check_tensors(call, query, {"key": key, "value": value, "mask": mask})
     expected = query.shape[0], num_kv_heads, query.shape[2]
@@ -90,7 +89,7 @@ def paged_attention(
     workspace
         The result of `paged_attention_get_workspace`.
     """
-    call = ATB_ATTENTION.call(PAGED_ATTENTION)
+    call = Call("atb attention", PAGED_ATTENTION)
     caches = key_cache, value_cache
     heads = num_heads, num_kv_heads
     lengths = _check_decode(call, query, caches, heads, block_table, context_lens, out)
@@ -118,7 +117,7 @@ def paged_attention_get_workspace(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Return a workspace of `paged_attention` for these arguments, uint8."""
-    call = ATB_ATTENTION.call(PAGED_ATTENTION_WORKSPACE)
+    call = Call("atb attention", PAGED_ATTENTION_WORKSPACE)
     caches, heads = (key_cache, value_cache), (num_heads, num_kv_heads)
     _check_decode(call, query, caches, heads, block_table, context_lens, out)
     return paged_attention_workspace(query).zero_()
@@ -158,7 +157,7 @@ def paged_attention_splitfuse(
     context_lens
         ``[B]`` int32 on the host: context of each request, its query tokens included.
     """
-    call = ATB_ATTENTION.call(SPLITFUSE)
+    call = Call("atb attention", SPLITFUSE)
     caches = key_cache, value_cache
     _check_query(call, query, num_heads, num_kv_heads, out)
     _check_tensors(call, query, {"mask": mask})

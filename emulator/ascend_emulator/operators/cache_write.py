@@ -1,18 +1,10 @@
 """References of the operators that write K and V into the paged cache."""
 
-from functools import partial
-
 import torch
 
 from ascend_emulator import faults
 from ascend_emulator.api import touch
-from ascend_emulator.operators.constraint import (
-    Call,
-    Constraint,
-    Enforced,
-    Family,
-    shape_of,
-)
+from ascend_emulator.operators.constraint import Call, shape_of
 
 RESHAPE_AND_CACHE = "atb::_npu_reshape_and_cache"
 SCATTER_PA_KV_CACHE = "npu::npu_scatter_pa_kv_cache"
@@ -21,162 +13,6 @@ PADDING_SLOT = -1
 COPIED_IF_STRIDED = ("slot_mapping", "compress_lens", "compress_seq_offsets", "seq_lens")
 """Keys, values and caches are read and written by their strides, if their last dimension is
 contiguous (``aclnn_scatter_pa_kv_cache.cpp`` of CANN 9.1; older releases are not known)."""
-
-NAME = "cache write"
-record = partial(Constraint, NAME)
-ATB = "hicann/ascend-transformer-boost, `reshape_and_cache` kernels"
-WHEEL = "`AtTensor2AtbTensor` in the wheel's libop_plugin_atb.so"
-ADAPTER = f"{WHEEL} refuses tensors that are not contiguous"
-NOT_STATED = "no docstring for the atb operator"
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-CACHE_WRITE = Family(
-    NAME,
-    [
-        record(
-            "key, value, key_cache, value_cache",
-            "dtype",
-            "float16 or bfloat16",
-            "many dtypes (scatter); " + NOT_STATED,
-            "the model's dtype",
-            "none needed",
-            Enforced.READING,
-            "quantised caches are outside of this reference",
-        ),
-        record(
-            "value, key_cache, value_cache",
-            "same dtype",
-            "the dtype of key",
-            "all four agree (scatter); " + NOT_STATED,
-            "the same",
-            "none needed",
-            Enforced.AGREED,
-        ),
-        record(
-            "key, value",
-            "rank",
-            "[tokens, num_kv_heads, head_size]",
-            "rank 3, or 4 for compressed caches (scatter); " + NOT_STATED,
-            "rank 3",
-            ATB,
-            Enforced.AGREED,
-            "compressed caches are outside of this reference",
-        ),
-        record(
-            "value",
-            "key and value shapes",
-            "the tokens and heads of key",
-            "the first two dimensions agree (scatter); " + NOT_STATED,
-            "the same",
-            "none needed",
-            Enforced.AGREED,
-        ),
-        record(
-            "key_cache, value_cache",
-            "cache form",
-            "[num_blocks, block_size, num_kv_heads, head_size] with the heads of key and value",
-            "rank 4 (scatter); " + NOT_STATED,
-            "the same",
-            ATB,
-            Enforced.AGREED,
-        ),
-        record(
-            "value_cache",
-            "cache blocks",
-            "the blocks and block size of key_cache",
-            "the same num_blocks and block_size (scatter); " + NOT_STATED,
-            "the same",
-            "none needed",
-            Enforced.AGREED,
-        ),
-        record(
-            "key, value, slots",
-            "contiguous",
-            "a contiguous tensor",
-            "not contiguous is not supported (scatter); " + NOT_STATED,
-            "scatter runs without framework-side normalisation; the atb adapter refuses",
-            f"vllm-project/vllm-ascend 11713; {ADAPTER}",
-            Enforced.DOCSTRING,
-        ),
-        record(
-            "key_cache, value_cache",
-            "contiguous cache",
-            "a contiguous plane for K and for V",
-            "not contiguous is not supported (scatter); " + NOT_STATED,
-            "interleaved planes need another operator",
-            "vllm-project/vllm-ascend 8814",
-            Enforced.AGREED,
-        ),
-        record(
-            "slot_indices",
-            "slot dtype",
-            "int32; the scatter operator also takes int64",
-            "int32 and int64 (scatter); " + NOT_STATED,
-            "the atb kernel reads the bytes as int32",
-            ATB,
-            Enforced.AGREED,
-        ),
-        record(
-            "slot_indices",
-            "slot count",
-            "one slot for each token, rank 1",
-            "[tokens] (scatter); " + NOT_STATED,
-            "one slot read for each row of key",
-            ATB,
-            Enforced.AGREED,
-        ),
-        record(
-            "slot_indices",
-            "slot range",
-            "slots of existing blocks, or -1",
-            "0 to num_blocks * block_size - 1 (scatter); " + NOT_STATED,
-            "negative slots are skipped by both; elsewhere -1 wrapped to the last block",
-            f"{ATB}: `slotValue < 0`; vllm-project/vllm-ascend 11713; vllm-project/vllm 43810",
-            Enforced.PRACTICE,
-            "other negative slots are skipped too, but are a mistake; refused",
-        ),
-        record(
-            "slot_indices",
-            "distinct slots",
-            "no slot twice, -1 aside",
-            "not repeated, else nothing is guaranteed (scatter); " + NOT_STATED,
-            "tokens are written by several cores in no order",
-            ATB,
-            Enforced.DOCSTRING,
-            "padding that repeats a slot of the null block would be refused: use -1",
-        ),
-        record(
-            "cache_mode",
-            "cache_mode",
-            "'Norm' or None for caches that are not NZ",
-            "'Norm' or None for ND caches; the default is 'PA_NZ' (scatter)",
-            "'Norm' has to be passed",
-            "vllm-project/vllm-ascend 8845",
-            Enforced.AGREED,
-            "this reference has no NZ caches",
-        ),
-        record(
-            "compress_lens, compress_seq_offsets, seq_lens",
-            "compression",
-            "None",
-            "for compressed caches alone (scatter)",
-            "not used by the plugin",
-            "none needed",
-            Enforced.READING,
-        ),
-        record(
-            "slot_indices",
-            "padding slot",
-            "-1 as: write nothing for this token",
-            "out of the documented range (scatter)",
-            "skipped",
-            f"{ATB}; vllm-project/vllm-ascend 11713",
-            Enforced.PRACTICE,
-            "the first thing to try on hardware: graphs pad with it",
-            refused=False,
-        ),
-    ],
-)
 
 
 def reshape_and_cache(
@@ -187,7 +23,7 @@ def reshape_and_cache(
     slot_indices: torch.Tensor,
 ) -> None:
     """Write ``[T, Nkv, D]`` keys and values to their int32 slots of ``[blocks, size, Nkv, D]``."""
-    call = CACHE_WRITE.call(RESHAPE_AND_CACHE)
+    call = Call("cache write", RESHAPE_AND_CACHE)
     _check(call, key, value, key_cache, value_cache, slot_indices, (torch.int32,))
     _write(key, value, key_cache, value_cache, slot_indices)
 
@@ -205,7 +41,7 @@ def scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
 ) -> None:
     """Write with int32 or int64 slots, in the docstring's second scenario."""
-    call = CACHE_WRITE.call(SCATTER_PA_KV_CACHE, {"slot_indices": "slot_mapping"})
+    call = Call("cache write", SCATTER_PA_KV_CACHE, {"slot_indices": "slot_mapping"})
     call.demand("cache_mode", cache_mode in ("Norm", None), repr(cache_mode))
     compression = compress_lens, compress_seq_offsets, seq_lens
     call.demand("compression", all(given is None for given in compression), "a tensor")

@@ -1,17 +1,62 @@
 """What a kernel demands, as records, and how a reference refuses what the kernel would refuse.
 
-A reference never raises on its own: it calls `Call.demand` with the name of a record, so that what
-is enforced and what the documentation lists can't drift apart.
+The records are the tables of the files in ``constraints/``, one for each family. A reference never
+raises on its own: it calls `Call.demand` with the name of a record, so that what is enforced and
+what the documentation lists can't drift apart.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
+import re
+import tomllib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
 
 import torch
 
+FOLDER = Path(__file__).parent / "constraints"
+FAMILIES = (
+    "fused attention",
+    "fused attention, route",
+    "fused attention, FAI",
+    "fused attention, V3",
+    "fused attention, PFA",
+    "fused attention, IFA",
+    "fused attention, documentation",
+    "fused attention, rope",
+    "npu_fusion_attention",
+    "cache write",
+    "atb attention",
+    "norms",
+    "npu_swiglu",
+    "gelu",
+    "npu_rotary_mul",
+    "npu_mrope",
+    "npu_grouped_matmul",
+    "npu_grouped_matmul, rows",
+    "npu_grouped_matmul, int8 rows",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax_v2",
+    "npu_moe_init_routing_v2",
+    "npu_moe_token_unpermute",
+    "npu_moe_finalize_routing",
+    "npu_top_k_top_p",
+    "npu_transpose_batchmatmul",
+    "npu_recurrent_gated_delta_rule",
+    "npu_chunk_gated_delta_rule",
+    "npu_gather_pa_kv_cache",
+    "npu_attention_update",
+    "npu_dynamic_quant",
+    "npu_quantize",
+    "npu_quant_matmul",
+    "norms to int8",
+    "npu_dequant_swiglu_quant",
+    "placement",
+)
+"""Operators that share constraints, in the order of the documentation."""
 
-class Enforced(Enum):
+
+class Enforced(StrEnum):
     """Whose word a reference follows."""
 
     AGREED = "docstring and practice agree"
@@ -30,10 +75,10 @@ class Constraint:
     ----------
     operator
         Family: ``fused attention``, or the name of one operator.
-    argument
-        Argument as the operator's first version calls it.
     name
         Short name, unique within the family, by which a reference and a test refer to it.
+    argument
+        Argument as the operator's first version calls it.
     demand
         What the kernel demands, to be read after "the kernel demands".
     docstring_says
@@ -51,13 +96,13 @@ class Constraint:
     """
 
     operator: str
-    argument: str
     name: str
+    argument: str
     demand: str
-    docstring_says: str
-    practice: str
-    source: str
-    enforced: Enforced
+    docstring_says: str = "the same"
+    practice: str = "the same"
+    source: str = "none needed"
+    enforced: str = Enforced.AGREED
     why: str = ""
     refused: bool = True
     where: str = ""
@@ -77,31 +122,34 @@ class KernelRefusalError(RuntimeError):
     def __init__(self, operator: str, constraint: Constraint, argument: str, given: object):
         super().__init__(
             f"{operator}: argument {argument}: given {given}; the kernel demands "
-            f"{constraint.demand} [{constraint.name}, enforced: {constraint.enforced.value}]"
+            f"{constraint.demand} [{constraint.name}, enforced: {constraint.enforced}]"
         )
         self.constraint = constraint
 
 
-class Family:
-    """Constraints of operators that share them, by name."""
+@cache
+def constraints_of(family: str) -> dict[str, Constraint]:
+    """Return a family's records by name, in the order of its file in ``constraints/``.
 
-    def __init__(self, name: str, constraints: Iterable[Constraint]):
-        self.name = name
-        self.constraints = {constraint.name: constraint for constraint in constraints}
-        assert all(constraint.operator == name for constraint in self.constraints.values())
-
-    def call(self, operator: str, renamed: dict[str, str] | None = None) -> "Call":
-        """Begin a call of `operator`, whose arguments may have other names than the records."""
-        return Call(self, operator, renamed or {})
+    A table of the file is a record, and its key is the record's name. The table ``defaults`` has
+    what most of the records have in common.
+    """
+    file = re.sub(r"\W+", "_", family) + ".toml"
+    tables = tomllib.loads((FOLDER / file).read_text())
+    common = tables.pop("defaults", {})
+    return {name: Constraint(family, name, **common | fields) for name, fields in tables.items()}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one operator, while its arguments are checked."""
+    """One call of one operator, while its arguments are checked.
 
-    family: Family
+    `renamed` has the operator's names of arguments that the family's records name otherwise.
+    """
+
+    family: str
     operator: str
-    renamed: dict[str, str]
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def demand(self, name: str, ok: object, given: object, argument: str | None = None) -> None:
         """Refuse the call unless `ok`.
@@ -123,7 +171,7 @@ class Call:
         """
         if ok:
             return
-        constraint = self.family.constraints[name]
+        constraint = constraints_of(self.family)[name]
         argument = argument or constraint.argument
         for old, new in self.renamed.items():
             argument = new if argument == old else argument

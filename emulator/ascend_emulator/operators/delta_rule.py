@@ -4,249 +4,17 @@ A head's state ``S [Dv, Dk]`` maps keys to values. A token decays it by ``exp(g)
 share ``beta`` of what it knows of the key by the value, and reads it by the query.
 """
 
-from functools import partial
-
 import torch
 
 from ascend_emulator.api import touch
-from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 RECURRENT = "npu::npu_recurrent_gated_delta_rule"
 CHUNK = "npu::npu_chunk_gated_delta_rule"
-RECURRENT_NAME = "npu_recurrent_gated_delta_rule"
-CHUNK_NAME = "npu_chunk_gated_delta_rule"
-AGREED, DOCSTRING, SOURCES = Enforced.AGREED, Enforced.DOCSTRING, Enforced.SOURCES
-READING = Enforced.READING
-SAME = "the same"
-TILING = "cann/ops-transformer, attention/{}/op_host/{}_tiling.cpp"
-RECURRENT_TILING = TILING.format(*["recurrent_gated_delta_rule"] * 2)
-CHUNK_TILING = TILING.format(*["chunk_gated_delta_rule"] * 2)
-RECURRENT_DOCS = "cann/ops-transformer, aclnnRecurrentGatedDeltaRule.md"
 STATES = ("state",)  # of which blocks alone are touched
 MOST_TOKENS = 8  # of a sequence
 MOST_HEADS, MOST_CHUNK_HEADS = 256, 64
 LARGEST_HEAD, CHUNK_HEAD = 256, 128
-
-recurrent_record = partial(Constraint, RECURRENT_NAME)
-chunk_record = partial(Constraint, CHUNK_NAME)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-RECURRENT_RULES = Family(
-    RECURRENT_NAME,
-    [
-        recurrent_record(
-            "query, key, value, beta",
-            "dtype",
-            "bfloat16",
-            SAME,
-            SAME,
-            RECURRENT_TILING,
-            AGREED,
-        ),
-        recurrent_record(
-            "state",
-            "dtype of states",
-            "bfloat16",
-            SAME,
-            "newer sources take float32, too",
-            RECURRENT_TILING,
-            DOCSTRING,
-            "the wheel's docstring knows no other",
-        ),
-        recurrent_record(
-            "beta, scale, actual_seq_lengths, ssm_state_indices",
-            "all given",
-            "a value, though the schema has None as the default",
-            "required",
-            "null pointers are refused",
-            RECURRENT_DOCS,
-            AGREED,
-        ),
-        recurrent_record(
-            "query, key, value, beta, state",
-            "shapes",
-            "[T, Nk, Dk] twice, [T, Nv, Dv], [T, Nv] and [blocks, Nv, Dv, Dk], none of them empty",
-            SAME,
-            SAME,
-            RECURRENT_TILING,
-            AGREED,
-        ),
-        recurrent_record(
-            "query, value",
-            "heads",
-            "at most 256 heads, those of value a multiple of those of query, of at most 256 "
-            "elements",
-            SAME,
-            "newer sources take heads of 512",
-            RECURRENT_TILING,
-            AGREED,
-        ),
-        recurrent_record(
-            "state",
-            "room for all tokens",
-            "as many blocks as there are tokens, or more",
-            "not mentioned",
-            "refused",
-            RECURRENT_TILING,
-            SOURCES,
-        ),
-        recurrent_record(
-            "state",
-            "contiguous states",
-            "a contiguous tensor",
-            "not mentioned",
-            "before CANN 9.1 all states would be copied, and copied back",
-            "cann/ops-transformer, attention/recurrent_gated_delta_rule/op_host/op_api",
-            SOURCES,
-            "a copy of the whole cache in each layer is never meant",
-        ),
-        recurrent_record(
-            "actual_seq_lengths, ssm_state_indices, num_accepted_tokens",
-            "integers",
-            "int32: a length and a count for each sequence, an index for each token",
-            SAME,
-            SAME,
-            RECURRENT_TILING,
-            AGREED,
-        ),
-        recurrent_record(
-            "actual_seq_lengths",
-            "lengths",
-            "1 to 8 tokens of each sequence, T together",
-            SAME,
-            "not checked: the kernel's buffers have room for 8",
-            RECURRENT_DOCS,
-            AGREED,
-        ),
-        recurrent_record(
-            "num_accepted_tokens",
-            "accepted",
-            "1 to the length of the sequence",
-            "not mentioned",
-            "not checked: it would read the index of another sequence",
-            RECURRENT_DOCS,
-            SOURCES,
-        ),
-        recurrent_record(
-            "ssm_state_indices",
-            "state indices",
-            "blocks of state",
-            "not mentioned",
-            "not checked: it would read and write elsewhere",
-            RECURRENT_DOCS,
-            SOURCES,
-        ),
-        recurrent_record(
-            "ssm_state_indices",
-            "one sequence a state",
-            "states that no two sequences share, but for block 0",
-            "not mentioned",
-            "cores update sequences side by side",
-            "cann/ops-transformer, attention/recurrent_gated_delta_rule/op_kernel",
-            READING,
-            "vLLM's padding has block 0, which nobody reads",
-        ),
-        recurrent_record(
-            "query, key",
-            "lengths of vectors",
-            "elements from -1 to 1",
-            "not mentioned",
-            "not checked",
-            RECURRENT_DOCS,
-            SOURCES,
-            "vectors that were not normalised would exceed it",
-        ),
-        recurrent_record(
-            "g",
-            "decays",
-            "float32 [T, Nv], at most 0",
-            "float32 [T, Nv]",
-            "negative, not checked",
-            RECURRENT_DOCS,
-            SOURCES,
-        ),
-        recurrent_record(
-            "beta",
-            "rates",
-            "0 to 1",
-            "not mentioned",
-            "between them, not checked",
-            RECURRENT_DOCS,
-            SOURCES,
-            "a sigmoid in bfloat16 may round to either",
-        ),
-        recurrent_record(
-            "gk",
-            "no decays of elements",
-            "None",
-            SAME,
-            "newer sources take it",
-            RECURRENT_TILING,
-            DOCSTRING,
-        ),
-    ],
-)
-
-CHUNK_RULES = Family(
-    CHUNK_NAME,
-    [
-        chunk_record(
-            "query, key, value, beta, initial_state",
-            "dtype",
-            "bfloat16",
-            SAME,
-            SAME,
-            CHUNK_TILING,
-            AGREED,
-        ),
-        chunk_record(
-            "beta, initial_state, actual_seq_lengths, scale",
-            "all given",
-            "a value, though the schema has None as the default",
-            "required",
-            "refused by op-plugin",
-            "Ascend/op-plugin, ChunkGatedDeltaRuleKernelNpuOpApi.cpp",
-            AGREED,
-        ),
-        chunk_record(
-            "query, key, value, beta, initial_state",
-            "shapes",
-            "[T, Nk, Dk] twice, [T, Nv, Dv], [T, Nv] and [B, Nv, Dv, Dk], none of them empty",
-            "BlockNum for B",
-            "B, a state for each sequence",
-            CHUNK_TILING,
-            SOURCES,
-            "it takes no indices",
-        ),
-        chunk_record(
-            "query, value",
-            "heads",
-            "at most 64 heads, those of value a multiple of those of query, of 128 elements",
-            SAME,
-            SAME,
-            CHUNK_TILING,
-            AGREED,
-        ),
-        chunk_record(
-            "actual_seq_lengths",
-            "lengths",
-            "int32 [B], each at least 1, T together",
-            "at most 8 of each",
-            "no limit",
-            "the docstring's own example has 100; CANN's documentation has no limit",
-            SOURCES,
-        ),
-        chunk_record(
-            "g",
-            "decays",
-            "float32 [T, Nv], at most 0",
-            "float32 [T, Nv]",
-            "float32 [T, Nv]",
-            CHUNK_TILING,
-            SOURCES,
-        ),
-    ],
-)
 
 
 def recurrent_gated_delta_rule(
@@ -264,7 +32,7 @@ def recurrent_gated_delta_rule(
     gk: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``[T, Nv, Dv]``, and write the state after each token to that token's block."""
-    call = RECURRENT_RULES.call(RECURRENT)
+    call = Call("npu_recurrent_gated_delta_rule", RECURRENT)
     demand = call.demand
     given = beta, scale, actual_seq_lengths, ssm_state_indices
     demand("all given", not any(each is None for each in given), [type(each) for each in given])
@@ -324,7 +92,7 @@ def chunk_gated_delta_rule(
     g: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``[T, Nv, Dv]`` and the state after each sequence, ``[B, Nv, Dv, Dk]``."""
-    call = CHUNK_RULES.call(CHUNK)
+    call = Call("npu_chunk_gated_delta_rule", CHUNK)
     demand = call.demand
     given = beta, initial_state, actual_seq_lengths, scale
     demand("all given", not any(each is None for each in given), [type(each) for each in given])

@@ -7,8 +7,8 @@ fails while it is out of date.
 import sys
 from pathlib import Path
 
-from ascend_emulator.operators import FAMILIES, REFERENCES
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family
+from ascend_emulator.operators import REFERENCES
+from ascend_emulator.operators.constraint import FAMILIES, Constraint, Enforced, constraints_of
 from ascend_emulator.operators.schemas import schema_text
 
 INTRODUCTION = """\
@@ -54,17 +54,17 @@ def _operators() -> str:
 
 def _first_on_hardware() -> str:
     lines = [
-        f"- {family.name}, *{record.name}* (`{record.argument}`): {record.demand}."
+        f"- {family}, *{record.name}* (`{record.argument}`): {record.demand}."
         for family in FAMILIES
-        for record in family.constraints.values()
+        for record in constraints_of(family).values()
         if not record.refused or record.enforced in (Enforced.PRACTICE, Enforced.READING)
     ]
     return FIRST_ON_HARDWARE + "\n".join(lines) + "\n"
 
 
-def _family(family: Family) -> str:
-    records = family.constraints.values()
-    text = f"## {family.name.capitalize()}\n\n"
+def _family(family: str) -> str:
+    records = constraints_of(family).values()
+    text = f"## {family.capitalize()}\n\n"
     text += _table("Refused unless", [record for record in records if record.refused])
     readings = [record for record in records if not record.refused]
     if readings:
@@ -78,7 +78,7 @@ def _table(title: str, records: list[Constraint]) -> str:
     titles += ("docstring", "practice", "source", "enforced")
     lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
     for record in records:
-        enforced = record.enforced.value + (f": {record.why}" if record.why else "")
+        enforced = record.enforced + (f": {record.why}" if record.why else "")
         cells = (
             record.name,
             f"`{record.argument}`",

@@ -1,16 +1,8 @@
 """References of the normalisation, activation and rotary operators."""
 
-from functools import partial
-
 import torch
 
-from ascend_emulator.operators.constraint import (
-    Call,
-    Constraint,
-    Enforced,
-    Family,
-    shape_of,
-)
+from ascend_emulator.operators.constraint import Call, shape_of
 
 RMS_NORM = "npu::npu_rms_norm"
 ADD_RMS_NORM = "npu::npu_add_rms_norm"
@@ -20,254 +12,12 @@ SWIGLU = "npu::npu_swiglu"
 ROTARY_MUL = "npu::npu_rotary_mul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-NORM_NAME, SWIGLU_NAME, ROTARY_NAME = "norms", "npu_swiglu", "npu_rotary_mul"
-norm = partial(Constraint, NORM_NAME)
-swiglu_record = partial(Constraint, SWIGLU_NAME)
-rotary = partial(Constraint, ROTARY_NAME)
-AGREED, DOCSTRING, READING = Enforced.AGREED, Enforced.DOCSTRING, Enforced.READING
-UNKNOWN, NO_SOURCE = "not known", "none found"
-ADD = "; no docstring for npu_add_rms_norm, npu_add_rms_norm_cast and npu_gemma_rms_norm"
-OF_CAST = "cann/ops-nn v8.5.0 to 9.2.0-beta.1, `aclnnAddRmsNormCast` and its kernels"
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-NORMS = Family(
-    NORM_NAME,
-    [
-        norm(
-            "input",
-            "dtype",
-            "float16, bfloat16 or float32",
-            "these three" + ADD,
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-        norm(
-            "gamma",
-            "same dtype",
-            "the dtype of the input",
-            "the dtype of self" + ADD,
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-        ),
-        norm(
-            "input",
-            "rank",
-            "rank 2 to 8",
-            "2 to 8 dimensions" + ADD,
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-        ),
-        norm(
-            "gamma",
-            "gamma shape",
-            "the last dimensions of the input",
-            "2 to 8 dimensions, usually the last of self: its example has one" + ADD,
-            "the last dimensions, also one",
-            "torch_npu's Meta function: rstd covers the rest",
-            Enforced.PRACTICE,
-        ),
-        norm(
-            "x2",
-            "equal shapes",
-            "the shape and dtype of x1",
-            "no docstring",
-            "x = x1 + x2 without broadcasting",
-            "torch_npu's Meta function returns the shape of x1",
-            READING,
-        ),
-        norm(
-            "input",
-            "rounding of the sum",
-            "the sum rounded to its dtype before the norm",
-            "no docstring",
-            UNKNOWN,
-            NO_SOURCE,
-            READING,
-            "the returned x is what the norm saw",
-            refused=False,
-        ),
-        norm(
-            "gamma",
-            "one is added to gamma",
-            "factors of 1 + gamma, added in float32 (npu_gemma_rms_norm)",
-            "no docstring",
-            "1 + gamma",
-            "cann/ops-nn 9.1.0, `aclnnGemmaRmsNorm`",
-            Enforced.PRACTICE,
-            "the documentation doesn't say in which dtype",
-            refused=False,
-        ),
-        norm(
-            "x1",
-            "16 bits",
-            "float16 or bfloat16 (npu_add_rms_norm_cast)",
-            "no docstring",
-            "these two",
-            OF_CAST,
-            Enforced.PRACTICE,
-        ),
-        norm(
-            "x1",
-            "float32 of the result",
-            "the first result is the second one, cast (npu_add_rms_norm_cast)",
-            "no docstring",
-            "y1 = float(y2): nothing that rounding took away is in it",
-            OF_CAST,
-            Enforced.PRACTICE,
-            "a router sees what the experts see",
-            refused=False,
-        ),
-    ],
-)
-SWIGLU_RULES = Family(
-    SWIGLU_NAME,
-    [
-        swiglu_record(
-            "input",
-            "dtype",
-            "float16, bfloat16 or float32",
-            "these three",
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-        swiglu_record(
-            "input",
-            "rank",
-            "rank 1 to 8",
-            "1 to 8 dimensions",
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-        ),
-        swiglu_record(
-            "dim",
-            "dim",
-            "an existing dimension",
-            "the dimension to split",
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-        swiglu_record(
-            "input",
-            "even",
-            "an even size along dim",
-            "two halves along dim",
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-    ],
-)
-ROTARY = Family(
-    ROTARY_NAME,
-    [
-        rotary(
-            "input",
-            "dtype",
-            "float16, bfloat16 or float32",
-            "these three",
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-        rotary(
-            "r1, r2, rotate",
-            "same dtype",
-            "the dtype of input",
-            "each of the three dtypes",
-            UNKNOWN,
-            NO_SOURCE,
-            READING,
-            "stricter than the docstring, which does not say that they may differ",
-        ),
-        rotary(
-            "input, r1, r2",
-            "rank",
-            "rank 4",
-            "4 dimensions",
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-        rotary(
-            "input",
-            "head size",
-            "an even D below 896",
-            "D < 896, a multiple of 2",
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-        ),
-        rotary(
-            "input",
-            "batch and heads",
-            "B and N below 1000; with 'interleave' B * N below 1000",
-            "B, N < 1000; B * N < 1000 (interleave)",
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-            "S is the one dimension that r1 follows: tokens belong there",
-        ),
-        rotary(
-            "rotary_mode",
-            "rotary_mode",
-            "'half' or 'interleave'",
-            "these two",
-            "the same",
-            "none needed",
-            AGREED,
-        ),
-        rotary(
-            "r1, r2",
-            "r1 layout",
-            "11SD, B1SD or BNSD in the layout of input; with 'interleave' 11SD alone",
-            "11SD, B1SD, BNSD for BNSD and the same for BSND, SBND; 11SD alone (interleave)",
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-        ),
-        rotary(
-            "r2",
-            "equal shapes",
-            "the shape of r1",
-            "like r1",
-            UNKNOWN,
-            NO_SOURCE,
-            AGREED,
-        ),
-        rotary(
-            "rotate",
-            "rotate",
-            "a [D, D] matrix",
-            "2 dimensions, x_new = input @ rotate",
-            UNKNOWN,
-            NO_SOURCE,
-            DOCSTRING,
-        ),
-        rotary(
-            "r1, r2",
-            "range of r1 and r2",
-            "any values",
-            "values in [-1, 1]",
-            "YaRN scales cosines and sines above 1",
-            "vLLM's rotary embeddings",
-            Enforced.PRACTICE,
-            refused=False,
-        ),
-    ],
-)
-
 
 def rms_norm(
     input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise over the dimensions of gamma; the second result is the reciprocal, float32."""
-    _check_norm(NORMS.call(RMS_NORM), input, gamma)
+    _check_norm(Call("norms", RMS_NORM), input, gamma)
     return _normalise(input, gamma, epsilon)
 
 
@@ -275,7 +25,7 @@ def add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the norm of ``x1 + x2``, its reciprocal, and the sum."""
-    return _add_and_normalise(NORMS.call(ADD_RMS_NORM, {"input": "x1"}), x1, x2, gamma, epsilon)
+    return _add_and_normalise(Call("norms", ADD_RMS_NORM, {"input": "x1"}), x1, x2, gamma, epsilon)
 
 
 def _add_and_normalise(
@@ -297,7 +47,7 @@ def add_rms_norm_cast(
     Kernels round the sum before the norm in float16, and not in bfloat16. The record about the sum
     holds for both: the difference is not larger than what rounding the result makes.
     """
-    call = NORMS.call(ADD_RMS_NORM_CAST, {"input": "x1"})
+    call = Call("norms", ADD_RMS_NORM_CAST, {"input": "x1"})
     call.demand("16 bits", x1.dtype in DTYPES[:2], x1.dtype)
     normed, reciprocal, total = _add_and_normalise(call, x1, x2, gamma, epsilon)
     return normed.float(), normed, reciprocal, total
@@ -307,7 +57,7 @@ def gemma_rms_norm(
     input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a norm with factors of ``1 + gamma``, and its reciprocal."""
-    _check_norm(NORMS.call(GEMMA_RMS_NORM), input, gamma)
+    _check_norm(Call("norms", GEMMA_RMS_NORM), input, gamma)
     return _normalise(input, gamma.float() + 1, epsilon)
 
 
@@ -330,7 +80,7 @@ def _normalise(
 
 def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Compute ``silu(a) * b`` of the two halves along `dim`."""
-    demand = SWIGLU_RULES.call(SWIGLU).demand
+    demand = Call("npu_swiglu", SWIGLU).demand
     demand("dtype", input.dtype in DTYPES, input.dtype)
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))
     demand("dim", -input.dim() <= dim < input.dim(), f"{dim} for rank {input.dim()}")
@@ -347,7 +97,7 @@ def rotary_mul(
     rotate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``r1 * input + r2 * rotated``; `rotary_mode` or the matrix `rotate` rotates."""
-    _check_rotary(ROTARY.call(ROTARY_MUL), input, r1, r2, rotary_mode, rotate)
+    _check_rotary(Call("npu_rotary_mul", ROTARY_MUL), input, r1, r2, rotary_mode, rotate)
     x = input.float()
     if rotate is not None:
         rotated = x @ rotate.float()

@@ -4,15 +4,14 @@ Both versions compute the same and differ in the names of arguments. Their signa
 the recorded schemas, so a wrong keyword fails here as it fails in torch's dispatcher.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from ascend_emulator.operators import schemas
 from ascend_emulator.operators.constraint import Call
-from ascend_emulator.operators.fused_constraints import FUSED_ATTENTION
 
 V2_NAMES = {
     "actual_seq_lengths": "actual_seq_qlen",
@@ -22,6 +21,7 @@ V2_NAMES = {
     "softmax_lse_flag": "return_softmax_lse",
 }
 """Names of the second version where they differ."""
+Demand = Callable[..., None]
 LATENT_HEAD_SIZE = 512
 """Head size of latent attention over rows of the cache."""
 
@@ -63,6 +63,10 @@ class FusedAttention:
     query_rope: torch.Tensor | None
     key_rope: torch.Tensor | None
     unsupported: dict[str, object]
+
+    def demand_of(self, kernel: str) -> Demand:
+        """Return `Call.demand` of this call for what one kernel, or one subject, demands."""
+        return replace(self.call, family=f"fused attention, {kernel}").demand
 
     @property
     def is_tnd(self) -> bool:
@@ -197,5 +201,5 @@ def bind(name: str, overload: str, args: tuple, kwargs: dict) -> tuple[FusedAtte
         and (isinstance(value, torch.Tensor) or value != parameters[argument].default)
     }
     operator = f"{name}.{overload}" if overload else name
-    call = FUSED_ATTENTION.call(operator, renamed)
+    call = Call("fused attention", operator, renamed)
     return FusedAttention(call, version, **fields, unsupported=unsupported), arguments

@@ -1,6 +1,6 @@
 """What the kernel that a call reaches refuses, and what the documentation refuses beyond it.
 
-Every demand is a record in ``fused_kernel_constraints.py``.
+Every demand is a record of the family of that name in ``constraints/``.
 """
 
 from collections.abc import Callable
@@ -8,13 +8,10 @@ from collections.abc import Callable
 import torch
 
 from ascend_emulator import profiles
-from ascend_emulator.operators.constraint import Family
-from ascend_emulator.operators.fused_arguments import FusedAttention
-from ascend_emulator.operators.fused_kernel_constraints import DOCUMENTATION, KERNELS, ROUTE
+from ascend_emulator.operators.fused_arguments import Demand, FusedAttention
 from ascend_emulator.operators.fused_rope import check_documented_rope
 from ascend_emulator.operators.fused_route import divides_by_zero, route
 
-Demand = Callable[..., None]
 MOST_LENGTHS = 4096
 
 
@@ -29,21 +26,14 @@ def check_kernel(fused: FusedAttention) -> str:
     profile = profiles.current()
     if profile.release != "8.5":
         given = "0 for a paged cache of rank 3"
-        _demand(fused, ROUTE)("zero heads of a paged cache", not divides_by_zero(fused), given)
+        fused.demand_of("route")("zero heads of a paged cache", not divides_by_zero(fused), given)
     kernel = route(fused)
-    CHECKS[kernel](fused, _demand(fused, KERNELS[kernel]))
+    if kernel in CHECKS:  # FAI demands nothing beyond what every kernel demands
+        CHECKS[kernel](fused, fused.demand_of(kernel))
     if profile.documentation:
-        _check_documentation(fused, _demand(fused, DOCUMENTATION))
+        _check_documentation(fused, fused.demand_of("documentation"))
         check_documented_rope(fused)
     return kernel
-
-
-def _demand(fused: FusedAttention, family: Family) -> Demand:
-    return family.call(fused.call.operator, fused.call.renamed).demand
-
-
-def _check_fai(fused: FusedAttention, demand: Demand) -> None:
-    del fused, demand  # nothing beyond what every kernel demands
 
 
 def _check_v3(fused: FusedAttention, demand: Demand) -> None:
@@ -88,7 +78,6 @@ def _check_ifa(fused: FusedAttention, demand: Demand) -> None:
 
 
 CHECKS: dict[str, Callable[[FusedAttention, Demand], None]] = {
-    "FAI": _check_fai,
     "V3": _check_v3,
     "PFA": _check_pfa,
     "IFA": _check_ifa,
@@ -96,6 +85,10 @@ CHECKS: dict[str, Callable[[FusedAttention, Demand], None]] = {
 
 
 def _check_documentation(fused: FusedAttention, demand: Demand) -> None:
+    for argument in ("query", "query_rope"):
+        tensor = getattr(fused, argument)
+        fits = tensor is None or tensor.is_contiguous()
+        demand("contiguous query", fits, tensor is not None and tensor.stride(), argument)
     if fused.is_paged:
         used, cached = fused.blocks_in_use, fused.key.shape[0]
         demand("sum of blocks", used <= cached, f"{used} blocks in a cache of {cached}")

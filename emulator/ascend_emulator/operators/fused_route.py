@@ -7,17 +7,12 @@ in float16 or bfloat16 with K and V of the query's dtype; the references refuse 
 are tried in this order: V3, FAI, IFA, PFA. Calls with rope (latent attention) are V3's.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from ascend_emulator import profiles
-from ascend_emulator.operators.constraint import KernelRefusalError
 from ascend_emulator.operators.fused_arguments import (
     LATENT_HEAD_SIZE,
-    V2_NAMES,
     FusedAttention,
-    bind,
 )
 
 FAI, V3, PFA, IFA = "FAI", "V3", "PFA", "IFA"
@@ -146,137 +141,3 @@ def unwritten_requests(fused: FusedAttention, kernel: str) -> list[int]:
     if not is_decode_kernel:
         return []
     return [request for request, length in enumerate(lengths) if length == 0]
-
-
-class Verdict(NamedTuple):
-    """What becomes of a call.
-
-    Attributes
-    ----------
-    kernel
-        ``FAI``, ``V3``, ``PFA`` or ``IFA``.
-    accepted
-        Whether it meets every demand.
-    constraint
-        Family and name of the record that is broken.
-    reason
-        The refusal, empty if accepted.
-    undefined
-        Requests whose rows the kernel leaves unwritten.
-    """
-
-    kernel: str
-    accepted: bool
-    constraint: tuple[str, str] | None = None
-    reason: str = ""
-    undefined: tuple[int, ...] = ()
-
-
-class _Form(NamedTuple):
-    paged: bool
-    sparse_mode: int
-    query_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-
-
-FORMS = {
-    "prompt": _Form(False, 3, (5, 7), (5, 7)),
-    "decode": _Form(True, 0, (1, 1), (40, 300)),
-    "chunk": _Form(True, 3, (5, 1), (45, 300)),
-    "window": _Form(False, 4, (5, 7), (5, 7)),
-    "paged window": _Form(True, 4, (5, 1), (45, 300)),
-    "encoder": _Form(False, 0, (5, 7), (5, 7)),
-}
-"""Forms of call over TND that a model needs, with the lengths of a typical step."""
-
-
-def explain(
-    profile: str,
-    *,
-    form: str,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    block_size: int = 0,
-    query_lens: list[int] | None = None,
-    kv_lens: list[int] | None = None,
-    num_blocks: int | None = None,
-    inner_precise: int = 0,
-    softmax_lse: bool = False,
-    version: int = 1,
-    cache_rank: int = 3,
-) -> Verdict:
-    """Say which kernel a call reaches in a profile, and whether it takes it.
-
-    The call goes through the checks of the references, with tensors that have no memory.
-
-    Parameters
-    ----------
-    form
-        One of `FORMS`.
-    block_size
-        Block size of the cache, for the paged forms.
-    query_lens, kv_lens
-        Lengths of each request, not cumulative; those of `FORMS` by default.
-    num_blocks
-        Blocks of the cache; one more than all requests have together by default. Requests share
-        blocks when there are fewer.
-    version, cache_rank
-        1 or 2 for v1 or v2; a cache of rank 3 or 4.
-    """
-    from ascend_emulator.operators.fused_checks import check
-
-    paged, sparse_mode, *lengths = FORMS[form]
-    query_lens = list(query_lens or lengths[0])
-    kv_lens = list(kv_lens or lengths[1])
-    if paged:
-        blocks = [-(-length // max(block_size, 1)) for length in kv_lens]
-        num_blocks = num_blocks or sum(blocks) + 1
-        ids = torch.arange(len(blocks) * max(blocks), dtype=torch.int32) % num_blocks
-        cache = (
-            (num_blocks, block_size, kv_heads * head_size)
-            if cache_rank == 3
-            else (num_blocks, kv_heads, block_size, head_size)
-        )
-        keys = {
-            "block_table": ids.view(len(blocks), -1),
-            "block_size": block_size,
-            "actual_seq_lengths_kv": kv_lens,
-        }
-    else:
-        cache = (sum(kv_lens), kv_heads, head_size)
-        keys = {"actual_seq_lengths_kv": _cumulative(kv_lens)}
-    arguments = {
-        "query": torch.empty(sum(query_lens), heads, head_size, dtype=dtype, device="meta"),
-        "key": torch.empty(cache, dtype=dtype, device="meta"),
-        "value": torch.empty(cache, dtype=dtype, device="meta"),
-        "num_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "input_layout": "TND",
-        "sparse_mode": sparse_mode,
-        "actual_seq_lengths": _cumulative(query_lens),
-        "inner_precise": inner_precise,
-        "softmax_lse_flag": softmax_lse,
-        **keys,
-    }
-    if sparse_mode:
-        arguments["atten_mask"] = torch.empty(2048, 2048, dtype=torch.int8, device="meta")
-    if sparse_mode == 4:
-        arguments |= {"pre_tokens": 15, "next_tokens": 0}
-    name = "npu::npu_fused_infer_attention_score"
-    if version == 2:
-        name += "_v2"
-        arguments = {V2_NAMES.get(key, key): value for key, value in arguments.items()}
-    fused, _ = bind(name, "", (), arguments)
-    with profiles.using(profile):
-        kernel = route(fused)
-        try:
-            check(fused)
-        except KernelRefusalError as refusal:
-            return Verdict(kernel, False, refusal.constraint.key, str(refusal))
-        return Verdict(kernel, True, undefined=tuple(unwritten_requests(fused, kernel)))
-
-
-def _cumulative(lengths: list[int]) -> list[int]:
-    return torch.tensor(lengths).cumsum(0).tolist()

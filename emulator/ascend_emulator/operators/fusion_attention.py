@@ -6,208 +6,18 @@ documentation rules captured graphs out, which a reference can't see: the caller
 of them.
 """
 
-from functools import partial
 from itertools import pairwise
 
 import torch
 
 from ascend_emulator import faults
 from ascend_emulator.operators import attention
-from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 FUSION_ATTENTION = "npu::npu_fusion_attention"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 EVERYTHING = 2147483647
-NAME = "npu_fusion_attention"
-record = partial(Constraint, NAME)
-AGREED, DOCSTRING, READING = Enforced.AGREED, Enforced.DOCSTRING, Enforced.READING
-SAME = "the same"
-OP_PLUGIN = "Ascend/op-plugin's documentation"
-ASCEND = "vllm-project/vllm-ascend"
 
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-FUSION_ATTENTION_RULES = Family(
-    NAME,
-    [
-        record(
-            "input_layout",
-            "layout",
-            "TND: this reference serves packed requests alone",
-            "BSH, SBH, BSND, BNSD or TND",
-            "TND for pooling encoders",
-            f"{ASCEND}'s attention backend",
-            READING,
-            "a layout that nobody tries would be untested",
-        ),
-        record(
-            "query, key, value",
-            "dtype",
-            "float16, bfloat16 or float32, the same for all three",
-            SAME,
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-        ),
-        record(
-            "query, key, value",
-            "contiguous",
-            "a contiguous tensor",
-            "not stated",
-            "other tensors are copied by op-plugin first",
-            "none found",
-            READING,
-            "a hidden copy is a launch that nobody counts",
-        ),
-        record(
-            "query, key, value",
-            "rank",
-            "(T, N, D)",
-            "follows from TND",
-            SAME,
-            "none needed",
-            AGREED,
-        ),
-        record(
-            "key, value",
-            "key and value shapes",
-            "equal shapes of key and value, with the query's head size",
-            "key and value agree, Dq = Dk and Dk >= Dv",
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-            "a smaller Dv is not served here",
-        ),
-        record(
-            "head_num",
-            "head_num",
-            "the N of query, 1 to 256, a multiple of the N of key",
-            "Nq of 1 to 256, Nq / Nkv a whole number",
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-        ),
-        record(
-            "query",
-            "head size",
-            "a head size of 1 to 768",
-            SAME,
-            SAME,
-            OP_PLUGIN,
-            DOCSTRING,
-        ),
-        record(
-            "query",
-            "tokens",
-            "T of 1 to 1048576",
-            "1 to 1M",
-            SAME,
-            OP_PLUGIN,
-            DOCSTRING,
-        ),
-        record(
-            "actual_seq_qlen, actual_seq_kvlen",
-            "lengths required",
-            "both lists of lengths, on the host",
-            "both in TND",
-            "int[]: a tensor on the device can't be passed",
-            "the operator's schema",
-            AGREED,
-        ),
-        record(
-            "actual_seq_qlen, actual_seq_kvlen",
-            "number of lengths",
-            "1 to 1024 lengths, as many for keys as for queries",
-            "1 to 2K, in TND at most 1K",
-            SAME,
-            OP_PLUGIN,
-            DOCSTRING,
-        ),
-        record(
-            "actual_seq_qlen, actual_seq_kvlen",
-            "cumulative lengths",
-            "cumulative lengths that end at T, then zeros for requests that take no part",
-            "sums of lengths; a tail of zeros",
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-        ),
-        record(
-            "sparse_mode",
-            "sparse_mode",
-            "without a mask any mode, which has no effect; with one 0, 3 or 4",
-            "0 to 8, 5 not in TND",
-            "0 without a mask, 3, 4",
-            f"{ASCEND}",
-            READING,
-            "the other modes are not served here",
-        ),
-        record(
-            "atten_mask",
-            "mask dtype",
-            "bool or uint8",
-            "bool, uint8; not int8",
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-        ),
-        record(
-            "atten_mask",
-            "mask shape",
-            "(2048, 2048) in modes 3 and 4, (longest query, longest key) in mode 0",
-            "compressed 2048 x 2048; SS of the longest lengths in TND",
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-        ),
-        record(
-            "atten_mask",
-            "visible rows",
-            "a key to see for every query, where there is a mask",
-            "no row of 1 alone in TND",
-            SAME,
-            OP_PLUGIN,
-            DOCSTRING,
-        ),
-        record(
-            "pre_tockens, next_tockens",
-            "band is not empty",
-            "pre_tockens + next_tockens >= 0 in mode 4",
-            "the two must meet",
-            SAME,
-            OP_PLUGIN,
-            AGREED,
-        ),
-        record(
-            "keep_prob",
-            "keep_prob",
-            "1: no dropout",
-            "above 0, at most 1",
-            "1",
-            "inference has no dropout",
-            READING,
-        ),
-        record(
-            "pse, padding_mask, prefix, sink, dropout_mask",
-            "unsupported argument",
-            "None: this reference covers plain attention",
-            "described at length; padding_mask not supported",
-            "not used",
-            "none needed",
-            READING,
-        ),
-        record(
-            "softmax_max, softmax_sum",
-            "results for training",
-            "NaN in the second and third result",
-            "for training only, not in graphs; maximum and sum of softmax for the backward pass",
-            "only the first result is read",
-            "torch_npu's Meta function gives (T, N, 8), the docstring another order",
-            READING,
-            "NaN, so that nothing comes to depend on them",
-            refused=False,
-        ),
-    ],
-)
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
 
@@ -257,7 +67,7 @@ def fusion_attention(
         one that only training reads; three numbers of a dropout that does not happen.
     """
     del inner_precise, gen_mask_parallel, sync, softmax_layout, seed, offset
-    call = FUSION_ATTENTION_RULES.call(FUSION_ATTENTION)
+    call = Call("npu_fusion_attention", FUSION_ATTENTION)
     call.demand("layout", input_layout == "TND", repr(input_layout))
     unsupported = {
         "pse": pse,

@@ -1,88 +1,17 @@
 """References of GELU and of the activation that is gated by it."""
 
-from functools import partial
-
 import torch
 
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 GELU = "npu::npu_gelu"
 GEGLU = "npu::npu_geglu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 APPROXIMATIONS = ("none", "tanh")
 
-NAME = "gelu"
-record = partial(Constraint, NAME)
-AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
-DOCUMENTATION = "Ascend/op-plugin, its page of `npu_gelu`; cann/ops-nn 9.1.0, `aclnnGeGluV3`"
-NO_GELU = "; no docstring for npu_gelu"
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-GELU_RULES = Family(
-    NAME,
-    [
-        record(
-            "input",
-            "dtype",
-            "float16, bfloat16 or float32",
-            "these three" + NO_GELU,
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "input",
-            "rank",
-            "rank 1 to 8",
-            "any up to 8" + NO_GELU,
-            "at least 1 (npu_geglu)",
-            "torch_npu's Meta function",
-            DOCSTRING,
-        ),
-        record(
-            "approximate",
-            "approximate",
-            "'none' or 'tanh'; of npu_geglu 0 or 1",
-            "0: none, 1: tanh" + NO_GELU,
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "dim",
-            "dim",
-            "an existing dimension",
-            "-rank to rank - 1",
-            "the same",
-            "torch_npu's Meta function",
-            AGREED,
-        ),
-        record(
-            "input",
-            "even",
-            "an even size along dim",
-            "two halves along dim",
-            "the same",
-            "torch_npu's Meta function",
-            AGREED,
-        ),
-        record(
-            "activate_left",
-            "activated half",
-            "the first half if true, else the second",
-            "not mentioned",
-            "false, the default, activates the second half",
-            "cann/ops-nn 9.1.0, `aclnnGeGluV3`",
-            PRACTICE,
-            "GeGLU layers of vLLM activate the first half",
-            refused=False,
-        ),
-    ],
-)
-
 
 def gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    demand = GELU_RULES.call(GELU).demand
+    demand = Call("gelu", GELU).demand
     demand("dtype", input.dtype in DTYPES, input.dtype)
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))
     demand("approximate", approximate in APPROXIMATIONS, repr(approximate))
@@ -93,7 +22,7 @@ def geglu(
     input: torch.Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one half times GELU of the other, and that GELU."""
-    demand = GELU_RULES.call(GEGLU).demand
+    demand = Call("gelu", GEGLU).demand
     demand("dtype", input.dtype in DTYPES, input.dtype)
     demand("rank", 1 <= input.dim() <= 8, shape_of(input))
     demand("approximate", approximate in (0, 1), approximate)

@@ -1,111 +1,22 @@
 """Reference of the operator that multiplies several pairs of matrices.
 
-This file has the form in which nothing is grouped; `grouped_rows` has the one that groups rows, and
-`grouped_int8` the same for int8.
+This file has the form in which nothing is grouped; `grouped_rows` has the one that groups rows.
 """
-
-from functools import partial
 
 import torch
 
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
-from ascend_emulator.operators.grouped_int8 import GROUPED_INT8_RULES, grouped_int8
-from ascend_emulator.operators.grouped_rows import GROUPED_ROWS_RULES, grouped_rows
+from ascend_emulator.operators.constraint import Call, shape_of
+from ascend_emulator.operators.grouped_rows import (
+    DTYPES,
+    GROUPED_MATMUL,
+    INNER_LIMIT,
+    grouped_rows,
+)
 
-GROUPED_MATMUL = "npu::npu_grouped_matmul"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INNER_LIMIT = 65536
 MAX_TENSORS = 128
+HANDLED = ("x", "weight", "bias", "split_item", "group_type")
 GROUPED_BY_ROWS = 0
 """``group_type`` with which each group of rows has a weight."""
-
-NAME = "npu_grouped_matmul"
-record = partial(Constraint, NAME)
-AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
-DOCUMENTATION = (
-    "Ascend/op-plugin, its page of `npu_grouped_matmul`; cann/ops-transformer 9.1.0, "
-    "`aclnnGroupedMatmulV4`"
-)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-GROUPED_MATMUL_RULES = Family(
-    NAME,
-    [
-        record(
-            "group_type, split_item",
-            "not grouped",
-            "group_type -1 and split_item 0, without a group_list and what quantisation takes",
-            "other forms too",
-            "this form, and the one that groups rows",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        record(
-            "x, weight, bias",
-            "tensor count",
-            "as many of each, at most 128",
-            "one bias for each weight, at most 128",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "dtype",
-            "float16, bfloat16 or float32, the same for all",
-            "these three unless quantised",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "shapes",
-            "[m, k] and [k, n] of each pair",
-            "weights with 2 dimensions, x with 2 to 6",
-            "x with 2 dimensions in this form",
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "x",
-            "contiguous",
-            "contiguous inputs",
-            "x is not transposed in this form",
-            "not transposed",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "weight",
-            "transposed alike",
-            "all weights contiguous, or all of them transposed",
-            "transposed weights are supported, all or none",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "inner limit",
-            "less than 65536 elements in a row",
-            "the limit has a name only",
-            "less than 65536",
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "bias",
-            "bias",
-            "[n] of each pair, in float16 for float16, else in float32",
-            "1 dimension; float16, float32 or int32",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-    ],
-)
 
 
 def grouped_matmul(
@@ -134,48 +45,15 @@ def grouped_matmul(
     per_token_scale_dtype: int | None = None,
 ) -> list[torch.Tensor]:
     """Compute ``x[i] @ weight[i] + bias[i]`` for each i, or groups of rows with a weight each."""
-    others: dict[str, object] = {
-        "scale": scale,
-        "offset": offset,
-        "antiquant_scale": antiquant_scale,
-        "antiquant_offset": antiquant_offset,
-        "per_token_scale": per_token_scale,
-        "activation_input": activation_input,
-        "activation_quant_scale": activation_quant_scale,
-        "activation_quant_offset": activation_quant_offset,
-        "act_type": act_type or None,
-        "tuning_config": tuning_config,
-        "output_dtype": output_dtype,
-        "x_dtype": x_dtype,
-        "weight_dtype": weight_dtype,
-        "scale_dtype": scale_dtype,
-        "per_token_scale_dtype": per_token_scale_dtype,
-    }
-    if group_type == GROUPED_BY_ROWS and x[0].dtype == torch.int8:
-        of_weights = ("scale", "per_token_scale", "output_dtype")
-        rest = {name: value for name, value in others.items() if name not in of_weights}
-        return grouped_int8(
-            GROUPED_INT8_RULES.call(GROUPED_MATMUL),
-            x,
-            weight,
-            scale,
-            per_token_scale,
-            group_list,
-            group_list_type or 0,
-            split_item or 0,
-            output_dtype,
-            rest | {"bias": bias or None},
-        )
+    arguments = {name: value for name, value in locals().items() if name not in HANDLED}
+    zeros = [name for name in ("act_type", "group_list_type") if not arguments[name]]  # defaults
+    given = {n: value for n, value in arguments.items() if value is not None and n not in zeros}
     if group_type == GROUPED_BY_ROWS:
-        call = GROUPED_ROWS_RULES.call(GROUPED_MATMUL)
-        others["bias"] = bias or None
-        listed_as, split = group_list_type or 0, split_item or 0
-        return grouped_rows(call, x, weight, group_list, listed_as, split, others)
-    others |= {"group_list": group_list, "group_list_type": group_list_type or None}
-    given = [name for name, value in others.items() if value is not None]
-    demand = GROUPED_MATMUL_RULES.call(GROUPED_MATMUL).demand
+        given |= {"bias": bias} if bias else {}
+        return grouped_rows(x, weight, split_item or 0, given)
+    demand = Call("npu_grouped_matmul", GROUPED_MATMUL).demand
     is_apart = (group_type, split_item) == (-1, 0) and not given
-    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {given}")
+    demand("not grouped", is_apart, f"group_type {group_type}, split_item {split_item}, {[*given]}")
     biases: list[torch.Tensor | None] = [*bias] if bias else [None] * len(weight)
     counts = f"{len(x)}, {len(weight)} and {len(biases)}"
     same_count = 0 < len(x) == len(weight) == len(biases) <= MAX_TENSORS

@@ -1,160 +1,95 @@
-"""Reference of the grouped matrix product in which rows are grouped: a weight for each group."""
+"""Reference of the grouped matrix product in which rows are grouped: a weight for each group.
 
-from collections.abc import Mapping
-from functools import partial
+Rows and weights are float, or both are int8 with scales for both.
+"""
+
+from typing import Any
 
 import torch
 
-from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
+GROUPED_MATMUL = "npu::npu_grouped_matmul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INNER_LIMIT = 65536
 MAX_GROUPS = 1024
 CUMULATIVE, COUNTS = 0, 1
 """``group_list_type``: whether the list holds the ends of groups or their sizes."""
-
-NAME = "npu_grouped_matmul, rows"
-record = partial(Constraint, NAME)
-AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
-DOCUMENTATION = (
-    "Ascend/op-plugin, its page of `npu_grouped_matmul`; cann/ops-transformer 9.1.0, "
-    "`aclnnGroupedMatmulV4`"
-)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-GROUPED_ROWS_RULES = Family(
-    NAME,
-    [
-        record(
-            "x, weight, split_item",
-            "one tensor each",
-            "one x, one weight and split_item 2 or 3",
-            "several weights, too",
-            "one of each",
-            DOCUMENTATION,
-            READING,
-            "other forms are outside of this reference",
-        ),
-        record(
-            "bias, scale, offset, act_type, tuning_config, ...",
-            "plain",
-            "neither quantisation, bias nor activation",
-            "other forms too",
-            "vLLM's experts without biases",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        record(
-            "x, weight",
-            "dtype",
-            "float16, bfloat16 or float32, the same for both",
-            "these three unless quantised",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "shapes",
-            "[m, k] and [groups, k, n]",
-            "the same",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "contiguous",
-            "a contiguous x; a weight that is contiguous, or transposed in its last two dimensions",
-            "x is not transposed; a weight may be",
-            "the same",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "x, weight",
-            "inner limit",
-            "less than 65536 elements in a row",
-            "the limit has a name only",
-            "less than 65536",
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "group_list",
-            "group list",
-            "int64 on the device, a value for each group, at most 1024; two or more as sizes",
-            "the same",
-            "vllm-ascend has more than one expert on each rank",
-            DOCUMENTATION,
-            AGREED,
-        ),
-        record(
-            "group_list",
-            "group sizes",
-            "sizes of 0 or more, or ends that don't decrease, of all rows at most",
-            "of all rows exactly",
-            "of fewer rows, where other ranks have the other experts",
-            "vllm-ascend; cann/ops-transformer, whose kernel goes through groups and reads no row "
-            "past the last",
-            PRACTICE,
-        ),
-        record(
-            "output",
-            "rows of no group",
-            "undefined rows past the last group",
-            "not stated",
-            "not written",
-            "Ascend/op-plugin, which allocates the output without clearing it",
-            READING,
-            refused=False,
-        ),
-    ],
-)
+GROUPS = ("group_list", "group_list_type")
+SCALES = ("scale", "per_token_scale", "output_dtype")
+SCALE_DTYPE = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+"""Dtype of the scales of int8 weights by the result's dtype."""
+RESULTS = {5: torch.float16, 15: torch.bfloat16}
+"""Dtypes of results by the number that torch gives them."""
 
 
 def grouped_rows(
-    call: Call,
     x: list[torch.Tensor],
     weight: list[torch.Tensor],
-    group_list: torch.Tensor | None,
-    group_list_type: int,
     split_item: int,
-    others: Mapping[str, object],
+    given: dict[str, Any],
 ) -> list[torch.Tensor]:
-    """Multiply each group's rows of `x` by its weight; rows of no group hold NaN."""
-    rows, columns = one_pair(call, "plain", DTYPES, x, weight, split_item, others)
-    sizes = sizes_of_groups(call, group_list, group_list_type, len(columns), len(rows))
-    output = torch.full((len(rows), columns.shape[2]), float("nan"), dtype=rows.dtype)
+    """Multiply each group's rows of `x` by its weight; rows of no group hold NaN.
+
+    `given` are all other arguments that are not left out. With int8, results are multiplied by
+    scales of weights and of rows.
+    """
+    is_int8 = x[0].dtype == torch.int8
+    family = "npu_grouped_matmul, int8 rows" if is_int8 else "npu_grouped_matmul, rows"
+    call = Call(family, GROUPED_MATMUL)
+    taken = (*GROUPS, *SCALES) if is_int8 else GROUPS
+    others = [name for name in given if name not in taken]
+    call.demand("form" if is_int8 else "plain", not others, others)
+    rows, columns = _one_pair(call, (torch.int8,) if is_int8 else DTYPES, x, weight, split_item)
+    dtype, scales = rows.dtype, None
+    if is_int8:
+        dtype, *scales = _scales(call, given, len(rows), columns)
+    listed, kind = (given.get(name) for name in GROUPS)
+    sizes = _sizes_of_groups(call, listed, kind or 0, len(columns), len(rows))
+    output = torch.full((len(rows), columns.shape[2]), torch.nan, dtype=dtype)
+    wide = torch.float64 if is_int8 else torch.float32  # sums of int8 are exact
     end = 0
     for group, size in enumerate(sizes):
         start, end = end, end + size
         if size:
-            product = rows[start:end].float() @ columns[group].float()
-            output[start:end] = product.to(rows.dtype)
+            product = (rows[start:end].to(wide) @ columns[group].to(wide)).float()
+            if scales:
+                product = product * scales[0][group].float() * scales[1][start:end, None]
+            output[start:end] = product.to(dtype)
     return [output]
 
 
-def one_pair(
+def _scales(
+    call: Call, given: dict[str, Any], num_rows: int, columns: torch.Tensor
+) -> tuple[torch.dtype, torch.Tensor, torch.Tensor]:
+    """Return the result's dtype, and the scales of weights ``[groups, n]`` and of rows ``[m]``."""
+    code: Any = given.get("output_dtype")
+    call.demand("result", code in RESULTS, code)
+    dtype = RESULTS[code]
+    found = []
+    for name, argument, shape, scale_dtype in (
+        ("scale", "scale", (len(columns), columns.shape[2]), SCALE_DTYPE[dtype]),
+        ("token scale", "per_token_scale", (num_rows,), torch.float32),
+    ):
+        scales = [*(given.get(argument) or ())][:1]
+        ok = [(shape_of(each), each.dtype) for each in scales] == [(shape, scale_dtype)]
+        told = f"{shape_of(scales[0])} {scales[0].dtype}" if scales else None
+        call.demand(name, ok, told)
+        found += scales
+    return dtype, found[0], found[1]
+
+
+def _one_pair(
     call: Call,
-    form: str,
     dtypes: tuple[torch.dtype, ...],
     x: list[torch.Tensor],
     weight: list[torch.Tensor],
     split_item: int,
-    others: Mapping[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a call whose rows are grouped; return rows ``[m, k]`` and weights ``[groups, k, n]``.
-
-    `form` is the name of the demand that none of `others` is given; both tensors have one of
-    `dtypes`.
-    """
+    """Return rows ``[m, k]`` and weights ``[groups, k, n]``, both of one of these dtypes."""
     one = len(x) == len(weight) == 1 and split_item in (2, 3)
     told = f"{len(x)} x, {len(weight)} weights, split_item {split_item}"
     call.demand("one tensor each", one, told)
-    given = [name for name, value in others.items() if value is not None]
-    call.demand(form, not given, given)
     rows, columns = x[0], weight[0]
     told = f"{rows.dtype} and {columns.dtype}"
     call.demand("dtype", rows.dtype in dtypes and rows.dtype == columns.dtype, told)
@@ -168,7 +103,7 @@ def one_pair(
     return rows, columns
 
 
-def sizes_of_groups(
+def _sizes_of_groups(
     call: Call, group_list: torch.Tensor | None, kind: int, groups: int, num_rows: int
 ) -> list[int]:
     ok = group_list is not None and (

@@ -1,10 +1,8 @@
 """References of the operators that round to int8 and that multiply int8 matrices."""
 
-from functools import partial
-
 import torch
 
-from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 DYNAMIC_QUANT = "npu::npu_dynamic_quant"
 QUANTIZE = "npu::npu_quantize"
@@ -23,229 +21,6 @@ DTYPE_OF_CODE = {
 COPIED_IF_STRIDED = ("x1",)
 LEVELS = 127
 INNER_LIMIT = 65535
-
-DYNAMIC_NAME, QUANTIZE_NAME, MATMUL_NAME = (
-    "npu_dynamic_quant",
-    "npu_quantize",
-    "npu_quant_matmul",
-)
-dynamic_record = partial(Constraint, DYNAMIC_NAME)
-quantize_record = partial(Constraint, QUANTIZE_NAME)
-matmul_record = partial(Constraint, MATMUL_NAME)
-AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
-READING = Enforced.READING
-OF_DYNAMIC = "Ascend/op-plugin, its page of `npu_dynamic_quant`"
-OF_QUANTIZE = "Ascend/op-plugin, its page of `npu_quantize`; cann/ops-nn 9.1.0, `aclnnQuantize`"
-OF_MATMUL = (
-    "Ascend/op-plugin, its page of `npu_quant_matmul`; cann/ops-nn 9.1.0, `aclnnQuantMatmulV4`"
-)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-DYNAMIC_QUANT_RULES = Family(
-    DYNAMIC_NAME,
-    [
-        dynamic_record(
-            "input",
-            "dtype",
-            "float16 or bfloat16",
-            "these two",
-            "the same",
-            OF_DYNAMIC,
-            AGREED,
-        ),
-        dynamic_record(
-            "input", "rank", "at least 2 dimensions", "more than 1", "the same", OF_DYNAMIC, AGREED
-        ),
-        dynamic_record(
-            "smooth_scales, group_index, dst_type, quant_mode",
-            "form",
-            "int8 by token, without factors",
-            "other forms too",
-            "the only form that the plugin uses",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        dynamic_record(
-            "scale",
-            "rows of zeros",
-            "zeros and scale 0 for a row of zeros",
-            "the largest magnitude over 127",
-            "not known",
-            "none found",
-            READING,
-            "padding may be zeros; the product is 0 with any finite scale",
-            refused=False,
-        ),
-    ],
-)
-
-QUANTIZE_RULES = Family(
-    QUANTIZE_NAME,
-    [
-        quantize_record(
-            "input",
-            "dtype",
-            "float16, bfloat16 or float32",
-            "these three",
-            "the same",
-            OF_QUANTIZE,
-            AGREED,
-        ),
-        quantize_record(
-            "dtype, div_mode",
-            "form",
-            "int8 (1) or qint8 (12), divided by the scale (div_mode)",
-            "other types too, and a form that multiplies",
-            "the only form that the plugin uses",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        quantize_record(
-            "scales",
-            "scale dtype",
-            "float32 or bfloat16 scales",
-            "these two on A2 and A3",
-            "the same",
-            OF_QUANTIZE,
-            AGREED,
-        ),
-        quantize_record(
-            "zero_points",
-            "offset dtype",
-            "int8, uint8 or int32 offsets; bfloat16 with a bfloat16 input and scale",
-            "these four",
-            "bfloat16 only beside bfloat16",
-            OF_QUANTIZE,
-            PRACTICE,
-        ),
-        quantize_record(
-            "scales, zero_points",
-            "sizes",
-            "1 element each, or as many as the axis has",
-            "one dimension",
-            "1 or the size of the axis, both alike",
-            OF_QUANTIZE,
-            PRACTICE,
-        ),
-        quantize_record(
-            "axis", "axis", "an existing dimension", "the axis of the scales", "the same",
-            OF_QUANTIZE, AGREED,
-        ),
-    ],
-)  # fmt: skip
-
-QUANT_MATMUL_RULES = Family(
-    MATMUL_NAME,
-    [
-        matmul_record(
-            "x1, x2",
-            "dtype",
-            "int8",
-            "int8, or int4 packed in int32",
-            "int8",
-            OF_MATMUL,
-            AGREED,
-            "int4 is outside of this reference",
-        ),
-        matmul_record(
-            "offset, group_sizes, y_scale, x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype",
-            "form",
-            "none of them",
-            "for int8 results, int4 and FP8",
-            "not used",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        matmul_record(
-            "x1, x2",
-            "shapes",
-            "[m, k] and [k, n]",
-            "2 to 6 dimensions",
-            "2 dimensions",
-            OF_MATMUL,
-            AGREED,
-        ),
-        matmul_record(
-            "x2",
-            "layout",
-            "contiguous, or the transpose of a contiguous matrix",
-            "both are shown",
-            "a transposed x2 is read as it is (`is_transpose_last_two_dims`)",
-            "Ascend/op-plugin, QuantMatmulKernelNpuOpApi.cpp",
-            AGREED,
-        ),
-        matmul_record(
-            "x1, x2",
-            "inner limit",
-            "at most 65535 elements in a row",
-            "at most 65535",
-            "more with a float32 or bfloat16 scale and a scale for each token",
-            OF_MATMUL,
-            PRACTICE,
-        ),
-        matmul_record(
-            "output_dtype",
-            "result",
-            "float16, bfloat16 or int32",
-            "int8 too",
-            "not int8",
-            OF_MATMUL,
-            AGREED,
-            "int8 results are outside of this reference",
-        ),
-        matmul_record(
-            "scale",
-            "scale dtype",
-            "float32 or bfloat16 for bfloat16 and int32; for float16 float32, or without a scale "
-            "for each token int64 that holds the bits of float32",
-            "a table of combinations",
-            "the same; torch_npu converts float32 to int64 itself, a launch more",
-            OF_MATMUL,
-            AGREED,
-        ),
-        matmul_record(
-            "scale",
-            "scale shape",
-            "[1] or [n]",
-            "one dimension of 1 or n",
-            "the same",
-            OF_MATMUL,
-            AGREED,
-        ),
-        matmul_record(
-            "pertoken_scale",
-            "token scale",
-            "float32 [m], and not with int32 results",
-            "float32, one dimension of m",
-            "the same",
-            OF_MATMUL,
-            AGREED,
-        ),
-        matmul_record(
-            "bias",
-            "bias",
-            "[n] in int32; float32 or bfloat16 too for bfloat16, float32 or float16 too for "
-            "float16 with a scale for each token",
-            "a table of combinations, which differs from CANN's in bfloat16 for float16",
-            "CANN's table",
-            OF_MATMUL,
-            PRACTICE,
-        ),
-        matmul_record(
-            "bias",
-            "order of sums",
-            "an int32 bias is added before scaling, others after it",
-            "the same",
-            "the same",
-            OF_MATMUL,
-            AGREED,
-            refused=False,
-        ),
-    ],
-)
 
 
 def round_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,7 +45,7 @@ def dynamic_quant(
     dst_type_max: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 rows, and the float32 scale of each row."""
-    demand = DYNAMIC_QUANT_RULES.call(DYNAMIC_QUANT).demand
+    demand = Call("npu_dynamic_quant", DYNAMIC_QUANT).demand
     demand("dtype", input.dtype in HALF, input.dtype)
     demand("rank", input.dim() >= 2, shape_of(input))
     given = {
@@ -293,11 +68,13 @@ def quantize(
     axis: int = 1,
     div_mode: bool = True,
 ) -> torch.Tensor:
-    """Compute ``round(input / scales + zero_points)`` in int8."""
-    demand = QUANTIZE_RULES.call(QUANTIZE).demand
+    """Compute ``round(input / scales + zero_points)`` in int8; multiply without `div_mode`."""
+    demand = Call("npu_quantize", QUANTIZE).demand
     demand("dtype", input.dtype in (*HALF, torch.float32), input.dtype)
     to_int8 = DTYPE_OF_CODE.get(dtype) in (torch.int8, torch.qint8)
-    demand("form", to_int8 and div_mode, f"dtype {dtype}, div_mode {div_mode}")
+    demand("form", to_int8, f"dtype {dtype}")
+    if not div_mode:
+        return _multiplied(input, scales, zero_points, axis)
     demand("scale dtype", scales.dtype in (torch.float32, torch.bfloat16), scales.dtype)
     demand("axis", -input.dim() <= axis < input.dim(), f"{axis} for rank {input.dim()}")
     if zero_points is not None:
@@ -313,6 +90,31 @@ def quantize(
     shape[axis] = scales.numel()
     offset = None if zero_points is None else zero_points.view(shape)
     return round_all(input.float(), scales.view(shape), offset)
+
+
+def _multiplied(
+    input: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, axis: int
+) -> torch.Tensor:
+    """Compute ``round(input * scales + zero_points)`` in int8."""
+    demand = Call("npu_quantize", QUANTIZE).demand
+    rank = input.dim()
+    demand("axis of factors", -2 <= axis < rank <= 8, f"{axis} for rank {rank}")
+    axis = rank + min(axis, -1) if axis < 0 else rank - 1
+    sizes = [1] * rank
+    sizes[axis] = scales.numel()
+    shaped = []
+    for name, tensor in {"scales": scales, "zero_points": zero_points}.items():
+        if tensor is None:
+            continue
+        kinds = (*HALF, torch.float32) if input.dtype == torch.float32 else (input.dtype,)
+        fits = tensor.dtype in kinds and tensor.dtype == scales.dtype
+        demand("dtype of factors", fits, f"{tensor.dtype} for {input.dtype}", name)
+        fits = list(tensor.shape) in (sizes[axis : axis + 1], sizes)
+        fits = fits and tensor.numel() in (1, input.shape[axis])
+        demand("shape of factors", fits, f"{shape_of(tensor)} for {shape_of(input)}", name)
+        shaped.append(tensor.float().view(sizes))
+    levels = torch.round(input.float() * shaped[0] + sum(shaped[1:]))
+    return levels.clamp(-128, 127).to(torch.int8)
 
 
 def quant_matmul(
@@ -331,7 +133,7 @@ def quant_matmul(
     group_sizes: list[int] | None = None,
     y_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    call = QUANT_MATMUL_RULES.call(QUANT_MATMUL)
+    call = Call("npu_quant_matmul", QUANT_MATMUL)
     others = {
         "offset": offset,
         "group_sizes": group_sizes,

@@ -1,11 +1,9 @@
 """References of norms and activations that round their results to int8."""
 
-from functools import partial
-
 import torch
 
 from ascend_emulator import faults
-from ascend_emulator.operators.constraint import Call, Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 from ascend_emulator.operators.int8 import LEVELS, round_all, round_tokens
 
 ADD_RMS_NORM_DYNAMIC_QUANT = "npu::npu_add_rms_norm_dynamic_quant"
@@ -18,199 +16,6 @@ WHOLE_ROW = 7840
 steps of 32 (cann/ops-nn 9.1.0, ``CalcUbMaxTileLen`` in dequant_swiglu_quant_tiling_base.cpp)."""
 PART = 7680
 """Columns of a part of a wider row: whole cache lines of 512 bytes."""
-
-NORM_NAME, SWIGLU_NAME = "norms to int8", "npu_dequant_swiglu_quant"
-norm = partial(Constraint, NORM_NAME)
-swiglu = partial(Constraint, SWIGLU_NAME)
-AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
-SOURCES, READING = Enforced.SOURCES, Enforced.READING
-OF_NORMS = (
-    "Ascend/op-plugin, its pages of `npu_add_rms_norm_dynamic_quant` and "
-    "`npu_add_rms_norm_quant`; cann/ops-nn 9.1.0, `aclnnAddRmsNormDynamicQuantV2`"
-)
-OF_SWIGLU = (
-    "Ascend/op-plugin, its page of `npu_dequant_swiglu_quant`; cann/ops-nn 9.1.0, "
-    "`aclnnDequantSwigluQuantV2`, dequant_swiglu_quant_tiling_base.cpp"
-)
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-INT8_NORMS = Family(
-    NORM_NAME,
-    [
-        norm("x1", "dtype", "float16 or bfloat16", "these two", "the same", OF_NORMS, AGREED),
-        norm(
-            "x1",
-            "rank",
-            "2 to 8 dimensions; with a static scale 1 to 8",
-            "these",
-            "the same",
-            OF_NORMS,
-            AGREED,
-        ),
-        norm(
-            "x2",
-            "equal shapes",
-            "the shape and dtype of x1",
-            "the same",
-            "the same",
-            OF_NORMS,
-            AGREED,
-        ),
-        norm(
-            "gamma",
-            "gamma",
-            "[n] in the dtype of x1, n being the last dimension",
-            "the same",
-            "the same",
-            OF_NORMS,
-            AGREED,
-        ),
-        norm(
-            "epsilon",
-            "epsilon",
-            "above 0, of npu_add_rms_norm_dynamic_quant",
-            "a small positive number",
-            "above 0",
-            "cann/ops-nn 9.1.0, add_rms_norm_dynamic_quant_tiling.cpp",
-            SOURCES,
-        ),
-        norm(
-            "smooth_scale1",
-            "factors",
-            "[n] in the dtype of x1, of npu_add_rms_norm_dynamic_quant",
-            "the shape and dtype of gamma",
-            "the same",
-            OF_NORMS,
-            AGREED,
-        ),
-        norm(
-            "smooth_scale2, beta, output_mask, y_dtype, scales2, zero_points2, axis, div_mode, "
-            "dst_type",
-            "form",
-            "one int8 result, without a shift; axis -1, divided by the scale",
-            "other forms too",
-            "the only form that the plugin uses",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        norm(
-            "scales1",
-            "scale dtype",
-            "float32 for float16, bfloat16 for bfloat16",
-            "float32 or bfloat16, by a table",
-            "CANN takes float32 for bfloat16, too",
-            OF_NORMS,
-            DOCSTRING,
-        ),
-        norm(
-            "zero_points1",
-            "offset dtype",
-            "int32 for float16, bfloat16 for bfloat16",
-            "int32 or bfloat16, by a table",
-            "the same",
-            OF_NORMS,
-            AGREED,
-        ),
-        norm(
-            "scales1, zero_points1",
-            "static shapes",
-            "the shape of gamma",
-            "the shape of gamma",
-            "the same",
-            OF_NORMS,
-            AGREED,
-        ),
-        norm(
-            "y1",
-            "rounding before int8",
-            "the norm's float32 result is rounded to int8 at once",
-            "not stated",
-            "not known",
-            "none found",
-            READING,
-            "a kernel that rounds to the input's dtype in between differs by a level now and then",
-            refused=False,
-        ),
-    ],
-)
-
-INT8_SWIGLU = Family(
-    SWIGLU_NAME,
-    [
-        swiglu(
-            "x",
-            "dtype",
-            "float16 or bfloat16",
-            "these two, and int32 with scales",
-            "the same",
-            OF_SWIGLU,
-            AGREED,
-            "int32 is outside of this reference",
-        ),
-        swiglu(
-            "x",
-            "shape",
-            "at least 2 dimensions, the last of even size",
-            "[tokens, 2 H]",
-            "more than one dimension",
-            OF_SWIGLU,
-            AGREED,
-        ),
-        swiglu(
-            "weight_scale, activation_scale, bias, group_index",
-            "form",
-            "none of them",
-            "None for inputs that are not int32",
-            "the same; groups are for experts",
-            OF_SWIGLU,
-            AGREED,
-        ),
-        swiglu(
-            "dst_type, round_mode, activate_dim, swiglu_mode",
-            "mode",
-            "int8 by SwiGLU along the last dimension",
-            "variants too",
-            "the only form that the plugin uses",
-            "none needed",
-            READING,
-            "other forms are outside of this reference",
-        ),
-        swiglu(
-            "quant_mode", "quant_mode", "0 (static) or 1 (dynamic)", "these two", "the same",
-            OF_SWIGLU, AGREED,
-        ),
-        swiglu(
-            "quant_scale, quant_offset",
-            "static scales",
-            "float32 of 1 or H elements, both with a static scale, none with a dynamic one",
-            "float32 with a static scale",
-            "1 or H elements",
-            OF_SWIGLU,
-            SOURCES,
-        ),
-        swiglu(
-            "quant_scale",
-            "direction",
-            "a static quant_scale divides",
-            "not stated: the page has the dynamic formula only",
-            "the kernel divides, or multiplies by the reciprocal of a single scale",
-            "cann/ops-nn 9.1.0, `dequant_swiglu_quant_static_base.hpp`",
-            SOURCES,
-            refused=False,
-        ),
-        swiglu(
-            "activate_left",
-            "activated half",
-            "the first half if true, else the second",
-            "the same",
-            "the same",
-            OF_SWIGLU,
-            AGREED,
-            refused=False,
-        ),
-    ],
-)  # fmt: skip
 
 
 def add_rms_norm_dynamic_quant(
@@ -231,7 +36,7 @@ def add_rms_norm_dynamic_quant(
     sum is rounded to the dtype of `x1` before it is normalised, as in `npu_add_rms_norm`. Factors
     multiply the norm in float32 before it is rounded.
     """
-    call = INT8_NORMS.call(ADD_RMS_NORM_DYNAMIC_QUANT)
+    call = Call("norms to int8", ADD_RMS_NORM_DYNAMIC_QUANT)
     _check_norm(call, x1, x2, gamma, 2)
     call.demand("epsilon", epsilon > 0, epsilon)
     others = {
@@ -270,7 +75,7 @@ def add_rms_norm_quant(
 
     The second result is undefined, the third is the sum.
     """
-    call = INT8_NORMS.call(ADD_RMS_NORM_QUANT)
+    call = Call("norms to int8", ADD_RMS_NORM_QUANT)
     _check_norm(call, x1, x2, gamma, 1)
     others = {
         "beta": beta is not None,
@@ -342,7 +147,7 @@ def dequant_swiglu_quant(
     glu_bias: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``silu(a) * b`` of two halves in int8, and float32 scales of rows if dynamic."""
-    call = INT8_SWIGLU.call(DEQUANT_SWIGLU_QUANT)
+    call = Call("npu_dequant_swiglu_quant", DEQUANT_SWIGLU_QUANT)
     call.demand("dtype", x.dtype in HALF, x.dtype)
     call.demand("shape", x.dim() >= 2 and x.shape[-1] % 2 == 0, shape_of(x))
     given = {

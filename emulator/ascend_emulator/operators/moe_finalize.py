@@ -5,112 +5,17 @@ documentation allows the index -1. The product ``E * C`` is the number of pairs,
 of a grouped product, seen as ``[T * K, 1, H]``, are such rows as well.
 """
 
-from functools import partial
-
 import torch
 
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 FINALIZE_ROUTING = "npu::npu_moe_finalize_routing"
-NAME = "npu_moe_finalize_routing"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DROPPED_BY_ROW = 3
 """``drop_pad_mode``: pairs may lack a row, and those of a token lie side by side."""
 MAX_WIDTH_OF_FOUR = 8192
 NO_ROW = -1
-
-record = partial(Constraint, NAME)
-AGREED, PRACTICE = Enforced.AGREED, Enforced.PRACTICE
-READING, SOURCES = Enforced.READING, Enforced.SOURCES
-KERNELS = "cann/ops-transformer of October 2025, kernels and tiling of `moe_finalize_routing_v2`"
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-FINALIZE_ROUTING_RULES = Family(
-    NAME,
-    [
-        record(
-            "expanded_permuted_rows, scales",
-            "dtype",
-            "float16, bfloat16 or float32, the same for both; float32 scales of bfloat16 rows, too",
-            "the same for both",
-            "bfloat16 rows with float32 scales are a form of their own in kernels and tiling",
-            KERNELS + "; aclnnMoeFinalizeRoutingV2.md: mixed precision",
-            SOURCES,
-        ),
-        record(
-            "expanded_permuted_rows, expanded_src_to_dst_row, scales",
-            "shapes",
-            "[E, C, H], [T * K] and [T, K]; without scales K is 1",
-            "the same in this mode; E is K or more",
-            "rows [T * K, 1, H] and indices of routing: sgl-project/sglang 40705, run on a card",
-            KERNELS,
-            AGREED,
-        ),
-        record(
-            "expanded_src_to_dst_row", "indices dtype", "int32", "int32", "int32", KERNELS, AGREED
-        ),
-        record(
-            "expanded_src_to_dst_row",
-            "indices",
-            "-1 to E * C - 1",
-            "the same in modes 1 and 3; 0 or more in modes 0 and 2",
-            "others are not checked: memory before or after the rows would be read",
-            KERNELS,
-            AGREED,
-        ),
-        record(
-            "expanded_permuted_rows",
-            "cut rows",
-            "H of at most 8192 if K is 4",
-            "not mentioned",
-            "rows that don't fit are cut; the kernel of four rows then leaves out the second",
-            KERNELS + ", moe_finalize_routing_v2_bf16_cuth_k4.h",
-            SOURCES,
-            "the exact limit depends on the room of a core; smaller rows are never cut",
-        ),
-        record(
-            "drop_pad_mode",
-            "unsupported mode",
-            "3",
-            "0 to 3; some pages know 0 alone",
-            "2 and 3",
-            KERNELS,
-            READING,
-            "other modes are outside of this reference",
-        ),
-        record(
-            "skip1, skip2, bias, export_for_source_row, k",
-            "unsupported argument",
-            "None, and k its default",
-            "optional; newer releases read k without scales",
-            "None, or shared experts as skip1",
-            KERNELS,
-            READING,
-            "these are outside of this reference",
-        ),
-        record(
-            "expanded_src_to_dst_row",
-            "pairs without a row",
-            "nothing for -1, whatever the scale",
-            "not stated",
-            "skipped",
-            KERNELS,
-            SOURCES,
-            refused=False,
-        ),
-        record(
-            "expanded_permuted_rows",
-            "precision of sums",
-            "sums in float32, of float16 rows in float16",
-            "not stated",
-            "the same",
-            KERNELS,
-            SOURCES,
-            refused=False,
-        ),
-    ],
-)
 
 
 def finalize_routing(
@@ -125,7 +30,7 @@ def finalize_routing(
     k: int | None = 1,
 ) -> torch.Tensor:
     """Add each token's rows, weighted by `scales`, to ``[T, H]`` in their dtype."""
-    demand = FINALIZE_ROUTING_RULES.call(FINALIZE_ROUTING).demand
+    demand = Call("npu_moe_finalize_routing", FINALIZE_ROUTING).demand
     rows, indices = expanded_permuted_rows, expanded_src_to_dst_row
     demand("unsupported mode", drop_pad_mode == DROPPED_BY_ROW, drop_pad_mode)
     given = [x is not None for x in (skip1, skip2, bias, export_for_source_row)]

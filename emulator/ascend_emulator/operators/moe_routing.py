@@ -4,11 +4,9 @@ Rows past the last active pair are undefined on a device. They hold NaN here, so
 depends on one shows it.
 """
 
-from functools import partial
-
 import torch
 
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 INIT_ROUTING = "npu::npu_moe_init_routing_v2"
 TOKEN_UNPERMUTE = "npu::_npu_moe_token_unpermute"
@@ -24,217 +22,6 @@ CUMULATIVE, COUNTS, PAIRS = 0, 1, 2
 NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
 UNDEFINED_INT8 = -128
 """What undefined rows of int8 hold, which have no NaN."""
-
-NAME = "npu_moe_init_routing_v2"
-record = partial(Constraint, NAME)
-AGREED, PRACTICE, READING = Enforced.AGREED, Enforced.PRACTICE, Enforced.READING
-DOCSTRING, SOURCES = Enforced.DOCSTRING, Enforced.SOURCES
-TILING = "cann/ops-transformer v8.5.0 to 9.1.0, tiling of `moe_init_routing_v3`"
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-INIT_ROUTING_RULES = Family(
-    NAME,
-    [
-        record(
-            "x",
-            "dtype",
-            "float16, bfloat16, float32 or int8; int8 only without quantisation",
-            "the same",
-            "the same",
-            TILING,
-            AGREED,
-        ),
-        record(
-            "x, expert_idx",
-            "shapes",
-            "[T, H] and [T, K] with the same T",
-            "the same",
-            "the same",
-            TILING,
-            AGREED,
-        ),
-        record("expert_idx", "ids dtype", "int32", "int32", "int32", TILING, AGREED),
-        record(
-            "expert_idx",
-            "ids",
-            "at most expert_num",
-            "ids are not above the number of experts",
-            "-1, too: below the range, as ids of other ranks' experts may be",
-            TILING,
-            AGREED,
-        ),
-        record(
-            "expert_num",
-            "expert_num",
-            "1 to 10240, to 5120 with expert_tokens_num_type 2",
-            "the same",
-            "the same",
-            TILING,
-            AGREED,
-        ),
-        record(
-            "active_expert_range",
-            "active range",
-            "two values with 0 <= start < end <= expert_num",
-            "the same; none for all experts",
-            "the release's adapter reads both values before it looks whether there are any",
-            "Ascend/op-plugin, `CheckV2Case`; " + TILING,
-            SOURCES,
-        ),
-        record(
-            "active_num",
-            "active_num",
-            "T * K",
-            "-1 or more",
-            "T * K",
-            "cann/ops-transformer v8.5.0, which refuses other values; later ones take them",
-            PRACTICE,
-        ),
-        record(
-            "drop_pad_mode, row_idx_type",
-            "unsupported mode",
-            "0, without a capacity for each expert, and indices by pair",
-            "drop_pad_mode 0 only",
-            "0 in inference",
-            "cann/ops-transformer v8.5.0",
-            DOCSTRING,
-            "other modes are outside of this reference",
-        ),
-        record(
-            "expert_tokens_num_type, expert_tokens_num_flag",
-            "expert tokens",
-            "types 1 or 2, asked for",
-            "types 1 and 2, flag True",
-            "1",
-            TILING,
-            DOCSTRING,
-        ),
-        record(
-            "quant_mode",
-            "quant_mode",
-            "-1 for none or 1 for int8 by row",
-            "-1 and 1",
-            "these",
-            TILING,
-            DOCSTRING,
-        ),
-        record(
-            "scale, offset",
-            "scale",
-            "no offset; scale float32, [T] without quantisation, else [end - start, H] or [1, H]",
-            "no offset; [T], or [end - start, H]",
-            "[1, H] too since CANN 9.1",
-            TILING,
-            AGREED,
-        ),
-        record(
-            "expanded_x",
-            "inactive rows",
-            "undefined rows past the pairs of active experts",
-            "the first rows are valid",
-            "the same",
-            "none needed",
-            AGREED,
-            refused=False,
-        ),
-        record(
-            "expanded_row_idx",
-            "inactive pairs",
-            "-1 for a pair whose expert is not active",
-            "-1",
-            "-1",
-            "none needed",
-            AGREED,
-            refused=False,
-        ),
-        record(
-            "expert_idx",
-            "order",
-            "pairs of one expert stay in the order of their tokens",
-            "not stated",
-            "a stable sort in the documentation's equivalent code",
-            "Ascend/op-plugin, its page of `npu_moe_init_routing_v2`",
-            READING,
-            refused=False,
-        ),
-    ],
-)
-
-record = partial(Constraint, "npu_moe_token_unpermute")
-KERNEL = "cann/ops-transformer v8.5.0 to 9.1.0, moe_token_unpermute.h and its tiling"
-
-TOKEN_UNPERMUTE_RULES = Family(
-    "npu_moe_token_unpermute",
-    [
-        record(
-            "permuted_tokens, probs",
-            "dtype",
-            "float16, bfloat16 or float32 each; they may differ",
-            "these three",
-            "these three, mixed too",
-            KERNEL,
-            AGREED,
-        ),
-        record(
-            "permuted_tokens, sorted_indices, probs",
-            "shapes",
-            "[rows, H], [T * K] and [T, K] with K at most 512; without probs K is 1",
-            "the same",
-            "the same; fewer rows than T * K are allowed",
-            KERNEL,
-            AGREED,
-        ),
-        record("sorted_indices", "indices dtype", "int32", "int32", "int32", KERNEL, AGREED),
-        record(
-            "sorted_indices",
-            "negative index",
-            "no negative index where the probability is not 0",
-            "0 to T * K - 1",
-            "the kernel checks no lower bound: it would read memory before the tensor",
-            KERNEL,
-            SOURCES,
-        ),
-        record(
-            "sorted_indices",
-            "repeated index",
-            "no row twice",
-            "no repeated index",
-            "vllm-ascend passes abs(-1), whose probability is 0, beside a 1",
-            KERNEL,
-            SOURCES,
-            "the kernel reads rows of other pairs without harm, but gradients would be wrong",
-        ),
-        record(
-            "padded_mode, restore_shape",
-            "unsupported mode",
-            "False and None",
-            "False and None",
-            "the defaults",
-            KERNEL,
-            AGREED,
-        ),
-        record(
-            "sorted_indices",
-            "index past the rows",
-            "nothing from an index past the last row",
-            "0 to T * K - 1",
-            "skipped: so tokens that a capacity drops are left out",
-            KERNEL,
-            SOURCES,
-            refused=False,
-        ),
-        record(
-            "probs",
-            "probability of 0",
-            "nothing from a row whose probability is 0, whatever it holds",
-            "not stated",
-            "skipped",
-            KERNEL,
-            SOURCES,
-            refused=False,
-        ),
-    ],
-)
 
 
 def init_routing_v2(
@@ -259,7 +46,7 @@ def init_routing_v2(
     The results are the rows, where each pair's row went, the tokens of each expert, and the scales
     of rows.
     """
-    demand = INIT_ROUTING_RULES.call(INIT_ROUTING).demand
+    demand = Call("npu_moe_init_routing_v2", INIT_ROUTING).demand
     is_quantised = quant_mode != NO_QUANTISATION
     demand("quant_mode", quant_mode in (NO_QUANTISATION, DYNAMIC_INT8), quant_mode)
     ok = x.dtype in DTYPES or (x.dtype == torch.int8 and not is_quantised)
@@ -325,7 +112,7 @@ def token_unpermute(
     restore_shape: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add each token's rows, weighted, to ``[T, H]``; the second result is the input again."""
-    demand = TOKEN_UNPERMUTE_RULES.call(TOKEN_UNPERMUTE).demand
+    demand = Call("npu_moe_token_unpermute", TOKEN_UNPERMUTE).demand
     demand("unsupported mode", not padded_mode and not restore_shape, (padded_mode, restore_shape))
     dtypes = [permuted_tokens.dtype, *(() if probs is None else (probs.dtype,))]
     demand("dtype", all(dtype in DTYPES for dtype in dtypes), dtypes)

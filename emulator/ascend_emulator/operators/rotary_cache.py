@@ -1,17 +1,9 @@
 """Reference of the rotary operator that gathers cosines and sines by position."""
 
-from functools import partial
-
 import torch
 
 from ascend_emulator import profiles
-from ascend_emulator.operators.constraint import (
-    Call,
-    Constraint,
-    Enforced,
-    Family,
-    shape_of,
-)
+from ascend_emulator.operators.constraint import Call, shape_of
 
 MROPE = "npu::npu_mrope"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -22,183 +14,8 @@ COPIED_IF_STRIDED = ("positions", "cos_sin_cache")
 9.1; 8.5 copies cos_sin_cache alone, and reads positions one after another)."""
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 
-NAME = "npu_mrope"
-record = partial(Constraint, NAME)
-AGREED, DOCSTRING, PRACTICE = Enforced.AGREED, Enforced.DOCSTRING, Enforced.PRACTICE
-OPS = "cann/ops-transformer 9.1.0, `rope_with_sin_cos_cache`"
-TILING = f"{OPS}: `TilingCompute`"
-CHECKS = f"{OPS}: `CheckParams` of its aclnn function"
-SAME = "the same"
-OF_85 = "CANN 8.5"
-SOURCE = "rope_with_sin_cos_cache_tiling.cpp"
 BUFFER = 192 << 10
 """Bytes of the unified buffer of A2 and A3, in which a token's heads are rotated in float32."""
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-MROPE_RULES = Family(
-    NAME,
-    [
-        record(
-            "query",
-            "dtype",
-            "float16, bfloat16 or float32",
-            "these three",
-            SAME,
-            CHECKS,
-            AGREED,
-        ),
-        record(
-            "key, cos_sin_cache",
-            "same dtype",
-            "the dtype of query",
-            "not stated; op-plugin's documentation: the same",
-            SAME,
-            CHECKS,
-            PRACTICE,
-        ),
-        record(
-            "positions",
-            "positions dtype",
-            "int32 or int64",
-            "these two",
-            SAME,
-            CHECKS,
-            AGREED,
-        ),
-        record(
-            "query, key, cos_sin_cache",
-            "rank",
-            "rank 2",
-            "2 dimensions",
-            SAME,
-            CHECKS,
-            AGREED,
-        ),
-        record(
-            "positions",
-            "positions shape",
-            "[tokens], or [sections, tokens] with an mrope_section",
-            "[tokens], or [3, tokens]",
-            "4 sections too",
-            OPS,
-            PRACTICE,
-        ),
-        record(
-            "key, positions",
-            "token count",
-            "at least one token, and the tokens of query",
-            "empty tensors are supported",
-            "empty ones are refused",
-            CHECKS,
-            PRACTICE,
-        ),
-        record(
-            "query, key",
-            "whole heads",
-            "columns that are a multiple of head_size",
-            "num_heads * head_size",
-            SAME,
-            CHECKS,
-            AGREED,
-        ),
-        record(
-            "head_size",
-            "head size",
-            "a multiple of 64 bytes",
-            "not stated; op-plugin's documentation: multiples of 32, of 16 in float32",
-            SAME,
-            TILING,
-            PRACTICE,
-        ),
-        record(
-            "cos_sin_cache",
-            "rotary size",
-            "columns that are a multiple of 64 bytes and at most head_size",
-            "a multiple of 32, of 16 in float32",
-            "also at most head_size",
-            TILING,
-            AGREED,
-        ),
-        record(
-            "query, key",
-            "dense rows",
-            "rows without gaps between their elements",
-            "tensors that are not contiguous are supported",
-            "the distance of rows is passed to the kernel, that of elements is not",
-            OPS,
-            PRACTICE,
-        ),
-        record(
-            "rotary_mode",
-            "rotary_mode",
-            "'half' or 'interleave'",
-            "these two; op-plugin's documentation: 'interleaved'",
-            "'interleaved' is refused",
-            "Ascend/op-plugin, its source of `npu_mrope`",
-            AGREED,
-        ),
-        record(
-            "cache_mode",
-            "cache_mode",
-            "'default', or 'interleave' with three sections",
-            "these two",
-            "'interleave' not with four sections; without sections not documented",
-            OPS,
-            AGREED,
-        ),
-        record(
-            "cache_mode",
-            "cache_mode of 8.5",
-            "'default' in CANN 8.5",
-            "not stated",
-            "'interleave' needs aclnnRopeWithSinCosCacheV2, which 9.0 has first",
-            "Ascend/op-plugin, its source of `npu_mrope`",
-            PRACTICE,
-            where=OF_85,
-        ),
-        record(
-            "query, key",
-            "heads of 8.5",
-            "heads of which the kernel's buffer of 192 KiB holds one token at once: 53 of 128, 94 "
-            "of 64 with interleaved pairs",
-            "not stated",
-            "with more, the host divides by zero",
-            f"cann/ops-transformer v8.5.0, {SOURCE}: `TilingCompute`, guarded from v9.0.0 on",
-            PRACTICE,
-            where=OF_85,
-        ),
-        record(
-            "mrope_section",
-            "mrope_section",
-            "[0, 0, 0], or one of [16, 24, 24], [24, 20, 20], [8, 12, 12] and [16, 16, 16, 16], "
-            "which add up to half of the rotated size",
-            "three that add up to half of rotary_dim",
-            "no others than these four",
-            CHECKS,
-            PRACTICE,
-        ),
-        record(
-            "positions",
-            "positions range",
-            "0 to the rows of cos_sin_cache - 1",
-            "an error past the rows",
-            SAME,
-            "none needed",
-            AGREED,
-        ),
-        record(
-            "query, key",
-            "rows with gaps",
-            "slices of a wider tensor, without a copy",
-            "tensors that are not contiguous are supported",
-            "the strides of rows go to the kernel, and `Contiguous` is not called",
-            OPS,
-            PRACTICE,
-            "what q and k of one fused projection are",
-            refused=False,
-        ),
-    ],
-)
 
 
 def mrope(
@@ -265,7 +82,7 @@ def _check(
     rotary_mode: str | None,
     cache_mode: str | None,
 ) -> None:
-    call: Call = MROPE_RULES.call(MROPE)
+    call: Call = Call("npu_mrope", MROPE)
     demand = call.demand
     tensors = {"query": query, "key": key, "cos_sin_cache": cache}
     demand("dtype", query.dtype in DTYPES, query.dtype)

@@ -5,71 +5,13 @@ The operator copies strided inputs first, weights among them (``l0op::Contiguous
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from ascend_emulator.operators.constraint import Constraint, Enforced, Family, shape_of
+from ascend_emulator.operators.constraint import Call, shape_of
 
 TRANSPOSE_MATMUL = "npu::npu_transpose_batchmatmul"
-NAME = "npu_transpose_batchmatmul"
-record = partial(Constraint, NAME)
-DOCUMENTATION = "Ascend/op-plugin's documentation of npu_transpose_batchmatmul"
-NO_DOCSTRING, SAME, PRACTICE = "no docstring", "the same", Enforced.PRACTICE
 LIMIT = 65536
-
-# In each record: argument, name, demand, docstring_says, practice, source, enforced, why.
-TRANSPOSE_MATMUL_RULES = Family(
-    NAME,
-    [
-        record(
-            "input, weight",
-            "dtype",
-            "float16, bfloat16 or float32, the same for both",
-            NO_DOCSTRING,
-            SAME,
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "input, weight",
-            "shapes",
-            "rank 3, with as many batches and an inner size that agree",
-            NO_DOCSTRING,
-            SAME,
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "perm_x1, perm_x2, perm_y",
-            "permutations",
-            "[0, 1, 2] or [1, 0, 2] for input, [0, 1, 2] for weight, [1, 0, 2] for the result",
-            NO_DOCSTRING,
-            SAME,
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "input, weight",
-            "sizes",
-            "inner and last sizes that are multiples of 16; inner size times batches below 65536 "
-            "if input is transposed, else inner size below 65536",
-            NO_DOCSTRING,
-            SAME,
-            DOCUMENTATION,
-            PRACTICE,
-        ),
-        record(
-            "bias, scale, batch_split_factor",
-            "unused arguments",
-            "the default",
-            NO_DOCSTRING,
-            "not used by the plugin",
-            DOCUMENTATION,
-            Enforced.READING,
-        ),
-    ],
-)
 
 
 def transpose_batchmatmul(
@@ -84,7 +26,7 @@ def transpose_batchmatmul(
     batch_split_factor: int | None = 1,
 ) -> torch.Tensor:
     """Multiply each batch of input by its weight, ``[M, B, N]``; sums are in float32."""
-    demand = TRANSPOSE_MATMUL_RULES.call(TRANSPOSE_MATMUL).demand
+    demand = Call("npu_transpose_batchmatmul", TRANSPOSE_MATMUL).demand
     dtypes = {input.dtype, weight.dtype}
     allowed = {torch.float16, torch.bfloat16, torch.float32}
     demand("dtype", len(dtypes) == 1 and dtypes <= allowed, dtypes, "input")

@@ -100,6 +100,13 @@ def quantize():
     return {"input": random(5, 8, dtype=HALF), "dtype": CODES[torch.qint8], "axis": -1, **given}
 
 
+def multiplied(dtype=HALF, **changes):
+    """A factor and an offset for each column."""
+    factors = {"scales": random(8, seed=1).abs() * 20, "zero_points": random(8, seed=2) * 10}
+    given = {name: tensor.to(dtype) for name, tensor in factors.items()}
+    return quantize() | given | {"input": random(5, 8, dtype=dtype), "div_mode": False} | changes
+
+
 def quant_matmul(dtype=HALF, static=False):
     """A transposed x2; dynamic with a float bias, static with an int32 one."""
     scale = torch.rand(6)

@@ -30,7 +30,7 @@ def test_a_row_with_nothing_visible_is_nan_or_corrected_to_zero(seed):
 @pytest.mark.parametrize("constraint", DEMANDS, ids=lambda c: " / ".join(c.key))
 def test_what_a_kernel_demands_is_demanded(constraint):
     violations = VIOLATIONS[constraint.key]
-    assert violations, f"{constraint.key} has no violation: add one to violations.py"
+    assert violations, f"{constraint.key} has no violation: add one to violations/"
     for violate in violations:
         with pytest.raises(RuntimeError) as refusal:
             violate()

@@ -7,8 +7,8 @@ from ascend_emulator import profiles
 from ascend_emulator.operators import KernelRefusalError
 from ascend_emulator.operators.delta_rule import RECURRENT
 from tests.emulator.operators.calls import call, mrope_arguments
-from tests.emulator.operators.formula import assert_close, random
-from tests.emulator.operators.layer_calls import recurrent
+from tests.emulator.operators.formula import DTYPES, assert_close, random
+from tests.emulator.operators.layer_calls import QUANTIZE, multiplied, recurrent
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (2, 3, 5, 8), (2, 3, 1, 8)])
@@ -62,3 +62,20 @@ def test_without_decays_nothing_is_forgotten():
     zeros = {**arguments, "state": arguments["state"].clone(), "g": arguments["g"] * 0}
     none = {**arguments, "state": arguments["state"].clone(), "g": None}
     assert torch.equal(call(RECURRENT, zeros), call(RECURRENT, none))
+
+
+@pytest.mark.parametrize("axis", [-1, 0, -2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantisation_by_factors(axis, dtype, seed):
+    """Axes from -1 up stand for the last one."""
+    count = 5 if axis == -2 else 8
+    scales = (random(count, seed=seed).abs() * 90).to(dtype)
+    offsets = (random(count, seed=seed + 1) * 10).to(dtype)
+    arguments = multiplied(dtype, axis=axis, scales=scales, zero_points=offsets)
+    output = call(QUANTIZE, arguments)
+    for row in range(5):
+        for column in range(8):
+            index = row if axis == -2 else column
+            scaled = float(arguments["input"][row, column]) * float(scales[index])
+            level = min(max(round(scaled + float(offsets[index])), -128), 127)
+            assert int(output[row, column]) == level

@@ -7,10 +7,12 @@ import torch
 
 from ascend_emulator import profiles
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.operators.fused_route import explain
+from ascend_emulator.operators import KernelRefusalError
 from tests.emulator.operators import formula
-from tests.emulator.operators.calls import Batch, fused
-from tests.emulator.operators.violations import BY_KERNEL, in_profile
+from tests.emulator.operators.calls import Batch, fused, strided
+from tests.emulator.operators.routes import explain
+from tests.emulator.operators.violations.attention import BY_KERNEL
+from tests.emulator.operators.violations.breaking import in_profile
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NO_MASK = {"sparse_mode": 0, "atten_mask": None}
@@ -76,7 +78,8 @@ def test_the_neighbour_of_a_refused_call_is_taken(profile, taken):
 
 
 @pytest.mark.parametrize(
-    "name", ["sum of blocks", "keys for every query of mode 3", "block size of TND"]
+    "name",
+    ["contiguous query", "sum of blocks", "keys for every query of mode 3", "block size of TND"],
 )
 def test_kernels_take_what_the_documents_alone_refuse(name):
     for demand, refused, _ in BY_KERNEL["documentation", "docs"]:
@@ -129,6 +132,18 @@ def test_rows_without_keys(profile, first, fewer, sizes, changes, request):
         formula.assert_close(output[:-2], torch.cat(expected)[:-2], batch.dtype)
     else:
         assert (output[-2:] == 0).all() and (lse[-2:] == math.inf).all()
+
+
+@pytest.mark.parametrize("form", ["packed", "paged"])
+def test_strided_keys_are_copied_before_cann_9_1(form):
+    arguments = getattr(Batch([(0, 5), (0, 9)], dtype=BF16), form)()
+    expected, _ = fused(arguments)
+    arguments |= {name: strided(arguments[name]) for name in ("key", "value")}
+    with profiles.using("8.5"):
+        output, _ = fused(arguments)
+    assert torch.equal(output, expected)
+    with profiles.using("9.1"), pytest.raises(KernelRefusalError, match="argument key: "):
+        fused(arguments)
 
 
 def test_a_profile_is_found_by_name_or_refused_with_the_list():

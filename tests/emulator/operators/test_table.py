@@ -11,10 +11,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ascend_emulator.operators import CONSTRAINTS, REFERENCES, install
+from ascend_emulator.operators.constraint import FAMILIES, FOLDER
 from ascend_emulator.operators.document import render
 from ascend_emulator.operators.schemas import SCHEMAS, parse, schema_text, signature
 from tests.emulator.operators.calls import FUNCTIONS, MIXED, V2_NAMES, Batch, cache_arguments
-from tests.emulator.operators.violations import VALID
+from tests.emulator.operators.violations.breaking import VALID
 from tests.helpers.emulator import import_path
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "changing" / "operators.md"
@@ -126,6 +127,7 @@ def test_the_document_is_up_to_date():
 
 
 def test_records_are_complete():
+    assert len(FAMILIES) == len([*FOLDER.iterdir()])
     assert len({constraint.key for constraint in CONSTRAINTS}) == len(CONSTRAINTS)
     for constraint in CONSTRAINTS:
         texts = (constraint.argument, constraint.demand, constraint.docstring_says)

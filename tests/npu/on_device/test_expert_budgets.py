@@ -12,9 +12,9 @@ from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.fused import MODEL, settings
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mixtures import MIXTURES
-from vllm_npu_prep.ops.fused_experts import OwnedExperts
-from vllm_npu_prep.ops.fused_routing import _weigh_no_padding
-from vllm_npu_prep.ops.router_norms import CastRows
+from vllm_npu_prep.ops.npu.experts import OwnedExperts
+from vllm_npu_prep.ops.npu.router_norms import CastRows
+from vllm_npu_prep.ops.npu.routing import _weigh_no_padding
 
 BUDGET = {
     "Qwen3Moe": (7, 7, 7, 7),

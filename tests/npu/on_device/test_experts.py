@@ -26,17 +26,18 @@ from tests.helpers.engine import (
 from tests.helpers.fused import settings
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
-from vllm_npu_prep.ops import experts, fused_experts
-from vllm_npu_prep.ops.experts import activation_of, apply_experts
-from vllm_npu_prep.ops.fused_experts import (
+from vllm_npu_prep.ops import moe_method
+from vllm_npu_prep.ops.moe_method import activation_of, apply_experts
+from vllm_npu_prep.ops.moe_topk import register_operators
+from vllm_npu_prep.ops.npu import experts as fused_experts
+from vllm_npu_prep.ops.npu.experts import (
     OwnedExperts,
     UnquantisedExperts,
     add_gated,
     can_finalize,
     compute_experts,
 )
-from vllm_npu_prep.ops.fused_routing import GatingRouter, SoftmaxRouter, fused_router
-from vllm_npu_prep.ops.routing import register_operators
+from vllm_npu_prep.ops.npu.routing import GatingRouter, SoftmaxRouter, fused_router
 from vllm_npu_prep.records.expert_counts import read_expert_counts
 from vllm_npu_prep.records.record_file import read_record, record_files
 
@@ -222,9 +223,9 @@ def test_a_graph_is_replayed_with_other_tokens_for_each_expert(seed):
 
 
 def test_a_map_that_does_not_number_experts_is_refused():
-    with pytest.raises(experts.PrepError, match="must number the rank's experts from 0 on"):
+    with pytest.raises(moe_method.PrepError, match="must number the rank's experts from 0 on"):
         OwnedExperts.of(torch.tensor([-1, 1, 2, -1]), 4)
-    with pytest.raises(experts.PrepError, match="cover 5 experts"):
+    with pytest.raises(moe_method.PrepError, match="cover 5 experts"):
         OwnedExperts.of(torch.tensor([-1, 0, 1, -1]), 5)
 
 
@@ -384,9 +385,11 @@ def test_graphs_without_grouped_products_are_refused(tmp_path):
     config = engine_config(model, **given)
     with (
         set_current_vllm_config(config),
-        pytest.raises(experts.PrepError, match=r'take "experts" out of .*, or use --enforce-eager'),
+        pytest.raises(
+            moe_method.PrepError, match=r'take "experts" out of .*, or use --enforce-eager'
+        ),
     ):
-        experts.check_sync_is_possible()
+        moe_method.check_sync_is_possible()
     eager = engine_config(model, **given | {"enforce_eager": True})
     with set_current_vllm_config(eager):
-        experts.check_sync_is_possible()
+        moe_method.check_sync_is_possible()

@@ -17,7 +17,6 @@ from ascend_emulator import profiles
 from ascend_emulator.operators.schemas import signature
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import (
-    engine,
     engine_config,
     generate,
     greedy,
@@ -25,10 +24,12 @@ from tests.helpers.engine import (
     runner_of,
 )
 from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings, wrong_operator
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.attention.fused_releases import version_of
-from vllm_npu_prep.ops import fused_rotary, fused_vision, register_fused, register_overrides
-from vllm_npu_prep.ops.fused import OPERATORS
-from vllm_npu_prep.ops.fused_sampling import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
+from vllm_npu_prep.ops import register_fused, register_overrides
+from vllm_npu_prep.ops.npu import rotary, vision
+from vllm_npu_prep.ops.npu.sampling import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
+from vllm_npu_prep.ops.npu.switches import OPERATORS
 from vllm_npu_prep.verify.fused import is_right
 
 BUDGET = {"Qwen3": 12, "Llama": 10}
@@ -61,7 +62,7 @@ def qwen3(tmp_path_factory):
 def test_a_layer_stays_within_its_budget(qwen3, tmp_path, family):
     model = qwen3 if family == "Qwen3" else make_model(tmp_path / "model", family, **MODEL)
     forget_layers()
-    with engine(model, **settings()) as llm:
+    with engine_of("V1", model, **settings()) as llm:
         runner, sampling = runner_of(llm), {}
         counted = ModuleCounts(runner.get_model(), ["model.layers.1"])
         sample = runner.sampler.forward
@@ -163,7 +164,7 @@ def on_85(monkeypatch):
     """The operators of CANN 8.5, which has no second form of ``npu_mrope``."""
     monkeypatch.setenv(profiles.PROFILE, "8.5")
     profiles._of_process.cache_clear()
-    monkeypatch.setattr(fused_rotary, "is_missing", lambda function: True)
+    monkeypatch.setattr(rotary, "is_missing", lambda function: True)
     yield
     monkeypatch.undo()
     profiles._of_process.cache_clear()
@@ -216,7 +217,7 @@ ENDS = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
 @pytest.mark.parametrize(("kv_heads", "most"), [(4, 1024), (2, 1024), (4, 2)])
 def test_attention_of_vision_towers(configs, kv_heads, most, dtype, monkeypatch, seed):
     """Images alone, packed images, more of them than one call takes, and slices of a projection."""
-    monkeypatch.setattr(fused_vision, "MAX_LENGTHS", most)
+    monkeypatch.setattr(vision, "MAX_LENGTHS", most)
     layers = pair(configs, lambda: MMEncoderAttention(4, 80, num_kv_heads=kv_heads))
     heads = (4, kv_heads, kv_heads)
     rows = [on_device(1, 9, n, 80, dtype=dtype, seed=seed + i) for i, n in enumerate(heads)]

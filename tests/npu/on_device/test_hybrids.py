@@ -104,7 +104,7 @@ def test_images_and_videos_beside_text(tmp_path, seed):
     answers = reference.answers(requests, 12)
     how = settings("bfloat16") | graphs("FULL_AND_PIECEWISE", 4, 16, 32)
     how |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 32}
-    with engine(folder, **how) as llm:
+    with engine_of("V1", folder, **how) as llm:
         runner, watched = runner_of(llm), watch(llm)
         outputs = serve(llm, requests, greedy(12))
         kinds, encoded = Counter(runner.padding.counts.by_kind), runner.inputs.counts.encoded

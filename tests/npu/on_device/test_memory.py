@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.logs import record_logs
+from tests.helpers.v2 import engine_of
 from vllm_npu_prep.runner import graphs
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 
@@ -60,7 +61,7 @@ def test_graphs_are_part_of_the_memory_profile(model, monkeypatch):
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         sized = settings(mode, kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
         sized |= {"max_num_batched_tokens": 256}
-        with engine(model, **sized) as llm:
+        with engine_of("V1", model, **sized) as llm:
             blocks[mode] = runner_of(llm).kv_cache_config.num_blocks
             wrapper = runner_of(llm).model if mode != "NONE" else None
             assert wrapper is None or len(wrapper.concrete_cudagraph_entries) == 2  # 1 and 8 tokens

@@ -5,7 +5,7 @@ import torch
 
 import ascend_emulator
 from tests.helpers.counting import PreparationCounts
-from tests.helpers.engine import REPLAYED, engine, graphs, greedy, runner_of
+from tests.helpers.engine import REPLAYED, graphs, greedy, runner_of
 from tests.helpers.v2 import engine_of
 from tests.helpers.vision import Reference, chat, make_image, make_video, serve, tokens_of, watch
 
@@ -56,7 +56,8 @@ def count_layer(runner):
 def test_images_and_videos_beside_text(vision_models, seed, name, attention, mode):
     requests = requests_of(seed)
     answers = Reference(vision_models / name, torch.float16).answers(requests, 12)
-    with engine(
+    with engine_of(
+        "V1",
         vision_models / name,
         dtype="float16",
         skip_tokenizer_init=False,

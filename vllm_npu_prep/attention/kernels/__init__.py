@@ -120,6 +120,7 @@ def make_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> AttentionKernels
     if name == "fia":
         return importlib.import_module(f"{__name__}.fia").FiaKernels(limits)
     module, kernels = {
+        "compiled": ("compiled", "CompiledKernels"),
         "reference": ("reference", "ReferenceKernels"),
         "atb": ("atb", "AtbKernels"),
     }[name]

@@ -108,7 +108,9 @@ class FiaKernels:
         """Return a workspace for all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             call.query,
-            **self._arguments(None, None, call.kv_cache, metadata, call.layer, _plan(metadata)[0]),
+            **self._arguments(
+                None, None, call.kv_cache, metadata, call.layer, plan_of(metadata)[0]
+            ),
         )
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
@@ -124,12 +126,10 @@ class FiaKernels:
         """
         unplanned = metadata.kernel_plan is None
         if unplanned and self.limits.apply and not metadata.in_full_graph:
-            block_size, most_blocks = 1, 1 << 62
-            if not _is_fresh(key, metadata):
-                cache = self._planes(kv_cache)[0]
-                block_size, most_blocks = cache.shape[1], cache.shape[0]
-            metadata.kernel_plan = _split(metadata, MAX_LENGTHS, block_size, most_blocks)
-        return _plan(metadata)
+            is_fresh = _is_fresh(key, metadata)
+            sizes = () if is_fresh else self._planes(kv_cache)[0].shape[:2]
+            metadata.kernel_plan = split(metadata, MAX_LENGTHS, *sizes)
+        return plan_of(metadata)
 
     def _arguments(
         self,
@@ -207,7 +207,7 @@ def _encode(
 ) -> None:
     """Attend both ways over the step's own K and V, for encoders, which are never captured."""
     if metadata.kernel_plan is None:
-        metadata.kernel_plan = _split(metadata, MAX_ENCODED)
+        metadata.kernel_plan = split(metadata, MAX_ENCODED)
     band: dict[str, Any] = {}
     if metadata.sliding_window is not None:
         assert metadata.attn_mask is not None
@@ -215,7 +215,7 @@ def _encode(
         mask = metadata.attn_mask.view(torch.bool)  # of int8, which this operator doesn't take
         band = {"atten_mask": mask, "pre_tockens": reach, "next_tockens": reach}
         band["sparse_mode"] = BAND_MODE
-    for part in _plan(metadata):
+    for part in plan_of(metadata):
         tokens = slice(None) if part.tokens is None else part.tokens
         attended = torch_npu.npu_fusion_attention(
             query[tokens],
@@ -231,7 +231,7 @@ def _encode(
         output[tokens].copy_(attended[0])
 
 
-def _plan(metadata: AscendMetadata) -> list[Part]:
+def plan_of(metadata: AscendMetadata) -> list[Part]:
     """Return the parts of a step, made once for all its layers; one part unless it was split."""
     if metadata.kernel_plan is None:
         metadata.kernel_plan = [_whole(metadata)]
@@ -242,11 +242,11 @@ def _whole(metadata: AscendMetadata) -> Part:
     return Part(metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist())
 
 
-def _split(
+def split(
     metadata: AscendMetadata,
     most_requests: int,
-    block_size: int = 1,
     most_blocks: int = 1 << 62,
+    block_size: int = 1,
 ) -> list[Part]:
     """Cut a step into runs of requests that each keep the limits of one call.
 
@@ -254,10 +254,10 @@ def _split(
     ----------
     most_requests
         The most requests of a call.
-    block_size
-        The block size of the cache, in tokens.
     most_blocks
         The most blocks of a call, where shared blocks are counted for each request.
+    block_size
+        The block size of the cache, in tokens.
 
     Returns
     -------

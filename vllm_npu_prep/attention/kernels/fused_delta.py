@@ -6,7 +6,8 @@ cache) and ``npu_chunk_gated_delta_rule`` (prefills, over states that are gather
 
 The first operator writes a state where it reads it. So before a step's forward pass, states of
 decodes that enter another block are copied there, and those of decodes without a state are zeroed
-(`vllm_npu_prep.attention.states.move_states`). Therefore a graph serves the decodes of any step.
+(`vllm_npu_prep.attention.recurrent_backend.move_states`). Therefore a graph serves the decodes of
+any step.
 """
 
 from itertools import accumulate
@@ -18,7 +19,12 @@ import torch_npu
 from torch.nn import functional
 
 from vllm_npu_prep.attention.kernels.gated_delta import EPSILON
-from vllm_npu_prep.attention.states import RecurrentMetadata
+from vllm_npu_prep.attention.recurrent_backend import (
+    DecodeRows,
+    DraftRows,
+    PrefillRows,
+    RecurrentMetadata,
+)
 
 
 class DeltaShape(NamedTuple):
@@ -152,14 +158,13 @@ class FusedDelta:
         if metadata.decode_lens is not None:
             return self._decode_drafts(mixed, b, a, metadata)
         blocks = metadata.state_indices[: len(mixed)]
-        if metadata.rows_to_write is None:  # in the group's first layer; graphs contain it
-            metadata.rows_to_write = self.rows.indices(blocks)
-            metadata.ones = torch.ones_like(blocks)
-        inputs = torch.cat((self.rows.read(metadata.rows_to_write), mixed.unsqueeze(1)), 1)
-        self.rows.write(metadata.rows_to_write, inputs[:, 1:])
+        if metadata.decode_rows is None:  # in the group's first layer; graphs contain it
+            metadata.decode_rows = DecodeRows(self.rows.indices(blocks), torch.ones_like(blocks))
+        rows = metadata.decode_rows
+        inputs = torch.cat((self.rows.read(rows.both), mixed.unsqueeze(1)), 1)
+        self.rows.write(rows.both, inputs[:, 1:])
         convolved = (inputs * self.weights.taps).sum(1)
         given = self._arguments(convolved, b, a)
-        assert metadata.ones is not None
         outputs = [
             torch_npu.npu_recurrent_gated_delta_rule(
                 given.query[part],
@@ -168,7 +173,7 @@ class FusedDelta:
                 self.states,
                 beta=given.beta[part],
                 scale=self.scale,
-                actual_seq_lengths=metadata.ones[part],
+                actual_seq_lengths=rows.query_lens[part],
                 ssm_state_indices=blocks[part],
                 g=given.g[part],
             )
@@ -187,23 +192,22 @@ class FusedDelta:
         blocks, reqs = metadata.token_state_indices, slice(metadata.num_decodes)
         assert blocks is not None and metadata.decode_lens is not None
         uniform = metadata.uniform_decode_len
-        if metadata.rows_to_write is None:  # in the group's first layer; graphs contain it
+        if metadata.draft_rows is None:  # in the group's first layer; graphs contain it
             assert metadata.num_accepted_tokens is not None
-            metadata.rows_to_write = self.rows.indices(blocks)
+            to_write = self.rows.indices(blocks)
             starts = metadata.query_start_loc[: metadata.num_decodes + 1]
-            counts = metadata.decode_query_lens = starts[1:] - starts[:-1]
-            kept = metadata.accepted = torch.minimum(metadata.num_accepted_tokens[reqs], counts)
-            tokens = starts[:-1] + kept - 1
-            metadata.rows_of_decodes = self.rows.indices(blocks.index_select(0, tokens))
-        assert metadata.rows_of_decodes is not None and metadata.rows_to_write is not None
-        assert metadata.decode_query_lens is not None and metadata.accepted is not None
-        last = self.rows.read(metadata.rows_of_decodes)
+            counts = starts[1:] - starts[:-1]
+            kept = torch.minimum(metadata.num_accepted_tokens[reqs], counts)
+            to_read = self.rows.indices(blocks.index_select(0, starts[:-1] + kept - 1))
+            metadata.draft_rows = DraftRows(to_read, to_write, counts, kept)
+        rows = metadata.draft_rows
+        last = self.rows.read(rows.to_read)
         if uniform:
             convolved, windows = self._convolve_drafts(mixed, last, uniform)
         else:
             ends = list(accumulate(metadata.decode_lens))
             convolved, windows = self._convolve_ragged(mixed, last, ends)
-        self.rows.write(metadata.rows_to_write, windows)
+        self.rows.write(rows.to_write, windows)
         given = self._arguments(convolved, b, a)
         outputs, lens = [], metadata.decode_lens
         most = len(self.states) // max(lens) if uniform else len(lens)
@@ -218,9 +222,9 @@ class FusedDelta:
                     self.states,
                     beta=given.beta[tokens_of_part],
                     scale=self.scale,
-                    actual_seq_lengths=metadata.decode_query_lens[part],
+                    actual_seq_lengths=rows.query_lens[part],
                     ssm_state_indices=blocks[tokens_of_part],
-                    num_accepted_tokens=metadata.accepted[part],
+                    num_accepted_tokens=rows.accepted[part],
                     g=given.g[tokens_of_part],
                 )
             )
@@ -268,32 +272,33 @@ class FusedDelta:
     ) -> torch.Tensor:
         reqs = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         source, target = metadata.initial_state_indices[reqs], metadata.state_indices[reqs]
-        if metadata.prefill_query_lens is None:  # in the group's first layer
+        if metadata.prefill_rows is None:  # in the group's first layer
             starts = metadata.prefill_query_start_loc
-            metadata.prefill_query_lens = starts[1:] - starts[:-1]
-            metadata.is_empty = ~metadata.has_initial_state[reqs].view(-1, 1, 1)
-            metadata.rows_to_read = self.rows.indices(source)
-            metadata.rows_of_prefills = self.rows.indices(target)
-            metadata.blocks_of_prefills = target.long()
-        assert metadata.is_empty is not None and metadata.blocks_of_prefills is not None
-        assert metadata.rows_to_read is not None and metadata.rows_of_prefills is not None
-        last = self.rows.read(metadata.rows_to_read).masked_fill_(metadata.is_empty, 0)
+            metadata.prefill_rows = PrefillRows(
+                query_lens=starts[1:] - starts[:-1],
+                is_empty=~metadata.has_initial_state[reqs].view(-1, 1, 1),
+                to_read=self.rows.indices(source),
+                to_write=self.rows.indices(target),
+                blocks=target.long(),
+            )
+        rows = metadata.prefill_rows
+        last = self.rows.read(rows.to_read).masked_fill_(rows.is_empty, 0)
         convolved, last = self._convolve(mixed, last, metadata.prefill_ends)
-        self.rows.write(metadata.rows_of_prefills, last)
+        self.rows.write(rows.to_write, last)
         given = self._arguments(convolved, b, a)
         states = self.states.index_select(0, source)
-        states.masked_fill_(metadata.is_empty.unsqueeze(-1), 0)
+        states.masked_fill_(rows.is_empty.unsqueeze(-1), 0)
         output, states = torch_npu.npu_chunk_gated_delta_rule(
             given.query,
             given.key,
             given.value,
             beta=given.beta,
             initial_state=states,
-            actual_seq_lengths=metadata.prefill_query_lens,
+            actual_seq_lengths=rows.query_lens,
             scale=self.scale,
             g=given.g,
         )
-        self.states.index_copy_(0, metadata.blocks_of_prefills, states)
+        self.states.index_copy_(0, rows.blocks, states)
         return output
 
     def _convolve(

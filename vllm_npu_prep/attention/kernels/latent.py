@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.attention.fused_releases import BatchLimits
+from vllm_npu_prep.attention.kernels import NO_LIMITS
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 
@@ -181,11 +183,13 @@ class LatentCall:
         )
 
 
-def make_latent_kernels(name: str) -> LatentKernels:
+def make_latent_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> LatentKernels:
     """Make the kernels of a family that start-up accepted; no other family is imported."""
     module, kernels = {
+        "compiled": ("compiled", "LatentCompiledKernels"),
         "fia": ("latent_fia", "LatentFiaKernels"),
         "reference": ("latent_reference", "LatentReferenceKernels"),
     }[name]
     package = __name__.rpartition(".")[0]
-    return getattr(importlib.import_module(f"{package}.{module}"), kernels)()
+    made = getattr(importlib.import_module(f"{package}.{module}"), kernels)
+    return made(limits) if name == "fia" else made()

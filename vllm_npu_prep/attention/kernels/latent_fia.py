@@ -13,6 +13,9 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, BatchLimits
+from vllm_npu_prep.attention.kernels import NO_LIMITS
+from vllm_npu_prep.attention.kernels.fia import Part, plan_of, split
 from vllm_npu_prep.attention.kernels.latent import (
     Attended,
     LatentCall,
@@ -34,7 +37,8 @@ class LatentFiaKernels:
     family = FIA
     workspace_serves_all_lengths = True
 
-    def __init__(self) -> None:
+    def __init__(self, limits: BatchLimits = NO_LIMITS) -> None:
+        self.limits = limits
         self._no_lse: torch.Tensor | None = None
 
     def decode_heads(self, num_heads: int) -> int:
@@ -64,13 +68,21 @@ class LatentFiaKernels:
     ) -> None:
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
-        torch_npu.npu_fused_infer_attention_score_v2.out(
-            query,
-            **_absorbed(query_rope, planes, metadata, shape),
-            return_softmax_lse=lse is not None,
-            workspace=workspace,
-            out=[output, self._no_lse if lse is None else lse.unsqueeze(-1)],
-        )
+        sums = self._no_lse if lse is None else lse.unsqueeze(-1)
+        if metadata.kernel_plan is None and self.limits.apply and not metadata.in_full_graph:
+            metadata.kernel_plan = split(metadata, MAX_LENGTHS, *planes.latent.shape[:2])
+        for part in plan_of(metadata):
+            tokens = part.tokens
+            torch_npu.npu_fused_infer_attention_score_v2.out(
+                query if tokens is None else query[tokens],
+                **_absorbed(query_rope, planes, metadata, shape, part),
+                return_softmax_lse=lse is not None,
+                workspace=workspace,
+                out=[
+                    output if tokens is None else output[tokens],
+                    sums if tokens is None or lse is None else sums[tokens],
+                ],
+            )
 
     def attend_prompts(
         self,
@@ -121,8 +133,10 @@ class LatentFiaKernels:
 
     def workspace(self, call: LatentCall, metadata: Any) -> torch.Tensor:
         """Return a workspace for all lengths, in elements of the query's dtype."""
+        decodes = metadata.decode
+        arguments = call.query_rope, call.planes, decodes, call.layer, plan_of(decodes)[0]
         return torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
-            call.query, **_absorbed(call.query_rope, call.planes, metadata.decode, call.layer)
+            call.query, **_absorbed(*arguments)
         )
 
     def working_bytes(
@@ -136,13 +150,17 @@ class LatentFiaKernels:
 
 
 def _absorbed(
-    query_rope: torch.Tensor, planes: Planes, metadata: AscendMetadata, shape: LatentShape
+    query_rope: torch.Tensor,
+    planes: Planes,
+    metadata: AscendMetadata,
+    shape: LatentShape,
+    part: Part,
 ) -> dict[str, Any]:
     """Return the arguments after the query, for attention over latent rows."""
-    if metadata.kernel_plan is None:  # lists made once for all layers of a step
-        ends, lengths = metadata.query_start_loc_np[1:].tolist(), metadata.seq_lens_np.tolist()
-        metadata.kernel_plan = ends, lengths
-    ends, lengths = metadata.kernel_plan
+    table = metadata.block_tables
+    if part.requests is not None:
+        assert table is not None
+        table, query_rope = table[part.requests], query_rope[part.tokens]
     latent, rope = (plane.flatten(2) for plane in planes)
     has_mask = metadata.max_query_len > 1 and metadata.attn_mask is not None
     return {
@@ -153,12 +171,12 @@ def _absorbed(
         "atten_mask": metadata.attn_mask if has_mask else None,
         "sparse_mode": CAUSAL_MODE if has_mask else NO_MASK_MODE,
         "input_layout": "TND",
-        "actual_seq_qlen": ends,
-        "actual_seq_kvlen": lengths,
+        "actual_seq_qlen": part.query_ends,
+        "actual_seq_kvlen": part.seq_lens,
         "num_query_heads": shape.num_heads,
         "num_key_value_heads": 1,
         "softmax_scale": shape.scale,
-        "block_table": metadata.block_tables,
+        "block_table": table,
         "block_size": planes.latent.shape[1],
     }
 

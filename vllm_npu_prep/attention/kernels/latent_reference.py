@@ -44,13 +44,10 @@ class LatentReferenceKernels:
         planes: Planes,
         slot_mapping: torch.Tensor,
     ) -> None:
-        assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
-        assert len(latent) == len(rope) == len(slot_mapping), "one slot for each token"
+        check_latent_rows(latent, rope, planes, slot_mapping)
         slots = slot_mapping.long()
         is_real = slots >= 0
         for plane, rows in zip(planes, (latent, rope)):
-            assert plane.is_contiguous() and plane.dtype == rows.dtype
-            assert rows.shape[1:] == plane.shape[2:], f"{rows.shape} into {plane.shape}"
             plane.view(-1, *plane.shape[2:]).index_copy_(0, slots[is_real], rows[is_real])
 
     def attend_latent(
@@ -138,6 +135,17 @@ class LatentReferenceKernels:
         rows = chunk_rows * heads * of_row * (2 * itemsize + 2 * floats)
         scores = max(TILE_PAIRS, chunk_rows) * (4 * floats * heads + 16)
         return max(decodes, rows + scores)
+
+
+def check_latent_rows(
+    latent: torch.Tensor, rope: torch.Tensor, planes: Planes, slot_mapping: torch.Tensor
+) -> None:
+    """Assert what the Ascend kernels demand of rows that are written to a cache."""
+    assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
+    assert len(latent) == len(rope) == len(slot_mapping), "one slot for each token"
+    for plane, rows in zip(planes, (latent, rope)):
+        assert plane.is_contiguous() and plane.dtype == rows.dtype
+        assert rows.shape[1:] == plane.shape[2:], f"{rows.shape} into {plane.shape}"
 
 
 def _attend(

@@ -103,10 +103,7 @@ class ReferenceKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        _check_cache(kv_cache, key)
-        assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
-        assert len(key) == len(value) == len(slot_mapping), "one slot for each token"
-        assert key.is_contiguous() and value.is_contiguous(), "K and V must be contiguous"
+        check_rows(key, value, kv_cache, slot_mapping)
         slots = slot_mapping.long()
         if len(slots) and slots.min() < 0:  # padding of a full graph
             real = slots >= 0
@@ -140,7 +137,7 @@ class ReferenceKernels:
             assert key is not None and value is not None
             block_size, keys, values = None, key, value
         else:
-            _check_cache(kv_cache, query)
+            check_cache(kv_cache, query)
             block_size = kv_cache.shape[2]
             planes = [plane.view(-1, *plane.shape[2:]) for plane in kv_cache]
             keys, values = planes
@@ -180,7 +177,17 @@ def tile_bytes(
     return KEPT_BYTES + pairs * (mask + scores) + rows * (gathered + indices)
 
 
-def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
+def check_rows(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Assert what the Ascend kernels demand of rows that are written to a cache."""
+    check_cache(kv_cache, key)
+    assert slot_mapping.dtype == torch.int32, f"slots are int32, not {slot_mapping.dtype}"
+    assert len(key) == len(value) == len(slot_mapping), "one slot for each token"
+    assert key.is_contiguous() and value.is_contiguous(), "K and V must be contiguous"
+
+
+def check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
     assert kv_cache.dim() == 5 and kv_cache.shape[0] == 2, (
         f"the cache is (2, num_blocks, block_size, num_kv_heads, head_size), not {kv_cache.shape}"
     )
@@ -188,7 +195,7 @@ def _check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
     assert kv_cache.dtype == rows.dtype, f"cache is {kv_cache.dtype}, tokens are {rows.dtype}"
 
 
-def _check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
+def check_metadata(metadata: AscendMetadata, num_tokens: int) -> None:
     """Assert what the Ascend kernels demand of a step."""
     query_lens, seq_lens = metadata.query_lens, metadata.seq_lens_np
     assert len(query_lens) == len(seq_lens), (
@@ -223,7 +230,7 @@ def plan_tiles(metadata: AscendMetadata, num_tokens: int) -> TilePlan:
 
     Padding requests are left out: they attend to nothing.
     """
-    _check_metadata(metadata, num_tokens)
+    check_metadata(metadata, num_tokens)
     real = slice(0, metadata.num_reqs)
     starts = metadata.query_start_loc_np[real].tolist()
     query_lens = metadata.query_lens[real].tolist()

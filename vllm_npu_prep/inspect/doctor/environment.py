@@ -58,13 +58,15 @@ def _value_finding(host: Host, name: str) -> Finding:
         return failure(name, found, "set it to auto, npu or cpu")
     if name == "VLLM_PLUGINS" and "npu_prep" not in given.split(","):
         return failure(name, found, "add npu_prep, or unset it: vLLM loads the listed ones only")
-    if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() in ("1", "true"):
+    if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() in ("0", "false"):
         return warning(
             name,
             found,
-            "this chooses V2; V1 is the plugin's default, for which unset it; "
+            "this chooses V1; V2 is the plugin's default: unset it to get V2; "
             "docs/guides/model-runner-v2.md says what each of them lacks",
         )
+    if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() not in ("1", "true", ""):
+        return failure(name, found, "set it to 1 for V2 or to 0 for V1, or unset it")
     if name == "VLLM_TARGET_DEVICE" and value != "empty":
         return warning(name, found, "set it to the word empty to build vLLM, and unset it to serve")
     if name == "VLLM_WORKER_MULTIPROC_METHOD" and value != "spawn" and host.needs_npu:

@@ -13,24 +13,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes
-    ----------
-    name
-        What was looked at.
-    status
-        A failure keeps the plugin from working as configured; a warning might.
-    found
-        What is there.
-    do
-        What to do about it; empty only if all is well.
-    """
-
-    name: str
-    status: Status
-    found: str
-    do: str = ""
+    name: str  # what was looked at
+    status: Status  # a failure keeps the plugin from working as configured; a warning might
+    found: str  # what is there
+    do: str = ""  # what to do about it; empty only if all is well
 
 
 def ok(name: str, found: str) -> Finding:

@@ -25,51 +25,26 @@ LARGEST_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Ran:
-    """The result of a command.
+    """The result of a command."""
 
-    Attributes
-    ----------
-    code
-        Its exit code, negative for a signal; None if it had to be killed.
-    out, err
-        What it printed, also when it was killed.
-    """
-
-    code: int | None
-    out: str
+    code: int | None  # exit code, negative for a signal; None if it had to be killed
+    out: str  # what it printed, also when it was killed
     err: str = ""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, or a made-up one.
+    """A host, or a made-up one."""
 
-    Attributes
-    ----------
-    root
-        Folder that stands for ``/``.
-    versions
-        Installed distributions among `PACKAGES`, to their versions.
-    required
-        Versions that this plugin was tested with, by distribution.
-    platform_plugins
-        Names under which platform plugins of vLLM are installed.
-    run
-        Runs a command with a time limit in seconds; raises OSError if it can't be started.
-    python
-        Version of the interpreter.
-    machine
-        Architecture, as in CANN's folders.
-    """
-
-    root: Path
+    root: Path  # folder that stands for ``/``
     environment: Mapping[str, str]
-    versions: Mapping[str, str]
-    required: Mapping[str, tuple[str, ...]]
-    platform_plugins: tuple[str, ...]
+    versions: Mapping[str, str]  # of the installed distributions among `PACKAGES`
+    required: Mapping[str, tuple[str, ...]]  # versions that this plugin was tested with
+    platform_plugins: tuple[str, ...]  # names under which platform plugins of vLLM are installed
+    # Runs a command with a time limit in seconds; raises OSError if it can't be started
     run: Callable[[list[str], float], Ran]
-    python: tuple[int, int] = field(default=sys.version_info[:2])
-    machine: str = field(default_factory=platform.machine)
+    python: tuple[int, int] = field(default=sys.version_info[:2])  # version of the interpreter
+    machine: str = field(default_factory=platform.machine)  # architecture, as in CANN's folders
 
     @classmethod
     def here(cls) -> "Host":

@@ -1,6 +1,5 @@
 """The doctor's report, as a table and as JSON."""
 
-import textwrap
 from collections import Counter
 from typing import Any
 
@@ -8,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_npu_prep.inspect.doctor.finding import Finding, Status
+from vllm_npu_prep.wording import wrapped
 
 STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold red"}
 LEAST_WIDTH = 30
@@ -46,11 +46,11 @@ def report_text(findings: list[Finding], console: Console) -> None:
         style = STYLES[finding.status]
         head = Text(f"{finding.status.value:<{statuses}}", style=style)
         head.append(f"{finding.name:<{names}}", style="default")
-        lines = [Text(line) for line in _wrapped(finding.found, console.width - indent)]
+        lines = [Text(line) for line in wrapped(finding.found, console.width - indent)]
         if finding.do:
             lines += [
                 Text(line, style=style)
-                for line in _wrapped(f"-> {finding.do}", console.width - indent)
+                for line in wrapped(f"-> {finding.do}", console.width - indent)
             ]
         if is_table:
             show(head + lines.pop(0))
@@ -62,8 +62,3 @@ def report_text(findings: list[Finding], console: Console) -> None:
     counts = Counter(finding.status for finding in findings)
     said = [f"{counts[status]} {status.value}" for status in Status]
     show(Text("\n" + ", ".join(said)))
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    wrapped = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return wrapped or [""]

@@ -1,4 +1,4 @@
-"""vLLM's V1 runner with its input preparation replaced. This file holds no arithmetic."""
+"""vLLM's V1 runner with its input preparation replaced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,66 +9,48 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.lora.layers import LoRAMappingType
 from vllm.sequence import IntermediateTensors
-from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_npu_prep.attention.block_tables import DeviceBlockTables
 from vllm_npu_prep.attention.kv_cache import (
-    encoder_only_groups,
-    planes_by_layer,
-    split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.device import Device
-from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.observe.metrics import StepMetrics
-from vllm_npu_prep.ops.fused_sampling import limit_drafts_by
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
 from vllm_npu_prep.prep.padding import Padding
-from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import activate_adapters, score_prompts
-from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
-from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
+from vllm_npu_prep.runner.padding import DispatchKey
 from vllm_npu_prep.runner.prompt_embeds import with_known_ids
 from vllm_npu_prep.runner.step import DummyRun, StepInFlight
-from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
-from vllm_npu_prep.runner.v1.drafters import ExactLengths, make_drafter, share_builders
-from vllm_npu_prep.runner.v1.inputs import ModelInputs
+from vllm_npu_prep.runner.v1.drafters import ExactLengths
 from vllm_npu_prep.runner.v1.request_updates import (
-    RequestUpdates,
     put_drafts_among_decodes,
-    request_states_are_read,
 )
 from vllm_npu_prep.runner.v1.sampling import (
     drop_thinking_budgets,
     score_chosen_tokens,
-    top_k_top_p_sampler,
 )
-from vllm_npu_prep.runner.v1.speculation import LastSamples, Speculation
-from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS, UpstreamBuffers
+from vllm_npu_prep.runner.v1.setup import RunnerSetup
+from vllm_npu_prep.runner.v1.speculation import LastSamples
+from vllm_npu_prep.runner.v1.upstream_buffers import GRAPH_INPUTS
 
 
-class NPUModelRunner(GPUModelRunner, CommonRunner):
+class NPUModelRunner(RunnerSetup):
     """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
-    The class has only overrides of upstream's methods. They call its parts, which know no runner:
-    `preparer`, `padding`, `inputs`, `updates`, `bookkeeping`, `speculation`, `graphs`, `buffers`.
+    The class has only overrides of upstream's methods. They call its parts, which know no runner
+    and are made in `RunnerSetup`: `preparer`, `padding`, `inputs`, `updates`, `bookkeeping`,
+    `speculation`, `graphs`, `buffers`.
     Upstream's ``execute_model`` calls them in this order, and all that it asks for after the
     preparation is in one record, `in_flight`:
 
@@ -115,93 +97,9 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
         The device as torch sees it.
     prep_device
         The same device by this plugin's interface.
-
-    Attributes
-    ----------
-    dummy_run
-        The dummy run that is under way.
     """
 
-    dummy_run: DummyRun | None
-    block_tables: DeviceBlockTables  # exists, like `preparer`, from `initialize_kv_cache` on
     num_prompt_logprobs: dict[str, int]
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
-        self.prep_device = prep_device
-        with prep_device.host_streams():
-            super().__init__(vllm_config, device)
-        self.sampler.topk_topp_sampler = top_k_top_p_sampler(
-            vllm_config, self.sampler.topk_topp_sampler, lambda: self.input_batch
-        )
-        # Upstream would give the model embeddings in every step, which graphs can't read.
-        self.enable_prompt_embeds = False
-        self._end_step()
-        if self.model_config.is_hybrid:  # in every step upstream copies counts that nothing reads
-            counts: Any = self.num_accepted_tokens
-            counts.copy_to_gpu = lambda n=None: counts.gpu
-        self._experts_see_other_tokens = vllm_config.parallel_config.use_all2all
-        self.buffers = UpstreamBuffers(
-            self.__dict__,
-            positions=self.positions,
-            seq_lens=self.seq_lens,
-            num_computed_tokens=self.num_computed_tokens,
-            optimistic_seq_lens_cpu=self.optimistic_seq_lens_cpu,
-            input_ids=self.input_ids,
-            query_start_loc=self.query_start_loc,
-            discard_request_mask=self.discard_request_mask,
-            mrope_positions=self.mrope_positions if self.uses_mrope else None,
-        )
-        decode_query_len = self.uniform_decode_query_len
-        self.graphs = self._make_graphs(self.cudagraph_dispatcher, decode_query_len)
-        self.padding = StepPadding(
-            self._dispatch,
-            self.graphs.captured,
-            decode_query_len,
-            depends_on_counts_only(vllm_config),
-        )
-        assert isinstance(self.dtype, torch.dtype)
-        self.inputs = ModelInputs(
-            self.max_num_reqs,
-            mrope_dims=self.mrope_num_dims if self.uses_mrope else 0,
-            takes_items=self.supports_mm_inputs,
-            dtype=self.dtype,
-            encoder_cache=self.encoder_cache,
-        )
-        self.updates = RequestUpdates(
-            self.max_num_reqs,
-            self.max_model_len,
-            num_spec_tokens=self.num_spec_tokens,
-            asynchronous=bool(self.use_async_scheduling),
-            request_states_are_read=request_states_are_read(vllm_config),
-            tokens_are_sent=vllm_config.parallel_config.pipeline_parallel_size > 1,
-        )
-        self.bookkeeping = Bookkeeping(
-            self.max_num_reqs,
-            self.max_model_len,
-            asynchronous=bool(self.use_async_scheduling),
-            read_back=self._to_list,
-            samples_np=self.sampled_token_ids_pinned_cpu.numpy(),
-        )
-        self.speculation = Speculation(
-            prep_device,
-            self.max_num_reqs,
-            num_spec_tokens=self.num_spec_tokens,
-            asynchronous=bool(self.use_async_spec_decode),
-            pin_memory=is_pin_memory_available(),
-        )
-        self.num_valid_tokens = self.speculation.num_valid_tokens
-        drafter = make_drafter(
-            vllm_config,
-            device,
-            self.num_valid_tokens,
-            self._backup_next_token_ids,
-            self._block_table_of_group,
-        )
-        if drafter is not None:
-            self.drafter = drafter
-        self._drafting_group = 0  # KV-cache group of the drafter's layers, if it has any
-        self.metrics = StepMetrics(vllm_config)
-        self.cache_memory = prep_device
 
     # ----------------------------------------------------------------- the step
 
@@ -362,7 +260,7 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
         batch = self.input_batch
         return self.inputs.for_record(batch.req_ids, batch.req_prompt_embeds)
 
-    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
+    def _dispatch(self, batch: StepBatch, counts: DispatchKey) -> tuple[Any, ...]:
         num_reqs, num_scheduled_tokens = batch.num_reqs, batch.num_scheduled_tokens
         return super()._determine_batch_execution_and_padding(
             num_tokens=counts.num_tokens,
@@ -446,8 +344,7 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
             return input_ids, None, positions, received, model_kwargs, None
         if scheduler_output.scheduled_encoder_inputs:
             self._execute_mm_encoder(scheduler_output)
-        in_flight = self.in_flight
-        assert in_flight is not None
+        in_flight = self.prepared
         if in_flight.step.batch.takes_embeds:
             if in_flight.prompt_embeds is not None:
                 inputs_embeds = in_flight.prompt_embeds.inputs_embeds(self.model, input_ids)
@@ -470,9 +367,8 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
         self, scheduler_output: SchedulerOutput, shift_computed_tokens: int = 0
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return encoder outputs for this step's tokens; for drafters, of the tokens after them."""
-        assert self.in_flight is not None
         req_ids = self.input_batch.req_ids
-        return self.inputs.gather_mm_embeddings(self.in_flight.step, req_ids, shift_computed_tokens)
+        return self.inputs.gather_mm_embeddings(self.prepared.step, req_ids, shift_computed_tokens)
 
     def _prepare_padding_mask(self, num_tokens_unpadded: int, num_tokens_padded: int) -> Any:
         """Return the step's padding mask, which routers read.
@@ -591,12 +487,10 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
 
     def _backup_next_token_ids(self) -> torch.Tensor:
         """Return int32 ``[num_reqs_padded]`` on the device, for drafters."""
-        assert self.in_flight is not None
-        return self.in_flight.staged.device.backup_next_token_ids
+        return self.prepared.staged.device.backup_next_token_ids
 
     def _block_table_of_group(self, group: int) -> torch.Tensor:
-        assert self.in_flight is not None
-        return self.block_tables.device_rows(self.in_flight.step.padding.num_reqs_padded)[group]
+        return self.block_tables.device_rows(self.prepared.step.padding.num_reqs_padded)[group]
 
     # ----------------------------------------------------------------- adapters
 
@@ -674,7 +568,7 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
         finally:
             self.maybe_remove_all_loras(self.lora_config)  # dummy adapters with ids of real ones
 
-    # ----------------------------------------------------------------- recurrent states
+    # ----------------------------------------------------------------- the device
 
     def _get_mamba_bufs(self) -> Any:
         """Return no buffers for copies of recurrent states between blocks: nothing is copied."""
@@ -683,98 +577,8 @@ class NPUModelRunner(GPUModelRunner, CommonRunner):
     def _update_states_after_model_execute(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: accepted tokens are counted when the next step is prepared."""
 
-    # ----------------------------------------------------------------- weights and the KV cache
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with this plugin's full graphs instead of CUDA's."""
-        super().load_model(*args, **kwargs)
-        self._replace_layers(self.get_model(), getattr(self, "drafter", None))
-        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)
-
-    def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        drafter = self.get_draft_model() if weights_iterator is None else None
-        with self._new_weights(self.get_model(), drafter):
-            super().reload_weights(weights_iterator, *args, **kwargs)
-
-    def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
-        """Add groups without a cache after the others, one for each attention window.
-
-        Upstream adds one group, whatever the windows of its layers.
-        """
-        groups = encoder_only_groups(self.vllm_config, self.kv_cache_dtype)
-        self.kv_cache_config.kv_cache_groups.extend(groups)
-        self.runner_only_attn_layers.update(*(group.layer_names for group in groups))
-
-    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
-        """Make metadata for each window, even if the caches share a group."""
-        super().initialize_attn_backend(*args, **kwargs)
-        layers = self.compilation_config.static_forward_context
-        self.attn_groups[:] = [split_by_window(groups, layers) for groups in self.attn_groups]
-
-    def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
-        super().may_reinitialize_input_batch(kv_cache_config)
-        local = find_local_groups(self.attn_groups)
-        self.block_tables = self.input_batch.block_table = DeviceBlockTables(
-            self.input_batch.block_table,
-            self.max_num_reqs,
-            self.device,
-            local.blocks_per_chunk,
-        )
-
-    def initialize_kv_cache(
-        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
-    ) -> None:
-        """Allocate the cache, then what depends on its groups: tables, staging ring, builders."""
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        builders = builders_of(self.attn_groups)
-        drafter = getattr(self, "drafter", None)
-        if isinstance(drafter, ExactLengths):
-            self._drafting_group = drafter.kv_cache_gid
-            share_builders(drafter, self.attn_groups)
-        batch = self.input_batch
-        self.preparer = Preparer(
-            self.prep_device,
-            make_tables(
-                self.block_tables,
-                self.attn_groups,
-                builders,
-                self.vllm_config,
-                mrope=self.inputs.mrope_tables,
-                num_computed_tokens=batch.num_computed_tokens_cpu,
-                num_prompt_tokens=batch.num_prompt_tokens,
-                num_tokens=batch.num_tokens_no_spec,
-                token_ids=batch.token_ids_cpu,
-            ),
-            self.block_tables,
-            builders,
-            max_num_tokens=self.max_num_tokens,
-            pin_memory=is_pin_memory_available(),
-        )
-        is_profiling = bool(kwargs.get("is_profiling"))
-        self._follow_cache(kv_cache_config, self.kv_cache_dtype, is_profiling=is_profiling)
-
-    def initialize_kv_cache_tensors(
-        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        caches, self.kv_caches[:] = self._allocate_caches(kv_cache_config)
-        # Upstream registers these with a KV connector
-        return planes_by_layer(caches, self.compilation_config.static_forward_context)
-
-    def _init_kv_zero_meta(self) -> None:
-        """Do nothing: upstream prepares a Triton kernel here, which is not used."""
-
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         zero_new_blocks(self.kv_caches, block_ids)
-
-    # ----------------------------------------------------------------- the device
-
-    def shutdown(self) -> None:
-        self._end_run(getattr(self, "drafter", None))
-        self.inputs.log_summary()
-        limit_drafts_by(None)
-        super().shutdown()  # waits for the device first
-        CUDAGraphWrapper.clear_all_graphs()
 
     def _sync_device(self) -> None:
         """Wait for our device, where upstream calls ``torch.accelerator``."""

@@ -72,7 +72,7 @@ class NPUBlockTables:
         # Each request that arrives gets a number: those of the request rows, and those of the
         # requests whose entries are in the device's rows
         self._arrivals = 0
-        self._of_slot = np.zeros(max_num_reqs, np.int64)
+        self._of_request_row = np.zeros(max_num_reqs, np.int64)
         self._of_row = np.zeros(max_num_reqs, np.int64)
 
     def append_block_ids(
@@ -87,7 +87,7 @@ class NPUBlockTables:
         """
         if overwrite:
             self._arrivals += 1
-            self._of_slot[req_index] = self._arrivals
+            self._of_request_row[req_index] = self._arrivals
         for group, block_ids in enumerate(new_block_ids):
             start = 0 if overwrite else int(self.num_blocks[group, req_index])
             end = start + len(block_ids)
@@ -102,18 +102,18 @@ class NPUBlockTables:
     def apply_staged_writes(self) -> None:
         """Do nothing: the step's one copy carries the new entries."""
 
-    def follow(self, slots: np.ndarray) -> None:
+    def follow(self, request_rows: np.ndarray) -> None:
         """Mark rows of the device's tables to be sent whole if another request takes their place.
 
         Parameters
         ----------
-        slots
+        request_rows
             int ``[num_reqs]``: the request row of each request, in the order of the batch.
         """
-        wanted, rows = self._of_slot[slots], self._of_row[: len(slots)]
+        wanted, rows = self._of_request_row[request_rows], self._of_row[: len(request_rows)]
         are_others = wanted != rows
         if are_others.any():
-            self.num_synced_blocks[:, : len(slots)][:, are_others] = 0
+            self.num_synced_blocks[:, : len(request_rows)][:, are_others] = 0
             rows[:] = wanted
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:

@@ -12,24 +12,24 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_npu_prep.attention.metadata import common_metadata
-from vllm_npu_prep.ops.drafting import copy_and_expand_eagle_inputs
+from vllm_npu_prep.ops.triton.drafting import copy_and_expand_eagle_inputs
 from vllm_npu_prep.runner.mtp_layers import warn_of_unused_layers
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
-from vllm_npu_prep.runner.v2.states import NPURequestState
-from vllm_npu_prep.runner.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
-class SlotEagleSpeculator(NPUSpeculator, EagleSpeculator):
+class NPUEagleSpeculator(NPUSpeculator, EagleSpeculator):
     """A drafter that is an EAGLE or EAGLE-3 head."""
 
 
-class SlotMTPSpeculator(NPUSpeculator, MTPSpeculator):
+class NPUMTPSpeculator(NPUSpeculator, MTPSpeculator):
     """A drafter that is the model's own MTP layer; of several, the first, as in the V1 runner."""
 
 
-class SlotDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: ignore[misc]
+class NPUDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: ignore[misc]
     """A drafter that is a separate model with its own KV cache; it reads only tokens of the target.
 
     Its first pass has one row more for each request than the step has tokens: the accepted tokens
@@ -45,7 +45,7 @@ class SlotDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: 
     def _first_pass(
         self,
         in_flight: StepInFlight,
-        accepted: Accepted,
+        accepted: AcceptedCounts,
         hidden_states: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
@@ -128,11 +128,11 @@ def make_speculator(
     if config.method == "ngram":
         return NPUNgramSpeculator(vllm_config, device, states)
     kinds: dict[str | None, type[NPUSpeculator]] = {
-        "mtp": SlotMTPSpeculator,
-        "draft_model": SlotDraftModelSpeculator,
+        "mtp": NPUMTPSpeculator,
+        "draft_model": NPUDraftModelSpeculator,
     }
     warn_of_unused_layers(config)
-    return kinds.get(config.method, SlotEagleSpeculator)(vllm_config, device)
+    return kinds.get(config.method, NPUEagleSpeculator)(vllm_config, device)
 
 
 def name_aux_layers(config: SpeculativeConfig | None) -> None:

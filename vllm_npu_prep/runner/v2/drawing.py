@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_npu_prep.ops.gumbel import gumbel_noise, seeded_uniform
+from vllm_npu_prep.ops.triton.gumbel import gumbel_noise, seeded_uniform
 
 DRAFTING = 1 << 30
 """Added to the position at which a draft is drawn; upstream's ``_DRAFT_NOISE_SALT``."""
@@ -28,7 +28,7 @@ class Requests(NamedTuple):
     ----------
     states
         Temperatures and seeds, by request row.
-    slots
+    request_rows
         int ``[num_rows]``: the request row of each row of logits.
     idx_mapping
         int64 ``[num_rows]``: the same numbers on the device.
@@ -37,14 +37,14 @@ class Requests(NamedTuple):
     """
 
     states: SamplingStates
-    slots: np.ndarray
+    request_rows: np.ndarray
     idx_mapping: torch.Tensor
     in_float64: bool = False
 
     @property
     def are_random(self) -> np.ndarray:
         """Return which rows are not greedy, bool ``[num_rows]`` on the host."""
-        random: np.ndarray = self.states.temperature.np[self.slots] != 0
+        random: np.ndarray = self.states.temperature.np[self.request_rows] != 0
         return random
 
     @property
@@ -70,7 +70,7 @@ class Requests(NamedTuple):
         seeded
             Returns the numbers of rows from their seeds and positions.
         """
-        has_seed = self.states.seeds_set[self.slots] & self.are_random
+        has_seed = self.states.seeds_set[self.request_rows] & self.are_random
         if has_seed.all():
             return seeded(self.states.seeds.gpu[self.idx_mapping], pos())
         numbers = unseeded()
@@ -126,6 +126,6 @@ def uniform(requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor
     device = requests.idx_mapping.device
     return requests.by_seed(
         pos,
-        lambda: torch.rand(len(requests.slots), device=device),
+        lambda: torch.rand(len(requests.request_rows), device=device),
         lambda seeds, positions: seeded_uniform(seeds, positions + VERIFYING),
     )

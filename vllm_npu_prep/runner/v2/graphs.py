@@ -10,9 +10,9 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 from vllm_npu_prep.device import Device
-from vllm_npu_prep.runner.padding import Counts
+from vllm_npu_prep.runner.padding import DispatchKey
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.runner.v2.engines import DPDecisions
+from vllm_npu_prep.runner.v2.dp_agreement import DPDecisions
 
 
 class GraphManager(ModelCudaGraphManager):
@@ -58,7 +58,7 @@ class GraphManager(ModelCudaGraphManager):
         return self.of_dummy_run
 
     def ask(
-        self, counts: Counts, shared: DPDecisions | None = None
+        self, counts: DispatchKey, shared: DPDecisions | None = None
     ) -> tuple[CUDAGraphMode, BatchDescriptor, BatchExecutionDescriptor]:
         """Return upstream's decision for a step, on which `shared` agrees with the other ranks.
 

@@ -5,7 +5,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 
 def reads_tokens(params: SamplingParams | None) -> bool:
@@ -32,14 +32,14 @@ def note_samples(
     Penalties read counts of tokens. Bad words, budgets of thinking tokens, and drafts that are
     looked up read the tokens themselves.
     """
-    slots, penalties = batch.idx_mapping_np, sampler.penalties_state
+    request_rows, penalties = batch.idx_mapping_np, sampler.penalties_state
     _, _, bad_words = sampler.logits_processors[:3]
-    wants_counts = penalties.use_penalty[slots].any()
-    with_words = bad_words.num_bad_words.np[slots]  # type: ignore[attr-defined]
+    wants_counts = penalties.use_penalty[request_rows].any()
+    with_words = bad_words.num_bad_words.np[request_rows]  # type: ignore[attr-defined]
     with_budgets = sampler.thinking_budget_state
     wants_tokens = states.keeps_all_tokens or with_words.any()
     if with_budgets.enabled:
-        wants_tokens = wants_tokens or with_budgets.use_thinking_budget[slots].any()
+        wants_tokens = wants_tokens or with_budgets.use_thinking_budget[request_rows].any()
     if not (wants_counts or wants_tokens):
         return
     idx_mapping, width = batch.idx_mapping, sampled.shape[1]

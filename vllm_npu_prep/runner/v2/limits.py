@@ -38,7 +38,7 @@ def refuse_long_lists(params: SamplingParams | PoolingParams) -> None:
             beside = " beside `min_tokens`" if name == "stop_token_ids" else ""
             raise VLLMValidationError(
                 f"`{name}`{beside} may have {allowed} tokens on Model Runner V2, and has "
-                f"{len(given)}: shorten it, or start the server without "
-                "VLLM_USE_V2_MODEL_RUNNER",
+                f"{len(given)}: shorten it, or start the server with "
+                "VLLM_USE_V2_MODEL_RUNNER=0",
                 parameter=name,
             )

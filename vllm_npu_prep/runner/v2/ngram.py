@@ -6,8 +6,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_npu_prep.runner.v2.states import NPURequestState
-from vllm_npu_prep.runner.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
 class NPUNgramSpeculator(BaseSpeculator):
@@ -44,7 +44,9 @@ class NPUNgramSpeculator(BaseSpeculator):
         """Return zeros in a dummy run, where there is nothing to look up."""
         return self._no_drafts[: input_batch.num_reqs]
 
-    def draft(self, idx_mapping: torch.Tensor, accepted: Accepted, most_known: int) -> torch.Tensor:
+    def draft(
+        self, idx_mapping: torch.Tensor, accepted: AcceptedCounts, most_known: int
+    ) -> torch.Tensor:
         """Draft tokens, int32 ``[num_reqs, num_speculative_tokens]``, after a step's samples.
 
         `NPURequestState` has the samples already. `idx_mapping`, int64 ``[num_reqs]``, are request

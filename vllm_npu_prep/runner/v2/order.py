@@ -6,7 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 
 class BatchOrder:
@@ -22,7 +22,7 @@ class BatchOrder:
     ----------
     decode_threshold
         The largest number of tokens of a decode, where decodes come first
-        (`prep.latent.LatentSplit`); 0 if the order is free.
+        (`prep.latent_split.LatentSplit`); 0 if the order is free.
     """
 
     def __init__(self, decode_threshold: int = 0) -> None:
@@ -65,10 +65,10 @@ def batch_of_step(
     """Return what upstream's code reads of a step's requests, in the order of the batch."""
     num_scheduled = scheduler_output.num_scheduled_tokens
     req_ids = order.of_step(num_scheduled)
-    slots = states.rows_of(req_ids)  # a request may come back in another request row
+    request_rows = states.rows_of(req_ids)  # a request may come back in another request row
     counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
-    prefill = states.prefill_len.np[slots]
-    computed = states.num_computed_prefill_tokens[slots]
+    prefill = states.prefill_len.np[request_rows]
+    computed = states.num_computed_prefill_tokens[request_rows]
     is_prefilling = computed < prefill
     has_prefill = bool(is_prefilling.any())
     num_drafts: np.ndarray | None = None
@@ -80,7 +80,7 @@ def batch_of_step(
         num_scheduled_tokens=counts,
         num_tokens=scheduler_output.total_num_scheduled_tokens,
         num_draft_tokens_np=num_drafts,
-        idx_mapping_np=slots,
+        idx_mapping_np=request_rows,
         prefill_len_np=prefill,
         num_computed_prefill_tokens_np=computed,
         is_prefilling_np=is_prefilling,

@@ -12,8 +12,9 @@ from vllm.v1.outputs import (
     LogprobsTensors,
     ModelRunnerOutput,
     PoolerOutput,
+    SamplingMaskLists,
 )
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.utils import raise_if_nan_logits
 
 
@@ -31,6 +32,8 @@ class StepOutput(AsyncModelRunnerOutput):
         Samples ``[num_reqs, width]``, and log-probabilities if a request wants them.
     discard
         bool ``[num_reqs]``: the requests whose sample doesn't count.
+    cu_num_logits
+        int ``[num_reqs + 1]``: the borders between the rows of logits of requests.
 
     Attributes
     ----------
@@ -43,19 +46,24 @@ class StepOutput(AsyncModelRunnerOutput):
         output: ModelRunnerOutput,
         sampler_output: SamplerOutput,
         discard: np.ndarray,
+        cu_num_logits: np.ndarray,
         copy_stream: Any,
     ) -> None:
-        self._output = output
+        self._output, self._cu_num_logits = output, cu_num_logits
         self._discard = np.flatnonzero(discard).tolist()
         # Kept until their copies are complete (`vllm_npu_prep.runner.outputs.OutputsInFlight`)
         self._sampled_token_ids = sampler_output.sampled_token_ids
         self._logprobs_tensors = sampler_output.logprobs_tensors
+        self._sampling_masks = sampler_output.sampling_mask_tensors
         self._prompt_scores = output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict
         self.async_copy_ready_event = torch.Event()
         main_stream = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
             copy_stream.wait_stream(main_stream)
             self.samples = self._sampled_token_ids.to("cpu", non_blocking=True)
+            self._kept_tokens: SamplingMaskTensors | None = None
+            if self._sampling_masks is not None:
+                self._kept_tokens = self._sampling_masks.to_cpu_nonblocking()
             self._num_nans: torch.Tensor | None = None
             if sampler_output.num_nans is not None:
                 self._num_nans = sampler_output.num_nans.to("cpu", non_blocking=True)
@@ -78,6 +86,8 @@ class StepOutput(AsyncModelRunnerOutput):
         if self.samples.shape[1] > 1:  # drafts were verified
             kept = (self.samples >= 0).sum(1).tolist()
             sampled = [tokens[:count] for tokens, count in zip(sampled, kept)]
+        if self._kept_tokens is not None:
+            self._output.sampling_masks = self._masks_of(self._kept_tokens, sampled)
         for req in self._discard:
             sampled[req].clear()
         self._output.sampled_token_ids = sampled
@@ -92,7 +102,25 @@ class StepOutput(AsyncModelRunnerOutput):
         self._output.prompt_token_id_logprobs_dict = self._named
         # Let go of what is on the device
         del self._sampled_token_ids, self._logprobs_tensors, self._prompt_scores
+        del self._sampling_masks
         return self._output
+
+    def _masks_of(
+        self, of_rows: SamplingMaskTensors, sampled: list[list[int]]
+    ) -> SamplingMaskLists:
+        """Return the tokens from which those of each request were sampled.
+
+        `of_rows` has a row for each row of logits: the rows of rejected drafts are left out.
+        """
+        counts = [len(tokens) for tokens in sampled]
+        if len(of_rows.counts) == len(sampled):
+            return of_rows.tolists()
+        starts = self._cu_num_logits[:-1]
+        rows = np.concatenate([np.arange(*each) for each in zip(starts, starts + counts)])
+        kept = (of_rows.token_ids[rows], of_rows.packed_mask[rows], of_rows.counts[rows])
+        borders = np.concatenate(([0], np.cumsum(counts))).tolist()
+        of_samples = SamplingMaskTensors(*kept, of_rows.vocab_size).tolists()
+        return of_samples._replace(cu_num_generated_tokens=borders)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         """Return what vLLM 0.33.0 keeps of a step whose `get_output` fails."""

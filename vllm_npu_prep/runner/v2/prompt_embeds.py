@@ -25,37 +25,41 @@ class NPUPromptEmbedsState:
     ) -> None:
         self._dtype = dtype
         self._prompts: dict[int, torch.Tensor] = {}  # [num_prompt_tokens, hidden_size] by row
-        self._slots: dict[str, int] = {}
+        self._request_rows: dict[str, int] = {}
         self._of_step: PromptEmbeds | None = None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         if new_req_data.prompt_embeds is not None:
             self._prompts[req_index] = new_req_data.prompt_embeds
-            self._slots[new_req_data.req_id] = req_index
+            self._request_rows[new_req_data.req_id] = req_index
 
     def remove_request(self, req_id: str) -> None:
-        slot = self._slots.pop(req_id, None)
-        if slot is not None:
-            del self._prompts[slot]
+        request_row = self._request_rows.pop(req_id, None)
+        if request_row is not None:
+            del self._prompts[request_row]
 
     def apply_staged_writes(self) -> None:
         """Do nothing: the device has no state of requests."""
 
     def follow(
-        self, step: PreparedStep, slots: np.ndarray, is_token_ids: np.ndarray | None
+        self, step: PreparedStep, request_rows: np.ndarray, is_token_ids: np.ndarray | None
     ) -> None:
         """Collect the embeddings that a step reads, and give their tokens a valid id.
 
-        The step is not copied to the device yet. `slots`, int ``[num_reqs]``, are the request rows
-        in the order of the batch; `is_token_ids` is the array of
-        `vllm_npu_prep.runner.v2.states.NPURequestState`.
+        The step is not copied to the device yet. `request_rows`, int ``[num_reqs]``, are the
+        request rows in the order of the batch; `is_token_ids` is the array of
+        `vllm_npu_prep.runner.v2.request_states.NPURequestState`.
         """
         self._of_step = None
-        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._prompts]
+        rows = [
+            row
+            for row, request_row in enumerate(request_rows.tolist())
+            if request_row in self._prompts
+        ]
         if not rows or is_token_ids is None:
             return
-        if reads_prompt(step.batch.tables, slots[rows].tolist()):
-            prompts = {row: self._prompts[int(slots[row])] for row in rows}
+        if reads_prompt(step.batch.tables, request_rows[rows].tolist()):
+            prompts = {row: self._prompts[int(request_rows[row])] for row in rows}
             self._of_step = PromptEmbeds.of_step(step, is_token_ids, prompts, self._dtype)
 
     def apply(

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from vllm_npu_prep.runner.lora import score_prompts
 from vllm_npu_prep.runner.v2.adapters import NPULoraState
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 
 class PromptScores(NamedTuple):
@@ -67,17 +67,17 @@ def score_with_adapters(
         Calls `worker` for the step and returns the results by request.
     """
     wanted, tokens_of = worker.uses_prompt_logprobs, worker.token_id_scores
-    slots = {
-        req_id: slot
-        for req_id, slot in zip(batch.req_ids, batch.idx_mapping_np.tolist())
-        if wanted[slot] or req_id in tokens_of
+    request_rows = {
+        req_id: request_row
+        for req_id, request_row in zip(batch.req_ids, batch.idx_mapping_np.tolist())
+        if wanted[request_row] or req_id in tokens_of
     }
 
     @contextmanager
     def alone(req_id: str) -> Iterator[None]:
-        slot = slots[req_id]
+        request_row = request_rows[req_id]
         worker.uses_prompt_logprobs = np.zeros_like(wanted)
-        worker.uses_prompt_logprobs[slot] = wanted[slot]
+        worker.uses_prompt_logprobs[request_row] = wanted[request_row]
         tokens = tokens_of.pop(req_id, None)
         worker.token_id_scores = {} if tokens is None else {req_id: tokens}
         try:
@@ -86,7 +86,9 @@ def score_with_adapters(
             tokens_of.update(worker.token_id_scores)  # those of a prompt that goes on
             worker.uses_prompt_logprobs, worker.token_id_scores = wanted, tokens_of
 
-    lora_ids = {req_id: int(adapters.lora_ids[slot]) for req_id, slot in slots.items()}
+    lora_ids = {
+        req_id: int(adapters.lora_ids[request_row]) for req_id, request_row in request_rows.items()
+    }
     result = PromptScores({}, {})
     for of_request in score_prompts(manager, lora_ids, alone, score):
         result.most_likely.update(of_request.most_likely)

@@ -58,11 +58,13 @@ class NPURopeState(RopeState):
     def apply_staged_writes(self) -> None:
         """Do nothing: positions travel with their step."""
 
-    def follow(self, slots: np.ndarray) -> None:
+    def follow(self, request_rows: np.ndarray) -> None:
         """Set `tables` to the requests at these request rows, int ``[num_reqs]``, in this order."""
-        if not np.array_equal(slots, self._followed):
-            self.tables.set_rows([self._rotations[slot] for slot in slots.tolist()])
-            self._followed = slots
+        if not np.array_equal(request_rows, self._followed):
+            self.tables.set_rows(
+                [self._rotations[request_row] for request_row in request_rows.tolist()]
+            )
+            self._followed = request_rows
 
     def of_requests(self, slot_of: Mapping[str, int]) -> "Rotations":
         """Return the rotations by request, for checks; `slot_of` is read at each look-up."""

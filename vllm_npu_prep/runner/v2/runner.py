@@ -7,75 +7,50 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.lora.layers import LoRAMappingType
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
-from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
-from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
-from vllm.v1.worker.utils import AttentionGroup, copy_kv_cache_blocks_inplace
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_npu_prep.attention.kv_cache import (
-    planes_by_layer,
-    split_by_window,
     zero_new_blocks,
 )
-from vllm_npu_prep.attention.local_attention import find_local_groups
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.device import Device
-from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
-from vllm_npu_prep.prep.mrope import NO_MROPE
-from vllm_npu_prep.runner.accepted import AcceptedTokens
-from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
-from vllm_npu_prep.runner.padding import Counts, StepPadding, depends_on_counts_only
-from vllm_npu_prep.runner.preparer import Preparer, builders_of, make_tables
+from vllm_npu_prep.runner.padding import DispatchKey
 from vllm_npu_prep.runner.step import StepInFlight
-from vllm_npu_prep.runner.v2.adapters import NPULoraState
-from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
-from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
-from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.drawing import Requests
-from vllm_npu_prep.runner.v2.engines import DPDecisions
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
-from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
-from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
-from vllm_npu_prep.runner.v2.output import DraftsOfStep, PooledOutput, StepOutput
-from vllm_npu_prep.runner.v2.prompt_embeds import NPUPromptEmbedsState, ids_of
+from vllm_npu_prep.runner.v2.order import batch_of_step
+from vllm_npu_prep.runner.v2.output import PooledOutput, StepOutput
+from vllm_npu_prep.runner.v2.prompt_embeds import ids_of
 from vllm_npu_prep.runner.v2.prompt_scores import (
     PromptScores,
     score_step,
     score_with_adapters,
     wants_scores,
 )
-from vllm_npu_prep.runner.v2.rope import NPURopeState, Rotations
-from vllm_npu_prep.runner.v2.sampler import NPUSampler
+from vllm_npu_prep.runner.v2.request_states import AwaitedSamples
+from vllm_npu_prep.runner.v2.setup import RunnerSetupV2
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
-from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
-from vllm_npu_prep.runner.v2.states import Found, NPURequestState
-from vllm_npu_prep.runner.v2.step_inputs import StepInputs
-from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
-from vllm_npu_prep.runner.v2.verification import Accepted, NPURejectionSampler, count_accepted
-from vllm_npu_prep.runner.v2.watched import CheckedBatch
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts, count_accepted
 
 
-class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
+class NPUModelRunnerV2(RunnerSetupV2):
     """Prepares a step in six stages and gives attention an `AscendMetadata`.
 
     A request gets a row of the tables when it arrives, and keeps it until it is finished or
@@ -83,7 +58,8 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
     sixteen more where host and device share no memory, and seven Triton launches. Here the host
     has what they are computed from, and one copy brings them.
 
-    The class has only overrides of upstream's methods and their helpers. Upstream's
+    The class has only overrides of upstream's methods and their helpers; `RunnerSetupV2` makes its
+    parts. Upstream's
     ``execute_model`` calls them in this order, and all that it asks for after the preparation is in
     one record, `in_flight`:
 
@@ -126,77 +102,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         The same device by this plugin's interface.
     """
 
-    req_states: NPURequestState  # type: ignore[assignment]
-    draft_tokens_handler: DraftsOfStep  # type: ignore[assignment]
-    block_tables: NPUBlockTables  # type: ignore[assignment]
-    model_state: PreparedModelState
-    lora_state: NPULoraState
-    cudagraph_manager: GraphManager  # as the next one, set by `initialize_kv_cache`
-    order: BatchOrder
-    requests: Rotations  # what checks read of models with M-RoPE
-    dp_decisions: DPDecisions | None  # with data-parallel ranks that share experts
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
-        self.prep_device = prep_device
-        with prep_device.host_streams(), self._stand_ins(device):
-            super().__init__(vllm_config, device)
-        self.dcp_size = 1  # else upstream launches a kernel that counts each rank's part
-        num_drafts = self.num_speculative_steps
-        self.use_async_spec_decode = bool(
-            num_drafts and vllm_config.scheduler_config.async_scheduling
-        )
-        # The scheduler tells pipeline stages the samples; synchronous steps without drafts wait
-        # for their own
-        self._host_has_samples = self.use_pp or not (
-            num_drafts or vllm_config.scheduler_config.async_scheduling
-        )
-        self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
-        self.input_batch = CheckedBatch(self.req_states)
-        self.metrics = StepMetrics(vllm_config)
-        self._checks_fully = parse_config(vllm_config.additional_config).check == "full"
-        self.cache_memory = prep_device
-        parallel = vllm_config.parallel_config
-        self.dp_decisions = DPDecisions(parallel) if self.dp_size > 1 else None
-        self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(parallel.use_all2all))
-        self.accepted = AcceptedTokens(self.max_num_reqs)
-        self.padding = StepPadding(
-            self._dispatch,
-            lambda: self.graphs.captured(),
-            1 + num_drafts,
-            depends_on_counts_only=depends_on_counts_only(vllm_config),
-        )
-
-    @staticmethod
-    def _stand_ins(device: torch.device) -> Any:
-        """Put this plugin's classes under the names by which upstream makes its parts."""
-
-        def slot_values(*args: Any, **kwargs: Any) -> RowValues:
-            return RowValues(device, *args, **kwargs)
-
-        return v2.stand_ins(
-            RequestState=NPURequestState,
-            RopeState=NPURopeState,
-            BlockTables=NPUBlockTables,
-            Sampler=NPUSampler,
-            UvaBackedTensor=slot_values,
-            StagedWriteTensor=StagedRows,
-            LoraState=NPULoraState,
-            init_model_state=make_model_state,
-            init_speculator=make_speculator,
-            RejectionSampler=NPURejectionSampler,
-            DraftTokensHandler=DraftsOfStep,
-            PPHandler=SchedulerPPHandler,
-            PromptEmbedsState=NPUPromptEmbedsState,
-            ThinkingBudgetState=NPUThinkingBudgetState,
-        )
-
     # ----------------------------------------------------------------- requests
-
-    @property
-    def has_own_processors(self) -> bool:
-        """Return whether users gave logits processors (``--logits-processors``) beside vLLM's
-        three."""
-        return self.sampler is not None and len(self.sampler.logits_processors) > 3
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add requests as upstream does, but send nothing in steps in which no request arrives."""
@@ -213,22 +119,22 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self.req_states.have_ids = embedded = ids_of(arrived)
         super().add_requests(scheduler_output)
         if embedded and self.prompt_logprobs_worker is not None:  # no ids, no log-probabilities
-            slots = self.req_states.rows_of(list(embedded))
-            self.prompt_logprobs_worker.uses_prompt_logprobs[slots] = False
+            request_rows = self.req_states.rows_of(list(embedded))
+            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
-            slots = self.req_states.rows_of(cached.req_ids)
+            request_rows = self.req_states.rows_of(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
-                counts = self.req_states.exact_counts(slots, counts, self.num_valid_tokens)
-            self.req_states.advance(slots, counts)
+                counts = self.req_states.exact_counts(request_rows, counts, self.num_valid_tokens)
+            self.req_states.advance(request_rows, counts)
             if self.use_pp:
-                self.req_states.enter_samples(slots, cached.new_token_ids)
+                self.req_states.enter_samples(request_rows, cached.new_token_ids)
             for index, block_ids in enumerate(cached.new_block_ids):
                 if block_ids is not None:
-                    self.block_tables.append_block_ids(int(slots[index]), block_ids, False)
+                    self.block_tables.append_block_ids(int(request_rows[index]), block_ids, False)
         if scheduler_output.new_block_ids_to_zero:
             zero_new_blocks(self.kv_caches, scheduler_output.new_block_ids_to_zero)
         if scheduler_output.kv_cache_block_copies:
@@ -304,23 +210,23 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self._observe(in_flight, decision.kind, scheduler_output, started)
         return now
 
-    def _last_samples(self, now: BatchReqState) -> Found:
+    def _last_samples(self, now: BatchReqState) -> AwaitedSamples:
         """Return the last samples of the step's requests, if they are on the device only."""
         in_prompt = now.is_prefilling_np
         are_awaited = np.zeros_like(in_prompt) if self._host_has_samples else ~in_prompt
         return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
 
     def _step_batch(
-        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: Found
+        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: AwaitedSamples
     ) -> StepBatch:
         """Return the step as the pure core reads it, whose tables are now in the batch's order."""
         preparer, states, check = self.preparer, self.req_states, self.step_check
-        slots, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
-        preparer.tables.slots[: len(slots)] = slots
-        self.block_tables.follow(slots)
+        request_rows, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
+        preparer.tables.request_rows[: len(request_rows)] = request_rows
+        self.block_tables.follow(request_rows)
         if self.model_state.rope_state is not None:
-            self.model_state.rope_state.follow(slots)
-        states.begin_step(slots, now.num_scheduled_tokens, num_drafts)
+            self.model_state.rope_state.follow(request_rows)
+        states.begin_step(request_rows, now.num_scheduled_tokens, num_drafts)
         return StepBatch(
             preparer.tables,
             now.num_scheduled_tokens,
@@ -339,7 +245,9 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             ),
         )
 
-    def _begin_step(self, in_flight: StepInFlight, now: BatchReqState, samples: Found) -> None:
+    def _begin_step(
+        self, in_flight: StepInFlight, now: BatchReqState, samples: AwaitedSamples
+    ) -> None:
         """Make a prepared step available to upstream's later code."""
         self.in_flight = in_flight
         self.model_state.metadata = self.preparer.for_layers(in_flight.metadata)
@@ -350,7 +258,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         if samples.num_drafts:
             self._draft_token_ids = samples.by_row[:, 1:]  # as checks read it
 
-    def _dispatch(self, batch: StepBatch, counts: Counts) -> tuple[Any, ...]:
+    def _dispatch(self, batch: StepBatch, counts: DispatchKey) -> tuple[Any, ...]:
         del batch  # upstream's choice depends on the counts alone
         return self.cudagraph_manager.ask(counts, self.dp_decisions)
 
@@ -361,17 +269,15 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         batch_desc: Any,
         num_active_loras: int,
     ) -> InputBatch:
-        assert self.in_flight is not None
         structured = scheduler_output.has_structured_output_requests
-        return self.inputs.of_step(batch_req_state, self.in_flight, structured)
+        return self.inputs.of_step(batch_req_state, self.prepared, structured)
 
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
-        assert self.in_flight is not None
-        self.graphs.check_padding(self.in_flight, self.preparer)
+        self.graphs.check_padding(self.prepared, self.preparer)
         tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
-        return tables, self.in_flight.staged.device.slot_mappings
+        return tables, self.prepared.staged.device.slot_mappings
 
     def prepare_dummy_attn(  # type: ignore[override]
         self, input_batch: InputBatch, valid_state_slots: bool = False
@@ -427,9 +333,8 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         return output
 
     def _sample_step(self, state: Any, grammar_output: Any) -> StepOutput | ModelRunnerOutput:
-        assert self.in_flight is not None
         batch, hidden_states = state.input_batch, state.hidden_states
-        step, staged = self.in_flight.step, self.in_flight.staged
+        step, staged = self.prepared.step, self.prepared.staged
         discard = staged.np.discard_request_mask[: step.num_reqs].copy()
         sampler_output, _, _ = self.sample(hidden_states, batch, grammar_output)
         scores = self._score_prompts(hidden_states, batch)
@@ -441,7 +346,8 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             prompt_token_id_logprobs_dict=scores.named,
             cudagraph_stats=state.cudagraph_stats,
         )
-        returned = StepOutput(output, sampler_output, discard, self.output_copy_stream)
+        borders, stream = batch.cu_num_logits_np, self.output_copy_stream
+        returned = StepOutput(output, sampler_output, discard, borders, stream)
         sampled = sampler_output.sampled_token_ids
         discarded = staged.device.discard_request_mask[: step.num_reqs]
         assert self.sampler is not None
@@ -471,11 +377,10 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         self.req_states.append_samples(*kept, batch.num_scheduled_tokens, samples)
         return output
 
-    def _draft(self, state: Any, accepted: Accepted) -> torch.Tensor:
+    def _draft(self, state: Any, accepted: AcceptedCounts) -> torch.Tensor:
         """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
-        assert self.in_flight is not None
         if isinstance(self.speculator, NPUNgramSpeculator):
-            most_known = min(self.in_flight.step.max_seq_len + 1, self.max_model_len)
+            most_known = min(self.prepared.step.max_seq_len + 1, self.max_model_len)
             return self.speculator.draft(state.input_batch.idx_mapping, accepted, most_known)
         assert isinstance(self.speculator, NPUSpeculator) and self.sampler is not None
         batch, drawn = state.input_batch, None
@@ -488,13 +393,13 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             )
             drawn = drawn if drawn.are_random.any() else None
         return self.speculator.draft(
-            self.in_flight,
+            self.prepared,
             accepted,
             self.num_valid_tokens,
             state.hidden_states,
             state.aux_hidden_states,
             self.model_state.metadata,
-            self.preparer.slot_mappings(self.in_flight.staged)[1],
+            self.preparer.slot_mappings(self.prepared.staged)[1],
             drawn,
         )
 
@@ -504,9 +409,11 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         if state is None:  # `execute_model` has failed
             return None
         self.execute_model_state = None
-        assert self.pooling_runner is not None and state.hidden_states is not None
         batch, hidden_states = state.input_batch, state.hidden_states
         try:
+            if not self.is_last_pp_rank:
+                return self._nothing_sampled(state)
+            assert self.pooling_runner is not None and hidden_states is not None
             with self.prep_device.host_streams():
                 states: Any = self.req_states
                 pooled = self.pooling_runner.pool(hidden_states, batch, states)
@@ -589,8 +496,7 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
         return inputs
 
     def _replay(self, descriptor: BatchDescriptor) -> torch.Tensor:
-        assert self.in_flight is not None
-        return self._forward(self.in_flight, CUDAGraphMode.FULL, descriptor)
+        return self._forward(self.prepared, CUDAGraphMode.FULL, descriptor)
 
     def _all_padding(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> StepInFlight:
         padding = self.padding.of_capture(mode, desc)
@@ -650,111 +556,3 @@ class NPUModelRunnerV2(GPUModelRunner, CommonRunner):
             self._full_graphs = GraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
         self.graphs = self._make_graphs(manager, 1 + self.num_speculative_steps)
         return manager
-
-    # ----------------------------------------------------------------- weights and the KV cache
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        name_aux_layers(self.speculative_config)
-        with self.prep_device.host_streams(), self._stand_ins(self.device):
-            super().load_model(*args, **kwargs)
-        if self.has_own_processors:  # they may read any request's tokens
-            self.req_states.keeps_all_tokens = True
-        self._replace_layers(self.get_model(), self.speculator)
-
-    def _make_block_tables(self, *args: Any, **kwargs: Any) -> NPUBlockTables:
-        kwargs["blocks_per_chunk"] = find_local_groups(self.attn_groups).blocks_per_chunk
-        return NPUBlockTables(*args, **kwargs)
-
-    def initialize_kv_cache(
-        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
-    ) -> None:
-        with (
-            self.prep_device.host_streams(),
-            self._stand_ins(self.device),
-            v2.stand_ins(
-                init_kv_cache=self._allocate_planes,
-                get_kv_connector=self._connect,
-                ModelCudaGraphManager=self._make_graph_manager,
-                BlockTables=self._make_block_tables,
-            ),
-        ):
-            super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        self.attn_groups[:] = [
-            self._split_by_window(groups, index) for index, groups in enumerate(self.attn_groups)
-        ]
-        self.attn_groups += [[group] for group in self.model_state.encoder_attn_groups]
-        self.kv_caches = self._planes
-        builders = builders_of(self.attn_groups)
-        states, blocks = self.req_states, self.block_tables
-        rope = self.model_state.rope_state
-        if rope is not None:
-            self.requests = rope.of_requests(states.req_id_to_index)
-        tables = make_tables(
-            blocks,
-            self.attn_groups,
-            builders,
-            self.vllm_config,
-            has_request_rows=True,
-            mrope=NO_MROPE if rope is None else rope.tables,
-            num_computed_tokens=states.num_computed_tokens_np,
-            num_prompt_tokens=states.prompt_len.np,
-            num_tokens=states.num_tokens,
-            token_ids=states.token_ids,
-        )
-        latent = tables.shape.latent
-        halves = latent or tables.shape.states  # with either, decodes come first
-        self.order = BatchOrder(halves.decode_threshold if halves else 0)
-        self.preparer = Preparer(
-            self.prep_device,
-            tables,
-            blocks,
-            builders,
-            max_num_tokens=self.max_num_tokens,
-            pin_memory=is_pin_memory_available(),
-        )
-        if isinstance(self.speculator, NPUSpeculator):
-            self.speculator.follow(builders, blocks)
-        assert isinstance(self.kv_cache_dtype, torch.dtype)
-        is_profiling = bool(kwargs.get("is_profiling"))
-        self._follow_cache(kv_cache_config, self.kv_cache_dtype, is_profiling=is_profiling)
-
-    def _split_by_window(self, groups: list[AttentionGroup], index: int) -> list[AttentionGroup]:
-        """Return groups with one window size each; upstream has made builders for the unsplit
-        groups."""
-        layers = self.compilation_config.static_forward_context
-        split = split_by_window(groups, layers)
-        if len(split) > len(groups):
-            sizes = dict(enumerate(self.kernel_block_sizes))
-            for group in split:
-                group.create_metadata_builders(self.vllm_config, self.device, sizes.get(index))
-        return split
-
-    def _allocate_planes(
-        self, forward_context: dict[str, Any], kv_cache_config: KVCacheConfig, *_: Any, **__: Any
-    ) -> dict[str, torch.Tensor]:
-        """Allocate the caches, and return those of which upstream asks the device."""
-        self._caches, self._planes = self._allocate_caches(kv_cache_config)
-        # Not the pair of a recurrent state, which has none
-        caches = self._caches.items()
-        return {name: cache for name, cache in caches if isinstance(cache, torch.Tensor)}
-
-    def _connect(self, vllm_config: VllmConfig, *_: Any) -> Any:
-        """Make upstream's KV connector over all caches, recurrent states included."""
-        layers = self.compilation_config.static_forward_context
-        return get_kv_connector(vllm_config, planes_by_layer(self._caches, layers))
-
-    def _init_kv_zero_meta(self) -> None:
-        """Do nothing: upstream prepares a Triton kernel here, which is not used."""
-
-    # ----------------------------------------------------------------- the device
-
-    def reload_weights(self, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> None:
-        drafter = self.get_draft_model() if weights_iterator is None else None
-        with self._new_weights(self.get_model(), drafter):
-            super().reload_weights(weights_iterator, *args, **kwargs)
-
-    def shutdown(self) -> None:
-        self._end_run(getattr(self, "speculator", None))
-        self.prep_device.synchronize()
-        super().shutdown()
-        GraphWrapper.clear_all_graphs()

@@ -7,12 +7,13 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_npu_prep.compat import v2
-from vllm_npu_prep.ops.slot_rejection import verify_drawn_drafts
+from vllm_npu_prep.ops.triton.rejection_v2 import verify_drawn_drafts
 from vllm_npu_prep.runner.v2.drawing import Requests, draw, uniform
+from vllm_npu_prep.runner.v2.traces import NPUTraceReplayState
 
 
 class SampledDrafts(NamedTuple):
@@ -42,6 +43,8 @@ class NPUSampler(Sampler):
     upstream's.
     """
 
+    trace_replay_state: NPUTraceReplayState | None  # type: ignore[assignment]
+
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, drafts: SampledDrafts | None = None
     ) -> SamplerOutput:
@@ -62,18 +65,18 @@ class NPUSampler(Sampler):
             Samples are int64 ``[num_logits, 1]``. The numbers of samples are None, because the host
             knows them.
         """
-        slots, idx_mapping = input_batch.idx_mapping_np, input_batch.expanded_idx_mapping
+        request_rows, idx_mapping = input_batch.idx_mapping_np, input_batch.expanded_idx_mapping
         num_drafts = input_batch.num_draft_tokens_per_req
-        row_slots = slots if num_drafts is None else slots.repeat(num_drafts + 1)
-        dims = self.get_logprobs_dims(slots)
+        rows_of_logits = request_rows if num_drafts is None else request_rows.repeat(num_drafts + 1)
+        dims = self.get_logprobs_dims(request_rows)
         processed = logits
-        if self.needs_logits_processing[slots].any():
+        if self.needs_logits_processing[request_rows].any():
             pos = positions_of(input_batch)
             processed = self.apply_sampling_params(
                 logits,
                 idx_mapping,
                 input_batch.idx_mapping,
-                slots,
+                request_rows,
                 pos,
                 input_batch.input_ids[input_batch.logits_indices],
                 input_batch.expanded_local_pos,
@@ -81,15 +84,17 @@ class NPUSampler(Sampler):
                 skip_top_k_top_p=True,
             )
         top_k, top_p = v2.top_k_and_top_p(
-            self.sampling_states, idx_mapping, slots, logits.shape[-1]
+            self.sampling_states, idx_mapping, request_rows, logits.shape[-1]
         )
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
-        requests = Requests(self.sampling_states, row_slots, idx_mapping, self.use_fp64_gumbel)
+        requests = Requests(self.sampling_states, rows_of_logits, idx_mapping, self.use_fp64_gumbel)
         if drafts is None or not requests.are_random.any():
             sampled = draw(processed, requests, lambda: positions_of(input_batch))
         else:
             sampled = self._verified(processed, input_batch, requests, drafts)
+        if self.trace_replay_state is not None:
+            self.trace_replay_state.replace(sampled, input_batch)
         logprobs = None
         if dims is not None:
             wanted = processed if self.logprobs_mode.startswith("processed") else logits
@@ -98,10 +103,21 @@ class NPUSampler(Sampler):
         return SamplerOutput(
             sampled_token_ids=sampled.view(-1, 1),
             logprobs_tensors=logprobs,
-            num_nans=self._num_nans(logits, row_slots, slots) if self.compute_nans else None,
+            num_nans=self._num_nans(logits, rows_of_logits, request_rows)
+            if self.compute_nans
+            else None,
             num_sampled=None,  # type: ignore[arg-type]
             num_rejected=None,  # type: ignore[arg-type]
+            sampling_mask_tensors=self._kept(processed, request_rows)
+            if self.return_sampling_mask
+            else None,
         )
+
+    def _kept(self, logits: torch.Tensor, request_rows: np.ndarray) -> SamplingMaskTensors:
+        """Return the tokens that each row of logits was sampled from."""
+        rows = torch.arange(len(logits) + 1, device=logits.device)
+        most = int(self.sampling_states.top_k.np[request_rows].max())
+        return SamplingMaskTensors.from_logits(logits, rows, torch.ones_like(rows[1:]), most)
 
     def _logprobs(
         self,
@@ -124,13 +140,15 @@ class NPUSampler(Sampler):
         )
 
     @staticmethod
-    def _num_nans(logits: torch.Tensor, row_slots: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+    def _num_nans(
+        logits: torch.Tensor, rows_of_logits: np.ndarray, request_rows: np.ndarray
+    ) -> torch.Tensor:
         """Return the number of NaNs among the logits of each request, ``[num_reqs]``."""
         of_rows = logits.isnan().sum(-1)
-        if len(row_slots) == len(slots):
+        if len(rows_of_logits) == len(request_rows):
             return of_rows
-        reqs = np.cumsum(np.diff(row_slots, prepend=row_slots[:1]) != 0)
-        found = of_rows.new_zeros(len(slots))
+        reqs = np.cumsum(np.diff(rows_of_logits, prepend=rows_of_logits[:1]) != 0)
+        found = of_rows.new_zeros(len(request_rows))
         return found.index_add_(0, torch.from_numpy(reqs).to(logits.device), of_rows)
 
     @staticmethod

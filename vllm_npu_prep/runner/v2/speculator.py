@@ -21,14 +21,14 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from vllm_npu_prep.device.readback import ReadBack
-from vllm_npu_prep.ops.drafting import eagle_step_slot_mapping_metadata
+from vllm_npu_prep.ops.triton.drafting import eagle_step_slot_mapping_metadata
 from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, PassSize
 from vllm_npu_prep.runner.v2.drawing import Requests, draw_drafts
-from vllm_npu_prep.runner.v2.verification import Accepted
+from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
 class NPUSpeculator(TargetDependentARSpeculator):
@@ -112,7 +112,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
     def draft(
         self,
         in_flight: StepInFlight,
-        accepted: Accepted,
+        accepted: AcceptedCounts,
         num_valid_tokens: ReadBack,
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor] | None,
@@ -164,7 +164,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
     def _first_pass(
         self,
         in_flight: StepInFlight,
-        accepted: Accepted,
+        accepted: AcceptedCounts,
         hidden_states: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],

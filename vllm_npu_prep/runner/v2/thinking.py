@@ -6,9 +6,9 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
-from vllm_npu_prep.ops.thinking import Markers, end_thinking, note_markers
+from vllm_npu_prep.ops.triton.thinking import Markers, end_thinking, note_markers
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
-from vllm_npu_prep.runner.v2.states import NPURequestState
+from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig

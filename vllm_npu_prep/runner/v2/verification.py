@@ -9,8 +9,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_npu_prep.device.staging import DeviceArrays
-from vllm_npu_prep.ops.drafting import eagle_prepare_inputs_padded, eagle_prepare_next_token_padded
-from vllm_npu_prep.ops.rejection import lengths_of, rows_until_rejected
+from vllm_npu_prep.ops.triton.drafting import (
+    eagle_prepare_inputs_padded,
+    eagle_prepare_next_token_padded,
+)
+from vllm_npu_prep.ops.triton.rejection import lengths_of, rows_until_rejected
 from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.runner.v2.sampler import NPUSampler, SampledDrafts
 
@@ -95,7 +98,7 @@ class NPURejectionSampler(RejectionSampler):
     speculation.
 
     For drafts that were drawn at random, the sampler applies the kernels' rule to each row
-    (`vllm_npu_prep.ops.slot_rejection`): the row's token is the draft if it is accepted, and
+    (`vllm_npu_prep.ops.triton.rejection_v2`): the row's token is the draft if it is accepted, and
     another token if not.
 
     Of `spec_config` only the number of drafts is read; other methods and watermarks are refused at
@@ -167,7 +170,7 @@ class NPURejectionSampler(RejectionSampler):
         return output
 
 
-class Accepted(NamedTuple):
+class AcceptedCounts(NamedTuple):
     """Which of a step's tokens verification has accepted; all arrays are on the device.
 
     Attributes
@@ -191,7 +194,7 @@ class Accepted(NamedTuple):
 
 def count_accepted(
     sampled_token_ids: torch.Tensor, step: PreparedStep, arrays: DeviceArrays, vocab_size: int
-) -> Accepted:
+) -> AcceptedCounts:
     """Count a step's accepted tokens, with the kernels of V1's drafters.
 
     Upstream's V2 runner does this in ``_get_num_sampled_and_rejected_kernel``,
@@ -221,4 +224,4 @@ def count_accepted(
         num_rejected,
         num_reqs,
     )
-    return Accepted(next_token_ids, num_valid, num_rejected, last_tokens)
+    return AcceptedCounts(next_token_ids, num_valid, num_rejected, last_tokens)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.runner.v2.states import Found, NPURequestState
+from vllm_npu_prep.runner.v2.request_states import AwaitedSamples, NPURequestState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ class CheckedBatch:
         The batch, and the samples from which it continues.
     """
 
-    now: tuple[BatchReqState, Found]
+    now: tuple[BatchReqState, AwaitedSamples]
 
     def __init__(self, states: NPURequestState) -> None:
         self._states = states
@@ -54,9 +54,9 @@ class CheckedBatch:
         """Return the row in `prev_sampled_token_ids` of each request past its prompt."""
         states, batch = self._states, set(self.req_ids)
         found = {req_id: row for row, req_id in enumerate(self._sampled) if req_id in batch}
-        slots = {req_id: states.req_id_to_index[req_id] for req_id in found}
+        request_rows = {req_id: states.req_id_to_index[req_id] for req_id in found}
         return {
             req_id: found[req_id]
-            for req_id, slot in slots.items()
-            if states.num_computed_tokens_np[slot] >= states.prefill_len.np[slot]
+            for req_id, request_row in request_rows.items()
+            if states.num_computed_tokens_np[request_row] >= states.prefill_len.np[request_row]
         }

@@ -107,7 +107,6 @@ MODELS = (
         lambda c: "chunked_attention" in c.layer_types and c.model.using_transformers_backend(),
         "--model-impl transformers with attention chunks ({model})",
         "vLLM would let its layers attend to the whole context",
-        "leave the flag out",
         example=Example("--model-impl transformers --block-size 16", model=CHUNKS),
     ),
     Refusal(
@@ -137,7 +136,6 @@ POOLING = (
         ),
         "--enable-chunked-prefill with this pooling model",
         "the model pools whole prompts",
-        "leave the flag out",
         example=f"{MEANS} --enable-chunked-prefill",
     ),
     Refusal(
@@ -147,7 +145,6 @@ POOLING = (
         ),
         "--enable-prefix-caching with this pooling model",
         "the model pools whole prompts",
-        "leave the flag out",
         example=f"{MEANS} --enable-prefix-caching",
     ),
     Refusal(
@@ -181,7 +178,6 @@ FEATURES = (
         lambda c: c.config.aux_output_config.enabled,
         "--enable-return-routed-experts",
         "the routing of a step is not copied to the host",
-        "leave the flag out",
         example=Example("--enable-return-routed-experts", model=EXPERTS),
     ),
     Refusal(
@@ -213,7 +209,6 @@ FEATURES = (
         lambda c: c.config.cache_config.kv_sharing_fast_prefill,
         "--kv-sharing-fast-prefill",
         "attention metadata always covers all tokens of a step",
-        "leave the flag out",
         example="--kv-sharing-fast-prefill",
     ),
     Refusal(
@@ -264,7 +259,6 @@ FEATURES = (
         lambda c: c.config.watermark_config is not None,
         "--watermark-config",
         "the kernels of Triton that mark tokens are not replaced",
-        "leave the flag out",
         example="--watermark-config.key 7",
     ),
     Refusal(

@@ -70,7 +70,6 @@ MULTIMODAL = (
         lambda c: c.model.enable_prompt_embeds,
         "--enable-prompt-embeds with a multimodal model",
         "a step takes embeddings from the encoder or from prompts, not from both",
-        "leave the flag out",
         example=Example("--enable-prompt-embeds", model=VISION),
     ),
     Refusal(
@@ -78,7 +77,6 @@ MULTIMODAL = (
         lambda c: c.model.get_multimodal_config().is_multimodal_pruning_enabled(),
         "--video-pruning-rate",
         "positions would depend on what the encoder computes on the device",
-        "leave the flag out",
         example=Example("--video-pruning-rate 0.5", model=VISION),
     ),
     Refusal(
@@ -86,7 +84,6 @@ MULTIMODAL = (
         lambda c: c.model.get_multimodal_config().mm_encoder_only,
         "--mm-encoder-only",
         "the plugin prepares steps of the language model",
-        "leave the flag out",
         example=Example("--mm-encoder-only", model=VISION),
     ),
     Refusal(
@@ -102,7 +99,6 @@ MULTIMODAL = (
         lambda c: c.config.ec_transfer_config is not None,
         "--ec-transfer-config",
         "the encoder's outputs can't be sent to other engines",
-        "leave the flag out",
         example=Example(
             "--ec-transfer-config.ec_connector ECExampleConnector "
             "--ec-transfer-config.ec_role ec_consumer",
@@ -116,7 +112,6 @@ MULTIMODAL = (
         ),
         "--enable-tower-connector-lora",
         "adapters are applied to the language model only",
-        "leave the flag out",
         example=Example("--enable-lora --enable-tower-connector-lora", model=VISION),
     ),
 )

@@ -421,6 +421,13 @@ LIMITS = (
                 model=MLA,
                 family="fia",
             ),
+            Example(
+                f"--max-num-seqs 4097 --max-num-batched-tokens 8192 {OPTION}.kernel_rules "
+                "documented",
+                "--max-num-seqs 4096, by its documentation, not 4097",
+                model=MLA,
+                family="fia",
+            ),
         ),
     ),
     Refusal(

@@ -123,7 +123,6 @@ RANKS = (
         lambda c: _parallel(c).enable_eplb,
         "--enable-eplb",
         "experts stay on the ranks that loaded them",
-        "leave the flag out",
         example=Example(
             "--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb",
             model=EXPERTS,
@@ -135,7 +134,6 @@ RANKS = (
         lambda c: _parallel(c).enable_elastic_ep,
         "--enable-elastic-ep",
         "experts stay on the ranks that loaded them",
-        "leave the flag out",
         example=Example(
             "--data-parallel-size 2 --enable-expert-parallel --enable-eplb --enable-elastic-ep "
             "--eplb-config.use_async false",
@@ -164,7 +162,6 @@ RANKS = (
         lambda c: _parallel(c).enable_batch_sharded_sampling,
         "--enable-batch-sharded-sampling",
         "every rank samples all requests of a step",
-        "leave the flag out",
         example="--tensor-parallel-size 2 --enable-batch-sharded-sampling",
     ),
     Refusal(
@@ -172,7 +169,6 @@ RANKS = (
         lambda c: _parallel(c).enable_fault_tolerance,
         "--enable-fault-tolerance",
         "an engine that loses a rank stops, and has to be restarted",
-        "leave the flag out",
         example=Example(
             "--enable-fault-tolerance --data-parallel-size 2 --data-parallel-rank 0", model=EXPERTS
         ),
@@ -182,12 +178,14 @@ RANKS = (
         lambda c: (
             _parallel(c).pipeline_parallel_size > 1
             and c.config.scheduler_config.async_scheduling
-            and not c.config.use_v2_model_runner  # which has a refusal of its own
+            and not c.config.use_v2_model_runner  # with which it is switched off
         ),
         "--async-scheduling over pipeline stages",
         "vLLM's V1 runner does not support it",
-        "leave the flag out",
-        example=Example("--pipeline-parallel-size 2 --async-scheduling", until="0.33.0"),
+        example=Example(
+            "VLLM_USE_V2_MODEL_RUNNER=0 --pipeline-parallel-size 2 --async-scheduling",
+            until="0.33.0",
+        ),
     ),
     Refusal(
         "ray-data-parallel",

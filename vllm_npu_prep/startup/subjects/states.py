@@ -196,7 +196,6 @@ STATES = (
         lambda c: c.config.cache_config.use_replayssm,
         "--use-replayssm",
         "recurrent states are computed step by step, and their inputs are not kept",
-        "leave the flag out",
         example=Example("--use-replayssm", model=HYBRID),
     ),
 )

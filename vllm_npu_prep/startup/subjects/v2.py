@@ -1,18 +1,27 @@
-"""Refusals of what vLLM's Model Runner V2 can't do here yet; V1 has most of it."""
+"""What vLLM's Model Runner V2 can't do here yet, and V1 can.
+
+An engine that the environment leaves the choice takes V2, unless a refusal of `V1_HAS` or of
+`V1_HAS_DRAFTS` applies: then it takes V1, for that reason. If the environment asks for V2, all of
+them are refusals.
+"""
+
+import contextlib
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.example import (
     DRAFTS,
     MIMO,
     MTP,
-    NGRAM,
     ON_V2,
     OPTION,
     VISION,
     Example,
     small_model,
 )
-from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.refusal import NOT_SUPPORTED, Refusal, Subject
 
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
@@ -26,37 +35,54 @@ def _has_engines(asked: RequestedEngine) -> bool:
 
 
 def _sees(asked: RequestedEngine) -> bool:
-    return asked.model.supports_multimodal_inputs or asked.model.uses_mrope
+    """Tell whether the model takes images or videos: the target, for a drafter's own config."""
+    speculative = asked.config.speculative_config
+    model = asked.model if speculative is None else speculative.target_model_config
+    return model.supports_multimodal_inputs or model.uses_mrope
 
 
-STAGES = f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --no-async-scheduling"
+@functools.cache
+def _installed_processors() -> tuple[EntryPoint, ...]:
+    from vllm.v1.worker.gpu.sample.logits_processor.loader import LOGITSPROCS_GROUP
+
+    return tuple(entry_points(group=LOGITSPROCS_GROUP))
+
+
+def _processors_of_v1(asked: RequestedEngine) -> list[str]:
+    """Return the names of users' logits processors that V2's sampler can't call.
+
+    One that can't be loaded is left to vLLM, which says why.
+    """
+    given: list[Any] = [*(asked.model.logits_processors or ()), *_installed_processors()]
+    if not given:
+        return []
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+    kinds = []
+    for each in given:
+        with contextlib.suppress(Exception):
+            entry = EntryPoint(each, each, "") if isinstance(each, str) else each
+            kinds.append(entry if isinstance(entry, type) else entry.load())
+    kinds = [kind for kind in kinds if isinstance(kind, type)]
+    return [kind.__name__ for kind in kinds if not issubclass(kind, LogitsProcessor)]
+
+
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
-"""Arguments of examples, as `STAGES` is."""
+"""Arguments of examples."""
 
-V2 = (
+V1_HAS = (
     Refusal(
-        "v2-multimodal-adapters",
-        lambda c: _sees(c) and c.config.lora_config is not None,
-        "Model Runner V2 with adapters on a multimodal model ({model})",
-        "it was tried without adapters",
+        "v2-logits-processors",
+        _processors_of_v1,
+        "Model Runner V2 with the logits processors {names}",
+        "they have the interface of V1's sampler, and V2's has another",
         BY_V1,
-        example=Example(f"{ON_V2} --enforce-eager --enable-lora", model=VISION),
-    ),
-    Refusal(
-        "v2-async-stages",
-        lambda c: _has_stages(c) and c.config.scheduler_config.async_scheduling,
-        "Model Runner V2 with asynchronous scheduling over pipeline stages",
-        "the scheduler tells the stages what was sampled, so it has to know it before their step",
-        "give --no-async-scheduling",
-        example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2",
-    ),
-    Refusal(
-        "v2-stages",
-        lambda c: _has_stages(c) and (_sees(c) or c.model.runner_type == "pooling"),
-        "Model Runner V2 with pipeline stages for {model}",
-        "it was tried with models that generate from text",
-        BY_V1,
-        example=f"{STAGES} --runner pooling --convert embed",
+        lambda c: {"names": ", ".join(_processors_of_v1(c))},
+        example=Example(
+            f"{ON_V2} --enforce-eager "
+            "--logits-processors vllm.v1.sample.logits_processor:MinPLogitsProcessor",
+            "processors MinPLogitsProcessor is not supported",
+        ),
     ),
     Refusal(
         "v2-stages-of-engines",
@@ -64,15 +90,7 @@ V2 = (
         "Model Runner V2 with pipeline stages and data parallelism",
         "each was tried without the other",
         BY_V1,
-        example=f"{STAGES} --data-parallel-size 2",
-    ),
-    Refusal(
-        "v2-replaced-samples",
-        lambda c: c.model.enable_trace_replay or c.model.return_sampling_mask,
-        "--enable-trace-replay or --return-sampling-mask",
-        "their kernels of Triton are not replaced",
-        "leave them out",
-        example=f"{ON_V2} --enforce-eager --enable-trace-replay",
+        example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --data-parallel-size 2",
     ),
     Refusal(
         "v2-kept-kernels",
@@ -86,21 +104,17 @@ V2 = (
     ),
 )
 
-
-V2_SPECULATION = (
+V1_HAS_DRAFTS = (
     Refusal(
         "v2-multimodal-drafts",
-        _sees,
-        "Model Runner V2 with drafts for a multimodal model ({model})",
+        lambda c: _sees(c) and c.has_drafter,
+        "Model Runner V2 with a drafter for a multimodal model ({model})",
         "its drafters read positions of one dimension, and token ids",
-        BY_V1,
-        example=(
-            Example(f"{ON_V2} --enforce-eager {NGRAM}", model=VISION),
-            Example(
-                f"{ON_V2} --enforce-eager {DRAFTS}",
-                model=VISION,
-                drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
-            ),
+        f"use ngram, or {BY_V1}",
+        example=Example(
+            f"{ON_V2} --enforce-eager {DRAFTS}",
+            model=VISION,
+            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
         ),
     ),
     Refusal(
@@ -120,18 +134,17 @@ V2_SPECULATION = (
 )
 
 
-def could_run(asked: RequestedEngine) -> bool:
-    """Tell whether an engine on V1 generates from text, and V2 has all that it asks for."""
-    if asked.config.use_v2_model_runner or asked.pools:
-        return False
-    if asked.model.is_encoder_decoder or _sees(asked):
-        return False
-    refusals = V2 if asked.config.speculative_config is None else V2 + V2_SPECULATION
-    return not any(refusal.when(asked) for refusal in refusals)
+def reason_for_v1(asked: RequestedEngine) -> str:
+    """Return what an engine is asked for that V1 has and V2 hasn't, and why; empty if nothing."""
+    speculates = asked.config.speculative_config is not None
+    for refusal in V1_HAS + V1_HAS_DRAFTS * speculates:
+        if refusal.when(asked):
+            return refusal.cause(asked, NOT_SUPPORTED)
+    return ""
 
 
-def _is_wanted(asked: RequestedEngine) -> bool:
-    """Tell whether somebody asked for V2.
+def _has_v2(asked: RequestedEngine) -> bool:
+    """Tell whether the engine has V2.
 
     vLLM takes V2 by itself for watermarks, which have a refusal of their own.
     """
@@ -139,10 +152,10 @@ def _is_wanted(asked: RequestedEngine) -> bool:
 
 
 SUBJECTS = (
-    Subject("model-runner-v2", V2, when=_is_wanted),
+    Subject("model-runner-v2", V1_HAS, when=_has_v2),
     Subject(
         "model-runner-v2-speculation",
-        V2_SPECULATION,
-        when=lambda c: _is_wanted(c) and c.config.speculative_config is not None,
+        V1_HAS_DRAFTS,
+        when=lambda c: _has_v2(c) and c.config.speculative_config is not None,
     ),
 )

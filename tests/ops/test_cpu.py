@@ -1,0 +1,182 @@
+"""What the CPU fallback computes with: packed weights, compiled norms and rotary embeddings."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
+
+from vllm_npu_prep.compat.torch import PackedLinear
+from vllm_npu_prep.ops.cpu import linear, norms
+from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
+from vllm_npu_prep.ops.cpu.rotary import _Compiled
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Layer(nn.Module):
+    """A layer of vLLM's, as far as its method looks at it."""
+
+    def __init__(self, weight: torch.Tensor, method: Any) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.quant_method = nn.Parameter(weight, requires_grad=False), method
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.quant_method.apply(self, x, bias)
+
+
+class Head(ParallelLMHead):
+    """The same of a head."""
+
+    __init__, forward = Layer.__init__, Layer.forward
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear_layer(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Layer:
+    return Layer(draw(outputs, inputs, dtype=dtype), UnquantizedLinearMethod())
+
+
+def pack(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
+    said: list[str] = []
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype, head_dtype=dtype))
+    pack_weights([model], config, said.append)
+    return said
+
+
+def near(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (37, 70), (96, 576)])
+def test_a_packed_weight_multiplies_and_is_there_once(dtype, outputs, inputs):
+    layer, bias = linear_layer(outputs, inputs, dtype), draw(outputs, dtype=dtype, seed=1)
+    weight = layer.weight.data.clone()
+    assert pack(layer, dtype) == []
+    assert layer.weight.numel() == 0
+    for rows in (0, 1, 8, 33):
+        x = draw(rows, 2 * inputs, dtype=dtype, seed=2)[:, inputs:]  # a slice of wider rows
+        for added in (None, bias):
+            expected = nn.functional.linear(x, weight, added)
+            torch.testing.assert_close(layer(x, added), expected, **near(dtype))
+    with unpacked(layer):
+        assert torch.equal(layer.weight, weight)
+
+
+def test_new_weights_are_multiplied_after_a_reload():
+    layer, x = linear_layer(37, 70), draw(3, 70, seed=1)
+    pack(layer)
+    new = draw(37, 70, seed=5)
+    with unpacked(layer):
+        layer.weight.data.copy_(new)
+    assert layer.weight.numel() == 0
+    torch.testing.assert_close(layer(x), x @ new.T, **near(torch.float32))
+
+
+def test_a_tied_head_follows_the_embedding_that_keeps_its_rows():
+    rows = draw(37, 70)
+    model = nn.Module()
+    model.embed_tokens = Layer(rows, UnquantizedEmbeddingMethod())
+    model.lm_head = Head(rows, UnquantizedEmbeddingMethod())
+    model.lm_head.weight = model.embed_tokens.weight
+    pack(model)
+    assert model.embed_tokens.weight.shape == (37, 70)
+    with unpacked(model):
+        model.embed_tokens.weight.data.mul_(2)
+    x = draw(3, 70, seed=1)
+    torch.testing.assert_close(model.lm_head(x), x @ (2 * draw(37, 70)).T, **near(torch.float32))
+    assert type(model.embed_tokens.quant_method) is UnquantizedEmbeddingMethod
+
+
+def test_what_multiplies_by_more_than_a_weight_stays_as_it_is():
+    latent, convolution = linear_layer(37, 70), Layer(draw(8, 1, 4), UnquantizedLinearMethod())
+    latent._cpu_skip_gemm_dispatch = True
+    other = linear_layer(4, 4, torch.float64)
+    pack(nn.ModuleList([latent, convolution, other]))
+    for layer in (latent, convolution, other):
+        assert type(layer.quant_method) is UnquantizedLinearMethod
+
+
+@pytest.mark.parametrize(
+    ("operators", "why"),
+    [
+        (None, "this torch has no operators for it"),
+        (PackedLinear(torch.clone, lambda x, w, b, *rest: x @ w.T), "compute it wrong"),
+    ],
+)
+def test_weights_stay_where_torch_cannot_multiply_packed_ones(monkeypatch, operators, why):
+    monkeypatch.setattr(linear, "packed_linear", lambda: operators)
+    layer = linear_layer(37, 70)
+    (said,) = pack(layer)
+    assert why in said
+    assert layer.weight.shape == (37, 70)
+
+
+def test_the_first_line_of_torchs_refusal_is_given():
+    def refuse(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the cpu has no avx512_fp16\nException raised from")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "packed_linear", lambda: PackedLinear(refuse, print))
+        assert pack(linear_layer(37, 70))[0].endswith("takes longer: the cpu has no avx512_fp16.")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_norms_are_those_of_vllm(dtype, rows):
+    norms.register_implementations()
+    wide, weight = draw(rows, 5, 192, dtype=dtype), draw(96, dtype=dtype, seed=1)
+    heads, x, residual = wide[:, :3, :96], wide[:, 0, :96], wide[:, 1, 96:]
+    if rows > 1:
+        x[1, 7] = torch.nan
+    norm, add_norm = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+    given = [(norm, (heads, weight, 1e-5)), (norm, (x, weight, 1e-5))]
+    given.append((add_norm, (x, residual, weight, 1e-5)))
+    for operator, arguments in given:
+        ours, native = (operator.impls[name] for name in (norms.PROVIDER, "native"))
+        assert ours.supports_args(*arguments)
+        got, expected = ours.impl_fn(*arguments), native.impl_fn(*arguments)
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=2e-6, equal_nan=True)
+
+
+def test_norms_leave_other_arguments_to_vllm():
+    x, weight = draw(2, 8), draw(8)
+    for given in (
+        (x.half(), weight.half(), 1e-5),
+        (x, None, 1e-5),
+        (x.bfloat16(), weight, 1e-5),
+        (x, weight, 1e-5, 4),
+        (draw(8, 2).T, weight, 1e-5),
+    ):
+        assert not norms._supports_rms_norm(*given)
+    assert not norms._supports_fused_add_rms_norm(x, x[:1], weight, 1e-5)
+
+
+class Compiled(_Compiled, RotaryEmbedding):
+    """The embedding that a worker registers."""
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embeddings_are_those_of_vllm(dtype, is_neox):
+    with set_current_vllm_config(VllmConfig()):
+        layer = Compiled(24, 16, 64, 10000.0, is_neox, dtype)
+    qkv, positions = draw(5, 6 * 24, dtype=dtype), torch.tensor([0, 63, 7, 7, 31])
+    query, key = qkv[:, :72], qkv[:, 72:120]
+    got, expected = (f(positions, query, key) for f in (layer.forward_oot, layer.forward_native))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    heads = layer.forward_oot(positions, query.view(5, 3, 24), None)
+    torch.testing.assert_close(heads[0].flatten(1), expected[0], rtol=1e-5, atol=1e-6)
+    assert heads[1] is None

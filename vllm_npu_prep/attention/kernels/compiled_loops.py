@@ -1,0 +1,647 @@
+"""Attention over the rows of a cache where they are, compiled by numba for the CPU.
+
+A *tile* is consecutive query tokens of one request. With one K/V head it is one piece of work:
+query heads that share the K/V head are further rows of the same products, so that K and V are
+read once for all of them. Keys come `KEYS` at a time: their scores, the softmax as far as it is
+known (FlashAttention), and the sum of the values, so that memory does not grow with a context.
+Threads take the pieces one after the other.
+
+Half precision is for storage: scores and sums are float32, and rounded once. The two products take
+four rows by four, which keeps sixteen sums in registers; LLVM makes vectors of the innermost loop.
+"""
+
+import ctypes
+import functools
+import math
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from vllm_npu_prep.prep.arrays import ArrayType
+from vllm_npu_prep.prep.compiled import DIGEST, OPTIONS, ArrayTuple, compiled, prefetch
+
+ROWS = 64
+"""The most rows of a tile (its tokens times the query heads of a K/V head), unless a token has
+more."""
+
+FEW_ROWS, NEAR_BYTES = 16, 128 << 10
+"""Tiles of up to so many rows wait for memory, and not for the processor: they take all K/V heads
+together, if a run of keys then has at most so many bytes of K and V."""
+
+LINE = 64
+"""Bytes of a line of the processor's caches; with longer ones some are fetched twice."""
+
+KEYS = 64
+"""The keys whose scores are computed at once."""
+
+ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+"""How compiled code sees an element of these dtypes; its loads and stores tell them apart by it."""
+
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+fast = njit(forceinline=True, fastmath=FAST, **OPTIONS)
+once = njit(inline="always", **OPTIONS)
+exact = njit(forceinline=True, fastmath={"contract"}, **OPTIONS)
+
+
+# ----------------------------------------------------------------- elements
+
+
+@intrinsic
+def widen(typingctx, element):
+    """Return a stored element as float32."""
+
+    def codegen(context, builder, signature, args):
+        (value,) = args
+        if element == types.uint16:  # bfloat16: the upper half of a float32
+            word = ir.IntType(32)
+            return builder.bitcast(builder.shl(builder.zext(value, word), word(16)), ir.FloatType())
+        if element == types.int16:
+            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+        return value
+
+    return types.float32(element), codegen
+
+
+@intrinsic
+def narrow(typingctx, value, like):
+    """Return a float32 in the form of a stored element, rounded to the nearest, ties to even."""
+
+    def codegen(context, builder, signature, args):
+        value, word = args[0], ir.IntType(32)
+        if like == types.uint16:
+            bits = builder.bitcast(value, word)
+            odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
+            is_nan = builder.fcmp_unordered("uno", value, value)
+            return builder.trunc(builder.select(is_nan, word(0x7FC0), rounded), ir.IntType(16))
+        if like == types.int16:
+            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+        return value
+
+    return like(types.float32, like), codegen
+
+
+@intrinsic
+def nearest(typingctx, value):
+    """Return the nearest whole number, a float32."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+        return builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), args
+        )
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def larger(typingctx, first, second):
+    """Return the larger of two float32s that are numbers; of many, LLVM takes vectors."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.f32")
+        return builder.call(function, args, fastmath=("nnan", "nsz", "reassoc"))
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def times_power_of_two(typingctx, value, exponent):
+    """Return ``value * 2 ** exponent`` of float32s by adding to the bits of the exponent."""
+
+    def codegen(context, builder, signature, args):
+        word = ir.IntType(32)
+        power = builder.shl(builder.fptosi(args[1], word), word(23))
+        return builder.bitcast(builder.add(builder.bitcast(args[0], word), power), ir.FloatType())
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def take_next(typingctx, counter):
+    """Return the first element of an array and add one to it, as one step for all threads."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.atomic_rmw("add", data, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), codegen
+
+
+# The series of 2**x; between -0.5 and 0.5 its error is below that of float32.
+C1, C2, C3, C4, C5, C6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
+ZERO, ONE, TWO, LOWEST = np.float32(0), np.float32(1), np.float32(2), np.float32(-125)
+LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
+NONE = np.float32(-np.inf)
+
+
+@exact
+def exp2(x):
+    """Return ``2 ** x`` for `x` up to 0; below -125 about 0."""
+    x = larger(x, LOWEST)
+    whole = nearest(x)
+    x -= whole
+    series = ONE + x * (C1 + x * (C2 + x * (C3 + x * (C4 + x * (C5 + x * C6)))))
+    return times_power_of_two(series, whole)
+
+
+@exact
+def tanh(x):
+    power = exp2(-TWO * LOG2_E * abs(x))
+    size = (ONE - power) / (ONE + power)
+    return size if x >= ZERO else -size
+
+
+# ----------------------------------------------------------------- products
+
+
+@fast
+def add_scores(scores, rows, query, base, keys, head, slots, count):
+    """Add products of keys and of queries from row `base` on; both numbers are rounded up to
+    four."""
+    for j in range(0, count, 4):
+        k0, k1 = keys[slots[j], head], keys[slots[j + 1], head]
+        k2, k3 = keys[slots[j + 2], head], keys[slots[j + 3], head]
+        for i in range(0, rows, 4):
+            q0, q1 = query[base + i], query[base + i + 1]
+            q2, q3 = query[base + i + 2], query[base + i + 3]
+            s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = ZERO
+            s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = ZERO
+            for d in range(len(k0)):
+                x0, x1, x2, x3 = widen(k0[d]), widen(k1[d]), widen(k2[d]), widen(k3[d])
+                a0, a1, a2, a3 = q0[d], q1[d], q2[d], q3[d]
+                s00, s01, s02, s03 = s00 + a0 * x0, s01 + a0 * x1, s02 + a0 * x2, s03 + a0 * x3
+                s10, s11, s12, s13 = s10 + a1 * x0, s11 + a1 * x1, s12 + a1 * x2, s13 + a1 * x3
+                s20, s21, s22, s23 = s20 + a2 * x0, s21 + a2 * x1, s22 + a2 * x2, s23 + a2 * x3
+                s30, s31, s32, s33 = s30 + a3 * x0, s31 + a3 * x1, s32 + a3 * x2, s33 + a3 * x3
+            r0, r1, r2, r3 = scores[i], scores[i + 1], scores[i + 2], scores[i + 3]
+            r0[j], r0[j + 1] = r0[j] + s00, r0[j + 1] + s01
+            r0[j + 2], r0[j + 3] = r0[j + 2] + s02, r0[j + 3] + s03
+            r1[j], r1[j + 1] = r1[j] + s10, r1[j + 1] + s11
+            r1[j + 2], r1[j + 3] = r1[j + 2] + s12, r1[j + 3] + s13
+            r2[j], r2[j + 1] = r2[j] + s20, r2[j + 1] + s21
+            r2[j + 2], r2[j + 3] = r2[j + 2] + s22, r2[j + 3] + s23
+            r3[j], r3[j + 1] = r3[j] + s30, r3[j + 1] + s31
+            r3[j + 2], r3[j + 3] = r3[j + 2] + s32, r3[j + 3] + s33
+
+
+@fast
+def add_values(sums, base, rows, weights, values, head, slots, count):
+    """Add the weighted values of keys; both numbers are rounded up to four."""
+    for i in range(0, rows, 4):
+        c0, c1 = sums[base + i], sums[base + i + 1]
+        c2, c3 = sums[base + i + 2], sums[base + i + 3]
+        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for j in range(0, count, 4):
+            v0, v1 = values[slots[j], head], values[slots[j + 1], head]
+            v2, v3 = values[slots[j + 2], head], values[slots[j + 3], head]
+            w00, w01, w02, w03 = w0[j], w0[j + 1], w0[j + 2], w0[j + 3]
+            w10, w11, w12, w13 = w1[j], w1[j + 1], w1[j + 2], w1[j + 3]
+            w20, w21, w22, w23 = w2[j], w2[j + 1], w2[j + 2], w2[j + 3]
+            w30, w31, w32, w33 = w3[j], w3[j + 1], w3[j + 2], w3[j + 3]
+            for d in range(len(v0)):
+                x0, x1, x2, x3 = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
+                c0[d] += w00 * x0 + w01 * x1 + w02 * x2 + w03 * x3
+                c1[d] += w10 * x0 + w11 * x1 + w12 * x2 + w13 * x3
+                c2[d] += w20 * x0 + w21 * x1 + w22 * x2 + w23 * x3
+                c3[d] += w30 * x0 + w31 * x1 + w32 * x2 + w33 * x3
+
+
+@fast
+def weigh(scores, begin, end, sums, largest):
+    """Turn the scores of a row, in base 2, into weights between `begin` and `end`, and 0 outside.
+
+    Sums so far are scaled down if there is a larger score. Returns the largest score so far, by
+    how much sums were scaled, and the sum of the weights.
+    """
+    before = largest
+    seen = scores[begin:end]
+    for j in range(len(seen)):
+        largest = larger(largest, seen[j])
+    scale = exp2(before - largest) if before > NONE else ZERO
+    if scale != ONE:
+        for d in range(len(sums)):
+            sums[d] *= scale
+    total = ZERO
+    for j in range(len(seen)):
+        weight = exp2(seen[j] - largest)
+        seen[j] = weight
+        total += weight
+    for j in range(begin):
+        scores[j] = ZERO
+    for j in range(end, len(scores)):
+        scores[j] = ZERO
+    return largest, scale, total
+
+
+# ----------------------------------------------------------------- pieces
+
+
+Call = namedtuple(
+    "Call",
+    "query query_rope keys keys_rope values output lse tile_tokens tile_requests query_starts "
+    "seq_lens kv_starts table factors counter causal window block_size table_width max_rows "
+    "together",
+)
+SCALARS = Call._fields[-6:]
+STORED = {  # of the dtype of the model
+    "query": "tokens, heads, width",
+    "query_rope": "tokens, heads, rope_width",
+    "keys": "slots, kv_heads, width",
+    "keys_rope": "slots, rope_heads, rope_width",
+    "values": "slots, kv_heads, value_width",
+    "output": "tokens, heads, value_width",
+}
+OTHERS = {
+    "lse": (np.float32, "lse_tokens, heads"),
+    "tile_tokens": (np.int32, "tiles, 2"),  # the first token, and the last one plus 1
+    "tile_requests": (np.int32, "tiles"),
+    "query_starts": (np.int32, "requests + 1"),
+    "seq_lens": (np.int32, "requests"),
+    "kv_starts": (np.int32, "requests"),
+    "table": (np.int32, "table"),
+    "factors": (np.float32, "2"),
+    "counter": (np.int64, "1"),
+}
+
+
+@fast
+def clear(array, begin, end, columns):
+    for i in range(begin, end):
+        for j in range(columns):
+            array[i, j] = ZERO
+
+
+@fast
+def fill_slots(call, request, begin, end, slots):
+    """Write the rows in which positions are, and the last one again up to a multiple of four."""
+    if call.block_size == 0:
+        for j in range(end - begin):
+            slots[j] = call.kv_starts[request] + begin + j
+    else:
+        row = request * call.table_width
+        block, offset = begin // call.block_size, begin % call.block_size
+        slot = np.int64(call.table[row + block]) * call.block_size + offset
+        for j in range(end - begin):
+            if offset == call.block_size:
+                block, offset = block + 1, 0
+                slot = np.int64(call.table[row + block]) * call.block_size
+            slots[j] = slot
+            slot, offset = slot + 1, offset + 1
+    for j in range(end - begin, (end - begin + 3) // 4 * 4):
+        slots[j] = slots[end - begin - 1]
+
+
+@fast
+def fetch(rows, head, heads, slots, count):
+    """Let the processor fetch `heads` heads of rows that are read next."""
+    size = rows.shape[2]
+    for j in range(count):
+        place = (slots[j] * rows.shape[1] + head) * size
+        for d in range(0, heads * size, LINE // rows.itemsize):
+            prefetch(rows, place + d)
+
+
+@fast
+def load(query, base, call_query, first, last, head, heads, factor):
+    """Copy the query rows of a K/V head, and zeros up to a multiple of four rows."""
+    row = base
+    for token in range(first, last):
+        for each in range(head, head + heads):
+            given, kept = call_query[token, each], query[row]
+            for d in range(len(given)):
+                kept[d] = widen(given[d]) * factor
+            row += 1
+    clear(query, row, base + (row - base + 3) // 4 * 4, query.shape[1])
+
+
+@once
+def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
+    """Attend with a tile over some K/V heads: with `heads` of the query heads that share each,
+    after those that are skipped."""
+    query, query_rope, scores, sums, largest, totals, slots = scratch
+    request = call.tile_requests[tile]
+    first, last = call.tile_tokens[tile, 0], call.tile_tokens[tile, 1]
+    seq_len = call.seq_lens[request]
+    # The position of a token, less its place in the step
+    ahead = seq_len - call.query_starts[request + 1]
+    group = call.query.shape[1] // call.keys.shape[1]
+    count = (last - first) * heads
+    rows = (count + 3) // 4 * 4
+    rope_heads = call.keys_rope.shape[1]
+    scale, cap = call.factors[0], call.factors[1]
+    in_scores = scale if cap > ZERO else scale * LOG2_E
+    for kv_head in range(kv_first, kv_first + kv_heads):
+        base, head = (kv_head - kv_first) * rows, kv_head * group + skipped
+        load(query, base, call.query, first, last, head, heads, in_scores)
+        if rope_heads > 0:
+            load(query_rope, base, call.query_rope, first, last, head, heads, in_scores)
+    clear(sums, 0, rows * kv_heads, sums.shape[1])
+    for row in range(rows * kv_heads):
+        largest[row], totals[row] = NONE, ZERO
+
+    begin, end = 0, seq_len
+    if call.window > 0:
+        begin = max(0, first + ahead - call.window + 1)
+        end = min(seq_len, last - 1 + ahead + call.window)
+    if call.causal:
+        end = last + ahead
+    for start in range(begin, end, KEYS):
+        stop = min(start + KEYS, end)
+        keys = (stop - start + 3) // 4 * 4
+        fill_slots(call, request, start, stop, slots)
+        fetch(call.keys, kv_first, kv_heads, slots, keys)
+        fetch(call.values, kv_first, kv_heads, slots, keys)
+        for kv_head in range(kv_first, kv_first + kv_heads):
+            base = (kv_head - kv_first) * rows
+            clear(scores, 0, rows, keys)
+            add_scores(scores, rows, query, base, call.keys, kv_head, slots, keys)
+            if rope_heads > 0:
+                rope = min(kv_head, rope_heads - 1)
+                add_scores(scores, rows, query_rope, base, call.keys_rope, rope, slots, keys)
+            row = 0
+            for token in range(first, last):
+                low, high = start, stop
+                if call.window > 0:
+                    low = max(low, token + ahead - call.window + 1)
+                    high = min(high, token + ahead + call.window)
+                if call.causal:
+                    high = min(high, token + ahead + 1)
+                low, high = low - start, max(low, high) - start
+                for _ in range(heads):
+                    line, so_far = scores[row, :keys], base + row
+                    if cap > ZERO:
+                        for j in range(low, high):
+                            line[j] = tanh(line[j] / cap) * (cap * LOG2_E)
+                    most, shrunk, total = weigh(line, low, high, sums[so_far], largest[so_far])
+                    largest[so_far], totals[so_far] = most, totals[so_far] * shrunk + total
+                    row += 1
+            clear(scores, count, rows, keys)
+            add_values(sums, base, rows, scores, call.values, kv_head, slots, keys)
+
+    for kv_head in range(kv_first, kv_first + kv_heads):
+        row, head = (kv_head - kv_first) * rows, kv_head * group + skipped
+        for token in range(first, last):
+            for each in range(head, head + heads):
+                inverse = ONE / totals[row]
+                result, summed = call.output[token, each], sums[row]
+                for d in range(len(result)):
+                    result[d] = narrow(summed[d] * inverse, result[d])
+                if len(call.lse) > 0:
+                    call.lse[token, each] = (largest[row] + np.log2(totals[row])) * LN_2
+                row += 1
+
+
+@once
+def attend_pieces(call):
+    """Attend with one piece after the other, beside other threads."""
+    kv_heads = call.keys.shape[1]
+    group = call.query.shape[1] // kv_heads
+    parts = (group + ROWS - 1) // ROWS
+    heads = (group + parts - 1) // parts
+    rows = call.max_rows * call.together
+    scratch = (
+        np.empty((rows, call.keys.shape[2]), np.float32),
+        np.empty((rows, call.keys_rope.shape[2]), np.float32),
+        np.empty((call.max_rows, KEYS), np.float32),
+        np.empty((rows, call.values.shape[2]), np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(KEYS, np.int64),
+    )
+    of_tile = kv_heads // call.together * parts
+    pieces = len(call.tile_requests) * of_tile
+    piece = take_next(call.counter)
+    while piece < pieces:
+        tile, part = piece // of_tile, piece % of_tile
+        kv_first, skipped = part // parts * call.together, part % parts * heads
+        count = min(heads, group - skipped)
+        attend_piece(call, tile, kv_first, call.together, skipped, count, scratch)
+        piece = take_next(call.counter)
+
+
+# ----------------------------------------------------------------- the entry of each dtype
+
+
+def _form(dtype: torch.dtype) -> ArrayTuple:
+    arrays = {name: ArrayType(ELEMENTS[dtype], dims) for name, dims in STORED.items()}
+    arrays |= {name: ArrayType(kind, dims) for name, (kind, dims) in OTHERS.items()}
+    return ArrayTuple(Call, arrays, SCALARS)
+
+
+FORMS = {dtype: _form(dtype) for dtype in ELEMENTS}
+as_float32, as_bfloat16, as_float16 = (form.unpack for form in FORMS.values())
+NUM_WORDS = len(FORMS[torch.float32].dims) + len(Call._fields)
+
+
+def attend_float32(words: Any) -> None:
+    attend_pieces(as_float32(carray(words, NUM_WORDS)))
+
+
+def attend_bfloat16(words: Any) -> None:
+    attend_pieces(as_bfloat16(carray(words, NUM_WORDS)))
+
+
+def attend_float16(words: Any) -> None:
+    attend_pieces(as_float16(carray(words, NUM_WORDS)))
+
+
+LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+kept: list[Any] = []  # compiled code, which lives as long as its object
+
+
+@functools.cache
+def loop_of(dtype: torch.dtype) -> Any:
+    """Compile the loop for tensors of this dtype, or read it from numba's cache."""
+    loop = dict(zip(ELEMENTS, (attend_float32, attend_bfloat16, attend_float16)))[dtype]
+    loop.__qualname__ = f"{loop.__name__}_{DIGEST}"
+    code = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)(loop)
+    kept.append(code)
+    return LOOP(code.address)
+
+
+# ----------------------------------------------------------------- calls from the host
+
+
+class Plan(NamedTuple):
+    """How the tokens of a step are cut into tiles: ``R`` requests, whose last tokens are those of
+    their sequences."""
+
+    tile_tokens: np.ndarray  # [tiles, 2] int32: the first token, and the last one plus 1
+    tile_requests: np.ndarray  # [tiles] int32
+    query_starts: np.ndarray  # [R + 1] int32
+    seq_lens: np.ndarray  # [R] int32
+    kv_starts: np.ndarray  # [R] int32: first rows of K and V that are not in blocks
+    max_rows: int
+
+
+def make_plan(
+    query_starts: np.ndarray,  # [R + 1]
+    seq_lens: np.ndarray,  # [R]
+    kv_starts: np.ndarray,  # [R]
+    group: int,  # query heads of a K/V head
+) -> Plan:
+    parts = -(-group // ROWS)
+    heads = -(-group // parts)
+    longest = max(1, ROWS // heads)
+    starts = query_starts.astype(np.int32)
+    lens = np.diff(starts)
+    counts = -(-lens // longest)
+    requests = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
+    within = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[requests] + within * longest
+    last = np.minimum(first + longest, starts[requests + 1])
+    tokens = np.stack((first, last), 1).astype(np.int32)
+    rows = min(longest, int(lens.max(initial=1))) * heads
+    whole = seq_lens.astype(np.int32), kv_starts.astype(np.int32)
+    return Plan(tokens, requests, starts, *whole, -(-rows // 4) * 4)
+
+
+def scratch_bytes(num_heads: int, num_kv_heads: int, key_width: int, value_width: int) -> int:
+    """Return the most memory that all threads take for their tiles."""
+    group = num_heads // num_kv_heads
+    heads = -(-group // -(-group // ROWS))
+    rows = max(-(-max(ROWS, heads) // 4) * 4, FEW_ROWS * num_kv_heads)
+    return torch.get_num_threads() * rows * 4 * (key_width + value_width + KEYS + 2)
+
+
+def attend_rows(
+    query: torch.Tensor,  # [T, H, D]
+    keys: torch.Tensor,  # [S, Hkv, D]
+    values: torch.Tensor,  # [S, Hkv, Dv]
+    output: torch.Tensor,  # [T, H, Dv], written
+    plan: Plan,
+    scale: float,
+    *,
+    query_rope: torch.Tensor | None = None,  # [T, H, Dr]: a further part of queries and of keys
+    keys_rope: torch.Tensor | None = None,  # [S, Hkv or 1, Dr]
+    block_table: torch.Tensor | None = None,  # [R, max_num_blocks] int32
+    block_size: int = 0,  # 0: the rows are those of `Plan.kv_starts`
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,  # [T, H] float32, written: log-sum-exp, base e
+) -> None:
+    """Attend with the tokens of a plan over rows of K and V."""
+    tensors = {"query": query, "keys": keys, "values": values, "output": output}
+    if query_rope is not None and keys_rope is not None:
+        tensors |= {"query_rope": query_rope, "keys_rope": keys_rope}
+    if lse is not None:
+        tensors["lse"] = lse
+    if block_table is not None:
+        assert block_table.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    factors, counter = np.array([scale, soft_cap or 0.0], np.float32), np.zeros(1, np.int64)
+    arrays = {**plan._asdict(), "factors": factors, "counter": counter}
+    del arrays["max_rows"]
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    addresses |= {name: array.ctypes.data for name, array in arrays.items()}
+    addresses["table"] = 0 if block_table is None else block_table.data_ptr()
+    form = FORMS[query.dtype]
+    # Rows have all heads one after the other: narrow ones are read once for all of them.
+    row_bytes = (keys.nbytes + values.nbytes) // len(keys)
+    few = plan.max_rows <= FEW_ROWS and len(plan.tile_requests) >= 2 * torch.get_num_threads()
+    together = keys.shape[1] if few and KEYS * row_bytes <= NEAR_BYTES else 1
+    sizes = {
+        "tokens": len(query),
+        "heads": query.shape[1],
+        "width": query.shape[2],
+        "rope_width": 0 if query_rope is None else query_rope.shape[2],
+        "slots": len(keys),
+        "kv_heads": keys.shape[1],
+        "rope_heads": 0 if keys_rope is None else keys_rope.shape[1],
+        "value_width": values.shape[2],
+        "lse_tokens": 0 if lse is None else len(lse),
+        "tiles": len(plan.tile_requests),
+        "2": 2,
+        "requests": len(plan.seq_lens),
+        "requests + 1": len(plan.query_starts),
+        "table": 0 if block_table is None else block_table.numel(),
+        "1": 1,
+    }
+    scalars = {
+        "causal": int(causal),
+        "window": window or 0,
+        "block_size": block_size,
+        "table_width": 0 if block_table is None else block_table.stride(0),
+        "max_rows": plan.max_rows,
+        "together": together,
+    }
+    for name in ("query_rope", "keys_rope", "lse"):
+        addresses.setdefault(name, 0)
+    run(loop_of(query.dtype), form.pack(sizes, addresses, scalars))
+
+
+def run(loop: Any, words: np.ndarray) -> None:
+    """Run a loop on torch's threads: libgomp's, so that both never compete for a processor."""
+    threads = torch.get_num_threads()
+    if threads > 1 and (parallel := openmp()) is not None:
+        parallel(loop, words.ctypes.data, threads, 0)
+    else:
+        loop(words.ctypes.data)
+
+
+@functools.cache
+def openmp() -> Any:
+    """Return ``GOMP_parallel`` of the OpenMP library that torch runs on; None if it is another."""
+    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if parallel is not None:
+        parallel.argtypes = [LOOP, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+    return parallel
+
+
+# ----------------------------------------------------------------- writing
+
+
+Written = namedtuple("Written", "first second first_plane second_plane slots")
+WRITTEN = ArrayTuple(
+    Written,
+    {
+        "first": ArrayType(np.uint8, "tokens, first_bytes"),
+        "second": ArrayType(np.uint8, "tokens, second_bytes"),
+        "first_plane": ArrayType(np.uint8, "all, first_bytes"),
+        "second_plane": ArrayType(np.uint8, "all, second_bytes"),
+        "slots": ArrayType(np.int32, "tokens"),
+    },
+)
+as_written = WRITTEN.unpack
+
+
+@compiled
+def copy_to_slots(words):
+    call = as_written(words)
+    for token in range(len(call.slots)):
+        slot = call.slots[token]
+        if slot >= 0:
+            for d in range(call.first.shape[1]):
+                call.first_plane[slot, d] = call.first[token, d]
+            for d in range(call.second.shape[1]):
+                call.second_plane[slot, d] = call.second[token, d]
+
+
+def write_rows(
+    first: torch.Tensor,  # [T, ...]
+    second: torch.Tensor,  # [T, ...]
+    first_plane: torch.Tensor,  # [num_blocks, block_size, ...]
+    second_plane: torch.Tensor,  # [num_blocks, block_size, ...]
+    slots: torch.Tensor,  # [T] int32
+) -> None:
+    """Copy rows to their slots of two planes; slots below 0 are skipped."""
+    if len(slots):
+        sizes = {
+            "tokens": len(slots),
+            "first_bytes": first.nbytes // len(slots),
+            "second_bytes": second.nbytes // len(slots),
+            "all": first_plane.shape[0] * first_plane.shape[1],
+        }
+        tensors = Written(first, second, first_plane, second_plane, slots)
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors._asdict().items()}
+        copy_to_slots(WRITTEN.pack(sizes, addresses, {}))

@@ -1,0 +1,99 @@
+"""Names of torch: private ones that the plugin uses, and patches of those that vLLM uses on every
+device without checking.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class NoOpEvent:
+    """Replaces a CUDA event on devices whose calls return with their work complete."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, *args: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class NoOpStream:
+    """Replaces a CUDA stream on devices whose calls return with their work complete."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, *args: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def silence_accelerator_calls() -> None:
+    """Let upstream's ``torch.accelerator`` calls do nothing if there is no accelerator.
+
+    Engine, worker and API process call these at shutdown and after profiling
+    (``cleanup_dist_env_and_memory``, ``GPUModelRunner.shutdown``), and they raise.
+    """
+    if torch.accelerator.is_available():
+        return
+
+    def synchronize(*args: object, **kwargs: object) -> None: ...
+
+    def empty_cache(*args: object, **kwargs: object) -> None: ...
+
+    def empty_host_cache(*args: object, **kwargs: object) -> None: ...
+
+    # Distinct objects: Dynamo keys its handlers on them.
+    torch.accelerator.synchronize = synchronize
+    torch.accelerator.empty_cache = empty_cache
+    torch.accelerator.empty_host_cache = empty_host_cache
+
+
+def no_op_cuda_streams() -> contextlib.AbstractContextManager[None]:
+    return cuda_names(
+        Event=NoOpEvent,
+        Stream=NoOpStream,
+        current_stream=NoOpStream,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+
+
+@contextlib.contextmanager
+def cuda_names(**stand_ins: Any) -> Iterator[None]:
+    """Give names of ``torch.cuda`` to another device's streams and events.
+
+    Upstream's runner names ``torch.cuda`` directly in its constructor and in its asynchronous
+    outputs. The context covers those calls alone, so that nothing else in the process sees the
+    stand-ins.
+    """
+    saved = {name: getattr(torch.cuda, name) for name in stand_ins}
+    saved_event = torch.Event
+    try:
+        for name, stand_in in stand_ins.items():
+            setattr(torch.cuda, name, stand_in)
+        torch.Event = stand_ins["Event"]  # type: ignore[misc]
+        yield
+    finally:
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
+        torch.Event = saved_event  # type: ignore[misc]
+
+
+class PackedLinear(NamedTuple):
+    """Operators of oneDNN, which torch keeps for its own compiler."""
+
+    pack: Callable[[torch.Tensor], torch.Tensor]  # [N, K] to an opaque tensor of this shape
+    multiply: Callable[..., torch.Tensor]  # x, packed weight, bias, "none", [], ""
+
+
+def packed_linear() -> PackedLinear | None:
+    """Return the operators, or None if the installed torch lacks one."""
+    names = "_reorder_linear_weight", "_linear_pointwise"
+    found: list[Any] = [getattr(torch.ops.mkldnn, name, None) for name in names]
+    return PackedLinear(*(each.default for each in found)) if all(found) else None

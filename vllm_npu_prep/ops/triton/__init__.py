@@ -1,0 +1,1 @@
+"""What stands in for vLLM's Triton kernels, in torch."""
