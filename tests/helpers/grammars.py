@@ -61,3 +61,30 @@ def has_form(kind: str, text: str) -> bool:
         and isinstance(value["exact"], bool)
         and 0 <= value["rows"] <= 4096
     )
+
+
+def compiler_of(tokenizer: Any) -> Any:
+    """xgrammar's compiler for a tokenizer of transformers."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    return xgrammar.GrammarCompiler(info)
+
+
+def allowed(compiled: Any, got: list[int], logits: Any) -> Any:
+    """Logits ``[len(got), vocab_size]`` of what a grammar allows; the others are -inf.
+
+    Raises
+    ------
+    AssertionError
+        If it doesn't allow a token that was got.
+    """
+    import xgrammar
+
+    matcher, logits = xgrammar.GrammarMatcher(compiled), logits.float()
+    bits = xgrammar.allocate_token_bitmask(1, logits.shape[1])
+    for row, token in zip(logits, got, strict=True):
+        matcher.fill_next_token_bitmask(bits)
+        xgrammar.apply_token_bitmask_inplace(row[None], bits)
+        assert matcher.accept_token(token), f"token {token} is not allowed there"
+    return logits.double()

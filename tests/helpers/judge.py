@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from examples import tiny_model
-from tests.helpers.grammars import REGEX, SCHEMA
+from tests.helpers.grammars import REGEX, SCHEMA, allowed, compiler_of
 from tests.helpers.huggingface import load
 from tests.helpers.lora import merge
 from tests.helpers.models import SEES, adapter_of, folder_of, int8_of, is_a, new_folder
@@ -73,7 +73,7 @@ class Judge:
             logits = output.logits[0, len(prompt) - 1 : -1].double()
         spread = logits.std(1)
         if form is not None:
-            logits = _allowed(form, got, logits)
+            logits = allowed(_compiled(form), got, logits)
         chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
         margins: list[float] = ((logits.amax(1) - chosen) / spread).tolist()
         return margins
@@ -100,24 +100,7 @@ def _merged(name: str, adapter: int) -> Path:
 
 @cache
 def _compiled(form: str) -> Any:
-    import xgrammar
-
-    tokenizer = tiny_model.make_tokenizer()
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
-    compiler = xgrammar.GrammarCompiler(info)
+    compiler = compiler_of(tiny_model.make_tokenizer())
     if form == "json":
         return compiler.compile_json_schema(SCHEMA, any_whitespace=False, separators=(",", ":"))
     return compiler.compile_regex(REGEX)
-
-
-def _allowed(form: str, got: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Logits of tokens that a grammar allows in their place; the others are -inf."""
-    import xgrammar
-
-    matcher, logits = xgrammar.GrammarMatcher(_compiled(form)), logits.float()
-    bits = xgrammar.allocate_token_bitmask(1, logits.shape[1])
-    for row, token in zip(logits, got, strict=True):
-        matcher.fill_next_token_bitmask(bits)
-        xgrammar.apply_token_bitmask_inplace(row[None], bits)
-        assert matcher.accept_token(token), f"{form}: token {token} is not allowed there"
-    return logits.double()

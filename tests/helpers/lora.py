@@ -55,7 +55,8 @@ def merge(model: Path, adapter: Path, folder: Path) -> Path:
         b = tensors[name.replace("_A", "_B")]
         delta = config["lora_alpha"] / config["r"] * (b @ a)
         module = name.removeprefix("base_model.model.").partition(".lora_")[0]
-        weights[f"{module}.weight"] += delta.T if "embedding" in name else delta
+        weight = weights[f"{module}.weight"].float()  # bfloat16 would round the sum
+        weights[f"{module}.weight"] = weight + (delta.T if "embedding" in name else delta)
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((model / "config.json").read_text())
