@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ascend_emulator import faults, profiles
-from ascend_emulator.operators import FAMILIES
+from ascend_emulator.operators import CONSTRAINTS
 from ascend_emulator.operators.constraint import Enforced
 from tests.npu.only_some import LEFT_OUT
 from vllm_npu_prep.attention.families import ATB, FIA
@@ -152,9 +152,8 @@ def test_what_to_try_first_on_hardware_has_a_row_or_a_reason():
     from vllm_npu_prep.verify.rows import NO_ROW, ROWS
 
     first = {
-        (family.name, record.name)
-        for family in FAMILIES
-        for record in family.constraints.values()
+        record.key
+        for record in CONSTRAINTS
         if not record.refused or record.enforced in (Enforced.PRACTICE, Enforced.READING)
     }
     covered = {record for row in ROWS for record in row.covers}
