@@ -22,7 +22,7 @@ def interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     demand("shape", len(sizes) == 4 and all(sizes) and sizes[-1] == ROPE, sizes)
     for argument, factor in {"cos": cos, "sin": sin}.items():
         demand("same dtype", factor.dtype == x.dtype, factor.dtype, argument)
-        fits = shape_of(factor) in ((sizes[0], 1, s, ROPE) for s in (1, sizes[2]))
+        fits = shape_of(factor) in [(sizes[0], 1, s, ROPE) for s in (1, sizes[2])]
         fits = fits and factor.shape == cos.shape
         demand("shape of factors", fits, f"{shape_of(factor)} for {sizes}", argument)
     return _rotated(x, cos, sin)
