@@ -279,6 +279,8 @@ def _cpu_kernel(
     bind = _binder(schema, inspect.signature(function))
     # Not every operator that takes `out` returns it: one computes the workspace of another.
     is_out = schema.overload_name == "out" or any(r.alias_info is not None for r in schema.returns)
+    written = [argument.name for argument in schema.arguments if _is_written(argument, ())]
+    returned = "out" if "out" in written else "".join(written[:1])  # the latter works in place
 
     @functools.wraps(function)
     def kernel(*given: Any, **keywords: Any) -> Any:
@@ -291,7 +293,8 @@ def _cpu_kernel(
             check_placement(schema.name, _on_host(arguments), schema.overload_name)
         result = function(**bind(arguments))
         if is_out and schema.returns:
-            return tuple(arguments["out"]) if len(schema.returns) > 1 else arguments["out"]
+            out = arguments[returned]
+            return tuple(out) if len(schema.returns) > 1 else out
         return _without_none(_as_in_schema(schema, result, may_be_none=True), len(schema.returns))
 
     return kernel

@@ -66,6 +66,7 @@ SINCE = {
     "aclnnChunkGatedDeltaRule": "9.1",
     "aclnnDynamicQuantV4": "9.1",
     "aclnnFusedInferAttentionScoreV5": "9.0",
+    "aclnnKvRmsNormRopeCacheV2": "9.1",
     "aclnnRopeWithSinCosCacheV2": "9.0",
 }
 """First release of a function; all others are in 8.5."""

@@ -42,7 +42,7 @@ def add_rms_norm_dynamic_quant(
     others = {
         "smooth_scale2": smooth_scale2 is not None,
         "beta": beta is not None,
-        f"output_mask {output_mask}": output_mask is not None,
+        f"output_mask {output_mask}": output_mask not in (None, [True, False]),
         f"y_dtype {y_dtype}": y_dtype not in (None, 1),
     }
     _check_form(call, others)

@@ -49,8 +49,8 @@ def weight_quant_batchmatmul(
     product = x.float() @ (whole * antiquant_scale.float())
     if bias is not None:
         fits = shape_of(bias) in ((n,), (1, n)) and bias.dtype == BIAS_DTYPE[x.dtype]
-        described = f"{shape_of(bias)} {bias.dtype}, strides {bias.stride()}"
-        demand("bias", fits and bias.is_contiguous(), described)
+        told = f"{shape_of(bias)} {bias.dtype}, strides {bias.stride()}"
+        demand("bias", fits and bias.is_contiguous(), told)
         product = product + bias.float()
     return product.to(x.dtype)
 

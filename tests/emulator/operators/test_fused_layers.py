@@ -13,6 +13,7 @@ from tests.emulator.operators.formula import DTYPES, assert_close, random
 from tests.emulator.operators.layer_calls import (
     ADD,
     CLIPPED,
+    NORM,
     QUANTIZE,
     ROTARY,
     SCATTER,
@@ -20,6 +21,7 @@ from tests.emulator.operators.layer_calls import (
     add,
     clipped,
     multiplied,
+    norm,
     recurrent,
     rotary,
     scatter,
@@ -171,3 +173,10 @@ def test_products_are_added_in_float32(seed):
     x, weight = arguments["x"].double(), arguments["weight"].double()
     expected = before + torch.einsum("km,kn->mn", x, weight)
     assert_close(arguments["C"] / 4, expected / 4, torch.float32)
+
+
+def test_a_mask_of_the_first_result_changes_nothing():
+    """vllm-ascend passes it where a norm and its quantisation are one operator."""
+    plain, masked = (call(NORM, norm() | given) for given in ({}, {"output_mask": [True, False]}))
+    for ours, theirs in zip(plain, masked):
+        assert torch.equal(ours, theirs)

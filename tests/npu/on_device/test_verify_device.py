@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ascend_emulator import faults, profiles
-from ascend_emulator.operators import FAMILIES
-from ascend_emulator.operators.constraint import Enforced, constraints_of
+from ascend_emulator.operators import CONSTRAINTS
+from ascend_emulator.operators.constraint import Enforced
 from tests.npu.only_some import LEFT_OUT
 from vllm_npu_prep.attention.families import ATB, FIA
 from vllm_npu_prep.device import make_device
@@ -152,9 +152,8 @@ def test_what_to_try_first_on_hardware_has_a_row_or_a_reason():
     from vllm_npu_prep.verify.rows import NO_ROW, ROWS
 
     first = {
-        (family, record.name)
-        for family in FAMILIES
-        for record in constraints_of(family).values()
+        record.key
+        for record in CONSTRAINTS
         if not record.refused or record.enforced in (Enforced.PRACTICE, Enforced.READING)
     }
     covered = {record for row in ROWS for record in row.covers}
