@@ -262,9 +262,9 @@ class CommonRunner:
         step = warm_up(self.preparer.tables.shape)
         if self.recorder is not None:
             self.recorder.warm_up(step)
-        kernels.warm_up(
-            decisions_of(self.vllm_config).attention, self.vllm_config.model_config.dtype
-        )
+        dtype = self.vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by now
+        kernels.warm_up(decisions_of(self.vllm_config).attention, dtype)
 
     def _end_run(self, drafter: Any) -> None:
         """Log the run's summary, and let go of what upstream's ``shutdown`` knows nothing of."""
