@@ -170,9 +170,12 @@ step_caches() {
   package=$(run -c 'import vllm_npu_prep; print(*vllm_npu_prep.__path__)')
   run -m compileall -q "$package"
   run - <<'PYTHON'
+import torch
+from vllm_npu_prep.attention import kernels
 from vllm_npu_prep.observe import step_snapshot
 from vllm_npu_prep.prep import batch
 step_snapshot.warm_up(batch.warm_up())
+kernels.warm_up("compiled", torch.bfloat16)  # the dtype of most models
 PYTHON
   run - <<'PYTHON' >/dev/null 2>&1 || true
 # vLLM inspects an architecture once, in a process of its own, and caches what it found.

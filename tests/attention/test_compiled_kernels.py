@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import EXAMPLES
 from tests.helpers.attention import BATCHES, TOLERANCE, Step
-from vllm_npu_prep.attention.kernels import compiled_loops
+from vllm_npu_prep.attention.kernels import compiled, compiled_loops
 from vllm_npu_prep.attention.kernels.compiled import CompiledKernels
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.prep.mask import MaskForm
@@ -112,7 +112,7 @@ def test_many_heads_of_one_key_are_cut_into_parts(seed, monkeypatch):
 
 
 def test_one_thread_is_enough_without_the_openmp_of_torch(seed, monkeypatch):
-    monkeypatch.setattr(compiled_loops, "openmp", lambda: None)
+    monkeypatch.setattr(compiled, "openmp", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     check(AttentionState.ChunkedPrefill, seed)
 

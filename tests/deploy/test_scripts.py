@@ -230,11 +230,16 @@ def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
 
 COMPILED = """
 import gc
+import torch
 from numba.core.dispatcher import Dispatcher
+from vllm_npu_prep.attention import kernels
+from vllm_npu_prep.attention.kernels import compiled_loops
 from vllm_npu_prep.observe import step_snapshot
 from vllm_npu_prep.prep import batch
 
 step_snapshot.warm_up(batch.warm_up())
+kernels.warm_up("compiled", torch.bfloat16)
+assert compiled_loops.kept[0].cache_hits
 found = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]
 found = [one for one in found if one.py_func.__module__.startswith("vllm_npu_prep")]
 misses = sum(sum(one.stats.cache_misses.values()) for one in found)

@@ -9,6 +9,7 @@ from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states
+from vllm_npu_prep.attention.kernels.compiled_loops import loop_of
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_one_engine_passes_through_every_state(qwen3, seed, runner_name):
     loops = [p * 6 for p in prompts_of(seed + 2, [4, 3])]  # repeats, for ngram to find
     prompts = [shared + tails[0], *(shared + tail for tail in tails), *loops]
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    loop_of.cache_clear()
     with engine_of(
         runner_name,
         qwen3,
@@ -57,6 +59,7 @@ def test_one_engine_passes_through_every_state(qwen3, seed, runner_name):
         speculative_config={**ngram, "prompt_lookup_max": 3, "prompt_lookup_min": 2},
         max_num_seqs=2,
     ) as llm:
+        assert loop_of.cache_info().currsize == 1, "compiled before the first request"
         states = count_states(llm)
         got = generate(llm, prompts[:1], greedy(8))
         got += generate(llm, prompts[1:4], greedy(40))

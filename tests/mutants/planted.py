@@ -100,6 +100,10 @@ FAULTS = ("tests/engine/test_faults.py",)
 REAL = "tests/engine/test_real_model.py::test_chats_in_graphs_have_the_tokens_of_transformers"
 REAL_TEXT, V2_REAL_TEXT = (f"{REAL}[FULL_DECODE_ONLY]",), (f"{REAL}[FULL_DECODE_ONLY-V2]",)
 COMPILED = ("tests/attention/test_compiled_kernels.py",)
+LATENT_COMPILED = ("tests/attention/test_latent.py::test_a_step_equals_the_formula",)
+EVERY_STATE = (
+    "tests/engine/test_against_transformers.py::test_one_engine_passes_through_every_state"
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("compiled: windows are one token short", "low = max(low, token + ahead - call.window + 1)", "low = max(low, token + ahead - call.window + 2)", COMPILED),
         ("compiled: a query head reads the next K/V head's values", "scores, call.values, kv_head, slots", "scores, call.values, min(kv_head + 1, call.keys.shape[1] - 1), slots", COMPILED),
         ("compiled: a key past the length is read", "    seq_len = call.seq_lens[request]\n", "    seq_len = call.seq_lens[request] + 1\n", COMPILED),
+        ("compiled: what windows have left behind is read", "begin = max(0, first + ahead - call.window + 1)", "begin = 0", COMPILED),
+        ("compiled: every request reads the first one's context", "call.kv_starts[request] + begin + j", "begin + j", LATENT_COMPILED),
+        ("compiled: rotated keys add nothing to scores", "            if rope_heads > 0:\n                rope =", "            if False:\n                rope =", LATENT_COMPILED),
+    ],
+    "attention/kernels/__init__.py": [
+        ("compiled: the first request waits for numba", 'if name == "compiled":', "if False:", (EVERY_STATE,)),
+    ],
+    "attention/kernels/compiled.py": [
+        ("compiled: a prompt's tokens see those that follow", "ends, shape, output, causal=True)", "ends, shape, output, causal=False)", LATENT_COMPILED),
     ],
     "ops/cpu/linear.py": [
         ("operators that multiply wrong are used", 'return "" if is_near and torch.equal(back, weight) else', 'return "" if True else', ("tests/ops/test_cpu.py",)),

@@ -14,12 +14,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache
 
+from vllm_npu_prep.attention import kernels
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import allocate_planes, single_planes
 from vllm_npu_prep.attention.latent import describe
 from vllm_npu_prep.attention.local_attention import unwrap_backends
-from vllm_npu_prep.config import parse_config
+from vllm_npu_prep.config import decisions_of, parse_config
 from vllm_npu_prep.device import Device, Memory
 from vllm_npu_prep.device.communicator import union_over_ranks
 from vllm_npu_prep.errors import PrepError
@@ -261,6 +262,9 @@ class CommonRunner:
         step = warm_up(self.preparer.tables.shape)
         if self.recorder is not None:
             self.recorder.warm_up(step)
+        dtype = self.vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)  # resolved by now
+        kernels.warm_up(decisions_of(self.vllm_config).attention, dtype)
 
     def _end_run(self, drafter: Any) -> None:
         """Log the run's summary, and let go of what upstream's ``shutdown`` knows nothing of."""

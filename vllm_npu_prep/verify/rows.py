@@ -31,7 +31,6 @@ NO_ROW: dict[Record, str] = {
     ("fused attention", "unsupported argument"): "the plugin passes none of them",
     ("fused attention", "sparse modes of one token"): "the plugin uses no layout but TND",
     ("fused attention", "band of a full mask"): "the plugin gives mode 0 no mask",
-    ("fused attention", "contiguous"): "K and V of the plugin are contiguous",
     ("fused attention", "softmax_lse of empty rows"): "rows of nobody are left out",
     ("fused attention", "fully masked rows"): "every token sees itself",
     ("fused attention", "query rows past a length"): "the last length is always T",

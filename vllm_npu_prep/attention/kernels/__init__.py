@@ -125,3 +125,9 @@ def make_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> AttentionKernels
         "atb": ("atb", "AtbKernels"),
     }[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), kernels)()
+
+
+def warm_up(name: str, dtype: torch.dtype) -> None:
+    """Load or compile the code of a family for models of this dtype."""
+    if name == "compiled":
+        importlib.import_module(f"{__name__}.compiled_loops").compile_loops(dtype)

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import math
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -467,137 +467,6 @@ def loop_of(dtype: torch.dtype) -> Any:
     return LOOP(code.address)
 
 
-# ----------------------------------------------------------------- calls from the host
-
-
-class Plan(NamedTuple):
-    """How the tokens of a step are cut into tiles: ``R`` requests, whose last tokens are those of
-    their sequences."""
-
-    tile_tokens: np.ndarray  # [tiles, 2] int32: the first token, and the last one plus 1
-    tile_requests: np.ndarray  # [tiles] int32
-    query_starts: np.ndarray  # [R + 1] int32
-    seq_lens: np.ndarray  # [R] int32
-    kv_starts: np.ndarray  # [R] int32: first rows of K and V that are not in blocks
-    max_rows: int
-
-
-def make_plan(
-    query_starts: np.ndarray,  # [R + 1]
-    seq_lens: np.ndarray,  # [R]
-    kv_starts: np.ndarray,  # [R]
-    group: int,  # query heads of a K/V head
-) -> Plan:
-    parts = -(-group // ROWS)
-    heads = -(-group // parts)
-    longest = max(1, ROWS // heads)
-    starts = query_starts.astype(np.int32)
-    lens = np.diff(starts)
-    counts = -(-lens // longest)
-    requests = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
-    within = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = starts[requests] + within * longest
-    last = np.minimum(first + longest, starts[requests + 1])
-    tokens = np.stack((first, last), 1).astype(np.int32)
-    rows = min(longest, int(lens.max(initial=1))) * heads
-    whole = seq_lens.astype(np.int32), kv_starts.astype(np.int32)
-    return Plan(tokens, requests, starts, *whole, -(-rows // 4) * 4)
-
-
-def scratch_bytes(num_heads: int, num_kv_heads: int, key_width: int, value_width: int) -> int:
-    """Return the most memory that all threads take for their tiles."""
-    group = num_heads // num_kv_heads
-    heads = -(-group // -(-group // ROWS))
-    rows = max(-(-max(ROWS, heads) // 4) * 4, FEW_ROWS * num_kv_heads)
-    return torch.get_num_threads() * rows * 4 * (key_width + value_width + KEYS + 2)
-
-
-def attend_rows(
-    query: torch.Tensor,  # [T, H, D]
-    keys: torch.Tensor,  # [S, Hkv, D]
-    values: torch.Tensor,  # [S, Hkv, Dv]
-    output: torch.Tensor,  # [T, H, Dv], written
-    plan: Plan,
-    scale: float,
-    *,
-    query_rope: torch.Tensor | None = None,  # [T, H, Dr]: a further part of queries and of keys
-    keys_rope: torch.Tensor | None = None,  # [S, Hkv or 1, Dr]
-    block_table: torch.Tensor | None = None,  # [R, max_num_blocks] int32
-    block_size: int = 0,  # 0: the rows are those of `Plan.kv_starts`
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,  # [T, H] float32, written: log-sum-exp, base e
-) -> None:
-    """Attend with the tokens of a plan over rows of K and V."""
-    tensors = {"query": query, "keys": keys, "values": values, "output": output}
-    if query_rope is not None and keys_rope is not None:
-        tensors |= {"query_rope": query_rope, "keys_rope": keys_rope}
-    if lse is not None:
-        tensors["lse"] = lse
-    if block_table is not None:
-        assert block_table.stride(1) == 1
-    assert all(tensor.is_contiguous() for tensor in tensors.values())
-    factors, counter = np.array([scale, soft_cap or 0.0], np.float32), np.zeros(1, np.int64)
-    arrays = {**plan._asdict(), "factors": factors, "counter": counter}
-    del arrays["max_rows"]
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    addresses |= {name: array.ctypes.data for name, array in arrays.items()}
-    addresses["table"] = 0 if block_table is None else block_table.data_ptr()
-    form = FORMS[query.dtype]
-    # Rows have all heads one after the other: narrow ones are read once for all of them.
-    row_bytes = (keys.nbytes + values.nbytes) // len(keys)
-    few = plan.max_rows <= FEW_ROWS and len(plan.tile_requests) >= 2 * torch.get_num_threads()
-    together = keys.shape[1] if few and KEYS * row_bytes <= NEAR_BYTES else 1
-    sizes = {
-        "tokens": len(query),
-        "heads": query.shape[1],
-        "width": query.shape[2],
-        "rope_width": 0 if query_rope is None else query_rope.shape[2],
-        "slots": len(keys),
-        "kv_heads": keys.shape[1],
-        "rope_heads": 0 if keys_rope is None else keys_rope.shape[1],
-        "value_width": values.shape[2],
-        "lse_tokens": 0 if lse is None else len(lse),
-        "tiles": len(plan.tile_requests),
-        "2": 2,
-        "requests": len(plan.seq_lens),
-        "requests + 1": len(plan.query_starts),
-        "table": 0 if block_table is None else block_table.numel(),
-        "1": 1,
-    }
-    scalars = {
-        "causal": int(causal),
-        "window": window or 0,
-        "block_size": block_size,
-        "table_width": 0 if block_table is None else block_table.stride(0),
-        "max_rows": plan.max_rows,
-        "together": together,
-    }
-    for name in ("query_rope", "keys_rope", "lse"):
-        addresses.setdefault(name, 0)
-    run(loop_of(query.dtype), form.pack(sizes, addresses, scalars))
-
-
-def run(loop: Any, words: np.ndarray) -> None:
-    """Run a loop on torch's threads: libgomp's, so that both never compete for a processor."""
-    threads = torch.get_num_threads()
-    if threads > 1 and (parallel := openmp()) is not None:
-        parallel(loop, words.ctypes.data, threads, 0)
-    else:
-        loop(words.ctypes.data)
-
-
-@functools.cache
-def openmp() -> Any:
-    """Return ``GOMP_parallel`` of the OpenMP library that torch runs on; None if it is another."""
-    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
-    if parallel is not None:
-        parallel.argtypes = [LOOP, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-    return parallel
-
-
 # ----------------------------------------------------------------- writing
 
 
@@ -645,3 +514,13 @@ def write_rows(
         tensors = Written(first, second, first_plane, second_plane, slots)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors._asdict().items()}
         copy_to_slots(WRITTEN.pack(sizes, addresses, {}))
+
+
+# ----------------------------------------------------------------- before they are needed
+
+
+def compile_loops(dtype: torch.dtype) -> None:
+    """Compile the loops for models of this dtype, or load them, so that no request waits for it."""
+    loop_of(dtype)
+    rows, plane = torch.empty(1, 1), torch.empty(1, 1, 1)
+    write_rows(rows, rows, plane, plane, torch.tensor([-1], dtype=torch.int32))  # writes nothing
