@@ -84,6 +84,7 @@ def test_fusion_passes_and_inductor_are_off(configure):
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+BOTH_FORMS = {"npu_prep": {"attention": "reference"}}  # a family that reads either form of masks
 
 
 @pytest.mark.parametrize(
@@ -96,14 +97,19 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     ],
 )
 def test_masks_that_graphs_read_are_compressed(configure, mode, speculative, form):
-    config = configure(compilation_config={"cudagraph_mode": mode}, speculative_config=speculative)
+    config = configure(
+        compilation_config={"cudagraph_mode": mode},
+        speculative_config=speculative,
+        additional_config=BOTH_FORMS,
+    )
     assert decisions_of(config).mask_form == form
     assert mode_of(config) == mode
 
 
 def test_windows_in_full_graphs_take_the_compressed_form(tmp_path, configure):
     folder = make_model(tmp_path, "Mistral", sliding_window=8, num_hidden_layers=1)
-    config = configure(folder, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    mode = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    config = configure(folder, compilation_config=mode, additional_config=BOTH_FORMS)
     assert decisions_of(config).mask_form == "compressed"
 
 
