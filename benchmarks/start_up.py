@@ -75,8 +75,8 @@ def measure(model: str, flags: list[str]) -> dict[str, list[float]]:
     with clock.phase("plugin: import its worker"):
         from vllm_npu_prep import worker
         from vllm_npu_prep.compat import activation
-        from vllm_npu_prep.graph import runner
         from vllm_npu_prep.runner.common import CommonRunner
+        from vllm_npu_prep.runner.graphs import Graphs
     for owner, method, name in (
         (activation, "prepare_process", "plugin: prepare the process"),
         (current_platform, "check_and_update_config", "plugin: check the config"),
@@ -84,7 +84,7 @@ def measure(model: str, flags: list[str]) -> dict[str, list[float]]:
         (worker.NPUWorker, "load_model", "load the model"),
         (worker.NPUWorker, "determine_available_memory", "run the largest step, with Dynamo"),
         (CommonRunner, "warm_up", "plugin: load compiled code"),
-        (runner, "capture_graphs", "plugin: fake graphs"),
+        (Graphs, "capture", "plugin: fake graphs"),
     ):
         clock.watch(owner, method, name)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
