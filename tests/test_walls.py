@@ -218,7 +218,7 @@ WALLS = {
     "records": "prep records validation",
     # It keeps steps; what shows them to people is no part of an engine
     "observe": "attention.families config graph.counts observe prep records",
-    "server": "config observe.metrics observe.record_client observe.record_signal server",
+    "server": "config observe.metrics server",
     "sleep": "device",
     # It belongs to no runner and no device
     "scheduling": "scheduling",

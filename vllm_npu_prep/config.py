@@ -40,7 +40,7 @@ class RecordConfig(BaseModel):
         Folder for the records.
     steps
         ``"100:200"``: these steps are written as they run. ``"last 64"``: the last 64 steps are
-        kept in memory and written when the engine fails, on SIGUSR1 or on request.
+        kept in memory and written when the engine fails or on request.
     max_bytes
         Most bytes of the files, or of the memory.
     request_ids

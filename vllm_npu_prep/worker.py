@@ -35,7 +35,6 @@ from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.observe.record_signal import survive_signals
 from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
@@ -103,8 +102,6 @@ class NPUWorker(Worker):
         """
         gc.freeze()  # so that collections while loading and profiling skip modules
         look_at_models_before_weights(_refuse_what_is_not_computed)
-        if self.parallel_config.use_ray:  # vLLM's other processes do so from their start
-            survive_signals()
         if self.model_config.is_hybrid:
             from vllm_npu_prep.attention.gated_delta import register_layer
 

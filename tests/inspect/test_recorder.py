@@ -4,9 +4,7 @@ import errno
 import json
 import logging
 import os
-import signal
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -89,19 +87,16 @@ class Decodes:
 
 @pytest.fixture
 def make(tmp_path, seed):
-    """A recorder of `Decodes`, closed in the end."""
-    made = []
+    """A recorder of `Decodes`."""
 
     def recorder(steps: str, **options) -> tuple[StepRecorder, Decodes]:
         decodes = Decodes(seed)
         config = RecordConfig(dir=str(tmp_path / "records"), steps=steps, **options)
         recorded = Recorded((LayerGroup(group=0),), MaskForm.DENSE, 1)
-        made.append(StepRecorder(config, decodes.tables, recorded, {"versions": {"vllm": "0"}}))
-        return made[-1], decodes
+        manifest = {"versions": {"vllm": "0"}}
+        return StepRecorder(config, decodes.tables, recorded, manifest), decodes
 
-    yield recorder
-    for each in made:
-        each.close()
+    return recorder
 
 
 def check(folder: Path, decodes: Decodes, numbers: Sequence[int]) -> None:
@@ -141,43 +136,6 @@ def test_the_ring_holds_tables_as_they_were_at_each_step(make):
     check(recorder.folder, decodes, [*range(24, 31), *range(33, 40)])
 
 
-def test_a_signal_writes_the_ring_at_any_moment(make, monkeypatch):
-    recorder, decodes = make("last 5")
-    decodes.record(recorder, 8)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    check(recorder.folder, decodes, range(3, 8))
-    of_step = recorder_module.StepSnapshot.of_step
-
-    def interrupted(*args):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return of_step(*args)
-
-    monkeypatch.setattr(recorder_module.StepSnapshot, "of_step", interrupted)
-    decodes.record(recorder, 1)
-    check(recorder.folder, decodes, range(3, 9))
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(recorder.close).result()  # only the main thread sets handlers
-    recorder.close()
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
-def test_a_signal_that_somebody_listens_to_is_left_alone(make, caplog):
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
-    try:
-        with caplog.at_level(logging.INFO, logger=recorder_module.logger.name):
-            recorder, decodes = make("last 5")
-        decodes.record(recorder, 2)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [1] and not recorder.folder.exists()
-        assert "SIGUSR1 has another handler" in caplog.text
-        recorder.close()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [1, 1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 class Counters:
     """Counters of one layer of three experts; a forward pass overwrites them."""
 
@@ -193,7 +151,7 @@ class Counters:
 
 @pytest.mark.parametrize("steps", ["0:9", "last 9"])
 def test_counts_are_those_of_a_steps_own_forward_pass(make, steps):
-    """A signal or a failure comes before it; dummy runs of an idle engine come after it."""
+    """A question or a failure comes before it; dummy runs of an idle engine come after it."""
     recorder, decodes = make(steps)
     recorder.expert_counters = counters = Counters()
 
@@ -202,7 +160,7 @@ def test_counts_are_those_of_a_steps_own_forward_pass(make, steps):
         return {int(file.stem[5:]): told["layer"] for file, told in found if told}
 
     decodes.record(recorder, 1)
-    recorder.dump("a signal")
+    recorder.dump("too early")
     assert read() == {}, "its forward pass is still to come"
     counters.counted = [1, 0, 5]
     recorder.read_experts()
@@ -217,7 +175,7 @@ def test_counts_are_those_of_a_steps_own_forward_pass(make, steps):
     assert read() == {0: [1, 0, 5], 2: [2, 2, 2]}
     decodes.record(recorder, 1)
     counters.counted = [0, 3, 3]
-    recorder.close()
+    recorder.read_experts()
     recorder.dump("asked for")
     assert read() == {0: [1, 0, 5], 2: [2, 2, 2], 3: [0, 3, 3]}
 

@@ -468,16 +468,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("metrics count padding as tokens", "counts[self._tokens] += num_tokens", "counts[self._tokens] += step.padding.num_input_tokens", ("tests/inspect/test_metrics.py",)),
         ("an engine that has ended keeps the files of its metrics open", "            file.close()\n        self._files = {}", "            pass", ("tests/inspect/test_metrics.py",)),
     ],
-    "observe/record_client.py": [
-        ("a server is found from its own process only", "for each in _and_ancestors(pid) if", "for each in [pid] if", SERVERS),
-        ("an answer of another program is a traceback of record", "    if not isinstance(found, dict):", "    if found is None:", ("tests/server/test_record_command.py",)),
-    ],
-    "observe/record_signal.py": [
-        ("an engine dies of SIGUSR1", "signal.signal(signal.SIGUSR1, pass_on)", "pass", SERVERS),
-    ],
     "observe/recorder.py": [
         ("a step that did not run has the counts of the one before", "                self.expert_counters.clear()\n", "                pass\n", RECORDS),
-        ("a recorder is closed by the main thread only", "if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal", "if signal.getsignal(signal.SIGUSR1) == self._on_signal", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),
@@ -1058,6 +1050,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an engine outlives its server", "while os.getppid() == parent:", "while True:", SERVERS),
         ("a process that does not heed SIGTERM outlives its parent", "os._exit(1)", "pass", SERVERS),
         ("an engine that ended in time is told as killed", "return self._process.is_alive() and pid is not None and psutil.pid_exists(pid)", "return self._process.is_alive()", SERVERS),
+    ],
+    "server/record_client.py": [
+        ("a server is found from its own process only", "for each in _and_ancestors(pid) if", "for each in [pid] if", SERVERS),
+        ("an answer of another program is a traceback of record", "    if not isinstance(found, dict):", "    if found is None:", ("tests/server/test_record_command.py",)),
     ],
     "server/record_server.py": [
         ("the first engine alone writes records", "for ranks in engines for rank in ranks", "for ranks in engines[:1] for rank in ranks", SERVERS),

@@ -85,7 +85,7 @@ def test_its_last_steps_are_recorded_when_asked_and_replayed(server):
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda pair: server.chat(pair[0]), asked))
     assert answers == [answer for _, answer in asked]
-    assert "; `vllm-npu-prep record` or `kill -USR1 " in server.log()
+    assert "; `vllm-npu-prep record` or dump_steps writes them to " in server.log()
     done = command("record", server.port)
     (folder,) = server.log_path.parent.glob("records/*")
     assert done.stdout == f"40 steps are in {folder} (vllm-npu-prep record)\n"

@@ -74,7 +74,7 @@ def start(tmp_path):
 def test_a_process_of_vllm_s_ends_soon_after_its_parent(start, name, manner, method):
     parent, child, watches = start(name, manner, method)
     assert watches
-    child.send_signal(signal.SIGUSR1)  # which asks for records, and ends neither of them
+    child.send_signal(signal.SIGUSR1)  # which asked earlier releases for records
     parent.kill()
     child.wait(LIMIT)
     said = parent.stdout.read()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,11 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.waiting import LIMIT, wait_until
+from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.observe import record_client
-from vllm_npu_prep.observe.record_client import Address, server_of
-from vllm_npu_prep.server import record_command, record_server
+from vllm_npu_prep.server import record_client, record_command, record_server
+from vllm_npu_prep.server.record_client import Address, server_of
 
 WRITTEN = [
     {"rank": rank, "folder": f"/steps/{rank}", "steps": 64, "answer": f"64 steps are in {rank}"}
@@ -49,11 +47,7 @@ def while_serving(engine: Engine, function) -> int:
         async with record_server.answering(engine, 8123):
             return await asyncio.to_thread(function)
 
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        return asyncio.run(serve())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    return asyncio.run(serve())
 
 
 def here() -> Address:
@@ -176,24 +170,6 @@ def test_a_server_is_found_from_any_of_its_processes():
     assert here() not in record_client.addresses()
     assert while_serving(Engine(WRITTEN), look) == [here()] * 3 + [None]
     assert here() not in record_client.addresses()
-
-
-def test_sigusr1_to_the_server_asks_all_ranks(caplog):
-    engine, unasked = Engine(NOTHING), Engine(WRITTEN, {})
-
-    def send():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: caplog.messages)
-
-    with caplog.at_level("INFO", logger=record_server.logger.name):
-        while_serving(engine, send)
-        assert [call[3] for call in engine.asked] == [("SIGUSR1",)]
-        assert caplog.messages == ["Records were asked for (SIGUSR1): no new step to write."] * 2
-        caplog.clear()
-        engine.asked.clear()
-        while_serving(unasked, send)
-    (line,) = caplog.messages
-    assert line.startswith("SIGUSR1: no steps are recorded: start with") and not unasked.asked
 
 
 def test_another_user_is_not_answered(alone, capsys, monkeypatch):

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import signal
 import threading
 import time
 from collections import deque
@@ -24,8 +23,6 @@ import numpy as np
 from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.files import write_whole
-from vllm_npu_prep.observe.record_client import server_of
-from vllm_npu_prep.observe.record_signal import ask_in_background, pass_on
 from vllm_npu_prep.observe.step_snapshot import (
     Recorded,
     StepSnapshot,
@@ -118,17 +115,19 @@ class StepRecorder:
         self._ring_bytes = self._file_bytes = 0
         self._past_blocks = np.empty(0, np.int32)  # all tables before the first step of the ring
         self._last_written = -1
-        self._is_busy = self._is_asked = self._is_alone = False
         self._why_stopped = ""
-        # A step may fail in the thread that waits for its output. Signals come to a thread that
-        # may hold the lock: they write later then.
-        self._lock = threading.RLock()
+        # A step may fail in the thread that waits for its output.
+        self._lock = threading.Lock()
         self._salt = os.urandom(16)
         self.expert_counters: ExpertCounters | None = None
         self._uncounted: int | None = None  # step whose counts are not read yet
         self._experts: dict[int, ExpertTokens] = {}  # counts of the ring's steps
         if self._span is None:
-            self._listen()
+            logger.info(
+                "Recording the last %s; `vllm-npu-prep record` or dump_steps writes them to %s.",
+                counted(config.last, "step"),
+                self.folder.parent,
+            )
 
     def warm_up(self, step: PreparedStep) -> None:
         """Load or compile code, so that the first step needn't wait; any `step` will do."""
@@ -187,20 +186,15 @@ class StepRecorder:
                 self._ring.clear()
                 if number == self._span[-1]:
                     self._stop(f"steps {self.config.steps} are in {self.folder}", logging.INFO)
-        if self._is_asked:
-            self._is_asked = False
-            self.dump("SIGUSR1")
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Keep other threads and signals from the ring; nothing that fails reaches the engine."""
+        """Keep other threads from the ring; nothing that fails reaches the engine."""
         with self._lock:
-            self._is_busy = True
             try:
                 yield
             except Exception as error:
                 self._stop(f"{type(error).__name__}: {error}")
-            self._is_busy = False
 
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
@@ -276,7 +270,7 @@ class StepRecorder:
             return
         try:
             counts = self.expert_counters.read()
-            if not counts:  # a signal came before the forward pass, or the step failed
+            if not counts:  # asked before the forward pass, or the step failed
                 return
             self._uncounted = None
             if self._ring and self._ring[-1].number == number:
@@ -308,53 +302,6 @@ class StepRecorder:
             self._ring, self._past_blocks = deque(), np.empty(0, np.int32)
             logger.log(level, "%s", self._why_stopped)
 
-    # ----------------------------------------------------------------- signals
-
-    def _listen(self) -> None:
-        """Write the ring on SIGUSR1, unless the signal already has a handler."""
-        what = f"Recording the last {counted(self.config.last, 'step')}"
-        command, where = "`vllm-npu-prep record`", self.folder.parent
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._before = signal.getsignal(signal.SIGUSR1)
-        if in_main_thread and self._before in (signal.SIG_DFL, pass_on):
-            signal.signal(signal.SIGUSR1, self._on_signal)
-            signalled = f"`kill -USR1 {os.getpid()}`"
-            logger.info("%s; %s or %s writes them to %s.", what, command, signalled, where)
-        else:
-            logger.info(
-                "%s; %s or dump_steps writes them to %s (SIGUSR1 has another handler already).",
-                *(what, command, where),
-            )
-
-    def _on_signal(self, *_: Any) -> None:
-        """Let the server ask all ranks; otherwise write now, or after the step being noted.
-
-        A signal can arrive between any two lines.
-        """
-        server = None if self._is_alone else server_of(os.getpid())
-        self._is_alone = False
-        if server is not None:
-            ask_in_background(server, self._write_alone)
-        elif self._is_busy:
-            self._is_asked = True
-        else:
-            self.dump("SIGUSR1")
-
-    def _write_alone(self) -> None:
-        """Have the main thread write this rank's steps, because no server asks all ranks."""
-        self._is_alone = True
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    def close(self) -> None:
-        """Read the last counts of experts, and stop listening.
-
-        In another thread than the main one, which alone may set handlers, the signal keeps its own.
-        """
-        self.read_experts()
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal:
-            signal.signal(signal.SIGUSR1, self._before)
-
 
 def make_recorder(
     vllm_config: "VllmConfig",
@@ -370,13 +317,13 @@ def make_recorder(
     num_blocks
         Blocks of the KV cache, for the manifest.
     old
-        The runner's previous recorder, which is closed.
+        The runner's previous recorder, whose last counts of experts are read.
     """
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
 
     if old is not None:
-        old.close()
+        old.read_experts()
     config = parse_config(vllm_config.additional_config).record
     if config is None:
         return None

@@ -276,7 +276,7 @@ class CommonRunner:
                 ring.steps,
             )
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.read_experts()
         self.metrics.close()
         self.padding.counts.log_summary()
         forget_models(getattr(self, "model", None), getattr(drafter, "model", None))

@@ -18,8 +18,6 @@ from typing import Any
 
 import psutil
 
-from vllm_npu_prep.observe.record_signal import survive_signals
-
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 SERVERS = {"vllm.entrypoints.cli.main", "vllm.entrypoints.launchers.api_server.entry"}
@@ -45,7 +43,7 @@ def look_after_processes() -> None:
     plugins, and forked processes load nothing again.
     """
     if SERVERS & sys.modules.keys():
-        survive_signals()
+        ignore_sigusr1()
     _look_after_child()
     multiprocessing.util.register_after_fork(watch_parent, lambda _: _look_after_child())
 
@@ -53,8 +51,15 @@ def look_after_processes() -> None:
 def _look_after_child() -> None:
     """Watch the parent if vLLM started this process; we must not end a user's own process."""
     if STARTED_BY_VLLM.fullmatch(multiprocessing.current_process().name):
-        survive_signals()
+        ignore_sigusr1()
         watch_parent()
+
+
+def ignore_sigusr1() -> None:
+    """Keep SIGUSR1, by which earlier releases were asked for records, from ending this process."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def watch_parent() -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.observe.record_client import Address, addresses, ask, server_of
+from vllm_npu_prep.server.record_client import Address, addresses, ask, server_of
 from vllm_npu_prep.wording import seconds
 
 DESCRIBE_SECONDS = 10

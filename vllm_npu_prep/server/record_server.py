@@ -1,4 +1,4 @@
-"""Lets an API server write records when `vllm_npu_prep.observe.record_client` or SIGUSR1 asks.
+"""Lets an API server write records when `vllm_npu_prep.server.record_client` asks.
 
 The server asks the ranks of every engine core through vLLM, so ranks on other hosts write theirs,
 too.
@@ -10,14 +10,13 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 import struct
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.config import parse_config
-from vllm_npu_prep.observe.record_client import Address
+from vllm_npu_prep.server.record_client import Address
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -44,7 +43,7 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
         Port of the server's HTTP, by which users recognise it.
     """
     records = _Records(engine, port)
-    loop, server = asyncio.get_running_loop(), None
+    server = None
     # Several API servers have their parent in common; else this process is `vllm serve`.
     is_one_of_several = multiprocessing.current_process().name.startswith("ApiServer_")
     address = Address(os.getppid() if is_one_of_several else os.getpid(), os.getpid())
@@ -55,13 +54,9 @@ async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]
             server = await asyncio.start_unix_server(records.answer, sock=sock)
         except OSError as error:  # no abstract names beyond Linux
             logger.info("`vllm-npu-prep record` will not find this server: %s.", error)
-        loop.add_signal_handler(signal.SIGUSR1, records.begin)
         try:
             yield
         finally:
-            # A signal while the server stops is too late, but must not kill it.
-            loop.remove_signal_handler(signal.SIGUSR1)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             if server is not None:
                 server.close()
 
@@ -72,7 +67,6 @@ class _Records:
     def __init__(self, engine: "AsyncLLM", port: int | None) -> None:
         self.engine, self.port = engine, port
         self.config = parse_config(engine.vllm_config.additional_config).record
-        self._tasks: set[asyncio.Task] = set()  # the loop itself keeps weak references only
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with (
@@ -89,12 +83,6 @@ class _Records:
                 answer = self.describe()
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
-
-    def begin(self) -> None:
-        """Write records without waiting, as a signal handler needs it."""
-        task = asyncio.get_running_loop().create_task(self.write("SIGUSR1"))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -117,8 +105,6 @@ class _Records:
             ``ranks``: what `NPUWorker.record_steps` returns on each rank; or else ``error``.
         """
         if self.config is None:
-            if reason == "SIGUSR1":
-                logger.warning("SIGUSR1: %s.", NOTHING_RECORDED)
             return {"error": NOTHING_RECORDED}
         try:
             engines = await self.engine.engine_core.call_utility_all_async(
