@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -412,58 +411,3 @@ def test_no_color_is_kept_on_a_terminal():
     shown = explain_output(path, FORCE_COLOR="1")
     assert "\x1b[1m" in shown  # bold is no colour
     assert not re.search(r"\x1b\[[0-9;]*(3|4|9)[0-9]", shown)
-
-
-# ------------------------------------------------------------ what a file expects
-
-
-def with_expected(folder, **changes) -> Path:
-    scenario, expected = worked_examples.load("chunked-prefill")
-    file = folder / "scenario.json"
-    file.write_text(json.dumps({"scenario": scenario, "expected": expected | changes}))
-    return file
-
-
-def test_a_step_that_is_as_its_file_expects_says_so(tmp_path, capsys):
-    scenario, expected = worked_examples.load("chunked-prefill")
-    file = str(with_expected(tmp_path))
-    for more in ([], ["--html", str(tmp_path / "a.html")]):
-        assert main(["explain", file, *more]) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last.startswith(f"expected: the step agrees in {len(expected)} variables")
-    (tmp_path / "bare.json").write_text(json.dumps(scenario))
-    assert main(["explain", str(tmp_path / "bare.json")]) == 0
-    assert "expected" not in capsys.readouterr().out
-
-
-WRONG = [  # a variable, what is expected of it, and what is said of that
-    ("num_reqs", 4, ["num_reqs", "4", "3"]),
-    ("seq_lens", [4, 3, 9], ["seq_lens[2]", "9", "8"]),
-    ("seq_lens", [4, 3], ["seq_lens", "2 elements", "3 elements"]),
-    ("attn_state", "DecodeOnly", ["attn_state", "DecodeOnly", "ChunkedPrefill"]),
-    ("attn_mask", None, ["attn_mask", "None", "2 keys"]),
-    ("no_such", 1, ["no_such", "1", "nothing"]),
-    ("max_seq_len", True, ["max_seq_len", "True", "8"]),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "row"), WRONG, ids=[f"{w[0]}={w[1]}" for w in WRONG])
-def test_a_step_that_is_not_as_its_file_expects_says_where(name, value, row, tmp_path, capsys):
-    file = str(with_expected(tmp_path, **{name: value}))
-    assert main(["explain", file]) == 1
-    _, _, told = capsys.readouterr().out.partition("expected: ")
-    assert re.match(rf"the step differs in 1 of \d+ variables: {name}\n", told)
-    assert " ".join(row) in [" ".join(each.split()) for each in told.splitlines()]
-    assert main(["explain", file, "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out) == worked_examples.load("chunked-prefill")[1], "the step, nothing else"
-    assert f": {name}\n" in err and f"expected {row[1]}, prepared {row[2]}" in err
-
-
-@pytest.mark.parametrize("expected", [3, [], {}, None, "x"])
-def test_what_can_not_be_expected_gets_one_line(expected, tmp_path, capfd):
-    file = tmp_path / "bad.json"
-    file.write_text(json.dumps({"scenario": small(), "expected": expected}))
-    assert main(["explain", str(file)]) == 2
-    out, err = capfd.readouterr()
-    assert not out and err.count("\n") == 1 and "expected: must be an object" in err

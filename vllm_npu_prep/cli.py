@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm_npu_prep.inspect.view import StepView
 
 EMULATOR = "ascend_emulator"
-MOST_MISMATCHES = 10
-"""The number of mismatches that are printed to standard error beside ``--json``."""
 
 
 class Output:
@@ -136,8 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="prepare a scenario's step and show every variable by level",
         description="Prepare a scenario's step, or read a recorded one, and show every variable by "
-        "level. A scenario file that says what it expects is compared with that: the exit code is "
-        "1 if anything differs.",
+        "level.",
     )
     explain.add_argument(
         "file",
@@ -253,7 +250,6 @@ def _explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from vllm_npu_prep.files import write_whole
-    from vllm_npu_prep.inspect.expected import expected_line, expected_text, mismatches
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
 
     if args.html and args.file.is_dir() and args.step is None:
@@ -267,7 +263,7 @@ def _explain(args: argparse.Namespace) -> int:
         raise PrepError("--step-pages goes with --html and a folder of records, without --step")
     if args.json and not args.diff and (args.request or args.tokens):
         raise PrepError("--json prints the whole step: leave out --request and --tokens")
-    view, expected = _view_of(args.file, args.step), _expected_of(args.file)
+    view = _view_of(args.file, args.step)
     if args.diff:
         if args.html or args.png or args.request or args.tokens:
             raise PrepError(
@@ -289,24 +285,7 @@ def _explain(args: argparse.Namespace) -> int:
         print(json.dumps(explain_json(view)))
     elif not (args.html or args.png):
         explain_text(view, console, args.request, args.tokens)
-    if expected is None:
-        return 0
-    found = mismatches(view, expected)
-    if not args.json:
-        if not (args.html or args.png):
-            print()
-        expected_text(found, expected, console)
-    elif found:  # standard output has the step's variables alone
-        print(f"vllm-npu-prep: {expected_line(found, expected)}", file=sys.stderr)
-        for each in found[:MOST_MISMATCHES]:
-            print(f"vllm-npu-prep: {each}", file=sys.stderr)
-    return int(bool(found))
-
-
-def _expected_of(path: Path) -> dict[str, Any] | None:
-    from vllm_npu_prep.records.scenario import read_expected
-
-    return None if _is_recorded(path) else read_expected(path)
+    return 0
 
 
 def _is_recorded(path: Path) -> bool:

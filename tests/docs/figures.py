@@ -63,7 +63,7 @@ def shown(command: str, part: str | None) -> str:
         lines = lines[: lines.index("")]
     elif part and "--json" not in args:
         first = lines.index(part)
-        ends = re.compile(r".* level|expected:")
+        ends = re.compile(r".* level")
         heads = [i for i, line in enumerate(lines) if i > first and ends.match(line)]
         lines = lines[first : heads[0] if heads else len(lines)]
     while not lines[-1]:

@@ -262,28 +262,6 @@ def read_scenario(path: Path) -> Scenario:
         raise PrepError(f"{path}: {error}") from None
 
 
-def read_expected(path: Path) -> dict[str, Any] | None:
-    """Return what a scenario file expects of its step, by the names of variables.
-
-    Returns
-    -------
-    dict or None
-        ``expected``, which stands beside ``scenario``; None if the file expects nothing.
-
-    Raises
-    ------
-    PrepError
-        One line, if it is no object or empty.
-    """
-    data = _read_json(path)
-    if not isinstance(data, dict) or "scenario" not in data or "expected" not in data:
-        return None
-    expected = data["expected"]
-    if not isinstance(expected, dict) or not expected:
-        raise PrepError(f"{path}: expected: must be an object with variables of the step")
-    return expected
-
-
 def _read_json(path: Path) -> Any:
     try:
         with path.open("rb") as file:
