@@ -26,7 +26,6 @@ from tests.helpers.scenarios import (
 )
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.diff import diff_text, differences
 from vllm_npu_prep.inspect.explain import explain_json, explain_text, token_level
 from vllm_npu_prep.prep.padding import GraphMode
 
@@ -392,15 +391,9 @@ def test_long_names_of_requests_stay_whole(width):
     scenario["requests"][2]["req_id"] = name
     console = Console(file=io.StringIO(), width=width)
     explain_text(view_of(scenario), console)
-    other = json.loads(json.dumps(scenario))
-    other["requests"][2]["block_ids"] = [4, 5, 6, 9]
-    other["requests"][0]["req_id"] = f"{name}0"
-    views = view_of(scenario), view_of(other)
-    diff_text(*views, differences(*views), console)
     lines = console.file.getvalue().splitlines()
     starts = [word for line in lines for word in line.split() if word.startswith("chatcmpl")]
-    assert len(starts) > 5
-    assert set(starts) == {name, f"{name}0"}
+    assert starts and set(starts) == {name}
     for line in lines:  # longer than the terminal only where it has a word that is
         longest = max(map(len, line.split()), default=0)
         assert len(line) <= max(width, longest + 24), line

@@ -178,12 +178,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draw masks, blocks and recurrent states into a PNG file",
     )
-    explain.add_argument(
-        "--diff",
-        type=Path,
-        metavar="FILE",
-        help="compare with another step, and show what differs; exit code 1 if anything does",
-    )
     explain.set_defaults(run=_explain)
     add_doctor_parser(commands)
     add_record_parser(commands)
@@ -253,7 +247,7 @@ def _explain(args: argparse.Namespace) -> int:
     from vllm_npu_prep.inspect.explain import explain_json, explain_text
 
     if args.html and args.file.is_dir() and args.step is None:
-        if args.json or args.png or args.diff or args.request or args.tokens:
+        if args.json or args.png or args.request or args.tokens:
             raise PrepError(
                 f"--html: {args.file} is a folder, whose page shows a whole run and takes no other "
                 "option; choose a step by --step N"
@@ -261,16 +255,9 @@ def _explain(args: argparse.Namespace) -> int:
         return _explain_run(args.file, args.html, args.step_pages)
     if args.step_pages is not None:
         raise PrepError("--step-pages goes with --html and a folder of records, without --step")
-    if args.json and not args.diff and (args.request or args.tokens):
+    if args.json and (args.request or args.tokens):
         raise PrepError("--json prints the whole step: leave out --request and --tokens")
     view = _view_of(args.file, args.step)
-    if args.diff:
-        if args.html or args.png or args.request or args.tokens:
-            raise PrepError(
-                "--diff prints what differs between whole steps, and takes no other option but "
-                "--json"
-            )
-        return _diff(view, _view_of(args.diff, args.step), args.json)
     console = Console()
     if args.html:
         from vllm_npu_prep.inspect.page import explain_html
@@ -304,19 +291,6 @@ def _view_of(path: Path, step: int | None) -> "StepView":
             raise PrepError(f"--step {step}: {path} is a scenario, which has one step")
         return StepView.of_scenario(read_scenario(path))
     return view_of_record(record_of(path, step))
-
-
-def _diff(a: "StepView", b: "StepView", as_json: bool) -> int:
-    from rich.console import Console
-
-    from vllm_npu_prep.inspect.diff import diff_json, diff_text, differences
-
-    found = differences(a, b)
-    if as_json:
-        print(json.dumps(diff_json(a, b, found)))
-    else:
-        diff_text(a, b, found, Console())
-    return 1 if found else 0
 
 
 def _tokens(text: str) -> tuple[int, int]:

@@ -412,9 +412,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
         ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
     ],
-    "inspect/diff.py": [
-        ("explain --diff takes states in other blocks for the same", "    for group in view.state_groups:\n        where, own", "    for group in ():\n        where, own", ("tests/inspect/test_diff.py",)),
-    ],
     "inspect/doctor/collectives.py": [
         ("HCCL takes a mode that it does not know", "    if given in choices:\n", "    if given:\n", ("tests/inspect/test_doctor.py",)),
     ],
