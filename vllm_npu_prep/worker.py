@@ -35,7 +35,6 @@ from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.observe.scopes import StepScopes
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
@@ -74,7 +73,6 @@ def _refuse_what_is_not_computed(model: torch.nn.Module, layers: Mapping[str, An
 class NPUWorker(Worker):
     prep_device: Device  # from `init_device` on
     model_runner: NPUModelRunner
-    _scopes: StepScopes | None = None  # while a profiler runs
     _last_step: Any = None  # vLLM's `SchedulerOutput` of the one that was begun
     _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
     _tokens_since_return = 0  # tokens of steps since free memory was returned
@@ -275,15 +273,6 @@ class NPUWorker(Worker):
                 logger.info,
                 compilation.cudagraph_mode.has_full_cudagraphs(),
             )
-
-    def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
-        super().profile(is_start, *args, **kwargs)
-        if is_start and self._scopes is None:
-            self._scopes = StepScopes(self.model_runner)
-            self._scopes.install()
-        elif not is_start and self._scopes is not None:
-            self._scopes.remove()
-            self._scopes = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's step; if it fails, write what was recorded.
