@@ -86,8 +86,6 @@ def bare(root: Path) -> Host:
     """A laptop: the CPU fallback and nothing of Ascend's."""
     write(root, "/proc/meminfo", "MemTotal:  32768000 kB\nMemAvailable:   16777216 kB\n")
     (root / "dev").mkdir()
-    for interface in ("enp1s0", "lo"):
-        (root / "sys/class/net" / interface).mkdir(parents=True)
     versions = {name: version for name, version in ON_NPU.items() if name != "torch_npu"}
     devices = {"visible": False, "reason": "torch_npu is not installed"}
     return Host(

@@ -86,7 +86,6 @@ def changed(tmp_path: Path, **changes) -> dict[str, Finding]:
     return by_name(replace(hosts.ascend_910b(tmp_path), **changes))
 
 
-AIV = {"HCCL_OP_EXPANSION_MODE": "AIV"}
 VARIABLES = [
     ("NPU_PREP_DEVICE", "gpu", "failure", "auto, npu or cpu"),
     ("NPU_PREP_DEVICE", "NPU", "ok", ""),
@@ -112,37 +111,13 @@ VARIABLES = [
     ("ASCEND_LAUNCH_BLOCKING", "1", "warning", "full graphs are off"),
     ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", "ok", ""),
     ("PYTORCH_NPU_ALLOC_CONF", "pin_memory_expandable_segments:True", "failure", "no graph can"),
-    ("HCCL_CONNECT_TIMEOUT", "600", "ok", ""),
-    ("HCCL_CONNECT_TIMEOUT", "60", "failure", "from 120 to 7200"),
-    ("HCCL_EXEC_TIMEOUT", "0", "ok", ""),
-    ("HCCL_EXEC_TIMEOUT", "long", "failure", "whole number"),
-    ("HCCL_EXEC_TIMEOUT", "0.05", "ok", "", AIV),
-    ("HCCL_EXEC_TIMEOUT", "1091", "ok", "", AIV),
-    ("HCCL_EXEC_TIMEOUT", "0", "failure", "", AIV),
-    ("HCCL_EXEC_TIMEOUT", "1092", "failure", "", AIV),
-    ("HCCL_BUFFSIZE", "0", "failure", "from 1 on"),
-    ("HCCL_IF_BASE_PORT", "80", "failure", "from 1024 to 65520"),
-    ("HCCL_IF_IP", "eth0", "failure", "IP address"),
-    ("VLLM_HOST_IP", "fe80::1", "ok", ""),
-    ("HCCL_SOCKET_FAMILY", "ipv6", "failure", "AF_INET or AF_INET6"),
-    ("HCCL_DETERMINISTIC", "STRICT", "ok", ""),
-    ("HCCL_DETERMINISTIC", "1", "failure", "false, true or strict"),
-    ("HCCL_OP_EXPANSION_MODE", "AIV", "ok", ""),
-    ("HCCL_OP_EXPANSION_MODE", "aiv", "failure", "AICPU_CacheDisable or AIV"),
-    ("HCCL_SOCKET_IFNAME", "enp", "ok", ""),
-    ("HCCL_SOCKET_IFNAME", "=enp1s0,eth9", "ok", ""),
-    ("HCCL_SOCKET_IFNAME", "=enp", "failure", "enp1s0, lo"),
-    ("HCCL_SOCKET_IFNAME", "^lo", "ok", ""),
-    ("HCCL_SOCKET_IFNAME", "^=enp1s0,lo", "failure", "enp1s0, lo"),
-    ("GLOO_SOCKET_IFNAME", "lo", "ok", ""),
-    ("GLOO_SOCKET_IFNAME", "enp", "failure", "enp1s0, lo"),
 ]
 
 
 @pytest.mark.parametrize("row", VARIABLES, ids=lambda row: "-".join(row[:2]))
 def test_environment_variables(row, tmp_path):
-    variable, value, status, said, *beside = row
-    environment = hosts.SOURCED | {variable: value} | dict(*beside)
+    variable, value, status, said = row
+    environment = hosts.SOURCED | {variable: value}
     finding = changed(tmp_path, environment=environment)[variable]
     assert finding.status == status
     assert said in finding.do
@@ -196,10 +171,10 @@ def test_npus_without_torch_npu(tmp_path):
     assert by_name(asked)["torch_npu"].status == "failure"
 
 
-def test_variables_of_hccl_that_nobody_looks_at_are_listed(tmp_path):
+def test_variables_of_hccl_are_listed(tmp_path):
     environment = {"HCCL_ALGO": "x", "HCCL_RDMA_TC": "1"}
     finding = changed(tmp_path, environment=hosts.SOURCED | environment)["HCCL_*"]
-    assert finding.status == "ok" and "HCCL_ALGO, HCCL_RDMA_TC" in finding.found
+    assert finding.status == "ok" and "HCCL_ALGO=x, HCCL_RDMA_TC=1" in finding.found
 
 
 def test_nothing_of_ascend_is_missed_where_the_cpu_is_asked_for(tmp_path):

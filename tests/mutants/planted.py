@@ -412,9 +412,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
         ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
     ],
-    "inspect/doctor/collectives.py": [
-        ("HCCL takes a mode that it does not know", "    if given in choices:\n", "    if given:\n", ("tests/inspect/test_doctor.py",)),
-    ],
     "inspect/page.py": [
         ("a page traces tokens to the first group's slots only", "[step.slot_mapping[table] for table in view.tables.values()]", "[step.slot_mapping[0] for table in view.tables.values()]", PAGES),
     ],
