@@ -45,9 +45,6 @@ class RecordConfig(BaseModel):
         Most bytes of the files, or of the memory.
     request_ids
         Whether records name requests by a salted hash, or by the engine's ids.
-    expert_tokens
-        Whether a file beside each record says how many tokens each expert got. The host waits for
-        the device in each step that is recorded.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -56,7 +53,6 @@ class RecordConfig(BaseModel):
     steps: str = "last 64"
     max_bytes: int = Field(default=256 << 20, ge=1 << 16, le=1 << 40)
     request_ids: Literal["hashed", "plain"] = "hashed"
-    expert_tokens: bool = False
 
     @field_validator("steps")
     @classmethod

@@ -125,7 +125,7 @@ async def one_engine_idles(ranks: Ranks, prompts: list[list[int]]) -> dict[str, 
     alone = await ranks.generate(prompts[1:], NUM_TOKENS, engine=0)
     after = await ranks.ask("probe_cache")
     again = await ranks.generate(prompts[:1], NUM_TOKENS, engine=1)
-    asked = ("facts", "noted", "expert_tokens", "draft_passes")
+    asked = ("facts", "noted", "draft_passes")
     told = {name: await ranks.ask(f"probe_{name}") for name in asked}
     return {
         "tokens": {"both": both, "cached": cached, "alone": alone, "again": again},
@@ -161,8 +161,7 @@ def test_engines_that_share_experts_step_together(
     folder, drafter = model_of(tmp_path / "model", family, config, drafts)
     # One engine has five requests, more than a graph of the idle one's draft passes holds
     prompts = prompts_of(seed, [140, 3, 60, 17, 25, 9])
-    record = {"dir": str(tmp_path / "records"), "steps": "last 400", "expert_tokens": True}
-    settings = settings | {"additional_config": {"npu_prep": {"check": "full", "record": record}}}
+    settings = settings | {"additional_config": {"npu_prep": {"check": "full"}}}
     with asked_for(runner):
         traffic = partial(one_engine_idles, prompts=prompts)
         got = serve_on_ranks(folder, settings | (DRAFTS if drafts else {}), traffic)
@@ -197,11 +196,6 @@ def test_engines_that_share_experts_step_together(
     for a, b in zip(working[0], idle[0]):
         pairs = 2 * (a["num_real_tokens"] + b["num_real_tokens"])  # a token has two experts
         assert a["num_pairs"] == b["num_pairs"] == pairs, "padding goes to no expert"
-    for steps, counted in zip(got["noted"], got["expert_tokens"], strict=True):
-        real = [step for step in steps if not step["is_dummy"]]
-        assert all(counted), "no step is without counts, the last one before an idle time either"
-        for step, layers in zip(real, counted, strict=True):
-            assert {sum(tokens) for tokens in layers.values()} == {step["num_pairs"]}
     replays = "compilation_config" in settings
     if replays:
         modes = set(settings["compilation_config"]["cudagraph_mode"].split("_AND_"))

@@ -17,8 +17,6 @@ from unittest import mock
 
 from tests.matrix.collect import add, note
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
-from vllm_npu_prep.records.expert_counts import read_expert_counts
-from vllm_npu_prep.records.record_file import record_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
@@ -297,14 +295,6 @@ class RankProbe:
     def probe_noted(self) -> list[dict[str, Any]]:
         """What was noted."""
         return self.probe_steps
-
-    def probe_expert_tokens(self) -> list[dict[str, list[int]]]:
-        """Tokens of each expert of each layer in each recorded step, in order."""
-        if self.model_runner.recorder is None:
-            return []
-        self.dump_steps()
-        files = record_files(self.model_runner.recorder.folder)
-        return [read_expert_counts(file) for file in files]
 
     def probe_draft_passes(self) -> list[tuple[int, list[int]]]:
         """Draft passes of engines that share experts, on Model Runner V2."""

@@ -24,7 +24,6 @@ from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.records.comparison import core_difference, oracle_difference
-from vllm_npu_prep.records.expert_counts import read_expert_counts
 from vllm_npu_prep.records.record_file import read_record, record_files
 from vllm_npu_prep.records.settings import LayerGroup
 
@@ -134,50 +133,6 @@ def test_the_ring_holds_tables_as_they_were_at_each_step(make):
     decodes.record(recorder, 9)
     assert str(recorder.dump("asked for")).startswith("7 steps are in ")
     check(recorder.folder, decodes, [*range(24, 31), *range(33, 40)])
-
-
-class Counters:
-    """Counters of one layer of three experts; a forward pass overwrites them."""
-
-    def __init__(self) -> None:
-        self.counted: list[int] = []
-
-    def clear(self) -> None:
-        self.counted = []
-
-    def read(self) -> dict[str, list[int]]:
-        return {"layer": self.counted} if self.counted else {}
-
-
-@pytest.mark.parametrize("steps", ["0:9", "last 9"])
-def test_counts_are_those_of_a_steps_own_forward_pass(make, steps):
-    """A question or a failure comes before it; dummy runs of an idle engine come after it."""
-    recorder, decodes = make(steps)
-    recorder.expert_counters = counters = Counters()
-
-    def read() -> dict[int, list[int]]:
-        found = [(file, read_expert_counts(file)) for file in record_files(recorder.folder)]
-        return {int(file.stem[5:]): told["layer"] for file, told in found if told}
-
-    decodes.record(recorder, 1)
-    recorder.dump("too early")
-    assert read() == {}, "its forward pass is still to come"
-    counters.counted = [1, 0, 5]
-    recorder.read_experts()
-    assert read() == {0: [1, 0, 5]}
-    counters.counted = [9, 9, 9]  # a dummy run
-    recorder.read_experts()
-    decodes.record(recorder, 1)
-    recorder.dump("the step failed")
-    decodes.record(recorder, 1)
-    counters.counted = [2, 2, 2]
-    recorder.dump("asked for")
-    assert read() == {0: [1, 0, 5], 2: [2, 2, 2]}
-    decodes.record(recorder, 1)
-    counters.counted = [0, 3, 3]
-    recorder.read_experts()
-    recorder.dump("asked for")
-    assert read() == {0: [1, 0, 5], 2: [2, 2, 2], 3: [0, 3, 3]}
 
 
 def test_memory_of_the_ring_is_bounded(make):

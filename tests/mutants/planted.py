@@ -463,7 +463,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an engine that has ended keeps the files of its metrics open", "            file.close()\n        self._files = {}", "            pass", ("tests/inspect/test_metrics.py",)),
     ],
     "observe/recorder.py": [
-        ("a step that did not run has the counts of the one before", "                self.expert_counters.clear()\n", "                pass\n", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),
@@ -473,9 +472,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "observe/watched_output.py": [
         ("who waits for an output in vain tells nobody", "self._tell(error)", "pass", ("tests/runner/test_outputs.py",)),
-    ],
-    "ops/expert_counts.py": [
-        ("tokens are counted for the expert before", "topk_ids.flatten().remainder(len(counts))", "(topk_ids.flatten() - 1).remainder(len(counts))", ("tests/engine/test_experts.py::test_explain_tells_how_many_tokens_each_expert_got",)),
     ],
     "ops/moe_method.py": [
         ("padding works on the first experts", "end = elsewhere", "end = 0", ("tests/ops/test_experts.py",)),
@@ -708,7 +704,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/common.py": [
         ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
         ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
-        ("V2: tokens of experts are not counted", "self.recorder.expert_counters = self.expert_counts", "pass", ("tests/engine/test_experts.py",)),
     ],
     "runner/graphs.py": [
         ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),
@@ -789,7 +784,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts are verified by another request's adapter", "num_scheduled_tokens, step.num_sampled_tokens)", "num_scheduled_tokens)", LORA),
         ("adapters that captures made up serve the first requests", "            self.maybe_remove_all_loras(self.lora_config)", "            pass", LORA),
         ("embeddings given to what was compiled", "get_forward_context().skip_compiled = True", "pass", EMBEDS),
-        ("an idle engine's dummy run counts for its last step", "self.recorder.read_experts()  # an idle", "pass  # an idle", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
         ("log-probabilities of prompts that are unknown", "self.num_prompt_logprobs.pop(req_id, None)", "pass", EMBEDS),
         ("blocks of virtual requests are gathered before new ones are sent", "        preparer.staging.send(step, samples.token_ids)\n        # 6 metadata: one for each KV-cache group, from host values at hand\n        metadata = preparer.build_metadata(step, staged)\n", "        metadata = preparer.build_metadata(step, staged)\n        preparer.staging.send(step, samples.token_ids)\n", CHUNKS_ENGINE),
         ("states: requests that begin with drafts stay behind prompts", "put_drafts_among_decodes(scheduler_output, self.input_batch, states.decode_threshold)", "pass", ("tests/engine/test_hybrids.py::test_a_prompt_of_one_token_begins_with_drafts[V1]",)),
@@ -895,7 +889,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/runner.py": [
         ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.prepared, self.preparer)\n", "", V2_GRAPHS),
-        ("an idle engine's dummy run counts for its last step on V2", "self.recorder.read_experts()  # an idle", "pass  # an idle", V2_ENGINES),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False", "            pass", V2_EMBEDS),

@@ -29,7 +29,7 @@ TESTS = {
         "npu/on_device/test_sampling.py npu/on_device/test_speculation.py"
     ),
     "ops/": (
-        "ops runner/test_lora.py engine/test_experts.py engine/test_speculation.py "
+        "ops runner/test_lora.py engine/test_speculation.py "
         "engine/test_thinking.py differential npu/on_device/test_experts.py"
     ),
     "ops/npu/": (

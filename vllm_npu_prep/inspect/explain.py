@@ -74,8 +74,6 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out |= {name: getattr(step, name).tolist() for name in REQUEST_LEVEL}
     out |= {name: int(getattr(step, name)) for name in SCALARS}
     out["attn_state"] = step.attn_state.name
-    if view.tokens_per_expert:
-        out["tokens_per_expert"] = view.tokens_per_expert
     out["attn_mask"] = _mask_json(view.plans[0], step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
@@ -455,15 +453,6 @@ def explain_text(
         print_folded(console, block_table(view, selection, index))
         if group.attention_chunk_size is not None and req_id is None:
             print_folded(console, local_table(view, index))
-    if view.tokens_per_expert and req_id is None:
-        print_folded(console, expert_table(view))
-
-
-def expert_table(view: StepView) -> StepTable:
-    rows: list[list[object]] = [
-        [layer, " ".join(map(str, tokens))] for layer, tokens in view.tokens_per_expert.items()
-    ]
-    return StepTable("tokens of each expert", ["layer", "tokens"], rows)
 
 
 def _list(blocks: np.ndarray) -> str:

@@ -21,7 +21,6 @@ from vllm_npu_prep.inspect.drawing import MaskScale, block_maps, mask_drawings, 
 from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,
-    expert_table,
     local_table,
     request_tables,
     select,
@@ -197,8 +196,6 @@ def _tables(view: StepView, selection: Selection) -> Iterator[PageTable]:
     yield _table(
         requests, [Line(cells, row) for row, cells in zip(selection.requests, requests.rows)]
     )
-    if len(selection.requests) == len(view.requests):
-        others.append(expert_table(view))
     for table in others:
         if table.rows:
             yield _table(table, [Line(cells) for cells in table.rows])

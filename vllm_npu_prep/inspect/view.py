@@ -18,7 +18,6 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.records.contract import mask_plan
-from vllm_npu_prep.records.expert_counts import ExpertTokens, read_expert_counts
 from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import read_record
 from vllm_npu_prep.records.scenario import Scenario
@@ -73,8 +72,6 @@ class StepView:
     step: PreparedStep
     requests: list[RequestView]  # in the order of the batch
     padded: bool = True  # whether the device sees other sizes than the scheduler's
-    # By layer: tokens of each expert, if the record was asked for them
-    tokens_per_expert: ExpertTokens = field(default_factory=dict)
     # The text of each token (`vllm_npu_prep.inspect.texts`); empty without a tokenizer
     input_texts: list[str | None] = field(default_factory=list)
 
@@ -239,8 +236,7 @@ class StepView:
 
 
 def view_of_record(file: Path) -> StepView:
-    """Return the step of a record, with the tokens of its experts where these were counted, and
-    the texts of its tokens where the model's tokenizer is at hand.
+    """Return the step of a record, with its tokens' texts if the model's tokenizer is at hand.
 
     Raises
     ------
@@ -252,5 +248,4 @@ def view_of_record(file: Path) -> StepView:
         view = StepView.of_record(record, f"step {record.number} of {file}")
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
-    experts, texts = read_expert_counts(file), input_texts(file, record)
-    return replace(view, tokens_per_expert=experts, input_texts=texts)
+    return replace(view, input_texts=input_texts(file, record))

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from vllm_npu_prep.observe.step_snapshot import (
 from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
-from vllm_npu_prep.records.expert_counts import ExpertTokens, write_expert_counts
 from vllm_npu_prep.records.record import FORMAT
 from vllm_npu_prep.wording import counted
 
@@ -59,16 +58,6 @@ class Written(NamedTuple):
             return f"{self.why}; those of this run are in {self.folder}"
         verb = "is" if self.steps == 1 else "are"
         return f"{counted(self.steps, 'step')} {verb} in {self.folder} ({self.why})"
-
-
-class ExpertCounters(Protocol):
-    """What counts the tokens of each expert in the last forward pass."""
-
-    def clear(self) -> None:
-        """Forget what was counted."""
-
-    def read(self) -> ExpertTokens:
-        """Return the counts of the last forward pass since `clear`; none if there was none."""
 
 
 class StepRecorder:
@@ -119,9 +108,6 @@ class StepRecorder:
         # A step may fail in the thread that waits for its output.
         self._lock = threading.Lock()
         self._salt = os.urandom(16)
-        self.expert_counters: ExpertCounters | None = None
-        self._uncounted: int | None = None  # step whose counts are not read yet
-        self._experts: dict[int, ExpertTokens] = {}  # counts of the ring's steps
         if self._span is None:
             logger.info(
                 "Recording the last %s; `vllm-npu-prep record` or dump_steps writes them to %s.",
@@ -152,7 +138,6 @@ class StepRecorder:
         Its preparation began when `perf_counter` was `started`; without that, the record has no
         times. `waits` are those of the staging ring so far.
         """
-        self.read_experts()
         number, times = self.steps, None
         self.steps = number + 1
         if started is not None:
@@ -177,7 +162,6 @@ class StepRecorder:
             )
             self._ring.append(snapshot)
             self._ring_bytes += snapshot.nbytes
-            self._await_experts(number)
             if self._span is None:
                 while len(self._ring) > self._last or self._ring_bytes > self._ring_most:
                     self._forget_oldest()
@@ -198,7 +182,6 @@ class StepRecorder:
 
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
-        self._experts.pop(oldest.number, None)
         self._ring_bytes -= oldest.nbytes
         oldest.advance(self._past_blocks)
 
@@ -208,7 +191,6 @@ class StepRecorder:
         """Write the steps of the ring that are not on disk yet."""
         count = 0
         with self._noting():
-            self.read_experts()
             count = self._write_new(reason)
         if not count:
             return Written(self.folder, 0, self._why_stopped or "no new step to write")
@@ -242,47 +224,9 @@ class StepRecorder:
             self._stop(f"step {snapshot.number} would exceed max_bytes {self.config.max_bytes:,}")
             return
         try:
-            write_whole(self._path(snapshot.number), content)
-            if snapshot.number in self._experts:
-                write_expert_counts(self._path(snapshot.number), self._experts[snapshot.number])
+            write_whole(self.folder / f"step-{snapshot.number:06d}.npz", content)
         except PrepError as error:
             self._stop(str(error))
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"step-{number:06d}.npz"
-
-    def _await_experts(self, number: int) -> None:
-        """Count the forward pass of a step that was just prepared, and no earlier one."""
-        self._uncounted = number
-        try:
-            if self.expert_counters is not None:
-                self.expert_counters.clear()
-        except Exception as error:
-            self._count_no_more(error)
-
-    def read_experts(self) -> None:
-        """Read what the last step that was noted has counted, if its forward pass was launched.
-
-        This has to be called before any other forward pass, which would count in its place.
-        """
-        number = self._uncounted
-        if number is None or self.expert_counters is None:
-            return
-        try:
-            counts = self.expert_counters.read()
-            if not counts:  # asked before the forward pass, or the step failed
-                return
-            self._uncounted = None
-            if self._ring and self._ring[-1].number == number:
-                self._experts[number] = counts
-            if number <= self._last_written:
-                write_expert_counts(self._path(number), counts)
-        except Exception as error:  # the device may be what failed
-            self._count_no_more(error)
-
-    def _count_no_more(self, error: Exception) -> None:
-        self.expert_counters = None
-        logger.warning("Tokens of experts are no longer recorded: %s.", error)
 
     def _begin_folder(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -308,7 +252,6 @@ def make_recorder(
     tables: BatchTables,
     builders: "Builders",
     num_blocks: int,
-    old: StepRecorder | None = None,
 ) -> StepRecorder | None:
     """Return the recorder of a runner whose KV cache is allocated; None unless one is configured.
 
@@ -316,14 +259,10 @@ def make_recorder(
     ----------
     num_blocks
         Blocks of the KV cache, for the manifest.
-    old
-        The runner's previous recorder, whose last counts of experts are read.
     """
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
 
-    if old is not None:
-        old.read_experts()
     config = parse_config(vllm_config.additional_config).record
     if config is None:
         return None

@@ -29,7 +29,6 @@ from vllm_npu_prep.observe.check_level import make_check
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import models_of, replace_modules
-from vllm_npu_prep.ops.expert_counts import ExpertCounts
 from vllm_npu_prep.prep.batch import warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.quantization.fused import fuse_rounding
@@ -81,7 +80,6 @@ class CommonRunner:
     cache_memory: Memory
     metrics: StepMetrics
     recorder: StepRecorder | None = None
-    expert_counts: ExpertCounts | None = None
     step_check: StepCheck | None = None
 
     # ----------------------------------------------------------------- steps
@@ -163,7 +161,6 @@ class CommonRunner:
         for each in models_of(model, drafter):
             replace_modules(each, config)
             fuse_rounding(each, config)
-        self.expert_counts = ExpertCounts.asked_for(model, config, self.device)
         layers = config.compilation_config.static_forward_context
         unwrap_backends(layers.values(), AscendAttentionBackend)
 
@@ -248,11 +245,7 @@ class CommonRunner:
             min(block_sizes, default=config.cache_config.block_size),
             is_profiling=is_profiling,
         )
-        self.recorder = make_recorder(
-            config, tables, self.preparer.builders, num_blocks, self.recorder
-        )
-        if self.recorder is not None:
-            self.recorder.expert_counters = self.expert_counts
+        self.recorder = make_recorder(config, tables, self.preparer.builders, num_blocks)
         self.step_check = make_check(parse_config(config.additional_config).check, self)
 
     # ----------------------------------------------------------------- from start to end
@@ -275,8 +268,6 @@ class CommonRunner:
                 ring.waits,
                 ring.steps,
             )
-        if self.recorder is not None:
-            self.recorder.read_experts()
         self.metrics.close()
         self.padding.counts.log_summary()
         forget_models(getattr(self, "model", None), getattr(drafter, "model", None))

@@ -23,6 +23,7 @@ from tests.helpers.engine import (
     make_model,
     runner_of,
 )
+from tests.helpers.expert_counts import ExpertCounts
 from tests.helpers.fused import settings
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
@@ -38,8 +39,8 @@ from vllm_npu_prep.ops.npu.experts import (
     compute_experts,
 )
 from vllm_npu_prep.ops.npu.routing import GatingRouter, SoftmaxRouter, fused_router
-from vllm_npu_prep.records.expert_counts import read_expert_counts
 from vllm_npu_prep.records.record_file import read_record, record_files
+from vllm_npu_prep.runner.common import CommonRunner
 
 TOKENS, HIDDEN, INNER, EXPERTS = 23, 32, 16, 8
 SWITCHES = ("experts", "gating", "gating_softmax")
@@ -351,21 +352,38 @@ def test_a_switch_leaves_routers_to_vllm(switch):
     assert not isinstance(fused_router(make_router(**given), others), SoftmaxRouter | GatingRouter)
 
 
-def test_padding_of_replayed_graphs_reaches_no_expert(tmp_path, seed):
-    """Each record's tokens of experts are those of its scheduled tokens, in every kind of step."""
+def test_padding_of_replayed_graphs_reaches_no_expert(tmp_path, seed, monkeypatch):
+    """Tokens of experts are those of the scheduled tokens, in every kind of step."""
     mode, (k, experts_of_layer) = "FULL_AND_PIECEWISE", (2, 6)
     model = make_model(tmp_path / "model", "Qwen3Moe", **MIXTURES["Qwen3Moe"])
-    record = {"dir": str(tmp_path / "records"), "expert_tokens": True}
+    replace_layers, counted = CommonRunner._replace_layers, []
+
+    def count(runner, model, drafter):
+        replace_layers(runner, model, drafter)
+        runner.expert_counts = ExpertCounts(model, runner.device)
+
+    monkeypatch.setattr(CommonRunner, "_replace_layers", count)
+    record = {"dir": str(tmp_path / "records")}
     with engine(model, **settings(record=record) | graphs(mode, 8, 48)) as llm:
+        runner = runner_of(llm)
+        execute_model = runner.execute_model
+
+        def followed(scheduled, *args, **kwargs):
+            result = execute_model(scheduled, *args, **kwargs)
+            if scheduled.total_num_scheduled_tokens:
+                counted.append(runner.expert_counts.read())
+            return result
+
+        monkeypatch.setattr(runner, "execute_model", followed)
         generate(llm, prompts_of(seed, [3, 1, 30, 7]), greedy(4))
-        recorder, kinds = runner_of(llm).recorder, runner_of(llm).padding.counts.by_kind
+        recorder, kinds = runner.recorder, runner.padding.counts.by_kind
         recorder.dump("the test")
     assert REPLAYED[mode] <= set(kinds)
     padded = set()
-    for path in record_files(recorder.folder):
+    for path, counts in zip(record_files(recorder.folder), counted, strict=True):
         step = read_record(path)
         scheduled = int(step.batch.num_scheduled_tokens.sum())
-        (tokens,) = read_expert_counts(path).values()
+        (tokens,) = counts.values()
         assert len(tokens) == experts_of_layer and sum(tokens) == k * scheduled
         if step.settings.num_input_tokens > scheduled:
             padded.add(step.settings.kind)

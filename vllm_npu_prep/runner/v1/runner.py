@@ -543,8 +543,6 @@ class NPUModelRunner(RunnerSetup):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run with upstream's buffers, which have the largest sizes; graphs use ours."""
         self._end_step()
-        if self.recorder is not None:
-            self.recorder.read_experts()  # an idle data-parallel rank's pass counts others' tokens
         self.buffers.restore()
         self.dummy_run = DummyRun(kwargs.get("force_attention", False))
         try:

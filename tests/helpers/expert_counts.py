@@ -4,11 +4,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-from vllm_npu_prep.config import parse_config
 
 
 class ExpertCounts:
@@ -31,26 +28,9 @@ class ExpertCounts:
         for name, router in routers.items():
             router.set_capture_fn(partial(_count, self._counts[name]))
 
-    @classmethod
-    def asked_for(
-        cls, model: nn.Module, vllm_config: VllmConfig, device: torch.device
-    ) -> "ExpertCounts | None":
-        record = parse_config(vllm_config.additional_config).record
-        return cls(model, device) if record is not None and record.expert_tokens else None
-
-    def clear(self) -> None:
-        """Set all counts to zero, so that `read` tells whether anything was counted since."""
-        self._all.zero_()
-
     def read(self) -> dict[str, list[int]]:
-        """Return the tokens of each expert by layer, or nothing if none was counted.
-
-        The call waits for the device.
-        """
-        counted = self._all.cpu()
-        if not counted.any():
-            return {}
-        of_layers = counted.split([len(counts) for counts in self._counts.values()])
+        """Return the tokens of each expert by layer; the call waits for the device."""
+        of_layers = self._all.cpu().split([len(counts) for counts in self._counts.values()])
         return {name: counts.tolist()[:-1] for name, counts in zip(self._counts, of_layers)}
 
 
