@@ -16,6 +16,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, REFERENCE
 from vllm_npu_prep.attention.fused_calls import rules_of
+from vllm_npu_prep.compat.kernels import register_ir_operators
 from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.config import (
@@ -97,10 +98,10 @@ class NPUPlatform(Platform):
     def import_ir_kernels(cls) -> None:
         super().import_ir_kernels()
         if KIND == NPU_KIND:
-            from vllm_npu_prep.ops.npu.norms import register_implementations
+            from vllm_npu_prep.ops.npu.norms import IMPLEMENTATIONS, PROVIDER
         else:
-            from vllm_npu_prep.ops.cpu.norms import register_implementations
-        register_implementations()
+            from vllm_npu_prep.ops.cpu.norms import IMPLEMENTATIONS, PROVIDER
+        register_ir_operators(PROVIDER, IMPLEMENTATIONS)
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
@@ -115,7 +116,7 @@ class NPUPlatform(Platform):
         else:
             from vllm_npu_prep.ops.cpu import norms
 
-            for operator in norms.IR_OPERATORS:
+            for operator in norms.IMPLEMENTATIONS:
                 getattr(priorities, operator).insert(0, norms.PROVIDER)
         return priorities
 

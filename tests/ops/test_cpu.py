@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
 )
 
+from vllm_npu_prep.compat.kernels import register_ir_operators
 from vllm_npu_prep.compat.torch import PackedLinear
 from vllm_npu_prep.ops.cpu import linear, norms
 from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
@@ -136,7 +137,7 @@ def test_the_first_line_of_torchs_refusal_is_given():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_norms_are_those_of_vllm(dtype, rows):
-    norms.register_implementations()
+    register_ir_operators(norms.PROVIDER, norms.IMPLEMENTATIONS)
     wide, weight = draw(rows, 5, 192, dtype=dtype), draw(96, dtype=dtype, seed=1)
     heads, x, residual = wide[:, :3, :96], wide[:, 0, :96], wide[:, 1, 96:]
     if rows > 1:

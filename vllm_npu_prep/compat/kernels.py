@@ -1,8 +1,8 @@
-"""Patches of where vLLM gets its kernels from: Triton's, and those of the rejection sampler."""
+"""Patches of where vLLM gets its kernels from: Triton's, its IR's, the rejection sampler's."""
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -26,6 +26,22 @@ def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
     finally:
         if llvmlite_ffi is not None:
             sys.modules["llvmlite.binding.ffi"] = llvmlite_ffi
+
+
+def register_ir_operators(
+    provider: str, operators: Mapping[str, tuple[Callable[..., Any], Callable[..., bool]]]
+) -> None:
+    """Register implementations of operators of vLLM's IR, once for each process.
+
+    Each comes with a function that tells whether it takes given arguments; others are left to
+    vLLM's own.
+    """
+    from vllm import ir
+
+    for name, (implementation, takes) in operators.items():
+        operator = getattr(ir.ops, name)
+        if provider not in operator.impls:
+            operator.register_impl(provider, supports_args=takes)(implementation)
 
 
 def limit_drafts_by(limit: Callable[..., Any] | None) -> None:

@@ -167,9 +167,9 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
 def _prefer_in_ir(names: frozenset[str]) -> None:
     from vllm import ir
 
-    from vllm_npu_prep.ops.npu.norms import IR_OPERATORS, PROVIDER, register_implementations
+    from vllm_npu_prep.ops.npu.norms import IMPLEMENTATIONS, IR_OPERATORS, PROVIDER
 
-    register_implementations()
+    kernels.register_ir_operators(PROVIDER, IMPLEMENTATIONS)
     for name, operator in IR_OPERATORS.items():
         ours = [PROVIDER] if name in names else []
         getattr(ir.ops, operator).set_default([*ours, "native"])

@@ -193,8 +193,52 @@ def refuse_other_experts(kind: str, layer: Any, moe: Any) -> None:
             raise PrepError(f"{kind} with {extra} ({layer.layer_name}) are not supported")
 
 
-class TorchMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's method of unquantised experts, by grouped products on NPUs, else by `apply_experts`.
+class ExpertsMethod:
+    """What our methods of experts share: grouped products on NPUs, else expert by expert."""
+
+    is_monolithic = False  # vLLM's routers choose experts, and call shared ones
+    grouped: GroupedExperts | None = None
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)  # type: ignore[call-arg]  # of vLLM's method, beside this class
+        self._is_fused, self._finalize = is_fused("experts"), is_fused("finalize_routing")
+        if not self._is_fused:
+            check_sync_is_possible()
+
+    def one_by_one(
+        self,
+        layer: Any,
+        x: torch.Tensor,  # [num_input_tokens, hidden_size]
+        *pairs: Any,  # what `sum_of_experts` takes behind `output`, the activation before the map
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,  # [num_input_tokens, hidden_size]
+        topk_weights: torch.Tensor,  # [num_input_tokens, k] float32
+        topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute the routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
+        del shared_experts, shared_experts_input
+        if self.grouped is not None:
+            return self.grouped(x, topk_weights, topk_ids)
+        return self.one_by_one(
+            layer,
+            x,
+            topk_weights,
+            topk_ids,
+            layer.activation,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+        )
+
+
+class TorchMoEMethod(ExpertsMethod, UnquantizedFusedMoEMethod):
+    """vLLM's method of unquantised experts.
 
     Raises
     ------
@@ -203,15 +247,9 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
         grouped products.
     """
 
-    is_monolithic = False  # vLLM's routers choose experts, and call shared ones
-    grouped: GroupedExperts | None = None
-
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        self._is_fused, self._finalize = is_fused("experts"), is_fused("finalize_routing")
         self._one_launch = {name for name in ("swiglu", "geglu") if is_fused(name)}
-        if not self._is_fused:
-            check_sync_is_possible()
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         refuse_other_experts("experts", layer, self.moe)
@@ -227,29 +265,8 @@ class TorchMoEMethod(UnquantizedFusedMoEMethod):
             weights = UnquantisedExperts(layer, activate)
             self.grouped = GroupedExperts.of(layer, weights, self._finalize)
 
-    def forward_native(
-        self,
-        layer: Any,
-        x: torch.Tensor,  # [num_input_tokens, hidden_size]
-        topk_weights: torch.Tensor,  # [num_input_tokens, k] float32
-        topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute the routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
-        del shared_experts, shared_experts_input
-        if self.grouped is not None:
-            return self.grouped(x, topk_weights, topk_ids)
-        return apply_experts(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            topk_weights,
-            topk_ids,
-            layer.activation,
-            layer.expert_map,
-            layer.apply_router_weight_on_input,
-        )
+    def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
+        return apply_experts(x, layer.w13_weight, layer.w2_weight, *pairs)
 
 
 def check_sync_is_possible() -> None:

@@ -13,11 +13,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.moe_method import (
+    ExpertsMethod,
     GroupedExperts,
     activation_of,
-    check_sync_is_possible,
     refuse_other_experts,
     sum_of_experts,
 )
@@ -27,7 +26,7 @@ from vllm_npu_prep.ops.npu.experts import (
 )
 from vllm_npu_prep.ops.npu.switches import is_fused
 from vllm_npu_prep.quantization.int8 import TorchInt8Linear, swiglu_may_round
-from vllm_npu_prep.quantization.loaded import check_scales, name_of
+from vllm_npu_prep.quantization.loaded import check_offsets, check_scales
 from vllm_npu_prep.quantization.modules import KnowsModules
 
 
@@ -103,7 +102,7 @@ class NPUInt8Experts:
         )
 
 
-class Int8Experts(FusedMoEMethodBase):
+class Int8Experts(ExpertsMethod, FusedMoEMethodBase):
     """vLLM's method for experts of int8 weights and inputs.
 
     ModelSlim's files have offsets of weights, compressed-tensors' don't (`has_offsets`).
@@ -114,18 +113,13 @@ class Int8Experts(FusedMoEMethodBase):
         For unsupported activations, and for experts with biases.
     """
 
-    is_monolithic = False  # vLLM's routers choose experts
-    grouped: GroupedExperts | None = None
     _weights: NPUInt8Experts | None = None
 
     def __init__(self, layer: Any, config: KnowsModules, has_offsets: bool = False) -> None:
         super().__init__(layer.moe_config)
         self.config = config
         self.has_offsets = has_offsets
-        self._is_fused, self._in_one_launch = is_fused("experts"), is_fused("int8_swiglu")
-        self._finalize = is_fused("finalize_routing")
-        if not self._is_fused:
-            check_sync_is_possible()
+        self._in_one_launch = is_fused("int8_swiglu")
 
     def create_weights(
         self,
@@ -168,12 +162,8 @@ class Int8Experts(FusedMoEMethodBase):
         for name in ("w13", "w2"):
             scale = getattr(layer, f"{name}_weight_scale").detach()
             check_scales(layer, f"weight_scale ({name})", scale)
-            if self.has_offsets and bool(getattr(layer, f"{name}_weight_offset").any()):
-                raise PrepError(
-                    f"{name_of(layer)}: weight_offset is not 0: weights must be quantised "
-                    "symmetrically (w_sym=True in ModelSlim)"
-                )
-
+            if self.has_offsets:
+                check_offsets(layer, getattr(layer, f"{name}_weight_offset"))
         if self._weights is not None:
             self._weights.refresh()
         elif self._is_fused:
@@ -184,28 +174,12 @@ class Int8Experts(FusedMoEMethodBase):
         """Return None: no kernel of vLLM computes these experts."""
         del layer
 
-    def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,  # [T, hidden_size]
-        topk_weights: torch.Tensor,  # [T, k] float32
-        topk_ids: torch.Tensor,  # [T, k] integer
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute the routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
-        del shared_experts, shared_experts_input
-        if self.grouped is not None:
-            return self.grouped(x, topk_weights, topk_ids)
+    def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
         return apply_int8_experts(
             x,
             layer.w13_weight,
             layer.w2_weight,
             layer.w13_weight_scale.squeeze(-1),
             layer.w2_weight_scale.squeeze(-1),
-            topk_weights,
-            topk_ids,
-            layer.activation,
-            layer.expert_map,
-            layer.apply_router_weight_on_input,
+            *pairs,
         )

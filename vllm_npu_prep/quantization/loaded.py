@@ -26,6 +26,15 @@ def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
         )
 
 
+def check_offsets(layer: nn.Module, offsets: torch.Tensor) -> None:
+    """Raise if weights have an offset, which the products leave out."""
+    if bool(offsets.any()):
+        raise PrepError(
+            f"{name_of(layer)}: weight_offset is not 0: weights must be quantised symmetrically "
+            "(w_sym=True in ModelSlim)"
+        )
+
+
 def name_of(layer: nn.Module) -> str:
     return str(getattr(layer, "prefix", "") or type(layer).__name__)
 

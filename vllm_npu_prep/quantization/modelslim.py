@@ -49,6 +49,7 @@ from vllm_npu_prep.quantization.formats import MODELSLIM, read_description
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
+    check_offsets,
     check_scales,
     name_of,
     num_layers_of,
@@ -214,16 +215,8 @@ class ModelSlimDynamicLinear(LinearMethodBase):
         """
         scale = layer.weight_scale.detach().flatten()
         check_scales(layer, "weight_scale", scale)
-        self._refuse_offsets(layer)
+        check_offsets(layer, layer.weight_offset.detach())
         add_int8(layer, Int8Linear(layer.weight.detach().t(), scale), scale)
-
-    @staticmethod
-    def _refuse_offsets(layer: Any) -> None:
-        if bool(layer.weight_offset.detach().any()):
-            raise PrepError(
-                f"{name_of(layer)}: weight_offset is not 0: weights must be quantised "
-                "symmetrically (w_sym=True in ModelSlim)"
-            )
 
     def apply(
         self,
@@ -268,7 +261,7 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
         PrepError
             For scales that are not positive or don't belong together.
         """
-        self._refuse_offsets(layer)
+        check_offsets(layer, layer.weight_offset.detach())
         steps, offsets = layer.input_scale.detach(), layer.input_offset.detach()
         check_scales(layer, "input_scale", steps)
         if bool((steps != steps[0]).any() | (offsets != offsets[0]).any()):

@@ -1,6 +1,6 @@
 """RMSNorm in one call on the CPU fallback, alone or with the residual's addition.
 
-vLLM's RMSNorm calls operators of vLLM's IR, for which this module registers implementations.
+vLLM's RMSNorm calls operators of vLLM's IR, of which these are implementations.
 Arguments that these don't take, float16 for example, are left to vLLM's own.
 """
 
@@ -8,12 +8,9 @@ import functools
 from typing import Any
 
 import torch
-from vllm import ir
 
 PROVIDER = "compiled"
 """Name of our implementations among those of vLLM's IR operators."""
-
-IR_OPERATORS = ("rms_norm", "fused_add_rms_norm")
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -24,16 +21,6 @@ def _kernels() -> Any:
     from vllm_npu_prep.ops.cpu import kernels
 
     return kernels
-
-
-def register_implementations() -> None:
-    for name, implementation, supports in (
-        ("rms_norm", _rms_norm, _supports_rms_norm),
-        ("fused_add_rms_norm", _fused_add_rms_norm, _supports_fused_add_rms_norm),
-    ):
-        operator = getattr(ir.ops, name)
-        if PROVIDER not in operator.impls:
-            operator.register_impl(PROVIDER, supports_args=supports)(implementation)
 
 
 def _rms_norm(
@@ -89,3 +76,9 @@ def _supports_fused_add_rms_norm(
         and x_residual.shape == x.shape
         and x_residual.stride(1) == 1
     )
+
+
+IMPLEMENTATIONS = {
+    "rms_norm": (_rms_norm, _supports_rms_norm),
+    "fused_add_rms_norm": (_fused_add_rms_norm, _supports_fused_add_rms_norm),
+}

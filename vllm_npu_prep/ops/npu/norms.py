@@ -1,6 +1,6 @@
 """Norms in one launch: RMSNorm, RMSNorm with the residual's addition, and Gemma's norm.
 
-vLLM's RMSNorm calls operators of vLLM's IR, for which this module registers implementations.
+vLLM's RMSNorm calls operators of vLLM's IR, of which this module has implementations.
 Gemma's norm is a layer that vLLM lets others replace.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm import ir
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
 from vllm_npu_prep.ops.npu.switches import is_fused
@@ -24,16 +23,6 @@ MAX_TOKENS_OF_WHOLE_ROWS = 1024
 are read and written twice: 4 KiB for each token with 8 heads of 128, at some 1 TB/s."""
 
 DTYPES = (torch.float16, torch.bfloat16)
-
-
-def register_implementations() -> None:
-    for name, implementation, supports in (
-        ("rms_norm", _rms_norm, _supports_rms_norm),
-        ("fused_add_rms_norm", _fused_add_rms_norm, _supports_fused_add_rms_norm),
-    ):
-        operator = getattr(ir.ops, name)
-        if PROVIDER not in operator.impls:
-            operator.register_impl(PROVIDER, supports_args=supports)(implementation)
 
 
 def _rms_norm(
@@ -88,6 +77,12 @@ def _supports_fused_add_rms_norm(
         and x_residual.dtype == x.dtype
         and x_residual.shape == x.shape
     )
+
+
+IMPLEMENTATIONS = {
+    "rms_norm": (_rms_norm, _supports_rms_norm),
+    "fused_add_rms_norm": (_fused_add_rms_norm, _supports_fused_add_rms_norm),
+}
 
 
 class FusedGemmaRMSNorm(GemmaRMSNorm):
