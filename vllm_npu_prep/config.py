@@ -85,16 +85,13 @@ class RecordConfig(BaseModel):
     @property
     def span(self) -> range | None:
         """The steps to write as they run; None if the last steps are kept instead."""
-        match = STEPS.fullmatch(self.steps)
-        assert match is not None
-        return range(int(match["first"]), int(match["end"])) if match["first"] else None
+        first, _, end = self.steps.partition(":")
+        return range(int(first), int(end)) if end else None
 
     @property
     def last(self) -> int:
         """The number of last steps that are kept; 0 if steps are written as they run."""
-        match = STEPS.fullmatch(self.steps)
-        assert match is not None
-        return int(match["last"] or 0)
+        return 0 if self.span else int(self.steps.removeprefix("last "))
 
 
 FUSED_OPERATORS = (

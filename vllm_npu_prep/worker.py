@@ -9,8 +9,8 @@ import contextlib
 import fnmatch
 import gc
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
@@ -53,6 +53,8 @@ from vllm_npu_prep.verify.probe import probe_layers
 from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
+T = TypeVar("T")
 
 CPU_KV_CACHE_BYTES = 2 << 30
 """The size of the CPU fallback's KV cache unless ``--kv-cache-memory-bytes`` says otherwise."""
@@ -162,7 +164,6 @@ class NPUWorker(Worker):
             pack_weights([m for m in (model, drafter) if m], self.vllm_config, logger.info)
 
     def _make_model_runner(self) -> Any:
-        assert self.device is not None
         runner: Any = NPUModelRunner
         if self.use_v2_model_runner:
             from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2
@@ -275,13 +276,6 @@ class NPUWorker(Worker):
             )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run upstream's step; if it fails, write what was recorded.
-
-        Raises
-        ------
-        PrepError
-            If the step ran out of the device's memory, or the device failed.
-        """
         self._last_step = scheduler_output
         nobody_runs = not scheduler_output.scheduled_cached_reqs.req_ids
         if nobody_runs and self._tokens_since_return > RETURN_TOKENS:
@@ -292,36 +286,24 @@ class NPUWorker(Worker):
             features = self.model_runner.features_of(req_id)
             for number, feature in items.items():
                 features[number] = feature
-        try:
-            return self._keep(super().execute_model(scheduler_output, *args, **kwargs))
-        except Exception as error:
-            self._step_failed(error)
-            raise
+        return self._keep(self._run(super().execute_model, scheduler_output, *args, **kwargs))
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Run upstream's sampling; if it fails, write what was recorded.
-
-        Raises
-        ------
-        PrepError
-            If sampling or drafting ran out of the device's memory, or the device failed.
-        """
-        try:
-            return self._keep(super().sample_tokens(*args, **kwargs))
-        except Exception as error:
-            self._step_failed(error)
-            raise
+        return self._keep(self._run(super().sample_tokens, *args, **kwargs))
 
     def take_draft_token_ids(self) -> Any:
-        """Return upstream's answer, for which it may wait; if that fails, write what was recorded.
+        return self._run(super().take_draft_token_ids)
+
+    def _run(self, part: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run upstream's part of a step; if it fails, write what was recorded.
 
         Raises
         ------
         PrepError
-            If the device ran out of memory, or failed.
+            If the device failed, or ran out of memory.
         """
         try:
-            return super().take_draft_token_ids()
+            return part(*args, **kwargs)
         except Exception as error:
             self._step_failed(error)
             raise
@@ -394,30 +376,27 @@ class NPUWorker(Worker):
         PrepError
             If none are recorded.
         """
-        recorder = self.model_runner.recorder
-        if recorder is None:
-            raise PrepError(
-                'no steps are recorded: start with {"npu_prep": {"record": {"dir": ..., "steps": '
-                '"last 64"}}}'
-            )
-        return str(recorder.dump("dump_steps"))
+        return self.record_steps("dump_steps")["answer"]
 
     def record_steps(self, reason: str) -> dict[str, Any]:
-        """Write the last steps, for a server that asks all its ranks.
-
-        Parameters
-        ----------
-        reason
-            Who asked for them.
+        """Write the last steps, for a server that asks all its ranks; `reason` is who asked.
 
         Returns
         -------
         dict
             ``rank`` across data-parallel ranks, ``folder``, number of ``steps``, and all that as
             one line, ``answer``.
+
+        Raises
+        ------
+        PrepError
+            If none are recorded.
         """
-        recorder = self.model_runner.recorder
-        assert recorder is not None  # servers ask only if steps are recorded
+        if (recorder := self.model_runner.recorder) is None:
+            raise PrepError(
+                'no steps are recorded: start with {"npu_prep": {"record": {"dir": ..., "steps": '
+                '"last 64"}}}'
+            )
         written = recorder.dump(reason)
         rank = rank_across_engines(self.parallel_config)
         answer = {"rank": rank, "folder": str(written.folder), "steps": written.steps}
@@ -442,24 +421,14 @@ class NPUWorker(Worker):
                 raise
             logger.warning("The device fails while the engine ends (%s).", reason)
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Reload as upstream does.
-
-        Raises
-        ------
-        PrepError
-            Beside a KV connector that can't forget, or if the new weights don't fit where the old
-            ones lie.
-        """
-        super().reload_weights(*args, **kwargs)
-
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Take weights from a transfer engine as upstream does, at the addresses that graphs read.
 
         Raises
         ------
         PrepError
-            As `reload_weights`.
+            Beside a KV connector that can't forget, or if the new weights don't fit where the old
+            ones lie.
         """
         self.model_runner.refuse_new_weights()
         with kept_addresses(self.model_runner.get_model(), self.model_config):
@@ -537,16 +506,6 @@ class NPUWorker(Worker):
         self.sleep_mode_backend  # noqa: B018 (refuses without the flag)
         if level == 2:
             self._save_sleep_parameters(self.model_runner.get_model())
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """Release the memory of these tags without a copy.
-
-        Raises
-        ------
-        PrepError
-            Without ``--enable-sleep-mode``.
-        """
-        super().discard(tags)
 
     def _save_sleep_parameters(self, model: torch.nn.Module) -> None:
         """Save as upstream does; on the CPU fallback clone what upstream takes for safe."""

@@ -30,7 +30,6 @@ def _rms_norm(
     variance_size: int | None = None,
 ) -> torch.Tensor:
     del variance_size
-    assert weight is not None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return _kernels().rms_norm(rows, weight, epsilon).view(x.shape)
 
@@ -58,7 +57,6 @@ def _fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     del variance_size
-    assert weight is not None
     return _kernels().add_rms_norm(x, x_residual, weight, epsilon)
 
 
