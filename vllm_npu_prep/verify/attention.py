@@ -19,7 +19,7 @@ from vllm_npu_prep.attention.kernels import make_kernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
-from vllm_npu_prep.verify.row import DTYPES, Record, Row, RowContext, compare, records
+from vllm_npu_prep.verify.row import DTYPES, Row, RowContext, compare
 from vllm_npu_prep.verify.steps import (
     CHUNKS,
     DECODES,
@@ -40,79 +40,36 @@ BASE = AttentionForm(CHUNK, CHUNKS, GROUPED, torch.bfloat16)
 OPERATORS = {"fia": "fused attention", "atb": "atb attention"}
 """The names of the families' operators in the tables."""
 
-fused = partial(records, "fused attention")
-atb = partial(records, "atb attention")
-writes = partial(records, "cache write")
-
-FUSION = records("npu_fusion_attention", "layout", "contiguous", "sparse_mode", "keep_prob")
-"""Records of what family ``fia`` calls for encoders."""
-
-IN_TABLE = fused("TND with a block table", "block ids", "block table contiguous", "dtype")
-
-FORMS: dict[str, tuple[str, AttentionForm, dict[str, tuple[Record, ...]]]] = {
+FORMS: dict[str, tuple[str, AttentionForm]] = {
     "prompt": (
         "prompts over their own K and V",
         replace(BASE, state=PROMPT, lengths=PROMPTS),
-        {
-            "fia": fused("dtype", "mask content", "last length"),
-            "atb": atb("mask dtype", "mask values of float16", "mask values of bfloat16"),
-        },
     ),
-    "decode": (
-        "decodes without a mask",
-        replace(BASE, state=DECODE, lengths=DECODES),
-        {
-            "fia": IN_TABLE,
-            "atb": atb("contiguous", "same dtype") + records("placement", "host tensor"),
-        },
-    ),
-    "chunk": (
-        "chunks, prompts and decodes in one step",
-        BASE,
-        {
-            "fia": IN_TABLE + fused("as many keys as queries", "mask content"),
-            "atb": atb("mask rows", "mask values of splitfuse", "as many keys as queries")
-            + atb("splitfuse has no mask of its own"),
-        },
-    ),
+    "decode": ("decodes without a mask", replace(BASE, state=DECODE, lengths=DECODES)),
+    "chunk": ("chunks, prompts and decodes in one step", BASE),
     "window-prompt": (
         "prompts with a window",
         replace(BASE, state=PROMPT, lengths=PROMPTS, window=4),
-        {"fia": fused("window"), "atb": atb("mask values of float16")},
     ),
     "window-decode": (
         "decodes with a window",
         replace(BASE, state=DECODE, lengths=DECODES, window=4),
-        {
-            "fia": fused("window", "window of one token", "blocks outside of a band"),
-            "atb": atb("mask values of splitfuse"),
-        },
     ),
-    "window-chunk": (
-        "chunks with a window",
-        replace(BASE, window=7),
-        {"fia": fused("window", "blocks outside of a band"), "atb": atb("mask rows")},
-    ),
+    "window-chunk": ("chunks with a window", replace(BASE, window=7)),
     "encoder": (
         "encoders: each token sees all of its request",
         replace(BASE, state=PROMPT, lengths=PROMPTS, block_size=0, causal=False),
-        {"fia": FUSION, "atb": atb("mask values of float16", "mask values of bfloat16")},
     ),
     "window-encoder": (
         "encoders with a window both ways",
         replace(BASE, state=PROMPT, lengths=PROMPTS, block_size=0, causal=False, window=4),
-        {"fia": FUSION, "atb": atb("mask values of bfloat16")},
     ),
     "padding": (
         "padding rows of a decode graph: length 1 over the null block, slot -1",
         replace(BASE, state=DECODE, lengths=DECODES, num_padding=3),
-        {
-            "fia": IN_TABLE + fused("shared blocks") + writes("padding slot"),
-            "atb": atb("contiguous") + writes("padding slot"),
-        },
     ),
 }
-"""Forms that both families have: what they are, the step, and the records that it tries."""
+"""Forms that both families have: what they are, and the step."""
 
 VARIANTS: dict[str, tuple[str, int, int, int]] = {
     "equal-heads-prompt": ("as many K/V heads as heads", 2, 2, 128),
@@ -144,24 +101,21 @@ def run_form(family: str, form: AttentionForm, context: RowContext) -> Outcome:
     return _step(family, form, context).run()
 
 
-def _row(
-    family: str, name: str, what: str, form: AttentionForm, covers: tuple[Record, ...] = ()
-) -> Row:
+def _row(family: str, name: str, what: str, form: AttentionForm) -> Row:
     what = f"{OPERATORS[family]}, {what}"
-    return Row(f"{family}-{name}", what, partial(run_form, family, form), covers)
+    return Row(f"{family}-{name}", what, partial(run_form, family, form))
 
 
 def _common() -> Iterator[Row]:
     for family in OPERATORS:
-        for name, (what, form, covers) in FORMS.items():
+        for name, (what, form) in FORMS.items():
             for short, dtype in DTYPES.items():
                 typed = replace(form, dtype=dtype)
-                yield _row(family, f"{name}-{short}", what, typed, covers[family])
+                yield _row(family, f"{name}-{short}", what, typed)
         for name, (heads, *sizes) in VARIANTS.items():
-            what, form, _ = FORMS[name.rpartition("-")[2]]
+            what, form = FORMS[name.rpartition("-")[2]]
             form = replace(form, layer=layer_of(*sizes))
-            tried = fused("head size", "dtype") if family == "fia" else ()
-            yield _row(family, name, f"{what}, {heads}", form, tried)
+            yield _row(family, name, f"{what}, {heads}", form)
 
 
 # ------------------------------------------------------------------------- fused attention alone
@@ -311,14 +265,6 @@ def several_layers(family: str, context: RowContext) -> Outcome:
 
 
 def _special() -> Iterator[Row]:
-    covers = {
-        "fia-shared-blocks": fused("shared blocks"),
-        "fia-zero-lengths": fused("request without keys")
-        + records("fused attention, FAI", "rows without keys in the decode kernel"),
-        "fia-workspace": fused("workspace size"),
-        "atb-zero-lengths": atb("request without context"),
-        "atb-workspace": atb("workspace"),
-    }
     for family, operator in OPERATORS.items():
         for name, what, run in (
             ("shared-blocks", "requests that share a block", shared_blocks),
@@ -326,29 +272,27 @@ def _special() -> Iterator[Row]:
             ("workspace", "a workspace from the caller", with_workspace),
             ("layers", "two layers with one metadata", several_layers),
         ):
-            name = f"{family}-{name}"
-            yield Row(name, f"{operator}, {what}", partial(run, family), covers.get(name, ()))
+            yield Row(f"{family}-{name}", f"{operator}, {what}", partial(run, family))
     for size in (128, 256, 384, 512):
         form = replace(BASE, block_size=size, lengths=((300, 1), (700, 1), (0, 23), (size, 8)))
-        row = _row("fia", f"block-{size}", f"blocks of {size}", form, fused("block ids"))
+        row = _row("fia", f"block-{size}", f"blocks of {size}", form)
         # The documentation allows 128 alone; code of CANN 9.x takes multiples of 16 up to 512
         yield row if size == 128 else replace(row, instead="use --block-size 128")
     for size in (16, 64):
         form = replace(BASE, block_size=size, lengths=((30, 1), (100, 1), (0, 23), (size, 8)))
-        yield _row("atb", f"block-{size}", f"blocks of {size}", form, atb("contiguous"))
+        yield _row("atb", f"block-{size}", f"blocks of {size}", form)
     what = "fused attention, sequences longer than the constant mask"
-    yield Row("fia-long", what, past_the_constant, fused("mask content", "window"))
+    yield Row("fia-long", what, past_the_constant)
     what = "fused attention over fresh K and V without a mask; the plugin avoids this form"
     for short, dtype in DTYPES.items():
-        yield Row(f"fia-unpaged-{short}", what, partial(unpaged, dtype), fused("dtype"))
+        yield Row(f"fia-unpaged-{short}", what, partial(unpaged, dtype))
     what = "fused attention, softmax_lse asked for"
-    yield Row("fia-lse", what, partial(lse, True), fused("softmax_lse out"))
+    yield Row("fia-lse", what, partial(lse, True))
     what = "fused attention with sums over parts of contexts, as ranks share them, merged"
-    tries = fused("softmax_lse out", "TND with a block table")
     for short, dtype in DTYPES.items():
-        yield Row(f"fia-shared-{short}", what, partial(shared_contexts, dtype), tries)
+        yield Row(f"fia-shared-{short}", what, partial(shared_contexts, dtype))
     what = "fused attention, softmax_lse not asked for"
-    yield Row("fia-no-lse", what, partial(lse, False), fused("softmax_lse not asked for"))
+    yield Row("fia-no-lse", what, partial(lse, False))
 
 
 # ------------------------------------------------------------------------- cache writes
@@ -374,14 +318,13 @@ def all_padding(family: str, context: RowContext) -> Outcome:
 
 def _writes() -> Iterator[Row]:
     names = {"fia": "npu_scatter_pa_kv_cache", "atb": "_npu_reshape_and_cache"}
-    tried = writes("dtype", "padding slot", "slot range")
     for family, operator in names.items():
         what = f"cache write by {operator}"
         for short, dtype in DTYPES.items():
             run = partial(cache_write, family, dtype)
-            yield Row(f"write-{family}-{short}", what, run, tried)
+            yield Row(f"write-{family}-{short}", what, run)
         name, run = f"write-{family}-padding-only", partial(all_padding, family)
-        yield Row(name, f"{what}, padding only", run, writes("padding slot"))
+        yield Row(name, f"{what}, padding only", run)
 
 
 # ------------------------------------------------------------------------- masks

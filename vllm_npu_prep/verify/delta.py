@@ -13,7 +13,7 @@ from vllm_npu_prep.attention.recurrent_backend import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of
-from vllm_npu_prep.verify.row import FILLER, Row, RowContext, compare, normal, records
+from vllm_npu_prep.verify.row import FILLER, Row, RowContext, compare, normal
 
 KERNEL_SIZE = 4
 """Size of the convolution in tokens: Qwen3-Next's and Qwen3.5's."""
@@ -223,7 +223,6 @@ ROWS = tuple(
         f"delta-{which}{name}",
         f"gated delta net, {heads[0]} heads of keys and {heads[1]} of values: {what}",
         partial(_run, what, operator, heads),
-        records(RECURRENT, "one sequence a state") if operator == RECURRENT else (),
     )
     for name, (what, operator) in WHAT.items()
     for which, heads in HEADS.items()

@@ -16,56 +16,11 @@ from vllm_npu_prep.verify.row import (
     DTYPES,
     Probe,
     Put,
-    Record,
     Results,
     Row,
-    records,
     row_of_probe,
     uniform,
 )
-
-COVERS: Mapping[str, tuple[Record, ...]] = {
-    "rms_norm": records("norms", "gamma shape"),
-    "add_rms_norm": records("norms", "equal shapes", "rounding of the sum"),
-    "add_rms_norm_cast": records("norms", "16 bits", "float32 of the result"),
-    "gemma_rms_norm": records("norms", "one is added to gamma"),
-    "rotary": records(
-        "npu_mrope", "dense rows", "rows with gaps", "head size", "same dtype", "token count"
-    ),
-    "mrope": records("npu_mrope", "mrope_section", "positions shape"),
-    "vision_rotary": records("npu_rotary_mul", "same dtype", "range of r1 and r2"),
-    "qkv": records("npu_grouped_matmul", "not grouped", "shapes"),
-    "geglu": records("gelu", "activated half"),
-    "latent": records("npu_transpose_batchmatmul", "dtype", "shapes", "permutations", "sizes"),
-    "int8_norm": records("norms to int8", "form", "rounding before int8"),
-    "int8_swiglu": records("npu_dequant_swiglu_quant", "mode", "direction", "activated half"),
-    "experts": (
-        *records(
-            "npu_moe_init_routing_v2", "active_num", "inactive pairs", "inactive rows", "order"
-        ),
-        *records(
-            "npu_grouped_matmul, rows",
-            "group sizes",
-            "one tensor each",
-            "plain",
-            "rows of no group",
-        ),
-        *records("npu_moe_token_unpermute", "index past the rows"),
-    ),
-    "finalize_routing": records(
-        "npu_moe_finalize_routing", "pairs without a row", "precision of sums", "unsupported mode"
-    ),
-    "gating": records("npu_moe_gating_top_k", "bias chooses", "division by the sum"),
-    "gating_softmax": records(
-        "npu_moe_gating_top_k_softmax_v2", "finished rows", "order of softmax"
-    ),
-    "top_k_top_p": records(
-        "npu_top_k_top_p",
-        *("dtype", "k range", "limit dtype", "limit shape", "limits"),
-        *("order of sums", "p range", "rank", "ties at k"),
-    ),
-}
-"""The records that each switch's call tries."""
 
 EPSILON = 0.3
 """A large epsilon, so that a norm that leaves it out differs."""
@@ -367,7 +322,6 @@ ROWS: tuple[Row, ...] = tuple(
         operator,
         partial(_probe_of, name),
         dtype,
-        COVERS.get(name, ()),
     )
     for name, operator in OPERATORS.items()
     for short, dtype in DTYPES.items()

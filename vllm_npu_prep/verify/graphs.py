@@ -14,7 +14,7 @@ from vllm_npu_prep.device import graph_pool
 from vllm_npu_prep.graph import Graph, GraphCall, GraphPool, make_pool
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
-from vllm_npu_prep.verify.row import DTYPES, Row, RowContext, compare, records
+from vllm_npu_prep.verify.row import DTYPES, Row, RowContext, compare
 from vllm_npu_prep.verify.steps import AttentionForm, AttentionStep, layer_of, masks_for
 
 LAYER = layer_of(4, 2, 128)
@@ -234,11 +234,10 @@ def plain(context: RowContext) -> Outcome:
 def _rows() -> Iterator[Row]:
     yield Row("graph-plain", "a captured graph whose input changes", plain)
     for family in ("fia", "atb"):
-        covers = records("fused attention", "workspace size") if family == "fia" else ()
         what = f"{family} decodes in a graph"
         for short, dtype in DTYPES.items():
             name, run = f"graph-{family}-decode-{short}", partial(decodes, family, dtype)
-            yield Row(name, f"{what}, lengths changed before each replay", run, covers)
+            yield Row(name, f"{what}, lengths changed before each replay", run)
         run = partial(padded_decodes, family)
         yield Row(f"graph-{family}-padding", f"{what} with padding rows", run)
         what = f"{family} decodes in graphs of two sizes with one memory"
@@ -246,13 +245,12 @@ def _rows() -> Iterator[Row]:
     what = "fia chunks in a graph, query lengths changed, too"
     for short, dtype in DTYPES.items():
         yield Row(f"graph-fia-chunk-{short}", what, partial(chunks, dtype))
-    covers = records("fused attention", "window", "window of one token")
     for name, lengths, state in (
         ("decode", DECODE_STEPS, DECODE),
         ("chunk", CHUNK_STEPS, CHUNK),
     ):
         what = f"fia {name}s in a graph, windows beside full attention"
-        yield Row(f"graph-fia-window-{name}", what, partial(windows, lengths, state), covers)
+        yield Row(f"graph-fia-window-{name}", what, partial(windows, lengths, state))
 
 
 ROWS: tuple[Row, ...] = tuple(_rows())

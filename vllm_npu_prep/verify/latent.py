@@ -29,12 +29,10 @@ from vllm_npu_prep.verify.outcome import Outcome, worst_of
 from vllm_npu_prep.verify.row import (
     DTYPES,
     FILLER,
-    Record,
     Row,
     RowContext,
     compare,
     normal,
-    records,
 )
 from vllm_npu_prep.verify.steps import PagedForm, PagedStep
 
@@ -310,19 +308,12 @@ def forms_of(
     return forms
 
 
-LATENT = records("fused attention, rope", "latent rows twice", "layout with rope")
-CONTEXT = (
-    *records("npu_gather_pa_kv_cache", "block ids", "cache form", "contiguous", "integers"),
-    *records("npu_gather_pa_kv_cache", "offset", "result form", "rows"),
-    *records("npu_attention_update", "head_dim", "lse form", "part form", "parts", "update_type"),
-)
-
-WHAT: dict[str, tuple[str, tuple[Record, ...]]] = {
-    "decode": ("decodes over latent rows", LATENT),
-    "drafts": ("drafts over latent rows", LATENT),
-    "prefill": ("prefills over projected rows", CONTEXT),
+WHAT = {
+    "decode": "decodes over latent rows",
+    "drafts": "drafts over latent rows",
+    "prefill": "prefills over projected rows",
 }
-"""The form of a step and the records that it tries, by the name of its rows."""
+"""The form of a step, by the name of its rows."""
 
 
 USUAL = shape_of(4)
@@ -346,13 +337,11 @@ def _run_with_lse(dtype: torch.dtype, context: RowContext) -> Outcome:
 
 
 def _row(name: str, short: str, shape: LatentShape, instead: str = "") -> Row:
-    what, covers = WHAT[name]
-    is_wide = shape is WIDE
+    what, is_wide = WHAT[name], shape is WIDE
     return Row(
         f"latent-{'wide-' * is_wide}{name}-{short}",
         f"latent attention{', heads of 192 and 256' * is_wide}: {what}",
         partial(_run, what, shape, DTYPES[short]),
-        covers,
         instead=instead,
     )
 
@@ -368,7 +357,6 @@ ROWS = (
             f"latent-lse-{short}",
             "latent attention: tokens over latent rows, softmax_lse asked for",
             partial(_run_with_lse, dtype),
-            (*LATENT, *records("fused attention", "softmax_lse out")),
         )
         for short, dtype in DTYPES.items()
     ),

@@ -16,10 +16,6 @@ ROW_SECONDS = 120.0
 """Time limit of a row in seconds, unless it has its own; a first call may load or compile
 kernels."""
 
-Record = tuple[str, str]
-"""Family and name of something to try on hardware first, as docs/changing/operators.md lists
-them."""
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes that rows are run with, by the ends of the rows' names."""
 
@@ -29,10 +25,6 @@ because kernels may multiply masked rows by 0."""
 
 Put = Callable[[torch.Tensor], torch.Tensor]
 Results = tuple[torch.Tensor, ...]
-
-
-def records(family: str, *names: str) -> tuple[Record, ...]:
-    return tuple((family, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,6 @@ class Row:
         The operator and the form, in a few words.
     run
         Runs the operator and compares. An exception of any kind is an outcome, too.
-    covers
-        The records that this row tries.
     ranks
         How many processes run it together, each with a device of its own.
     instead
@@ -80,7 +70,6 @@ class Row:
     name: str
     what: str
     run: Callable[[RowContext], Outcome]
-    covers: tuple[Record, ...] = ()
     ranks: int = 1
     seconds: float = ROW_SECONDS
     instead: str = ""
@@ -195,14 +184,13 @@ def row_of_probe(
     operator: str,
     probe_of: Callable[[torch.dtype], Probe],
     dtype: torch.dtype,
-    covers: tuple[Record, ...],
 ) -> Row:
     """Return a row that makes a probe and runs it."""
 
     def run(context: RowContext) -> Outcome:
         return probe_of(dtype).run(f"{operator}, {dtype}", context.put)
 
-    return Row(name, operator, run, covers)
+    return Row(name, operator, run)
 
 
 def normal(

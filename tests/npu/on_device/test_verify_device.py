@@ -6,6 +6,7 @@ are found by the rows that are meant to find them.
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from vllm_npu_prep.verify.child import run_row
 from vllm_npu_prep.verify.probe import probe_forms, probed_forms
 from vllm_npu_prep.verify.row import RowContext
 from vllm_npu_prep.verify.steps import AttentionForm, layer_of, masks_for
+
+TRIED = Path(__file__).parents[1] / "tried_by_rows.txt"
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +152,20 @@ def test_a_wrong_kernel_is_found_by_the_rows_that_meet_it(name, run, fault):
 
 
 def test_what_to_try_first_on_hardware_has_a_row_or_a_reason():
-    from vllm_npu_prep.verify.rows import NO_ROW, ROWS
+    from vllm_npu_prep.verify.rows import ROWS
 
+    lines = TRIED.read_text().splitlines()
+    tried = [line.split(" | ") for line in lines if not line.startswith("#")]
     first = {
         record.key
         for record in CONSTRAINTS
         if not record.refused or record.enforced in (Enforced.PRACTICE, Enforced.READING)
     }
-    covered = {record for row in ROWS for record in row.covers}
-    assert first == covered | set(NO_ROW)
-    assert not covered & set(NO_ROW)
+    assert first == {(family, name) for family, name, _ in tried}
+    assert len(first) == len(tried)
+    for *record, by in tried:
+        begin = [] if by.startswith("- ") else by.split()
+        assert all(any(row.name.startswith(each) for row in ROWS) for each in begin), record
 
 
 def probed(family, window=None, causal=True, dtype=torch.bfloat16, heads=(4, 2)):
