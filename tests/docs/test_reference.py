@@ -15,12 +15,12 @@ from pydantic_core import PydanticUndefined
 
 from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, Page, code_of
+from tests.docs.refusal_tables import render
 from tests.docs.refusals import messages
 from vllm_npu_prep import cli
 from vllm_npu_prep.config import FUSED_OPERATORS, FusedConfig, PrepConfig, RecordConfig
 from vllm_npu_prep.observe.metrics import COUNTERS, PREFIX, PREPARE_TIME
 from vllm_npu_prep.records.scenario import Scenario, ScenarioGroup, ScenarioRequest
-from vllm_npu_prep.startup.document import render
 
 PACKAGE = ROOT / "vllm_npu_prep"
 ENDING_ERRORS = {"StepCheckError", "GraphSafetyError", "EngineStoppedError"}
@@ -121,7 +121,7 @@ def test_no_error_is_documented_that_is_gone():
 
 
 def test_tables_of_refusals_are_up_to_date():
-    command = "python -m vllm_npu_prep.startup.document docs/reference/errors.md"
+    command = "python -m tests.docs.refusal_tables docs/reference/errors.md"
     assert ERRORS.text == render(ERRORS.text), f"run {command}"
 
 

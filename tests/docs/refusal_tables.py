@@ -1,6 +1,6 @@
 """Writes the tables of refusals in ``docs/reference/errors.md`` from the list.
 
-``python -m vllm_npu_prep.startup.document docs/reference/errors.md`` writes them; a test fails
+``python -m tests.docs.refusal_tables docs/reference/errors.md`` writes them; a test fails
 while they are out of date. Each table stands between ``<!-- refusals: NAME -->``, the name of a
 `Subject`, and ``<!-- refusals: end -->``.
 """
