@@ -13,14 +13,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.helpers.engine import inspect_models_here
 from tests.server.hostile import REFUSED_AT_STARTUP
+from tests.startup import examples
+from tests.startup.examples import EXAMPLES, Example, Model
 from tests.startup.npus import NPUS, SUBJECTS
 from vllm_npu_prep import device, platform
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES
 from vllm_npu_prep.compat.releases import is_since
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.startup import example as examples
 from vllm_npu_prep.startup import refusals
-from vllm_npu_prep.startup.example import Example, Model
 from vllm_npu_prep.startup.refusals import REFUSALS, refusals_that_apply, refuse_unsupported
 
 SIZES = {
@@ -96,10 +96,14 @@ def start(parser, tmp_path, vision_models):
     return start
 
 
+def test_each_refusal_has_an_example():
+    assert all(EXAMPLES.values()) and EXAMPLES.keys() == REFUSALS.keys()
+
+
 @pytest.mark.parametrize("id", REFUSALS)
 def test_each_example_is_refused_by_its_rule(id, start):
     """In one line that says what was asked for, and by nothing else unless it says so."""
-    for example in REFUSALS[id].examples:
+    for example in EXAMPLES[id]:
         if example.until and is_since(example.until):
             continue
         found, error = start(example)

@@ -1,11 +1,10 @@
 """A refusal as data: when it applies, what it says, and what it has in common with others."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from vllm_npu_prep.aclnn import release_with
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import Example
 
 NOT_SUPPORTED = " is not supported by vllm_npu_prep"
 """The verdict about a feature. For one of several values, the reason is enough."""
@@ -53,8 +52,6 @@ class Refusal:
         What to do instead.
     words
         Values for the holes of the texts, by name.
-    example
-        Engines that it refuses, at least one; a text stands for an `Example` with these arguments.
     """
 
     id: str
@@ -63,15 +60,6 @@ class Refusal:
     reason: str
     remedy: str = "leave the flag out"
     words: Callable[[RequestedEngine], dict[str, object]] = _no_words
-    _: KW_ONLY
-    example: str | Example | tuple[Example, ...]
-
-    @property
-    def examples(self) -> tuple[Example, ...]:
-        if isinstance(self.example, tuple):
-            return self.example
-        example = self.example
-        return (Example(example) if isinstance(example, str) else example,)
 
     def message(self, asked: RequestedEngine, verdict: str) -> str:
         return f"{self.cause(asked, verdict)}; {self._filled(self.remedy, asked)}"

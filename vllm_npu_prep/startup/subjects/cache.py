@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import CONNECTOR, HYBRID, STORED, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -98,7 +97,6 @@ ANY = (
         "vLLM would replace the connector by its own, OffloadingConnector",
         "use one of the two",
         _words,
-        example=Example(f"{STORED} --kv-offloading-size 1", "with KV connector ExampleConnector"),
     ),
     Refusal(
         "kv-connector",
@@ -109,15 +107,6 @@ ANY = (
         "leave --kv-transfer-config out, use one of those, or one of your own that reads planes: "
         "registered by its name, or with its module in kv_connector_module_path",
         _words,
-        example=(
-            Example("--kv-offloading-size 1 --kv-offloading-backend lmcache", "LMCacheMPConnector"),
-            # What our connectors have to meet is not asked of others
-            Example(f"{CONNECTOR} NixlConnector", "has these: ExampleConnector, "),
-            Example(
-                f"{STORED} --kv-transfer-config.kv_connector_module_path "
-                "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
-            ),
-        ),
     ),
     Refusal(
         "kv-connector-pooling",
@@ -126,7 +115,6 @@ ANY = (
         "connectors were tried with requests that generate tokens",
         "leave --kv-transfer-config out",
         _words,
-        example=f"{STORED} --runner pooling",
     ),
     Refusal(
         "kv-connector-states",
@@ -141,9 +129,6 @@ ANY = (
         "recurrent states have groups of their own",
         "use --kv-offloading-size, or leave --kv-transfer-config out",
         _words,
-        example=Example(
-            f"{STORED} --no-enable-prefix-caching", "/m is not supported", model=HYBRID
-        ),
     ),
 )
 
@@ -155,7 +140,6 @@ EXAMPLE_CONNECTOR = (
         "it identifies prompts by their token ids alone",
         "use one of the two",
         _words,
-        example=f"{STORED} --enable-lora",
     ),
     Refusal(
         "kv-connector-chunked-prefill",
@@ -167,10 +151,6 @@ EXAMPLE_CONNECTOR = (
         "it would store only the first chunk of a prompt",
         "use --no-enable-chunked-prefill, without --long-prefill-token-threshold",
         _words,
-        example=(
-            Example(f"{STORED} --enable-chunked-prefill"),
-            Example(f"{STORED} --long-prefill-token-threshold 9"),
-        ),
     ),
     Refusal(
         "kv-connector-folder",
@@ -179,7 +159,6 @@ EXAMPLE_CONNECTOR = (
         "vLLM would use /tmp, which all users share",
         'give it "kv_connector_extra_config": {{"shared_storage_path": ...}}',
         _words,
-        example=f"{CONNECTOR} ExampleConnector --no-enable-chunked-prefill",
     ),
 )
 
@@ -191,7 +170,6 @@ OFFLOADING_CONNECTOR = (
         "it keeps blocks in host memory, whose size it has to be told",
         "use --kv-offloading-size, in GiB of all ranks together",
         _words,
-        example=f"{CONNECTOR} OffloadingConnector",
     ),
     Refusal(
         "kv-offloading-spec",
@@ -203,13 +181,6 @@ OFFLOADING_CONNECTOR = (
         "blocks go to the memory of the host, plane by plane, and to no other place or form",
         "leave both keys out",
         _words,
-        example=tuple(
-            Example(
-                f"{CONNECTOR} OffloadingConnector --kv-offloading-size 1 "
-                f"--kv-transfer-config.kv_connector_extra_config.{key}"
-            )
-            for key in ("spec_name TieringOffloadingSpec", "canonical_layout true")
-        ),
     ),
     Refusal(
         "kv-offloading-states",
@@ -217,7 +188,6 @@ OFFLOADING_CONNECTOR = (
         "KV offloading of {model} without the prefix cache",
         "only with it does a request keep the recurrent states at the ends of blocks for the host",
         "use --enable-prefix-caching",
-        example=Example("--kv-offloading-size 1 --no-enable-prefix-caching", model=HYBRID),
     ),
     Refusal(
         "kv-offloading-stages",
@@ -225,7 +195,6 @@ OFFLOADING_CONNECTOR = (
         "KV offloading over pipeline stages",
         "vLLM counts the host's blocks by the layers of one stage, and other stages may have more",
         "use --tensor-parallel-size instead of --pipeline-parallel-size",
-        example="--kv-offloading-size 1 --pipeline-parallel-size 2",
     ),
 )
 

@@ -2,7 +2,6 @@
 
 from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.startup.asked import STATE_MODELS, RequestedEngine
-from vllm_npu_prep.startup.example import CHUNKS, EXPERTS, MLA, STATES, Example, small_model
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -26,10 +25,6 @@ MODELS = (
         "it drafts for another model",
         'serve that one, with this as "model" in --speculative-config',
         lambda c: {"architecture": c.model.architecture},
-        example=Example(
-            says="EagleLlamaForCausalLM as a model of its own",
-            model=small_model("EagleLlamaForCausalLM", model_type="llama"),
-        ),
     ),
     Refusal(
         "encoder-decoder",
@@ -37,7 +32,6 @@ MODELS = (
         "an encoder-decoder model",
         "cross-attention is not supported",
         "use a decoder-only model",
-        example="--hf-overrides.is_encoder_decoder true",
     ),
     Refusal(
         "alibi",
@@ -45,10 +39,6 @@ MODELS = (
         "ALiBi ({model})",
         "attention adds no bias to its scores",
         "use another model",
-        example=(
-            Example(model=small_model("BloomForCausalLM")),
-            Example(model=small_model("BertModel", position_embedding_type="alibi")),
-        ),
     ),
     Refusal(
         "sparse-attention",
@@ -56,14 +46,6 @@ MODELS = (
         "sparse attention ({model})",
         "attention reads the whole context, and has no indexer",
         "use another model",
-        example=(
-            Example(model={**MLA, "q_lora_rank": 20, "index_topk": 8}),
-            Example(
-                model=small_model(
-                    "Qwen3ForCausalLM", sparse_attention_config={"sparse_topk_blocks": 2}
-                )
-            ),
-        ),
     ),
     Refusal(
         "states",
@@ -79,20 +61,6 @@ MODELS = (
         "steps are prepared for the recurrent states of these only: {known}",
         "use one of them, or a model without recurrent states",
         lambda c: {"known": ", ".join(STATE_MODELS)},
-        example=(
-            Example(says="these only: Qwen3NextForCausalLM, ", model=STATES),
-            Example(
-                model=small_model(
-                    "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, num_experts=1
-                )
-            ),
-            # vLLM no longer knows this architecture, and would run transformers' code
-            Example(
-                model=small_model(
-                    "BambaForCausalLM", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16
-                )
-            ),
-        ),
     ),
     Refusal(
         "diffusion",
@@ -100,14 +68,12 @@ MODELS = (
         "a diffusion model ({model})",
         "steps are prepared for models that generate one token after another",
         "use another model",
-        example="--hf-overrides.canvas_length 8",
     ),
     Refusal(
         "attention-chunks-in-transformers",
         lambda c: "chunked_attention" in c.layer_types and c.model.using_transformers_backend(),
         "--model-impl transformers with attention chunks ({model})",
         "vLLM would let its layers attend to the whole context",
-        example=Example("--model-impl transformers --block-size 16", model=CHUNKS),
     ),
     Refusal(
         "quantization",
@@ -117,15 +83,9 @@ MODELS = (
         "use weights of 16 or 32 bits, or int8 weights and inputs (W8A8) in the format of "
         "compressed-tensors or ModelSlim",
         lambda c: {"method": c.model.quantization, "fault": fault(c.model)},
-        example=Example(
-            "--quantization fp8 --dtype bfloat16",
-            "--quantization fp8 is not supported by vllm_npu_prep: there are no kernels for fp8",
-        ),
     ),
 )
 
-MEANS = "--runner pooling --pooler-config.seq_pooling_type MEAN --max-num-batched-tokens 128"
-"""Arguments of examples, for an engine that pools whole prompts."""
 
 POOLING = (
     Refusal(
@@ -136,7 +96,6 @@ POOLING = (
         ),
         "--enable-chunked-prefill with this pooling model",
         "the model pools whole prompts",
-        example=f"{MEANS} --enable-chunked-prefill",
     ),
     Refusal(
         "pooling-prefix-caching",
@@ -145,7 +104,6 @@ POOLING = (
         ),
         "--enable-prefix-caching with this pooling model",
         "the model pools whole prompts",
-        example=f"{MEANS} --enable-prefix-caching",
     ),
     Refusal(
         "pooling-prompt-embeds",
@@ -153,7 +111,6 @@ POOLING = (
         "--enable-prompt-embeds with a pooling model",
         "poolers and token types read token ids",
         "send token ids",
-        example="--runner pooling --enable-prompt-embeds",
     ),
 )
 
@@ -171,14 +128,12 @@ FEATURES = (
         "VLLM_BATCH_INVARIANT",
         "matrix products and attention may round otherwise in batches of another size",
         "set it to 0",
-        example="VLLM_BATCH_INVARIANT=1",
     ),
     Refusal(
         "routed-experts",
         lambda c: c.config.aux_output_config.enabled,
         "--enable-return-routed-experts",
         "the routing of a step is not copied to the host",
-        example=Example("--enable-return-routed-experts", model=EXPERTS),
     ),
     Refusal(
         "sleep-graphs",
@@ -186,7 +141,6 @@ FEATURES = (
         "--sleep-mode-offload-cudagraph",
         "memory of captured graphs stays with torch_npu's allocator",
         "leave the flag out; graphs stay captured while the engine sleeps",
-        example="--enable-sleep-mode --sleep-mode-offload-cudagraph",
     ),
     Refusal(
         "sleep-communicators",
@@ -194,7 +148,6 @@ FEATURES = (
         "--enable-nccl-comm-suspend",
         "HCCL's buffers can't be suspended",
         "leave the flag out; communicators stay while the engine sleeps",
-        example="--enable-sleep-mode --enable-nccl-comm-suspend",
     ),
     Refusal(
         "weight-transfer",
@@ -202,14 +155,12 @@ FEATURES = (
         "--weight-transfer-config",
         "its engines work with CUDA devices only",
         "leave the flag out; collective_rpc reload_weights reads a folder",
-        example="--weight-transfer-config.backend nccl",
     ),
     Refusal(
         "fast-prefill",
         lambda c: c.config.cache_config.kv_sharing_fast_prefill,
         "--kv-sharing-fast-prefill",
         "attention metadata always covers all tokens of a step",
-        example="--kv-sharing-fast-prefill",
     ),
     Refusal(
         "moe-backend",
@@ -218,7 +169,6 @@ FEATURES = (
         "the plugin has one implementation of experts",
         "leave the flag out",
         lambda c: {"name": c.config.kernel_config.moe_backend},
-        example=Example("--moe-backend triton", "--moe-backend triton is"),
     ),
     Refusal(
         "attention-backend",
@@ -232,10 +182,6 @@ FEATURES = (
         "--attention-backend",
         "the plugin chooses the attention backend, in place of a flag or vLLM's rule for a model",
         "leave the flag out; use another model if it was not given",
-        example=(
-            Example("--attention-backend TRITON_ATTN"),
-            Example("--attention-config.backend_per_kind.sliding_window TRITON_ATTN"),
-        ),
     ),
     Refusal(
         "non-causal",
@@ -243,7 +189,6 @@ FEATURES = (
         "use_non_causal in --attention-config",
         "masks of generating models are causal",
         "leave the key out",
-        example="--attention-config.use_non_causal true",
     ),
     Refusal(
         "linear-backend",
@@ -252,14 +197,12 @@ FEATURES = (
         "the plugin has one implementation of linear layers",
         "leave the flag out",
         lambda c: {"name": c.config.kernel_config.linear_backend},
-        example=Example("--linear-backend cutlass", "--linear-backend cutlass is"),
     ),
     Refusal(
         "watermarking",
         lambda c: c.config.watermark_config is not None,
         "--watermark-config",
         "the kernels of Triton that mark tokens are not replaced",
-        example="--watermark-config.key 7",
     ),
     Refusal(
         "weight-offloading",
@@ -270,7 +213,6 @@ FEATURES = (
         "weight offloading",
         "graphs and kernels read weights from device memory",
         "use more ranks, or a smaller model",
-        example=(Example("--cpu-offload-gb 1"), Example("--offload-group-size 2")),
     ),
     Refusal(
         "dual-batch-overlap",
@@ -278,7 +220,6 @@ FEATURES = (
         "dual-batch overlap",
         "one batch is prepared for each step",
         "leave out --enable-dbo and --ubatch-size",
-        example=Example("--enable-dbo --data-parallel-size 2", model=EXPERTS),
     ),
     Refusal(
         "profiler",
@@ -287,7 +228,6 @@ FEATURES = (
         "it profiles CUDA devices only",
         'use "torch"',
         lambda c: {"name": c.config.profiler_config.profiler},
-        example=Example("--profiler-config.profiler cuda", 'profiler "cuda" in'),
     ),
     Refusal(
         "layerwise-nvtx",
@@ -295,7 +235,6 @@ FEATURES = (
         "--enable-layerwise-nvtx-tracing",
         "NVTX works on CUDA devices only",
         'leave the flag out; --profiler-config with "torch" names the phases of a step',
-        example="--enable-layerwise-nvtx-tracing",
     ),
 )
 
@@ -306,7 +245,6 @@ ADAPTERS = (
         "LoRA on a mixture-of-experts model",
         "expert kernels don't apply adapters",
         "merge the adapters into the weights",
-        example=Example("--enable-lora", model=EXPERTS),
     ),
     Refusal(
         "lora-mla",
@@ -314,7 +252,6 @@ ADAPTERS = (
         "LoRA on a model with MLA",
         "its attention reads projections that were merged when the model was loaded",
         "merge the adapters into the weights",
-        example=Example("--enable-lora", model=MLA),
     ),
 )
 

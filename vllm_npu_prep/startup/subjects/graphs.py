@@ -7,7 +7,6 @@ from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.driver import EXPANDING_PINS
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import OPTION, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 
@@ -51,7 +50,6 @@ GRAPHS = (
         "VLLM_USE_BREAKABLE_CUDAGRAPH",
         "graphs are split at attention by torch.compile here",
         "set it to 0",
-        example="VLLM_USE_BREAKABLE_CUDAGRAPH=1",
     ),
     Refusal(
         "pieces-with-attention",
@@ -63,10 +61,6 @@ GRAPHS = (
             "ops": c.config.compilation_config.splitting_ops,
             "without_piecewise": c.config.compilation_config.cudagraph_mode.without_piecewise(),
         },
-        example=Example(
-            "--compilation-config.splitting_ops []",
-            "attention; leave it out, or use cudagraph_mode FULL_DECODE_ONLY",
-        ),
     ),
     Refusal(
         "dense-masks-in-graphs",
@@ -75,7 +69,6 @@ GRAPHS = (
         "dense masks change their shape from step to step, and graphs need fixed shapes",
         f'use {{{{"{SECTION}": {{{{"mask": "compressed"}}}}}}}} where the kernel family has it, '
         "or cudagraph_mode FULL_AND_PIECEWISE",
-        example=f"--compilation-config.cudagraph_mode FULL {OPTION}.mask dense",
     ),
     Refusal(
         "expanding-pins",
@@ -84,11 +77,6 @@ GRAPHS = (
         "no graph can be captured beside pinned memory in segments that expand",
         "take pin_memory_expandable_segments out, or give --enforce-eager",
         lambda c: {"settings": _allocator_settings()},
-        example=Example(
-            "'PYTORCH_NPU_ALLOC_CONF=max_split_size_mb:64, pin_memory_expandable_segments:True'",
-            "PYTORCH_NPU_ALLOC_CONF=max_split_size_mb:64,pin_memory_expandable_segments:True: ",
-            family="fia",
-        ),
     ),
 )
 

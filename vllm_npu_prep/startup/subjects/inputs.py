@@ -4,7 +4,6 @@ import json
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.startup.asked import RequestedEngine, multimodal_inputs
-from vllm_npu_prep.startup.example import VISION, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -41,11 +40,6 @@ MULTIMODAL = (
         "only {known} input is supported",
         "use --limit-mm-per-prompt '{limits}'",
         _words,
-        example=Example(
-            says="only image input is supported; use --limit-mm-per-prompt '{\"video\": 0}'",
-            model=VISION,
-            where={f"{__name__}.MODALITIES": ("image",)},
-        ),
     ),
     Refusal(
         "mm-prefix",
@@ -53,7 +47,6 @@ MULTIMODAL = (
         "bidirectional attention within images ({model})",
         "masks are always causal",
         "use --language-model-only to serve text",
-        example=Example("--hf-overrides.is_mm_prefix_lm true", model=VISION),
     ),
     Refusal(
         "mm-raw-input",
@@ -61,30 +54,24 @@ MULTIMODAL = (
         "raw multimodal input ({model})",
         "the plugin expects encoder outputs that replace placeholder tokens",
         "use another model",
-        example=Example(
-            model=VISION, where={"vllm.config.ModelConfig.is_multimodal_raw_input_only_model": True}
-        ),
     ),
     Refusal(
         "mm-prompt-embeds",
         lambda c: c.model.enable_prompt_embeds,
         "--enable-prompt-embeds with a multimodal model",
         "a step takes embeddings from the encoder or from prompts, not from both",
-        example=Example("--enable-prompt-embeds", model=VISION),
     ),
     Refusal(
         "video-pruning",
         lambda c: c.model.get_multimodal_config().is_multimodal_pruning_enabled(),
         "--video-pruning-rate",
         "positions would depend on what the encoder computes on the device",
-        example=Example("--video-pruning-rate 0.5", model=VISION),
     ),
     Refusal(
         "mm-encoder-only",
         lambda c: c.model.get_multimodal_config().mm_encoder_only,
         "--mm-encoder-only",
         "the plugin prepares steps of the language model",
-        example=Example("--mm-encoder-only", model=VISION),
     ),
     Refusal(
         "mm-encoder-attention",
@@ -92,18 +79,12 @@ MULTIMODAL = (
         "--mm-encoder-attn-backend or --mm-encoder-attn-dtype",
         "encoders use torch's attention operator, in the model's dtype",
         "leave the flags out",
-        example=Example("--mm-encoder-attn-backend FLASH_ATTN", model=VISION),
     ),
     Refusal(
         "ec-transfer",
         lambda c: c.config.ec_transfer_config is not None,
         "--ec-transfer-config",
         "the encoder's outputs can't be sent to other engines",
-        example=Example(
-            "--ec-transfer-config.ec_connector ECExampleConnector "
-            "--ec-transfer-config.ec_role ec_consumer",
-            model=VISION,
-        ),
     ),
     Refusal(
         "lora-tower",
@@ -112,7 +93,6 @@ MULTIMODAL = (
         ),
         "--enable-tower-connector-lora",
         "adapters are applied to the language model only",
-        example=Example("--enable-lora --enable-tower-connector-lora", model=VISION),
     ),
 )
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_npu_prep.attention.families import ATB, DEFAULT_BLOCK_SIZE, FIA, KernelFamily
@@ -19,15 +19,6 @@ from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import (
-    CHUNKS,
-    MLA,
-    OPTION,
-    SHARED_LAYERS,
-    SOFT_CAP,
-    Example,
-    small_model,
-)
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 from vllm_npu_prep.wording import counted
 
@@ -63,7 +54,6 @@ class ModelNeed:
     of_family: Callable[[KernelFamily], bool]
     needed: str  # the missing feature
     remedy: str = "use the CPU fallback"
-    example: tuple[Example, ...] = field(kw_only=True)
 
     def is_lacking(self, asked: RequestedEngine) -> bool:
         return self in lacking(asked.model, asked.family)
@@ -76,7 +66,6 @@ NEEDS = (
         lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None),
         lambda family: family.logits_soft_cap,
         "its operators take no cap",
-        example=tuple(Example(model=SOFT_CAP, family=family) for family in ("fia", "atb")),
     ),
     ModelNeed(
         "kv-sharing",
@@ -85,7 +74,6 @@ NEEDS = (
         lambda family: family.kv_sharing,
         "it needs mask rows for prompts too",
         f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
-        example=(Example(model=SHARED_LAYERS, family="atb"),),
     ),
     ModelNeed(
         "mla",
@@ -95,7 +83,6 @@ NEEDS = (
         "it needs npu_fused_infer_attention_score with query_rope and key_rope, and a cache of "
         "latent rows",
         f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
-        example=(Example(model=MLA, family="atb"),),
     ),
 )
 
@@ -242,7 +229,6 @@ LIMITS = (
         "Ascend310P keeps its KV cache in the NZ layout, which is not supported",
         "use an Ascend910B or Ascend910_93 device",
         _chip,
-        example=Example(says="NPUs of type Ascend310P3: ", family="fia", chip="Ascend310P3"),
     ),
     Refusal(
         "chip",
@@ -255,10 +241,6 @@ LIMITS = (
         "what operators take is known of Ascend910B (A2) and Ascend910_93 (A3) only",
         "use one of them",
         _chip,
-        example=tuple(
-            Example(says=f"NPUs of type {chip}: ", family="fia", chip=chip)
-            for chip in ("Ascend950PR_9599", "Ascend910_9589", "Ascend910B", "Ascend310B1")
-        ),
     ),
     Refusal(
         "dtype",
@@ -270,11 +252,6 @@ LIMITS = (
             "dtype": c.model.dtype,
             "dtypes": ", ".join(DTYPE_NAMES[str(dtype)] for dtype in c.family.dtypes),
         },
-        example=Example(
-            "--dtype float32",
-            "--dtype torch.float32: kernel family fia takes bfloat16, float16",
-            family="fia",
-        ),
     ),
     Refusal(
         "kv-cache-dtype",
@@ -285,10 +262,6 @@ LIMITS = (
         "only auto is supported (the model's dtype)",
         "leave the flag out",
         lambda c: {"dtype": c.config.cache_config.cache_dtype},
-        example=(
-            Example("--kv-cache-dtype fp8", "--kv-cache-dtype fp8: "),
-            Example("--kv-cache-dtype bfloat16", "--kv-cache-dtype bfloat16: ", until="0.33.0"),
-        ),
     ),
     Refusal(
         "kv-cache-memory",
@@ -297,14 +270,6 @@ LIMITS = (
         "{ranks} on this host would take {needed} bytes, and {free} are free",
         "ask for less",
         _cache_words,
-        example=tuple(
-            Example(
-                f"--kv-cache-memory-bytes {1 << 40} --tensor-parallel-size {ranks}",
-                f"{counted(ranks, 'rank')} on this host would take {ranks << 40:,} bytes, and 7",
-                where={f"{__name__}.free_memory": lambda: 7},
-            )
-            for ranks in (1, 2)
-        ),
     ),
     Refusal(
         "block-size",
@@ -320,10 +285,6 @@ LIMITS = (
             "multiple": c.family.block_size_multiple,
             "largest": c.family.max_block_size,
         },
-        example=(
-            Example("--block-size 24", "takes multiples of 16 up to 1024", family="fia"),
-            Example("--block-size 256", "atb takes multiples of 16 up to 128", family="atb"),
-        ),
     ),
     Refusal(
         "cann-release",
@@ -332,11 +293,6 @@ LIMITS = (
         "what its fused attention takes is not known before {oldest}",
         "install CANN {oldest} or newer",
         lambda c: {"version": c.cann, "oldest": OLDEST.name},
-        example=Example(
-            says="CANN 8.1.0: what its fused attention takes is not known before 8.3",
-            family="fia",
-            cann="8.1.0",
-        ),
     ),
     Refusal(
         "cann-functions",
@@ -345,11 +301,6 @@ LIMITS = (
         "its libopapi has no {functions}, which {model} needs on NPUs",
         "install CANN {release} or newer, or use the CPU fallback",
         lambda c: words_of_functions(c, _needed_operators(c)),
-        example=Example(
-            says="CANN 9.1.0: its libopapi has no aclnnScatterPaKvCache, which",
-            family="fia",
-            lacks=("aclnnScatterPaKvCache", "aclnnGatherPaKvCache"),
-        ),
     ),
     Refusal(
         "fused-attention",
@@ -358,40 +309,6 @@ LIMITS = (
         "for {form}, fused attention of CANN {release} takes {demand}",
         "{remedy}",
         _fused_words,
-        example=(
-            Example(
-                says='use {"npu_prep": {"attention": "atb"}} or CANN 9.0 or newer or the',
-                model=small_model("Qwen3ForCausalLM", head_dim=96, num_key_value_heads=4),
-                family="fia",
-                cann="8.5.0",
-            ),
-            Example(
-                "--block-size 768",
-                "of 16 to 512 tokens for these heads; use --block-size 128 or",
-                model=small_model("Qwen3ForCausalLM", head_dim=96),
-                family="fia",
-            ),
-            Example(
-                "--dtype float16",
-                "takes bfloat16 for these heads; use --dtype bfloat16 or CANN 9.0",
-                model=small_model("Qwen3ForCausalLM", head_dim=192, num_key_value_heads=4),
-                family="fia",
-                cann="8.5.0",
-            ),
-            Example(
-                f"--block-size 64 {OPTION}.kernel_rules documented",
-                'or {"npu_prep": {"kernel_rules": "release"}} or the CPU fallback',
-                family="fia",
-            ),
-            Example(
-                "--tensor-parallel-size 4",
-                "1 head a rank of size 96 (bfloat16, blocks of 128)",
-                model=small_model("Qwen3ForCausalLM", head_dim=96),
-                family="fia",
-                cann="8.5.0",
-                also=("ranks-beyond-devices",),
-            ),
-        ),
     ),
     Refusal(
         "latent-attention",
@@ -401,34 +318,6 @@ LIMITS = (
         "use a model, --tensor-parallel-size, --block-size, --dtype or number of drafts that fits, "
         "or the CPU fallback",
         lambda c: {"release": c.fused_rules.release.name, "demand": _latent_demand(c)},
-        example=(
-            Example(says="rows of 512, not 32", model={**MLA, "kv_lora_rank": 32}, family="fia"),
-            Example(says="keys of 64, not 8", model={**MLA, "qk_rope_head_dim": 8}, family="fia"),
-            Example(says="not 16 and 128", model={**MLA, "qk_nope_head_dim": 16}, family="fia"),
-            Example(
-                says="up to 128 heads a rank, not 132",
-                model={
-                    **MLA,
-                    "num_attention_heads": 132,
-                    "num_key_value_heads": 132,
-                    "hidden_size": 264,
-                },
-                family="fia",
-            ),
-            Example(
-                f"--block-size 64 {OPTION}.kernel_rules documented",
-                "blocks of 16 or 128 tokens, by its documentation, not 64",
-                model=MLA,
-                family="fia",
-            ),
-            Example(
-                f"--max-num-seqs 4097 --max-num-batched-tokens 8192 {OPTION}.kernel_rules "
-                "documented",
-                "--max-num-seqs 4096, by its documentation, not 4097",
-                model=MLA,
-                family="fia",
-            ),
-        ),
     ),
     Refusal(
         "attention-chunks-in-blocks",
@@ -439,12 +328,6 @@ LIMITS = (
         "attention chunks of {chunk_size} tokens ({model}) have to be whole blocks",
         "give a block size that divides them",
         lambda c: {"block_size": c.block_size, "chunk_size": c.model.attention_chunk_size},
-        example=(
-            Example(says="--block-size 128: attention chunks of 32 tokens", model=CHUNKS),
-            Example(
-                "--block-size 12", "--block-size 12: attention chunks of 32 tokens", model=CHUNKS
-            ),
-        ),
     ),
     Refusal(
         "head-size",
@@ -457,14 +340,6 @@ LIMITS = (
             "multiple": c.family.head_size_multiple,
             "largest": c.family.max_head_size,
         },
-        example=(
-            Example(says="head size 1024", model=small_model("Qwen3ForCausalLM", head_dim=1024)),
-            Example(
-                says="multiples of 16 up to 256",
-                model=small_model("Qwen3ForCausalLM", global_head_dim=512),
-                family="fia",
-            ),
-        ),
     ),
     Refusal(
         "triton-kernels",
@@ -473,14 +348,6 @@ LIMITS = (
         "they need Triton on the device, and {missing}",
         'install triton-ascend on a host with NPUs, or use "replace"',
         _triton_words,
-        example=(
-            Example(f"{OPTION}.triton_kernels keep", "vLLM finds none that works"),
-            Example(
-                f"{OPTION}.triton_kernels keep",
-                "the CPU fallback has none",
-                where={"vllm.triton_utils.HAS_TRITON": True},
-            ),
-        ),
     ),
     *(
         Refusal(
@@ -489,7 +356,6 @@ LIMITS = (
             f"{need.name} of {{model}}",
             f"kernel family {{family}} has none ({need.needed})",
             need.remedy,
-            example=need.example,
         )
         for need in NEEDS
     ),

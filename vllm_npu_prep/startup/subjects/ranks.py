@@ -6,15 +6,6 @@ from vllm_npu_prep.compat.releases import ray_compiles_graphs
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import (
-    EXPERTS,
-    NGRAM,
-    ONE_KV_HEAD,
-    SHARED_BY_2,
-    STORED,
-    WINDOWS,
-    Example,
-)
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -75,11 +66,6 @@ DEVICES = (
             "visible": visible_devices(c.kind.device_type),
             "variable": c.kind.visible_env_var,
         },
-        example=Example(
-            "--tensor-parallel-size 2 --data-parallel-size 2",
-            "4 ranks on this host: 2 NPUs are visible, and each rank needs its own; lower",
-            family="fia",
-        ),
     ),
     Refusal(
         "no-collectives",
@@ -88,17 +74,9 @@ DEVICES = (
         "libhccl.so has no HcclGetRootInfo, so NPUs can't exchange data",
         "install CANN's HCCL, set tensor and pipeline parallel size to 1, or use the CPU fallback",
         lambda c: {"num_ranks": _parallel(c).world_size},
-        example=Example(
-            "--tensor-parallel-size 2",
-            "2 ranks of one engine: libhccl.so",
-            family="fia",
-            where={f"{__name__}.has_collectives": {"cpu": True, "npu": False}.get},
-        ),
     ),
 )
 
-EXPERTS_MOVE = {"vllm_npu_prep.platform.NPUPlatform.is_cuda_alike": lambda self: True}
-"""A condition of examples: elsewhere vLLM itself refuses experts that move."""
 
 RANKS = (
     Refusal(
@@ -108,7 +86,6 @@ RANKS = (
         "every rank computes whole prompts",
         "use --tensor-parallel-size and --decode-context-parallel-size",
         lambda c: {"size": _parallel(c).prefill_context_parallel_size},
-        example=Example("--prefill-context-parallel-size 2", "context-parallel-size 2 is"),
     ),
     Refusal(
         "external-launcher",
@@ -116,31 +93,18 @@ RANKS = (
         "--distributed-executor-backend external_launcher",
         "only mp and Ray can start ranks",
         "use mp or ray",
-        example="--tensor-parallel-size 2 --distributed-executor-backend external_launcher",
     ),
     Refusal(
         "eplb",
         lambda c: _parallel(c).enable_eplb,
         "--enable-eplb",
         "experts stay on the ranks that loaded them",
-        example=Example(
-            "--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb",
-            model=EXPERTS,
-            where=EXPERTS_MOVE,
-        ),
     ),
     Refusal(
         "elastic-ep",
         lambda c: _parallel(c).enable_elastic_ep,
         "--enable-elastic-ep",
         "experts stay on the ranks that loaded them",
-        example=Example(
-            "--data-parallel-size 2 --enable-expert-parallel --enable-eplb --enable-elastic-ep "
-            "--eplb-config.use_async false",
-            model=EXPERTS,
-            where=EXPERTS_MOVE,
-            also=("eplb",),
-        ),
     ),
     Refusal(
         "all2all-backend",
@@ -151,27 +115,18 @@ RANKS = (
         "its kernels run on CUDA devices only",
         "leave the flag out",
         lambda c: {"name": _parallel(c).all2all_backend},
-        example=Example(
-            "--data-parallel-size 2 --all2all-backend deepep_low_latency",
-            "--all2all-backend deepep_low_latency is",
-            model=EXPERTS,
-        ),
     ),
     Refusal(
         "batch-sharded-sampling",
         lambda c: _parallel(c).enable_batch_sharded_sampling,
         "--enable-batch-sharded-sampling",
         "every rank samples all requests of a step",
-        example="--tensor-parallel-size 2 --enable-batch-sharded-sampling",
     ),
     Refusal(
         "fault-tolerance",
         lambda c: _parallel(c).enable_fault_tolerance,
         "--enable-fault-tolerance",
         "an engine that loses a rank stops, and has to be restarted",
-        example=Example(
-            "--enable-fault-tolerance --data-parallel-size 2 --data-parallel-rank 0", model=EXPERTS
-        ),
     ),
     Refusal(
         "async-stages",
@@ -182,10 +137,6 @@ RANKS = (
         ),
         "--async-scheduling over pipeline stages",
         "vLLM's V1 runner does not support it",
-        example=Example(
-            "VLLM_USE_V2_MODEL_RUNNER=0 --pipeline-parallel-size 2 --async-scheduling",
-            until="0.33.0",
-        ),
     ),
     Refusal(
         "ray-data-parallel",
@@ -193,7 +144,6 @@ RANKS = (
         "--data-parallel-backend ray",
         "only mp can start data-parallel ranks",
         "use --distributed-executor-backend ray to spread the ranks of each engine over hosts",
-        example="--data-parallel-backend ray --distributed-executor-backend ray",
     ),
     Refusal(
         "ray-compiled-graphs",
@@ -201,11 +151,6 @@ RANKS = (
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
         "Ray's compiled graphs have not been tested",
         "unset it",
-        example=Example(
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 "
-            "--tensor-parallel-size 2 --distributed-executor-backend ray",
-            until="0.33.0",
-        ),
     ),
 )
 
@@ -221,7 +166,6 @@ SHARED_CONTEXTS = (
         SHARED + "kernel family {family}",
         "its operators don't return the log-sum-exp, by which results are merged",
         'use {{"npu_prep": {{"attention": "fia"}}}}',
-        example=Example(SHARED_BY_2, "with kernel family atb", model=ONE_KV_HEAD, family="atb"),
     ),
     Refusal(
         "shared-contexts-layers",
@@ -229,7 +173,6 @@ SHARED_CONTEXTS = (
         SHARED + "windows, attention chunks, shared K and V or recurrent states ({model})",
         "it is for layers that see whole contexts and have K and V of their own",
         "use --tensor-parallel-size",
-        example=Example(SHARED_BY_2, model={**ONE_KV_HEAD, **WINDOWS, "use_sliding_window": True}),
     ),
     Refusal(
         "shared-contexts-speculation",
@@ -237,7 +180,6 @@ SHARED_CONTEXTS = (
         SHARED + "speculation",
         "a step with drafts finds each of them in the cache of one rank only",
         ALONE,
-        example=Example(f"{SHARED_BY_2} {NGRAM}", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-connector",
@@ -245,7 +187,6 @@ SHARED_CONTEXTS = (
         SHARED + "a KV connector",
         "connectors store the blocks of one rank",
         ALONE,
-        example=Example(f"{SHARED_BY_2} {STORED}", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-pooling",
@@ -253,7 +194,6 @@ SHARED_CONTEXTS = (
         SHARED + "a pooling model",
         "it was tried with models that generate",
         ALONE,
-        example=Example(f"{SHARED_BY_2} --runner pooling", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-beside",
@@ -261,9 +201,6 @@ SHARED_CONTEXTS = (
         SHARED + "pipeline stages, data parallelism, images, LoRA or int8",
         "it was tried with tensor parallelism and text alone",
         ALONE,
-        example=Example(
-            f"{SHARED_BY_2} --pipeline-parallel-size 2 --no-async-scheduling", model=ONE_KV_HEAD
-        ),
     ),
     Refusal(
         "shared-contexts-exchange",
@@ -273,7 +210,6 @@ SHARED_CONTEXTS = (
         "--dcp-comm-backend or --dcp-q-replicate",
         "the ranks gather their queries, and gather and scatter the results",
         "leave them out",
-        example=Example(f"{SHARED_BY_2} --dcp-comm-backend a2a", model=ONE_KV_HEAD),
     ),
     Refusal(
         "shared-contexts-older-name",
@@ -282,11 +218,6 @@ SHARED_CONTEXTS = (
         "it is an older name, which vLLM reads after the cache has been laid out",
         "use --cp-kv-cache-interleave-size",
         lambda c: {"size": _parallel(c).dcp_kv_cache_interleave_size},
-        example=Example(
-            f"{SHARED_BY_2} --dcp-kv-cache-interleave-size 2",
-            "--dcp-kv-cache-interleave-size 2 is",
-            model=ONE_KV_HEAD,
-        ),
     ),
     Refusal(
         "shared-contexts-runs",
@@ -298,11 +229,6 @@ SHARED_CONTEXTS = (
             "size": _parallel(c).cp_kv_cache_interleave_size,
             "block_size": c.block_size,
         },
-        example=Example(
-            f"{SHARED_BY_2} --cp-kv-cache-interleave-size 3 --block-size 16",
-            ": blocks of 16 tokens have to be whole runs",
-            model=ONE_KV_HEAD,
-        ),
     ),
 )
 

@@ -3,21 +3,6 @@
 from vllm_npu_prep.compat.releases import drafters_head_quantization
 from vllm_npu_prep.quantization.formats import method_of
 from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, RequestedEngine, layer_types
-from vllm_npu_prep.startup.example import (
-    CHUNKS,
-    DRAFTS,
-    MIMO,
-    MLA,
-    MTP,
-    NGRAM,
-    SOFT_CAP,
-    STATES,
-    STORED,
-    VISION,
-    WINDOWS,
-    Example,
-    small_model,
-)
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 from vllm_npu_prep.startup.subjects.kernels import does_not_fit, lacking
 
@@ -55,25 +40,6 @@ def _mtp(asked: RequestedEngine) -> dict[str, object]:
     }
 
 
-GEMMA4_ASSISTANT = small_model(
-    "Gemma4AssistantForCausalLM",
-    model_type="gemma4_assistant",
-    text_config={
-        "model_type": "gemma4_text",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "layer_types": ["full_attention"],
-    },
-)
-"""The drafter of an example, whose MTP layers read the target's K and V."""
-
 METHOD = (
     Refusal(
         "speculative-method",
@@ -82,16 +48,6 @@ METHOD = (
         "the plugin supports {known}",
         "use one of them",
         lambda c: {**_method(c), "known": ", ".join(METHODS)},
-        example=(
-            Example(NGRAM.replace("ngram", "suffix"), "suffix is not supported by vllm_npu_prep"),
-            Example(NGRAM.replace("ngram", "ngram_gpu")),
-            Example(NGRAM.replace("ngram", "extract_hidden_states").replace("2", "1")),
-            Example(f"{NGRAM.replace('ngram', 'custom_class')} -sc.model a.module.Class"),
-            Example(
-                DRAFTS.replace("draft_model", "medusa"),
-                drafter=small_model("MedusaModel", model_type="medusa"),
-            ),
-        ),
     ),
 )
 
@@ -102,7 +58,6 @@ SPECULATION = (
         "--enable-prompt-embeds with speculation",
         "drafts are made from token ids, which prompt embeddings don't have",
         "use one of the two",
-        example=f"{NGRAM} --enable-prompt-embeds",
     ),
     Refusal(
         "speculation-stages",
@@ -110,7 +65,6 @@ SPECULATION = (
         "speculation over pipeline stages",
         "drafters have been tried on ranks that have all layers of the model",
         "use --tensor-parallel-size",
-        example=f"{NGRAM} --pipeline-parallel-size 2",
     ),
     Refusal(
         "many-drafts",
@@ -125,7 +79,6 @@ SPECULATION = (
             "most": MOST_DRAFTS + 1,
             "drafts": MOST_DRAFTS,
         },
-        example=Example(NGRAM.replace("2", "16"), "tokens 16 is", family="fia"),
     ),
     Refusal(
         "parallel-drafting",
@@ -134,7 +87,6 @@ SPECULATION = (
         "each draft pass makes one token for each request",
         "leave the key out",
         _method,
-        example=Example(f"{DRAFTS} -sc.parallel_drafting true", "(draft_model)"),
     ),
     Refusal(
         "mtp-model",
@@ -143,25 +95,6 @@ SPECULATION = (
         "{why}",
         "models whose MTP layers draft: {known}; for others use ngram, or leave speculation out",
         _mtp,
-        example=(
-            Example(
-                DRAFTS.replace("draft_model", "mtp"),
-                "its passes read the K and V of the target's layers, all from one position",
-                drafter=GEMMA4_ASSISTANT,
-            ),
-            Example(
-                MTP,
-                "mtp with Step3p5MTP is not supported by vllm_npu_prep: its layers are in several",
-                model=small_model("Step3p5ForCausalLM", model_type="qwen3"),
-            ),
-            Example(
-                MTP,
-                "its draft passes have not been tried",
-                model=small_model(
-                    "Ernie4_5_MoeForCausalLM", num_nextn_predict_layers=1, moe_num_experts=4
-                ),
-            ),
-        ),
     ),
     Refusal(
         "mtp-layers",
@@ -169,10 +102,6 @@ SPECULATION = (
         "speculative method mtp for {model}",
         "num_nextn_predict_layers of its config.json is absent or 0, so it has no MTP layers",
         "use a checkpoint with MTP layers, or another method",
-        example=(
-            Example(MTP, model={**MIMO, "num_nextn_predict_layers": 0}),
-            Example(MTP, model=small_model("MiMoForCausalLM", model_type="qwen2")),
-        ),
     ),
     Refusal(
         "mtp-index-share",
@@ -180,7 +109,6 @@ SPECULATION = (
         "index_share_for_mtp_iteration",
         "no MTP layers with an indexer draft",
         "leave the key out",
-        example=Example(f"{MTP} -sc.index_share_for_mtp_iteration true", model=MIMO),
     ),
     Refusal(
         "unpadded-drafter-batch",
@@ -192,7 +120,6 @@ SPECULATION = (
         "disable_padded_drafter_batch (draft_model)",
         "vLLM's V1 runner runs draft models on padded batches only",
         "leave the key out",
-        example=f"{DRAFTS} -sc.disable_padded_drafter_batch true",
     ),
     Refusal(
         "draft-model-mrope",
@@ -204,9 +131,6 @@ SPECULATION = (
         "speculative method draft_model for a model with M-RoPE ({model})",
         "draft models of vLLM's V1 runner have one position for each token",
         "use ngram or EAGLE",
-        example=Example(
-            DRAFTS, model=VISION, drafter=small_model("Qwen3ForCausalLM", vocab_size=876)
-        ),
     ),
     Refusal(
         "rejection-sample-method",
@@ -215,14 +139,6 @@ SPECULATION = (
         "drafts are verified by the standard rule only",
         "leave the key out",
         lambda c: {"name": c.speculative.rejection_sample_method},
-        example=(
-            Example(f"{DRAFTS} -sc.rejection_sample_method block", "method block is"),
-            Example(
-                f"{DRAFTS} -sc.rejection_sample_method synthetic "
-                "-sc.synthetic_acceptance_rates [0.5,0.2]",
-                "rejection_sample_method synthetic is",
-            ),
-        ),
     ),
     Refusal(
         "dynamic-speculation",
@@ -230,7 +146,6 @@ SPECULATION = (
         "num_speculative_tokens_per_batch_size",
         "graphs and buffers are made for a fixed number of drafts",
         "leave the key out",
-        example=f"{DRAFTS} -sc.num_speculative_tokens_per_batch_size [[1,4,2],[5,8,1]]",
     ),
     Refusal(
         "adaptive-verification",
@@ -238,7 +153,6 @@ SPECULATION = (
         "enable_adaptive_verification",
         "every draft is verified",
         "leave the key out",
-        example=f"{DRAFTS} -sc.enable_adaptive_verification true",
     ),
     Refusal(
         "heterogeneous-vocab",
@@ -246,7 +160,6 @@ SPECULATION = (
         "use_heterogeneous_vocab",
         "drafts must be token ids of the target model",
         "use a drafter of the same vocabulary",
-        example=f"{DRAFTS} -sc.use_heterogeneous_vocab true",
     ),
     Refusal(
         "local-argmax",
@@ -254,7 +167,6 @@ SPECULATION = (
         "use_local_argmax_reduction",
         "every rank drafts from the complete logits",
         "leave the key out",
-        example=f"{DRAFTS} -sc.use_local_argmax_reduction true",
     ),
     Refusal(
         "drafter-attention-backend",
@@ -262,7 +174,6 @@ SPECULATION = (
         "attention_backend in --speculative-config",
         "the plugin chooses the attention backend",
         "leave the key out",
-        example=f"{DRAFTS} -sc.attention_backend TRITON_ATTN",
     ),
     Refusal(
         "drafter-kv-cache-dtype",
@@ -271,7 +182,6 @@ SPECULATION = (
         "only auto is supported (the model's dtype)",
         "leave the key out",
         lambda c: {"dtype": c.speculative.kv_cache_dtype},
-        example=Example(f"{DRAFTS} -sc.kv_cache_dtype fp8", "kv_cache_dtype fp8 in"),
     ),
     Refusal(
         "drafter-head-quantization",
@@ -280,11 +190,6 @@ SPECULATION = (
         "drafters score tokens by the target's own head",
         "leave the key out",
         lambda c: {"name": drafters_head_quantization(c.speculative)},
-        example=Example(
-            DRAFTS,
-            "draft_lm_head_quantization fp8 in",
-            where={f"{__name__}.drafters_head_quantization": lambda _: "fp8"},
-        ),
     ),
     Refusal(
         "drafter-moe-backend",
@@ -293,7 +198,6 @@ SPECULATION = (
         "the plugin has one implementation of experts",
         "leave the key out",
         lambda c: {"name": c.speculative.moe_backend},
-        example=Example(f"{DRAFTS} -sc.moe_backend triton", "moe_backend triton in"),
     ),
 )
 
@@ -305,7 +209,6 @@ DRAFTERS = (
         "kernel family {family} has no {lacks}",
         "use the CPU fallback",
         _drafter,
-        example=Example(DRAFTS, "atb has no logits soft cap", drafter=SOFT_CAP, family="atb"),
     ),
     Refusal(
         "drafter-mla",
@@ -314,7 +217,6 @@ DRAFTERS = (
         "drafters read separate K and V, or latent rows of other sizes",
         "use ngram, or mtp if the model has MTP layers",
         _drafter,
-        example=Example(DRAFTS, model=MLA),
     ),
     Refusal(
         "drafter-layer-kinds",
@@ -323,9 +225,6 @@ DRAFTERS = (
         "its layers ({kinds}) are of several kinds, and drafters have been tried with one",
         "use another drafter",
         _drafter,
-        example=Example(
-            DRAFTS, "(full_attention, sliding_attention)", drafter={**SOFT_CAP, **WINDOWS}
-        ),
     ),
     Refusal(
         "drafter-states",
@@ -334,7 +233,6 @@ DRAFTERS = (
         "draft passes prepare no recurrent states",
         "use another drafter",
         _drafter,
-        example=Example(DRAFTS, "/drafter as a drafter (draft_model)", drafter=STATES),
     ),
     Refusal(
         "drafter-attention-chunks",
@@ -343,7 +241,6 @@ DRAFTERS = (
         "draft passes attend to whole requests, but its attention is limited to chunks",
         "use another drafter",
         _drafter,
-        example=Example(DRAFTS, drafter=CHUNKS),
     ),
     Refusal(
         "drafter-quantization",
@@ -353,7 +250,6 @@ DRAFTERS = (
         "not those in its files, which say how each was quantised",
         "use a drafter with weights of 16 or 32 bits; its target can be quantised",
         lambda c: {**_drafter(c), "quantization": method_of(c.drafter)},
-        example=Example(f"{DRAFTS} -sc.quantization fp8", "quantised (fp8)"),
     ),
     Refusal(
         "drafter-head-size",
@@ -368,9 +264,6 @@ DRAFTERS = (
             "multiple": c.family.head_size_multiple,
             "largest": c.family.max_head_size,
         },
-        example=Example(
-            DRAFTS, "heads have size 1024", drafter=small_model("Qwen3ForCausalLM", head_dim=1024)
-        ),
     ),
     Refusal(
         "drafter-kv-connector",
@@ -379,7 +272,6 @@ DRAFTERS = (
         "the KV cache of drafters is not stored",
         "use ngram",
         _drafter,
-        example=f"{STORED} {DRAFTS}",
     ),
 )
 

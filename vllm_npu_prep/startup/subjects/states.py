@@ -7,7 +7,6 @@ import torch
 from vllm_npu_prep.attention.families import ATB
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import DRAFTS, HYBRID, NGRAM, Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 
 if TYPE_CHECKING:
@@ -65,13 +64,6 @@ STATES = (
         "its libopapi has no {functions}, which gated delta nets need",
         "install CANN {release} or newer, or use the CPU fallback",
         lambda c: words_of_functions(c, OPERATORS),
-        example=Example(
-            says="aclnnChunkGatedDeltaRule, which gated delta nets need; install CANN 9.1 or",
-            model=HYBRID,
-            family="fia",
-            cann="9.0.0",
-            lacks=("aclnnChunkGatedDeltaRule",),
-        ),
     ),
     Refusal(
         "states-kernels",
@@ -79,7 +71,6 @@ STATES = (
         "{model} with kernel family {family}",
         "its blocks are as large as recurrent states, and only fia's kernels see them in parts",
         f'leave "{SECTION}.attention" out, for "fia"',
-        example=Example(model={**HYBRID, "head_dim": 128}, family="atb"),
     ),
     Refusal(
         "states-dtype",
@@ -88,7 +79,6 @@ STATES = (
         "the NPU's operators of gated delta nets take bfloat16",
         "give --dtype bfloat16, or use the CPU fallback",
         lambda c: {"dtype": str(c.model.dtype).removeprefix("torch.")},
-        example=Example("--dtype float16", "--dtype float16 for", model=HYBRID, family="fia"),
     ),
     Refusal(
         "states-heads",
@@ -102,11 +92,6 @@ STATES = (
             "key_dim": c.text.linear_key_head_dim,
             "value_dim": c.text.linear_value_head_dim,
         },
-        example=Example(
-            says="linear attention with 2 heads of 16 and 4 of 8",
-            model={**HYBRID, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
-            family="fia",
-        ),
     ),
     Refusal(
         "states-page",
@@ -116,12 +101,6 @@ STATES = (
         "which is no multiple of it",
         "{remedy}",
         _page_words,
-        example=Example(
-            "--block-size 96",
-            "the K of 512 tokens, which is no multiple of it; give --block-size 128",
-            model=HYBRID,
-            family="fia",
-        ),
     ),
     Refusal(
         "states-ranks",
@@ -132,7 +111,6 @@ STATES = (
         "{model} with pipeline stages or data parallelism",
         "recurrent states have been tried with tensor parallelism only",
         "use --tensor-parallel-size",
-        example=Example("--pipeline-parallel-size 2", model=HYBRID),
     ),
     Refusal(
         "states-alone",
@@ -140,9 +118,6 @@ STATES = (
         "a model without full attention ({model})",
         "blocks, which hold its recurrent states, are sized by K and V of layers that attend",
         "use a model that has both",
-        example=Example(
-            model={**HYBRID, "layer_types": ["linear_attention"], "num_hidden_layers": 1}
-        ),
     ),
     Refusal(
         "states-speculation",
@@ -153,9 +128,6 @@ STATES = (
         "with recurrent states only mtp and ngram have been tried",
         "use one of them, or leave --speculative-config out",
         lambda c: {"method": c.speculative.method},
-        example=Example(
-            f"{DRAFTS} --no-enable-prefix-caching", "method draft_model with", model=HYBRID
-        ),
     ),
     Refusal(
         "states-drafts",
@@ -168,12 +140,6 @@ STATES = (
         "the NPU's operator of gated delta nets takes at most 8 tokens of a request",
         "give at most {most}, or use the CPU fallback",
         lambda c: {"number": c.speculative.num_speculative_tokens, "most": MOST_DRAFTS},
-        example=Example(
-            f"{NGRAM.replace('2', '8')} --no-enable-prefix-caching",
-            "num_speculative_tokens 8 for",
-            model=HYBRID,
-            family="fia",
-        ),
     ),
     Refusal(
         "states-lora",
@@ -181,7 +147,6 @@ STATES = (
         "LoRA with {model}",
         "adapters of linear attention have not been tried",
         "leave --enable-lora out",
-        example=Example("--enable-lora", model=HYBRID, also=("lora-experts",)),
     ),
     Refusal(
         "states-pooling",
@@ -189,14 +154,12 @@ STATES = (
         "pooling with {model}",
         "recurrent states have been tried with models that generate only",
         "use a model without linear attention",
-        example=Example("--runner pooling", model=HYBRID),
     ),
     Refusal(
         "states-replay",
         lambda c: c.config.cache_config.use_replayssm,
         "--use-replayssm",
         "recurrent states are computed step by step, and their inputs are not kept",
-        example=Example("--use-replayssm", model=HYBRID),
     ),
 )
 

@@ -11,16 +11,6 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import (
-    DRAFTS,
-    MIMO,
-    MTP,
-    ON_V2,
-    OPTION,
-    VISION,
-    Example,
-    small_model,
-)
 from vllm_npu_prep.startup.refusal import NOT_SUPPORTED, Refusal, Subject
 
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
@@ -67,9 +57,6 @@ def _processors_of_v1(asked: RequestedEngine) -> list[str]:
     return [kind.__name__ for kind in kinds if not issubclass(kind, LogitsProcessor)]
 
 
-UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
-"""Arguments of examples."""
-
 V1_HAS = (
     Refusal(
         "v2-logits-processors",
@@ -78,11 +65,6 @@ V1_HAS = (
         "they have the interface of V1's sampler, and V2's has another",
         BY_V1,
         lambda c: {"names": ", ".join(_processors_of_v1(c))},
-        example=Example(
-            f"{ON_V2} --enforce-eager "
-            "--logits-processors vllm.v1.sample.logits_processor:MinPLogitsProcessor",
-            "processors MinPLogitsProcessor is not supported",
-        ),
     ),
     Refusal(
         "v2-stages-of-engines",
@@ -90,7 +72,6 @@ V1_HAS = (
         "Model Runner V2 with pipeline stages and data parallelism",
         "each was tried without the other",
         BY_V1,
-        example=f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --data-parallel-size 2",
     ),
     Refusal(
         "v2-kept-kernels",
@@ -98,9 +79,6 @@ V1_HAS = (
         "Model Runner V2 with triton_kernels keep",
         "kernels of its sampler were tested as they are replaced",
         "leave the option out, or unset VLLM_USE_V2_MODEL_RUNNER",
-        example=Example(
-            f"{ON_V2} --enforce-eager {OPTION}.triton_kernels keep", also=("triton-kernels",)
-        ),
     ),
 )
 
@@ -111,11 +89,6 @@ V1_HAS_DRAFTS = (
         "Model Runner V2 with a drafter for a multimodal model ({model})",
         "its drafters read positions of one dimension, and token ids",
         f"use ngram, or {BY_V1}",
-        example=Example(
-            f"{ON_V2} --enforce-eager {DRAFTS}",
-            model=VISION,
-            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
-        ),
     ),
     Refusal(
         "v2-unpadded-drafter-batch",
@@ -124,12 +97,6 @@ V1_HAS_DRAFTS = (
         "rejected tokens stay in its first draft pass, which drafts the same",
         "leave the key out{or_v1}",
         lambda c: {"or_v1": "" if c.speculative.method == "draft_model" else f", or {BY_V1}"},
-        example=(
-            Example(
-                f"{UNPADDED} {MTP}", "or unset VLLM_USE_V2_MODEL_RUNNER: V1 has it", model=MIMO
-            ),
-            Example(f"{UNPADDED} {DRAFTS}", "drafts the same; leave the key out"),
-        ),
     ),
 )
 

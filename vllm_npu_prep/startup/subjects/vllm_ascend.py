@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from vllm_npu_prep.startup.asked import RequestedEngine
-from vllm_npu_prep.startup.example import Example
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 PAGE = "docs/start/from-vllm-ascend.md"
@@ -120,10 +119,6 @@ SUBJECTS = (
                 "vllm-ascend reads that, and nothing here does",
                 f"{PAGE} says what takes its place; leave it out",
                 lambda asked: {"keys": ", ".join(_keys_of(asked))},
-                example=Example(
-                    "--additional-config.weight_nz_mode 1 --additional-config.enable_mlapo true",
-                    "enable_mlapo, weight_nz_mode in --additional-config",
-                ),
             ),
         ),
     ),
