@@ -57,11 +57,11 @@ CALLS = {
 class BucketKernels(FiaKernels):
     """Decodes inside a graph attend over a bucket of the cache, under a mask made on the device."""
 
-    def attend(self, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, layer: Any,
+    def attend(self, query: Any, own: Any, kv_cache: Any, metadata: Any, layer: Any,
                output: Any, workspace: Any = None) -> None:  # fmt: skip
         """As `FiaKernels.attend`, with lengths that never change."""
         if not metadata.in_full_graph or metadata.attn_state != AttentionState.DecodeOnly:
-            super().attend(query, key, value, kv_cache, metadata, layer, output, workspace)
+            super().attend(query, own, kv_cache, metadata, layer, output, workspace)
             return
         block_size = self._planes(kv_cache)[0].shape[1]
         bucket = metadata.block_tables.shape[1] * block_size

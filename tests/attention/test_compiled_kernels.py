@@ -88,7 +88,7 @@ def test_results_and_sums_are_those_of_the_reference(drawn, seed, threads):
             cache, output = step.cache.clone(), torch.empty_like(step.query)
             lse = torch.empty(step.query.shape[:2])
             kernels.write_kv(step.key, step.value, cache, step.slots)
-            given_to = step.query, None, None, cache, step.metadata, step.layer, output
+            given_to = step.query, None, cache, step.metadata, step.layer, output
             kernels.attend(*given_to, lse=lse)
             results.append((cache, output, lse))
     finally:

@@ -203,7 +203,7 @@ def test_attention_over_shares_is_attention_over_the_whole(state, lengths, inter
         heads = slice(group.rank_in_group * HEADS, (group.rank_in_group + 1) * HEADS)
         output = torch.empty(total, HEADS, SIZE)
         layer = LayerShape(HEADS, 1, SIZE, 0.5)
-        given = query[:, heads].contiguous(), *fresh, cache, shared, layer, output
+        given = query[:, heads].contiguous(), fresh, cache, shared, layer, output
         attend_dcp(kernels, *given, group=group)
         return output
 

@@ -94,7 +94,8 @@ def attend(kernels, metadata) -> torch.Tensor:
     query, key, value = torch.randn(3, tokens, HEADS, SIZE)
     cache = torch.randn(2, 6, BLOCK, HEADS, SIZE)
     output = torch.full((tokens, HEADS, SIZE), float("nan"))
-    kernels.attend(query, key, value, cache, metadata, LayerShape(HEADS, HEADS, SIZE, 1.0), output)
+    layer = LayerShape(HEADS, HEADS, SIZE, 1.0)
+    kernels.attend(query, (key, value), cache, metadata, layer, output)
     return output
 
 

@@ -122,9 +122,8 @@ class Step:
         if self.causal:  # else there is no cache
             kernels.write_kv(key, value, cache, slots)
         output = torch.full_like(query, float("nan"))
-        if share_kv:
-            key = value = None
-        kernels.attend(query, key, value, cache, metadata, self.layer, output)
+        own = None if share_kv else (key, value)
+        kernels.attend(query, own, cache, metadata, self.layer, output)
         return output.cpu()
 
     def formula(self) -> torch.Tensor:

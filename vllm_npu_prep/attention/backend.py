@@ -433,18 +433,17 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         assert chunk_size == self.attention_chunk_size, "metadata of other chunks"
         num_tokens = attn_metadata.num_attended_tokens
         query = query[:num_tokens].contiguous()
-        if self.shares_kv:
-            key = value = None
-        if key is not None and value is not None:
-            key, value = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
+        own = None
+        if key is not None and value is not None and not self.shares_kv:
+            own = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
             if self.has_cache:
                 assert attn_metadata.slot_mapping is not None
                 slots = attn_metadata.slot_mapping[:num_tokens]
-                self.kernels.write_kv(key, value, kv_cache, slots)
+                self.kernels.write_kv(*own, kv_cache, slots)
         attended = output[:num_tokens]
         if attn_metadata.shared is not None:
-            assert key is not None and value is not None
-            given = self.kernels, query, key, value, kv_cache, attn_metadata.shared
+            assert own is not None, "shared contexts beside shared K and V"
+            given = self.kernels, query, own, kv_cache, attn_metadata.shared
             attend_dcp(*given, self.layer_shape, attended, get_dcp_group())
             if num_tokens < len(output):
                 output[num_tokens:].zero_()
@@ -460,7 +459,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
             )
             attn_metadata.tasks.capture(call, attn_metadata)
             return output
-        self.kernels.attend(query, key, value, kv_cache, attn_metadata, self.layer_shape, attended)
+        self.kernels.attend(query, own, kv_cache, attn_metadata, self.layer_shape, attended)
         if num_tokens < len(output):
             output[num_tokens:].zero_()
         return output

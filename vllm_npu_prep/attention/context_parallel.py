@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_npu_prep.attention.kernels import AttentionKernels, LayerShape
+from vllm_npu_prep.attention.kernels import AttentionKernels, KeyValue, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.state import AttentionState
@@ -153,8 +153,7 @@ def own_of(metadata: AscendMetadata, mask: torch.Tensor | None) -> AscendMetadat
 def attend_dcp(
     kernels: AttentionKernels,
     query: torch.Tensor,  # [T, num_heads, head_size]
-    key: torch.Tensor,  # [T, num_kv_heads, head_size]
-    value: torch.Tensor,  # [T, num_kv_heads, head_size]
+    own: KeyValue,  # each [T, num_kv_heads, head_size]
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
     shared: DCPStep,
     layer: LayerShape,
@@ -168,14 +167,14 @@ def attend_dcp(
     queries = group.all_gather(query, dim=1).contiguous()
     of_all = replace(layer, num_heads=queries.shape[1])
     mine = _empty_share(queries, queries.shape[-1])
-    kernels.attend(queries, None, None, kv_cache, shared.rows, of_all, mine.output, lse=mine.lse)
+    kernels.attend(queries, None, kv_cache, shared.rows, of_all, mine.output, lse=mine.lse)
     context = merge_over_ranks(only_rows(mine, shared.has_rows), group)
     if shared.own is None:
         output.copy_(context.output)
         return
-    own = _empty_share(query, query.shape[-1])
-    kernels.attend(query, key, value, kv_cache, shared.own, layer, own.output, lse=own.lse)
-    output.copy_(merge_partials([context, own]).output)
+    new = _empty_share(query, query.shape[-1])
+    kernels.attend(query, own, kv_cache, shared.own, layer, new.output, lse=new.lse)
+    output.copy_(merge_partials([context, new]).output)
 
 
 def _empty_share(queries: torch.Tensor, size: int) -> PartialAttention:

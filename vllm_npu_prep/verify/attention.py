@@ -213,10 +213,8 @@ def shared_contexts(dtype: torch.dtype, context: RowContext) -> Outcome:
         query = step.query()
         lse = torch.full(query.shape[:2], float("nan"), device=query.device)
         share = PartialAttention(torch.full_like(query, float("nan")), lse)
-        key, value = None, None
-        if rows.causal:
-            key, value = step.own(step.keys), step.own(step.values)
-        arguments = query, key, value, cache, rows, form.layer, share.output
+        own = (step.own(step.keys), step.own(step.values)) if rows.causal else None
+        arguments = query, own, cache, rows, form.layer, share.output
         step.kernels.attend(*arguments, lse=share.lse)
         shares.append(only_rows(share, has_rows))
     merged = merge_partials(shares)

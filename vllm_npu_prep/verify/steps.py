@@ -317,10 +317,10 @@ class AttentionStep(PagedStep):
         """Attend: ``[T, num_heads, head_size]`` with padding; NaN where nothing was written."""
         query = self.query()
         output = torch.full_like(query, float("nan"))
-        key, value = None, None
+        own = None
         if not self.form.reads_cache_only:
-            key, value = self.own(self.keys), self.own(self.values)
-        self.kernels.attend(query, key, value, self.kv_cache, metadata, self.form.layer, output)
+            own = self.own(self.keys), self.own(self.values)
+        self.kernels.attend(query, own, self.kv_cache, metadata, self.form.layer, output)
         return output
 
     def call(self, name: str, output: torch.Tensor, query: torch.Tensor) -> AttentionCall:

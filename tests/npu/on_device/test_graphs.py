@@ -174,7 +174,7 @@ def test_a_step_that_fails_while_its_replay_waits(tmp_path, seed, monkeypatch, f
     attend, told = fia.attend, []
 
     def planted(self, *args):
-        metadata = args[4]
+        metadata = args[3]
         told.extend([self] * metadata.in_full_graph)
         if len(told) == 2:
             raise ValueError("planted")

@@ -13,6 +13,9 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 
 NO_LIMITS = BatchLimits()
 
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+"""K and V of a step's tokens, each ``[num_attended_tokens, num_kv_heads, head_size]``."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -43,8 +46,7 @@ class AttentionKernels(Protocol):
     def attend(
         self,
         query: torch.Tensor,  # [num_attended_tokens, num_heads, head_size]
-        key: torch.Tensor | None,  # [num_attended_tokens, num_kv_heads, head_size]
-        value: torch.Tensor | None,  # [num_attended_tokens, num_kv_heads, head_size]
+        own: KeyValue | None,
         kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
         metadata: AscendMetadata,
         layer: LayerShape,
@@ -52,10 +54,10 @@ class AttentionKernels(Protocol):
         workspace: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,  # [num_attended_tokens, num_heads] float32, written
     ) -> None:
-        """Compute attention; K and V of the step are given, and are in the cache already.
+        """Compute attention; `own`, K and V of the step, are in the cache already.
 
         If ``metadata.causal`` is False, every token attends to all tokens of its request: to those
-        of this step, or, if `key` is None, to the first ``seq_lens`` rows of its blocks. `lse` gets
+        of this step, or, if `own` is None, to the first ``seq_lens`` rows of its blocks. `lse` gets
         the log-sum-exp of the scores, base e. In full graphs, padding tokens are included and
         attend to nothing.
         """
@@ -102,7 +104,6 @@ class AttentionCall:
     def __call__(self, metadata: AscendMetadata) -> None:
         self.kernels.attend(
             self.query,
-            None,
             None,
             self.kv_cache,
             metadata,

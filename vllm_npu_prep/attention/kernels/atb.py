@@ -8,7 +8,7 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import ATB
-from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
+from vllm_npu_prep.attention.kernels import AttentionCall, KeyValue, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.mask import MaskKind
 from vllm_npu_prep.prep.state import AttentionState
@@ -38,8 +38,7 @@ class AtbKernels:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        own: KeyValue | None,
         kv_cache: torch.Tensor,
         metadata: AscendMetadata,
         layer: LayerShape,
@@ -56,11 +55,11 @@ class AtbKernels:
         }
         query_lens, seq_lens = _host_lengths(metadata)
         state = metadata.attn_state
-        if state == AttentionState.PrefillNoCache and key is not None:
+        if state == AttentionState.PrefillNoCache and own is not None:
             torch_npu._npu_flash_attention(
                 query=query,
-                key=key,
-                value=value,
+                key=own[0],
+                value=own[1],
                 mask=_square_mask(metadata, query),
                 seq_len=seq_lens,
                 **shape,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.attention.families import COMPILED
-from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
+from vllm_npu_prep.attention.kernels import AttentionCall, KeyValue, LayerShape
 from vllm_npu_prep.attention.kernels.compiled_loops import (
     FEW_ROWS,
     FORMS,
@@ -195,8 +195,7 @@ class CompiledKernels:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        own: KeyValue | None,
         kv_cache: torch.Tensor,
         metadata: AscendMetadata,
         layer: LayerShape,
@@ -206,13 +205,12 @@ class CompiledKernels:
     ) -> None:
         del workspace
         assert query.is_contiguous() and query.shape[1:] == (layer.num_heads, layer.head_size)
-        fresh = key is not None and (
+        fresh = own is not None and (
             metadata.attn_state == AttentionState.PrefillNoCache or not metadata.causal
         )
         plan = plan_of(metadata, len(query), layer.num_heads // layer.num_kv_heads)
-        if fresh:
-            assert key is not None and value is not None
-            keys, values, table, block_size = key, value, None, 0
+        if own is not None and fresh:
+            (keys, values), table, block_size = own, None, 0
         else:
             check_cache(kv_cache, query)
             keys, values = (plane.view(-1, *plane.shape[2:]) for plane in kv_cache)

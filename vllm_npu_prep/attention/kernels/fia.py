@@ -16,7 +16,7 @@ import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
 from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, BatchLimits
-from vllm_npu_prep.attention.kernels import NO_LIMITS, AttentionCall, LayerShape
+from vllm_npu_prep.attention.kernels import NO_LIMITS, AttentionCall, KeyValue, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -74,8 +74,7 @@ class FiaKernels:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        own: KeyValue | None,
         kv_cache: torch.Tensor,
         metadata: AscendMetadata,
         layer: LayerShape,
@@ -84,18 +83,18 @@ class FiaKernels:
         lse: torch.Tensor | None = None,
     ) -> None:
         """Attend over the step's own K and V if nothing is cached, else over the cache."""
-        if not metadata.causal and key is not None:
-            assert value is not None and lse is None, "encoders have no cache"
-            _encode(query, key, value, metadata, layer, output)
+        if not metadata.causal and own is not None:
+            assert lse is None, "encoders have no cache"
+            _encode(query, own, metadata, layer, output)
             return
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
         sums = self._no_lse if lse is None else lse.unsqueeze(-1)
-        for part in self._parts(key, kv_cache, metadata):
+        for part in self._parts(own, kv_cache, metadata):
             tokens = part.tokens
             torch_npu.npu_fused_infer_attention_score.out(
                 query if tokens is None else query[tokens],
-                **self._arguments(key, value, kv_cache, metadata, layer, part),
+                **self._arguments(own, kv_cache, metadata, layer, part),
                 softmax_lse_flag=lse is not None,
                 workspace=workspace,
                 out=[
@@ -108,9 +107,7 @@ class FiaKernels:
         """Return a workspace for all lengths, in elements of the query's dtype."""
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             call.query,
-            **self._arguments(
-                None, None, call.kv_cache, metadata, call.layer, plan_of(metadata)[0]
-            ),
+            **self._arguments(None, call.kv_cache, metadata, call.layer, plan_of(metadata)[0]),
         )
 
     def working_bytes(self, layer: LayerShape, itemsize: int, max_seq_len: int) -> int:
@@ -118,7 +115,7 @@ class FiaKernels:
         return 0
 
     def _parts(
-        self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: AscendMetadata
+        self, own: KeyValue | None, kv_cache: torch.Tensor, metadata: AscendMetadata
     ) -> list[Part]:
         """Return the calls that serve a step, found once for all layers.
 
@@ -126,15 +123,14 @@ class FiaKernels:
         """
         unplanned = metadata.kernel_plan is None
         if unplanned and self.limits.apply and not metadata.in_full_graph:
-            is_fresh = _is_fresh(key, metadata)
+            is_fresh = _is_fresh(own, metadata)
             sizes = () if is_fresh else self._planes(kv_cache)[0].shape[:2]
             metadata.kernel_plan = split(metadata, MAX_LENGTHS, *sizes)
         return plan_of(metadata)
 
     def _arguments(
         self,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        own: KeyValue | None,
         kv_cache: torch.Tensor,
         metadata: AscendMetadata,
         layer: LayerShape,
@@ -146,10 +142,10 @@ class FiaKernels:
         the step's own K and V, and one number per request for K and V in the cache.
         """
         paged: dict[str, Any] = {}
-        if _is_fresh(key, metadata):
+        if own is not None and _is_fresh(own, metadata):
             kv_lengths = part.query_ends
+            key, value = own
             if part.tokens is not None:
-                assert key is not None and value is not None
                 key, value = key[part.tokens], value[part.tokens]
         else:
             planes, table = self._planes(kv_cache), metadata.block_tables
@@ -192,20 +188,20 @@ def _sparse_mode(metadata: AscendMetadata) -> dict[str, int]:
     return {"sparse_mode": NO_MASK_MODE if metadata.attn_mask is None else CAUSAL_MODE}
 
 
-def _is_fresh(key: torch.Tensor | None, metadata: AscendMetadata) -> bool:
+def _is_fresh(own: KeyValue | None, metadata: AscendMetadata) -> bool:
     """Return whether a step reads its own K and V instead of the cache."""
-    return key is not None and metadata.attn_state == AttentionState.PrefillNoCache
+    return own is not None and metadata.attn_state == AttentionState.PrefillNoCache
 
 
 def _encode(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    own: KeyValue,
     metadata: AscendMetadata,
     layer: LayerShape,
     output: torch.Tensor,
 ) -> None:
     """Attend both ways over the step's own K and V, for encoders, which are never captured."""
+    key, value = own
     if metadata.kernel_plan is None:
         metadata.kernel_plan = split(metadata, MAX_ENCODED)
     band: dict[str, Any] = {}

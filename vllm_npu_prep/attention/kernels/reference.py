@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_npu_prep.attention.families import REFERENCE
-from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape
+from vllm_npu_prep.attention.kernels import AttentionCall, KeyValue, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE
 from vllm_npu_prep.prep.state import AttentionState
@@ -114,8 +114,7 @@ class ReferenceKernels:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        own: KeyValue | None,
         kv_cache: torch.Tensor,
         metadata: AscendMetadata,
         layer: LayerShape,
@@ -126,16 +125,15 @@ class ReferenceKernels:
         del workspace
         assert query.is_contiguous() and query.shape[1:] == (layer.num_heads, layer.head_size)
         assert query.dtype in REFERENCE.dtypes, query.dtype
-        fresh = key is not None and (
+        fresh = own is not None and (
             metadata.attn_state == AttentionState.PrefillNoCache or not metadata.causal
         )
         plans = metadata.kernel_plan = metadata.kernel_plan or {}
         if fresh not in plans:
             plans[fresh] = plan_tiles(metadata, len(query))
         plan: TilePlan = plans[fresh]
-        if fresh:
-            assert key is not None and value is not None
-            block_size, keys, values = None, key, value
+        if own is not None and fresh:
+            block_size, (keys, values) = None, own
         else:
             check_cache(kv_cache, query)
             block_size = kv_cache.shape[2]
