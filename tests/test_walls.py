@@ -228,9 +228,7 @@ WALLS = {
         "quantization.fused quantization.int8 runner startup.asked"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": (
-        "aclnn attention device graph inspect.doctor ops.npu.experts ops.npu.switches prep verify"
-    ),
+    "verify": ("aclnn attention config device graph inspect.doctor ops.npu.experts prep verify"),
     "inspect": "inspect prep records",
     # It asks an installation
     "inspect.doctor": (

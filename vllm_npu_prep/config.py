@@ -94,30 +94,30 @@ class RecordConfig(BaseModel):
         return 0 if self.span else int(self.steps.removeprefix("last "))
 
 
-FUSED_OPERATORS = (
-    "rms_norm",
-    "add_rms_norm",
-    "add_rms_norm_cast",
-    "gemma_rms_norm",
-    "rotary",
-    "mrope",
-    "vision_attention",
-    "vision_rotary",
-    "qkv",
-    "swiglu",
-    "geglu",
-    "gelu",
-    "latent",
-    "experts",
-    "finalize_routing",
-    "gating",
-    "gating_softmax",
-    "top_k_top_p",
-    "int8_norm",
-    "int8_swiglu",
-)
-"""Names by which fused operators of torch_npu are switched off; what each replaces is in
-`vllm_npu_prep.ops.npu.switches` and in ``docs/reference/options.md``."""
+FUSED_OPERATORS: Mapping[str, str] = {
+    "rms_norm": "npu_rms_norm",
+    "add_rms_norm": "npu_add_rms_norm",
+    "add_rms_norm_cast": "npu_add_rms_norm_cast",
+    "gemma_rms_norm": "npu_gemma_rms_norm",
+    "rotary": "npu_mrope",
+    "mrope": "npu_mrope",
+    "vision_attention": "npu_fusion_attention",
+    "vision_rotary": "npu_rotary_mul",
+    "qkv": "npu_grouped_matmul",
+    "swiglu": "npu_swiglu",
+    "geglu": "npu_geglu",
+    "gelu": "npu_gelu",
+    "latent": "npu_transpose_batchmatmul",
+    "experts": "npu_moe_init_routing_v2",
+    "finalize_routing": "npu_moe_finalize_routing",
+    "gating": "npu_moe_gating_top_k",
+    "gating_softmax": "npu_moe_gating_top_k_softmax_v2",
+    "top_k_top_p": "npu_top_k_top_p",
+    "int8_norm": "npu_add_rms_norm_dynamic_quant",
+    "int8_swiglu": "npu_dequant_swiglu_quant",
+}
+"""The operators of torch_npu that serve each switch; what they replace is in
+``docs/reference/options.md``. Experts need several operators; the newest one is named."""
 
 OF_QUANTIZED_MODELS = frozenset(("int8_norm", "int8_swiglu"))
 """Fused operators that models without quantised layers don't use."""

@@ -20,6 +20,7 @@ from vllm_npu_prep.compat.kernels import register_ir_operators
 from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.config import (
+    FUSED_OPERATORS,
     Decisions,
     decisions_of,
     fused_operators,
@@ -536,8 +537,8 @@ def _state_page(vllm_config: "VllmConfig") -> "RecurrentStatePage | None":
 
 def _used_operators(vllm_config: "VllmConfig") -> str:
     """Name the fused operators that are on and that torch_npu has, in the order of the options."""
-    from vllm_npu_prep.ops.npu.switches import OPERATORS, missing_operators
+    from vllm_npu_prep.ops.npu.switches import missing_operators
 
     names = fused_operators(vllm_config)
     missing = missing_operators(names)
-    return ", ".join(name for name in OPERATORS if name in names - missing.keys()) or "none"
+    return ", ".join(name for name in FUSED_OPERATORS if name in names - missing.keys()) or "none"

@@ -59,7 +59,7 @@ def test_a_mistyped_switch_is_one_line(given, message):
 
 
 def test_an_operator_that_torch_npu_lacks_is_left_out(monkeypatch):
-    present = {name: None for name in switches.OPERATORS.values() if name != "npu_mrope"}
+    present = {name: None for name in FUSED_OPERATORS.values() if name != "npu_mrope"}
     monkeypatch.setattr(switches.torch.ops, "npu", SimpleNamespace(**present), raising=False)
     registered = []
     monkeypatch.setattr("vllm_npu_prep.ops._prefer_in_ir", registered.append)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from vllm_npu_prep.ops.npu.switches import OPERATORS
+from vllm_npu_prep.config import FUSED_OPERATORS
 from vllm_npu_prep.verify import experts, formulas, int8
 from vllm_npu_prep.verify.outcome import first_line_of
 from vllm_npu_prep.verify.row import (
@@ -323,6 +323,6 @@ ROWS: tuple[Row, ...] = tuple(
         partial(_probe_of, name),
         dtype,
     )
-    for name, operator in OPERATORS.items()
+    for name, operator in FUSED_OPERATORS.items()
     for short, dtype in DTYPES.items()
 )

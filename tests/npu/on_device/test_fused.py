@@ -26,10 +26,10 @@ from tests.helpers.engine import (
 from tests.helpers.fused import MODEL, compare_paths, forget_layers, settings, wrong_operator
 from tests.helpers.v2 import engine_of
 from vllm_npu_prep.attention.fused_releases import version_of
+from vllm_npu_prep.config import FUSED_OPERATORS
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.npu import rotary, vision
 from vllm_npu_prep.ops.npu.sampling import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
-from vllm_npu_prep.ops.npu.switches import OPERATORS
 from vllm_npu_prep.verify.fused import is_right
 
 BUDGET = {"Qwen3": 12, "Llama": 10}
@@ -403,7 +403,9 @@ PLANTED = {
 
 def differing(dtype, lines):
     """Switches whose probe says no."""
-    right = {name: is_right(name, dtype, torch.Tensor.npu, lines.append) for name in OPERATORS}
+    right = {
+        name: is_right(name, dtype, torch.Tensor.npu, lines.append) for name in FUSED_OPERATORS
+    }
     return {name for name in right if not right[name]}
 
 
