@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -193,14 +194,14 @@ def refuse_other_experts(kind: str, layer: Any, moe: Any) -> None:
             raise PrepError(f"{kind} with {extra} ({layer.layer_name}) are not supported")
 
 
-class ExpertsMethod:
+class ExpertsMethod(FusedMoEMethodBase):
     """What our methods of experts share: grouped products on NPUs, else expert by expert."""
 
     is_monolithic = False  # vLLM's routers choose experts, and call shared ones
     grouped: GroupedExperts | None = None
 
     def __init__(self, moe: Any) -> None:
-        super().__init__(moe)  # type: ignore[call-arg]  # of vLLM's method, beside this class
+        super().__init__(moe)
         self._is_fused, self._finalize = is_fused("experts"), is_fused("finalize_routing")
         if not self._is_fused:
             check_sync_is_possible()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_npu_prep.ops.moe_method import (
@@ -102,7 +101,7 @@ class NPUInt8Experts:
         )
 
 
-class Int8Experts(ExpertsMethod, FusedMoEMethodBase):
+class Int8Experts(ExpertsMethod):
     """vLLM's method for experts of int8 weights and inputs.
 
     ModelSlim's files have offsets of weights, compressed-tensors' don't (`has_offsets`).
