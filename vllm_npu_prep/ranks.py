@@ -37,20 +37,16 @@ def ranks_on_host(parallel_config: Any) -> int:
 
 
 @contextlib.contextmanager
-def all_or_none(parallel_config: Any, attempt: Callable[[], object]) -> Iterator[bool]:
+def all_or_none(
+    parallel_config: Any,  # vLLM's `ParallelConfig`, in the worker
+    attempt: Callable[[], object],  # raises if this rank can't, and leaves everything as it was
+) -> Iterator[bool]:
     """Let all ranks of an engine attempt something, and yield whether all of them succeeded.
 
     If any of them failed, each rank has to undo its part in the body of the ``with`` statement.
     This is for an attempt that one rank may refuse alone, while the others would have changed
     something. Where all ranks refuse alike, they may just raise: `vllm_npu_prep.compat.executor`
     keeps their answers apart.
-
-    Parameters
-    ----------
-    parallel_config
-        vLLM's `ParallelConfig`, in the worker.
-    attempt
-        Raises if this rank can't, and leaves everything as it was.
 
     Raises
     ------

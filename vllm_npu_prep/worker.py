@@ -518,13 +518,11 @@ class NPUWorker(Worker):
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
             }
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(
+        self,
+        tags: list[str] | None = None,  # weights, kv_cache; None: both
+    ) -> None:
         """Map the memory again, at the same addresses; do nothing if it doesn't sleep.
-
-        Parameters
-        ----------
-        tags
-            ``weights``, ``kv_cache``; None: both.
 
         Raises
         ------

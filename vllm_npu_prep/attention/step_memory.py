@@ -50,19 +50,11 @@ class StepBound(NamedTuple):
 
 def step_bound(
     vllm_config: "VllmConfig",
-    builders: Iterable[Any],
-    measured: int,
+    builders: Iterable[Any],  # the metadata builders of its attention layers
+    measured: int,  # what the largest step took, in bytes
     computes_on_host: bool,
 ) -> StepBound:
-    """Return the bound of an engine's steps.
-
-    Parameters
-    ----------
-    builders
-        The metadata builders of its attention layers.
-    measured
-        What the largest step took, in bytes.
-    """
+    """Return the bound of an engine's steps."""
     splits = [split for b in builders if (split := getattr(b, "latent", None)) is not None]
     model: Any = vllm_config.model_config  # whose dtype is resolved by now
     attention = attention_bytes(
@@ -79,9 +71,9 @@ def step_bound(
 def attention_bytes(
     layers: Iterable[Any],
     decisions: Decisions,
-    itemsize: int,
-    max_seq_len: int,
-    chunk_rows: int,
+    itemsize: int,  # the bytes of an element of the cache
+    max_seq_len: int,  # the length of the longest sequence, in tokens
+    chunk_rows: int,  # the most latent rows that are gathered at once
 ) -> int:
     """Return the most memory, in bytes, that attention takes beside its inputs and results.
 
@@ -89,12 +81,6 @@ def attention_bytes(
     ----------
     layers
         vLLM's layers; those without a cache of K and V or of latent rows don't count.
-    itemsize
-        The bytes of an element of the cache.
-    max_seq_len
-        The length of the longest sequence, in tokens.
-    chunk_rows
-        The most latent rows that are gathered at once.
     """
     working = [0]
     for layer in layers:

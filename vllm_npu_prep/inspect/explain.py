@@ -363,16 +363,12 @@ def state_halves(view: StepView) -> str:
     )
 
 
-def states_of(view: StepView, group: int, row: int) -> tuple[list[int], list[int]]:
-    """Return the blocks of recurrent states that a request reads, one or none, and those it writes.
-
-    Parameters
-    ----------
-    group
-        A KV-cache group that holds recurrent states.
-    row
-        The request's row of the batch.
-    """
+def states_of(
+    view: StepView,
+    group: int,  # a KV-cache group that holds recurrent states
+    row: int,  # the request's row of the batch
+) -> tuple[list[int], list[int]]:
+    """Return the blocks of states that a request reads, one or none, and those that it writes."""
     step, found = view.step, state_variables(view.step, group)
     reads, writes = (int(found[name][row]) for name in STATE_BLOCKS)
     written = [writes]

@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from vllm_npu_prep.records.comparison import Difference
 
 
-def replay(path: Path, step: int | None = None) -> Iterator[tuple[Path, "list[Difference]"]]:
+def replay(
+    path: Path,  # see `record_files`
+    step: int | None = None,  # number of the only step to look at
+) -> Iterator[tuple[Path, "list[Difference]"]]:
     """Prepare recorded steps again.
-
-    Parameters
-    ----------
-    path
-        See `record_files`.
-    step
-        Number of the only step to look at.
 
     Yields
     ------

@@ -26,14 +26,11 @@ MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 """Characters that could end or change the element that holds the data, each with its escape."""
 
 
-def run_html(run: Run, pages: StepPages | None = None) -> str:
-    """Return the page of a run.
-
-    Parameters
-    ----------
-    pages
-        Pages of its steps, to which it links.
-    """
+def run_html(
+    run: Run,
+    pages: StepPages | None = None,  # pages of its steps, to which it links
+) -> str:
+    """Return the page of a run."""
     own, states = files(__package__), [state.name for state in AttentionState]
     script = (own / "run.js").read_text(encoding="utf-8")
     style = "".join((own / name).read_text(encoding="utf-8") for name in ("page.css", "run.css"))

@@ -91,18 +91,14 @@ class SlotLedger:
     def verify(
         self,
         step: "PreparedStep",
-        req_ids: Sequence[str],
-        input_ids: np.ndarray,
+        req_ids: Sequence[str],  # ids of the batch's requests, in order
+        input_ids: np.ndarray,  # token ids as the model reads them, [total_num_scheduled_tokens]
         num_kept: Mapping[str, int] = NONE_KEPT,
     ) -> None:
         """Check and note the slots and recurrent states that a step reads and writes.
 
         Parameters
         ----------
-        req_ids
-            Ids of the batch's requests, in order.
-        input_ids
-            Token ids as the model reads them, ``[total_num_scheduled_tokens]``.
         num_kept
             Tokens that the last step sampled for each request in it, accepted drafts included. The
             scheduler may count all drafts of that step as accepted (asynchronous scheduling).

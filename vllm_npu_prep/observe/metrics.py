@@ -133,18 +133,14 @@ class StepMetrics:
         self._sum = self._value("histogram", PREPARE_TIME, "_sum", PREPARE_TIME_HELP, {})
         self._buckets = [self._bucket(bound) for bound in BOUNDS]
 
-    def add(self, step: PreparedStep, kind: str, num_waits: int, started: float) -> None:
-        """Count a step that was just prepared; runs without requests are not steps.
-
-        Parameters
-        ----------
-        kind
-            How it runs (`StepCounts.kind`).
-        num_waits
-            Waits of the staging ring so far.
-        started
-            `perf_counter` when its preparation began.
-        """
+    def add(
+        self,
+        step: PreparedStep,
+        kind: str,  # how it runs (`StepCounts.kind`)
+        num_waits: int,  # waits of the staging ring so far
+        started: float,  # `perf_counter` when its preparation began
+    ) -> None:
+        """Count a step that was just prepared; runs without requests are not steps."""
         batch = step.batch
         if not batch.num_reqs:
             return

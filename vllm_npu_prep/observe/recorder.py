@@ -251,15 +251,9 @@ def make_recorder(
     vllm_config: "VllmConfig",
     tables: BatchTables,
     builders: "Builders",
-    num_blocks: int,
+    num_blocks: int,  # blocks of the KV cache, for the manifest
 ) -> StepRecorder | None:
-    """Return the recorder of a runner whose KV cache is allocated; None unless one is configured.
-
-    Parameters
-    ----------
-    num_blocks
-        Blocks of the KV cache, for the manifest.
-    """
+    """Return the recorder of a runner whose KV cache is allocated; None if none is configured."""
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
     from vllm_npu_prep.config import decisions_of, parse_config
 

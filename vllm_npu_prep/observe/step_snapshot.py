@@ -145,10 +145,10 @@ class StepSnapshot:
     @classmethod
     def of_step(
         cls,
-        number: int,
-        step: PreparedStep,
-        kind: str,
-        req_ids: Sequence[str],
+        number: int,  # number of the step, since start-up
+        step: PreparedStep,  # the prepared step, in its buffer
+        kind: str,  # how it runs (`vllm_npu_prep.graph.counts.StepCounts.kind`)
+        req_ids: Sequence[str],  # ids of the batch's requests; the sequence is kept as it is
         placeholders: Placeholders = NO_PLACEHOLDERS,
         modalities: Sequence[str] = (),
         rows_with_embeds: Sequence[int] = (),
@@ -158,14 +158,6 @@ class StepSnapshot:
 
         Parameters
         ----------
-        number
-            Number of the step, since start-up.
-        step
-            The prepared step, in its buffer.
-        kind
-            How it runs (`vllm_npu_prep.graph.counts.StepCounts.kind`).
-        req_ids
-            Ids of the batch's requests; the sequence is kept as it is.
         placeholders, modalities, rows_with_embeds, times
             See `vllm_npu_prep.prep.embeds` and `StepSnapshot`; kept as they are.
         """
@@ -231,18 +223,13 @@ class StepSnapshot:
         staged = self.parts()["staged"]
         return np.pad(staged, (0, len(staged) % 2)).view(np.uint8)
 
-    def record(self, recorded: Recorded, req_ids: list[str], blocks: np.ndarray) -> StepRecord:
-        """Make the record.
-
-        Parameters
-        ----------
-        recorded
-            The engine's settings for all records.
-        req_ids
-            Names to record for the requests.
-        blocks
-            int32, block tables as the device had them (`advance`).
-        """
+    def record(
+        self,
+        recorded: Recorded,  # the engine's settings for all records
+        req_ids: list[str],  # names to record for the requests
+        blocks: np.ndarray,  # int32, block tables as the device had them (`advance`)
+    ) -> StepRecord:
+        """Make the record."""
         then, layout = self.step, self.step.layout
         tables, times = then.batch.tables, None
         if self.times is not None:

@@ -121,19 +121,12 @@ class ArrayTuple:
         self.unpack = intrinsic(self._unpack(fields))
 
     def pack(
-        self, sizes: Mapping[str, int], addresses: Mapping[str, int], scalars: Mapping[str, int]
+        self,
+        sizes: Mapping[str, int],  # the size of each dimension
+        addresses: Mapping[str, int],  # the address of each array, whose memory the caller keeps
+        scalars: Mapping[str, int],  # the integers by name
     ) -> np.ndarray:
-        """Return sizes, addresses and scalars as one int64 array, in the order that `unpack` reads.
-
-        Parameters
-        ----------
-        sizes
-            The size of each dimension.
-        addresses
-            The address of each array, whose memory the caller keeps.
-        scalars
-            The integers by name.
-        """
+        """Return all of them as one int64 array, in the order that `unpack` reads."""
         values = [
             *(sizes[dim] for dim in self.dims),
             *(addresses[name] for name in self.arrays),

@@ -28,16 +28,11 @@ def num_rejected_tokens(
     return np.where(drafts > 0, drafts + 1 - num_valid_tokens, 0).astype(np.int32)
 
 
-def token_positions(query_start_loc: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """Return the positions of a draft pass's tokens in their sequences, int64 ``[num_tokens]``.
-
-    Parameters
-    ----------
-    query_start_loc
-        int32 ``[num_reqs + 1]``.
-    seq_lens
-        int32 ``[num_reqs]``, including the tokens of this pass.
-    """
+def token_positions(
+    query_start_loc: np.ndarray,  # int32 [num_reqs + 1]
+    seq_lens: np.ndarray,  # int32 [num_reqs], including the tokens of this pass
+) -> np.ndarray:
+    """Return the positions of a draft pass's tokens in their sequences, int64 ``[num_tokens]``."""
     last = query_start_loc[1:]
     tokens = np.arange(last[-1], dtype=np.int64)
     return tokens + np.repeat(seq_lens - last, np.diff(query_start_loc))

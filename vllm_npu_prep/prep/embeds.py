@@ -40,14 +40,9 @@ class Placeholders:
         self,
         num_computed_tokens: np.ndarray,  # [num_reqs or more]
         num_scheduled_tokens: np.ndarray,  # [num_reqs]
-        shift: int = 0,
+        shift: int = 0,  # 1 for a drafter, which reads the token after each token of the step
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the runs of which a step computes some tokens.
-
-        Parameters
-        ----------
-        shift
-            1 for a drafter, which reads the token after each token of the step.
 
         Returns
         -------

@@ -73,10 +73,10 @@ class MaskPlan:
 def plan_mask(
     state: AttentionState,
     form: MaskForm,
-    num_input_tokens: int,
-    max_seq_len: int,
+    num_input_tokens: int,  # the tokens of the step after graph padding
+    max_seq_len: int,  # the longest sequence of the step, this step's tokens included
     *,
-    sliding_window: int | None = None,
+    sliding_window: int | None = None,  # the window of the group in tokens; None without one
     attention_chunk_size: int | None = None,
     causal: bool = True,
 ) -> MaskPlan:
@@ -84,12 +84,6 @@ def plan_mask(
 
     Parameters
     ----------
-    num_input_tokens
-        The tokens of the step after graph padding.
-    max_seq_len
-        The longest sequence of the step, this step's tokens included.
-    sliding_window
-        The window of the group in tokens; None without one.
     attention_chunk_size
         The chunk size of the group in tokens; None without chunks. With chunks, `max_seq_len` is
         that of virtual requests.

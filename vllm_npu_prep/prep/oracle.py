@@ -40,15 +40,15 @@ class OracleGraphs:
 
 
 def oracle_step(
-    requests: Sequence[OracleRequest],
+    requests: Sequence[OracleRequest],  # the batch in order
     *,
     block_size: int,
     max_model_len: int,
     capture_sizes: Sequence[int] | None = None,
     graphs: OracleGraphs | None = None,
-    mask: str = "dense",
-    sliding_window: int | None = None,
-    chunked_prefill: bool = True,
+    mask: str = "dense",  # "dense" or "compressed"
+    sliding_window: int | None = None,  # in tokens; None without one
+    chunked_prefill: bool = True,  # whether the scheduler may split prompts
     speculation: bool = False,
     mrope_dims: int = 0,
     dcp: tuple[int, int, int] | None = None,
@@ -57,8 +57,6 @@ def oracle_step(
 
     Parameters
     ----------
-    requests
-        The batch in order.
     block_size, max_model_len
         In tokens.
     capture_sizes
@@ -66,12 +64,6 @@ def oracle_step(
     graphs
         What an engine captured: how it would run and pad this batch. This adds the padded keys and
         ``runtime_mode``.
-    mask
-        ``"dense"`` or ``"compressed"``.
-    sliding_window
-        In tokens; None without one.
-    chunked_prefill
-        Whether the scheduler may split prompts.
     speculation
         This adds what rejection sampling reads: drafts, and which logits verify them.
     mrope_dims
@@ -452,8 +444,8 @@ def _state_blocks(
 def oracle_state_step(
     requests: Sequence[OracleRequest],
     *,
-    decode_threshold: int,
-    block_size: int,
+    decode_threshold: int,  # the most tokens of a decode
+    block_size: int,  # the number of a request's tokens that share a state
     num_drafts: int = 0,
 ) -> dict[str, Any]:
     """Return where the recurrent states of a group are, and how the step is split.
@@ -464,10 +456,6 @@ def oracle_state_step(
     ----------
     requests
         The batch in order, with the blocks of requests in the group.
-    decode_threshold
-        The most tokens of a decode.
-    block_size
-        The number of a request's tokens that share a state.
     num_drafts
         The most drafts of a request; unless it is 0, each token of a decode has a state.
 

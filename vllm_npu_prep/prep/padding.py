@@ -149,11 +149,11 @@ class CapturedGraphs:
 
 
 def dispatch(
-    graphs: CapturedGraphs,
+    graphs: CapturedGraphs,  # what was captured
     num_tokens: int,
     num_reqs: int,
-    uniform_decode: bool,
-    num_active_loras: int = 0,
+    uniform_decode: bool,  # whether every request has decode_query_len tokens
+    num_active_loras: int = 0,  # the number of adapters that the step's requests use
     allowed: frozenset[GraphMode] = RUNTIME_MODES,
 ) -> Padding:
     """Decide how a step runs and how it is padded, as vLLM's graph dispatcher does.
@@ -162,14 +162,8 @@ def dispatch(
 
     Parameters
     ----------
-    graphs
-        What was captured.
     num_tokens, num_reqs
         The sizes of the step; with data parallelism, the number of tokens that the ranks agreed on.
-    uniform_decode
-        Whether every request has ``decode_query_len`` tokens.
-    num_active_loras
-        The number of adapters that the step's requests use.
     allowed
         The modes to choose from; data-parallel ranks agree on one.
     """
@@ -228,9 +222,9 @@ def uniform_query_len(num_scheduled_tokens: np.ndarray, num_draft_tokens: np.nda
 def full_graph_padding(
     num_tokens: int,
     num_reqs: int,
-    decode_query_len: int,
-    capture_sizes: Sequence[int],
-    max_model_len: int,
+    decode_query_len: int,  # the result of `uniform_query_len`
+    capture_sizes: Sequence[int],  # the captured sizes in tokens, in any order
+    max_model_len: int,  # the most tokens of a padding request
 ) -> Padding:
     """Return the padding of a batch in a full graph of a fitting size; none if no size fits.
 
@@ -241,12 +235,6 @@ def full_graph_padding(
     ----------
     num_tokens, num_reqs
         The sizes of the real batch.
-    decode_query_len
-        The result of `uniform_query_len`.
-    capture_sizes
-        The captured sizes in tokens, in any order.
-    max_model_len
-        The most tokens of a padding request.
     """
     if decode_query_len:
         sizes = [size for size in capture_sizes if size % decode_query_len == 0]

@@ -89,20 +89,13 @@ NO_RECURRENT_STEP = RecurrentStep()
 
 
 @compiled
-def state_column(start, token, block_size, num_drafts):
-    """Return the column of a row in whose block the state after a token of a decode is.
-
-    Parameters
-    ----------
-    start
-        The position of the decode's first token (`first_kept`).
-    token
-        The index of the token in the decode, from 0.
-    block_size
-        The number of a request's tokens that share a state; it is more than `num_drafts`.
-    num_drafts
-        The most drafts of a request.
-    """
+def state_column(
+    start,  # the position of the decode's first token (`first_kept`)
+    token,  # the index of the token in the decode, from 0
+    block_size,  # the number of a request's tokens that share a state; it is more than `num_drafts`
+    num_drafts,  # the most drafts of a request
+):
+    """Return the column of a row in whose block the state after a token of a decode is."""
     column = start // block_size
     ends = block_size - 1 - start % block_size  # the token that ends the block
     if ends <= num_drafts:

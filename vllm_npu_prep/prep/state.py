@@ -61,16 +61,11 @@ def batch_flags(
     return sum(bit for bit, holds in some_request.items() if holds.any())
 
 
-def attention_state(flags: int, chunked_prefill: bool) -> AttentionState:
-    """Return the first state of the table in `AttentionState` whose condition holds.
-
-    Parameters
-    ----------
-    flags
-        The result of `batch_flags`.
-    chunked_prefill
-        Whether the scheduler may split a prompt over several steps.
-    """
+def attention_state(
+    flags: int,  # the result of `batch_flags`
+    chunked_prefill: bool,  # whether the scheduler may split a prompt over several steps
+) -> AttentionState:
+    """Return the first state of the table in `AttentionState` whose condition holds."""
     if not flags & SOME_COMPUTED:
         return AttentionState.PrefillNoCache
     if flags & SOME_DRAFTS and not flags & SOME_NOT_VERIFYING:

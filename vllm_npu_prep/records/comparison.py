@@ -147,18 +147,13 @@ def oracle_difference(record: StepRecord) -> Difference | None:
 
 
 def oracle_arrays(
-    record: StepRecord, requests: Requests, most_cells: int = ORACLE_CELLS
+    record: StepRecord,
+    requests: Requests,  # what the oracle prepares
+    most_cells: int = ORACLE_CELLS,  # larger masks and chunks are not compared cell by cell
 ) -> Iterator[tuple[LayerGroup, dict[str, np.ndarray]]]:
     """Yield the oracle's arrays by a record's names, for each group of layers.
 
     Values that the oracle can't know are as recorded.
-
-    Parameters
-    ----------
-    requests
-        What the oracle prepares.
-    most_cells
-        Larger masks and chunks are not compared cell by cell.
     """
     settings = record.settings
     for index, (group, prefix) in enumerate(zip(settings.groups, settings.group_prefixes)):
@@ -184,15 +179,11 @@ class KnownTokens(Sequence[int]):
 
 
 def oracle_requests(
-    record: StepRecord, group: int, owned: Sequence[Sequence[int]] | None = None
+    record: StepRecord,
+    group: int,
+    owned: Sequence[Sequence[int]] | None = None,  # the blocks of each request; None: as recorded
 ) -> list[OracleRequest]:
-    """Return the requests of a record in plain Python values, with their blocks of one group.
-
-    Parameters
-    ----------
-    owned
-        The blocks of each request; None: as recorded.
-    """
+    """Return the requests of a record in plain Python values, with their blocks of one group."""
 
     settings, batch = record.settings, record.batch
     num_columns = 1

@@ -47,13 +47,11 @@ ARRAY_HEADER = re.compile(
 """The first bytes of numpy's array format in records; anything else is refused unread."""
 
 
-def record_files(path: Path, step: int | None = None) -> list[Path]:
+def record_files(
+    path: Path,
+    step: int | None = None,  # number of the one step to return
+) -> list[Path]:
     """Return the records at a path: of a file, a run's folder, or a folder of runs.
-
-    Parameters
-    ----------
-    step
-        Number of the one step to return.
 
     Raises
     ------

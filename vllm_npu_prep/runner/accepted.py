@@ -38,24 +38,16 @@ class AcceptedTokens:
 
     def count(
         self,
-        tables: BatchTables,
-        req_ids: Sequence[str],
-        known: Container[str],
-        num_scheduled_tokens: np.ndarray,
+        tables: BatchTables,  # the batch's tables, whose numbers of computed tokens are exact
+        req_ids: Sequence[str],  # the requests of the batch, in order
+        known: Container[str],  # the ids of all requests that have not ended
+        num_scheduled_tokens: np.ndarray,  # int32 [num_reqs]
         scheduler_output: "SchedulerOutput",
     ) -> np.ndarray:
         """Count, and remember what this step begins with; this is called once for each step.
 
         Parameters
         ----------
-        tables
-            The batch's tables, whose numbers of computed tokens are exact.
-        req_ids
-            The requests of the batch, in order.
-        known
-            The ids of all requests that have not ended.
-        num_scheduled_tokens
-            int32 ``[num_reqs]``.
         scheduler_output
             The step's output. A request that begins with it (because it is new, resumed after
             preemption, or a session's next part) has left no state for drafts.

@@ -223,17 +223,13 @@ class CommonRunner:
         )
 
     def _follow_cache(
-        self, kv_cache_config: KVCacheConfig, dtype: torch.dtype, *, is_profiling: bool
+        self,
+        kv_cache_config: KVCacheConfig,
+        dtype: torch.dtype,  # the cache's
+        *,
+        is_profiling: bool,  # whether the cache is a small one, made to measure memory
     ) -> None:
-        """Make what depends on the KV cache and on `preparer`: limits, recorder and check.
-
-        Parameters
-        ----------
-        dtype
-            The cache's.
-        is_profiling
-            Whether the cache is a small one, made to measure memory.
-        """
+        """Make what depends on the KV cache and on `preparer`: limits, recorder and check."""
         config, tables = self.vllm_config, self.preparer.tables
         num_blocks, block_sizes = kv_cache_config.num_blocks, tables.block_sizes.tolist()
         if tables.shape.latent and not is_profiling:

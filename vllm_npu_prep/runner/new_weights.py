@@ -107,16 +107,14 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def followed_by_drafter(vllm_config: VllmConfig, drafter: nn.Module | None) -> Iterator[None]:
+def followed_by_drafter(
+    vllm_config: VllmConfig,
+    drafter: nn.Module | None,  # the drafter, if it is a model; else None
+) -> Iterator[None]:
     """Return a context for a reload from a folder, after which MTP layers are those of this folder.
 
     Upstream reloads the model alone. A drafter with a checkpoint of its own stays as it is, and so
     does a drafter whose new weights can't be loaded, with a warning.
-
-    Parameters
-    ----------
-    drafter
-        The drafter, if it is a model; else None.
 
     Raises
     ------

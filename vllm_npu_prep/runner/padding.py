@@ -121,17 +121,12 @@ class StepPadding:
         self._kept: dict[tuple[int, ...], PaddingDecision] = {}  # by `DispatchKey`
 
     def decide(
-        self, batch: StepBatch, num_encoder_reqs: int, num_active_loras: int
+        self,
+        batch: StepBatch,
+        num_encoder_reqs: int,  # the requests whose images or videos are encoded in this step
+        num_active_loras: int,  # the adapters of the batch
     ) -> PaddingDecision:
-        """Decide the padding of a step and count the step.
-
-        Parameters
-        ----------
-        num_encoder_reqs
-            The requests whose images or videos are encoded in this step.
-        num_active_loras
-            The adapters of the batch.
-        """
+        """Decide the padding of a step and count the step."""
         num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
         max_query_len = 1
         if num_tokens != num_reqs:
@@ -178,8 +173,8 @@ class StepPadding:
 
     def of_dummy_run(
         self,
-        dummy_run: DummyRun,
-        dispatched: tuple[Any, ...],
+        dummy_run: DummyRun,  # what upstream asked of the dummy run
+        dispatched: tuple[Any, ...],  # upstream's answer for it
         num_tokens: int,
         num_reqs: int,
         uniform_decode: bool,
@@ -193,10 +188,6 @@ class StepPadding:
 
         Parameters
         ----------
-        dummy_run
-            What upstream asked of the dummy run.
-        dispatched
-            Upstream's answer for it.
         num_tokens, num_reqs, uniform_decode
             Its sizes, as the dispatcher got them.
 

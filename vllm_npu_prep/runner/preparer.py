@@ -163,27 +163,23 @@ class Preparer:
 
 
 def make_tables(
-    blocks: StepBlockTables,
+    blocks: StepBlockTables,  # the block tables of all KV-cache groups
     attn_groups: Sequence[Sequence[AttentionGroup]],
     builders: Builders,
     vllm_config: VllmConfig,
     *,
     has_request_rows: bool = False,
-    mrope: MropeTables = NO_MROPE,
+    mrope: MropeTables = NO_MROPE,  # the positions of prompts of a model with M-RoPE
     **of_requests: np.ndarray,
 ) -> BatchTables:
     """Return the tables that the fused pass reads: views, which show every later change.
 
     Parameters
     ----------
-    blocks
-        The block tables of all KV-cache groups.
     attn_groups, builders
         The attention groups of each KV-cache group, and what `builders_of` makes of them.
     has_request_rows
         Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
-    mrope
-        The positions of prompts of a model with M-RoPE.
     **of_requests
         The other arrays of `BatchTables`, which the runner keeps by request.
     """

@@ -18,17 +18,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-def without_unknown_ids(new: NewRequestData, no_token: int) -> NewRequestData:
+def without_unknown_ids(
+    new: NewRequestData,  # a request that enters the batch
+    no_token: int,  # the size of the vocabulary, which penalties use to pad prompts
+) -> NewRequestData:
     """Return the request with an invalid token id wherever its prompt has an embedding.
 
     Upstream leaves the ids of the row's last request there, which penalties take for the prompt.
-
-    Parameters
-    ----------
-    new
-        A request that enters the batch.
-    no_token
-        The size of the vocabulary, which penalties use to pad prompts.
     """
     if new.prompt_embeds is None:
         return new

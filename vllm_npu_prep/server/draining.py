@@ -39,17 +39,14 @@ class Drain:
         self.num_running = 0
         self.is_stopping = False
 
-    def wait(self, seconds: float, log: Callable[[str], object]) -> bool:
+    def wait(
+        self,
+        seconds: float,  # longest wait
+        log: Callable[[str], object],  # takes lines that tell how far it has come
+    ) -> bool:
         """Refuse new requests from now on, and wait for those that run.
 
         This has to be called in a thread other than the one that serves them.
-
-        Parameters
-        ----------
-        seconds
-            Longest wait.
-        log
-            Takes lines that tell how far it has come.
 
         Returns
         -------
@@ -122,8 +119,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 def drain_and_shut_down(
     engine: "AsyncLLM",
     timeout: float | None,
-    shut_down: Callable[..., None],
-    stopped_error: type[Exception],
+    shut_down: Callable[..., None],  # AsyncLLM.shutdown of upstream
+    stopped_error: type[Exception],  # error for requests that have not ended
     log: Callable[[str], object],
 ) -> None:
     """End the requests of an API server, and then its engine.
@@ -137,10 +134,6 @@ def drain_and_shut_down(
         its workers (``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``). The engine waits for its workers
         that long, sends them a signal, and kills them after four more seconds. With less time the
         engine would be killed itself, and its workers with it, while they give their cards back.
-    shut_down
-        ``AsyncLLM.shutdown`` of upstream.
-    stopped_error
-        Error for requests that have not ended.
     """
     drain, handler = getattr(engine, "drain", None), getattr(engine, "output_handler", None)
     if drain is not None and drain.is_stopping:

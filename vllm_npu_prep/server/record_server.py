@@ -34,14 +34,11 @@ LINE_SECONDS = 10
 
 
 @contextlib.asynccontextmanager
-async def answering(engine: "AsyncLLM", port: int | None) -> AsyncIterator[None]:
-    """Accept requests for records while an API server runs.
-
-    Parameters
-    ----------
-    port
-        Port of the server's HTTP, by which users recognise it.
-    """
+async def answering(
+    engine: "AsyncLLM",
+    port: int | None,  # port of the server's HTTP, by which users recognise it
+) -> AsyncIterator[None]:
+    """Accept requests for records while an API server runs."""
     records = _Records(engine, port)
     server = None
     # Several API servers have their parent in common; else this process is `vllm serve`.
@@ -91,13 +88,11 @@ class _Records:
             "record": None if self.config is None else self.config.dir,
         }
 
-    async def write(self, reason: str) -> dict[str, Any]:
+    async def write(
+        self,
+        reason: str,  # for the log, and for the manifest of a run whose folder this makes
+    ) -> dict[str, Any]:
         """Have all ranks write their records.
-
-        Parameters
-        ----------
-        reason
-            For the log, and for the manifest of a run whose folder this makes.
 
         Returns
         -------

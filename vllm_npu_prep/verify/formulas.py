@@ -159,9 +159,9 @@ def experts(
 
 
 def gating(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # [T, experts]
     k: int,
-    scoring: str,
+    scoring: str,  # sigmoid, whose weights are divided by their sum, or softmax
     bias: torch.Tensor | None = None,
     groups: tuple[int, int] = (1, 1),
     factor: float = 1.0,
@@ -170,10 +170,6 @@ def gating(
 
     Parameters
     ----------
-    logits
-        ``[T, experts]``.
-    scoring
-        ``sigmoid``, whose weights are divided by their sum, or ``softmax``.
     bias
         ``[experts]``, added for the choice alone. With a bias, a group counts by its two best
         experts.
@@ -205,10 +201,10 @@ def gating(
 
 
 def gated_delta(
-    mixed: torch.Tensor,
-    last: torch.Tensor,
-    state: torch.Tensor,
-    weight: torch.Tensor,
+    mixed: torch.Tensor,  # [T, width]: queries, keys and values of all heads before the convolution
+    last: torch.Tensor,  # [kernel_size - 1, width]: the inputs before these
+    state: torch.Tensor,  # [num_v_heads, value_dim, key_dim]
+    weight: torch.Tensor,  # the convolution's [width, kernel_size]
     a: torch.Tensor,
     b: torch.Tensor,
     a_log: torch.Tensor,
@@ -218,14 +214,6 @@ def gated_delta(
 
     Parameters
     ----------
-    mixed
-        ``[T, width]``: queries, keys and values of all heads before the convolution.
-    last
-        ``[kernel_size - 1, width]``: the inputs before these.
-    state
-        ``[num_v_heads, value_dim, key_dim]``.
-    weight
-        The convolution's ``[width, kernel_size]``.
     a, b
         ``[T, num_v_heads]``: decays are made of `a`, rates of `b`.
     a_log, dt_bias

@@ -90,26 +90,22 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 def compare(
     got: torch.Tensor,
     expected: torch.Tensor,
-    given: str,
+    given: str,  # the call's sizes, for the outcome
     *,
     tolerance: float | None = None,
     readings: Mapping[str, Callable[[], torch.Tensor]] | None = None,
-    where: tuple[str, ...] = ("token", "head", "element"),
+    where: tuple[str, ...] = ("token", "head", "element"),  # names of the dimensions
 ) -> Outcome:
     """Compare a result of the device with the formula's, which is on the host.
 
     Parameters
     ----------
-    given
-        The call's sizes, for the outcome.
     tolerance
         Absolute and relative difference that is allowed; None allows `TOLERANCE` of the dtype of
         `got`, which is 0 for integers.
     readings
         Functions that return other results, by what they would mean. A wrong result that equals one
         of them is named so.
-    where
-        Names of the dimensions.
     """
     if tolerance is None:
         tolerance = TOLERANCE.get(got.dtype, 0.0)

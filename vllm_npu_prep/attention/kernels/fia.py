@@ -240,20 +240,16 @@ def _whole(metadata: AscendMetadata) -> Part:
 
 def split(
     metadata: AscendMetadata,
-    most_requests: int,
+    most_requests: int,  # the most requests of a call
     most_blocks: int = 1 << 62,
-    block_size: int = 1,
+    block_size: int = 1,  # the block size of the cache, in tokens
 ) -> list[Part]:
     """Cut a step into runs of requests that each keep the limits of one call.
 
     Parameters
     ----------
-    most_requests
-        The most requests of a call.
     most_blocks
         The most blocks of a call, where shared blocks are counted for each request.
-    block_size
-        The block size of the cache, in tokens.
 
     Returns
     -------

@@ -58,15 +58,11 @@ def spread(x: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(1).masked_fill(foreign[: len(x)], 0)
 
 
-def expand(x: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+def expand(
+    x: torch.Tensor,  # [num_rows, num_slots, rank], zero in foreign slots
+    lora_b: torch.Tensor,  # [num_slots, 1, output_size, rank]
+) -> torch.Tensor:
     """Multiply the result of `shrink` by B.
-
-    Parameters
-    ----------
-    x
-        ``[num_rows, num_slots, rank]``, zero in foreign slots.
-    lora_b
-        ``[num_slots, 1, output_size, rank]``.
 
     Returns
     -------

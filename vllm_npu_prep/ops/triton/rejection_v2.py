@@ -29,9 +29,9 @@ class VerifiedDrafts(NamedTuple):
 def verify_drawn_drafts(
     target_logits: torch.Tensor,
     draft_logits: torch.Tensor,
-    temperature: torch.Tensor,
+    temperature: torch.Tensor,  # float32 [num_drafts]; 0 means greedy
     draft_token_ids: torch.Tensor,
-    uniform: torch.Tensor,
+    uniform: torch.Tensor,  # float32 [num_drafts], from 0 to 1
 ) -> VerifiedDrafts:
     """Accept each draft with the ratio of its probabilities (Leviathan et al., 2023).
 
@@ -46,12 +46,8 @@ def verify_drawn_drafts(
         sampling parameters exclude.
     draft_logits
         ``[num_drafts, vocab_size]`` as the drafter computed them, not divided.
-    temperature
-        float32 ``[num_drafts]``; 0 means greedy.
     draft_token_ids
         int ``[num_drafts]``; -1 means no draft, or one that a grammar forbids.
-    uniform
-        float32 ``[num_drafts]``, from 0 to 1.
 
     Returns
     -------

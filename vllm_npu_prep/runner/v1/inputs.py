@@ -115,20 +115,16 @@ class ModelInputs:
 
     def follow_rows(
         self,
-        req_ids: Sequence[str],
+        req_ids: Sequence[str],  # the requests of the batch, in order
         new_req_ids: Collection[str],
-        requests: Mapping[str, CachedRequestState],
+        requests: Mapping[str, CachedRequestState],  # the requests as upstream keeps them, by id
     ) -> None:
         """Put the inputs of requests in the order of the batch's rows, if these have changed.
 
         Parameters
         ----------
-        req_ids
-            The requests of the batch, in order.
         new_req_ids
             The requests that are new in this step; an id may return with other inputs.
-        requests
-            The requests as upstream keeps them, by id.
         """
         known = self._requests
         if not new_req_ids and req_ids == list(known):
@@ -204,18 +200,14 @@ class ModelInputs:
         )
 
     def gather_mm_embeddings(
-        self, step: PreparedStep, req_ids: Sequence[str], shift: int = 0
+        self,
+        step: PreparedStep,
+        req_ids: Sequence[str],  # the requests of the batch, in order
+        shift: int = 0,  # 1 for a drafter, which reads the token after each token of the step
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Find rows of the encoder's outputs for tokens of a step, and which tokens these are.
 
         Upstream visits every request; here requests without images cost nothing.
-
-        Parameters
-        ----------
-        req_ids
-            The requests of the batch, in order.
-        shift
-            1 for a drafter, which reads the token after each token of the step.
 
         Returns
         -------

@@ -255,9 +255,9 @@ class RequestUpdates:
     def correct_counts(
         self,
         updated: UpdatedRequests,
-        batch: InputBatch,
+        batch: InputBatch,  # upstream's batch, which is updated
         previous_rows: np.ndarray,
-        last_ends: np.ndarray,
+        last_ends: np.ndarray,  # int32, the length of each row of the last step without its drafts
         num_valid_tokens: np.ndarray,
     ) -> None:
         """Take back drafts that were assumed to be accepted and were not.
@@ -269,12 +269,8 @@ class RequestUpdates:
         ----------
         updated
             The updated requests of this step. Rows may have moved since.
-        batch
-            Upstream's batch, which is updated.
         previous_rows
             int64 ``[max_num_reqs]``: the row of each request in the last samples, -1 without one.
-        last_ends
-            int32, the length of each row of the last step without its drafts.
         num_valid_tokens
             int32, the number of tokens that each row of the last samples kept.
         """

@@ -61,20 +61,16 @@ def top_k_top_p_sampler(
 
 
 @contextlib.contextmanager
-def score_chosen_tokens(sampler: "Sampler", batch: "InputBatch") -> Iterator[None]:
+def score_chosen_tokens(
+    sampler: "Sampler",  # vLLM's sampler, which its rejection sampler also asks
+    batch: "InputBatch",  # vLLM's batch, with at least one request that has logprob_token_ids
+) -> Iterator[None]:
     """Let a step's samples be scored for requests with ``logprob_token_ids`` as V2 does it.
 
     vLLM's V1 gives each row of such a step the chosen tokens alone: the other requests lose their
     likeliest tokens. Its rejection sampler knows no chosen tokens at all (vLLM issue 44727). Here
     the sampler is asked for the likeliest tokens of all rows, and those of rows that chose others
     are replaced.
-
-    Parameters
-    ----------
-    sampler
-        vLLM's sampler, which its rejection sampler also asks.
-    batch
-        vLLM's batch, with at least one request that has ``logprob_token_ids``.
     """
     metadata, gather = batch.sampling_metadata, sampler.gather_logprobs
     of_requests = metadata.logprob_token_ids or {}

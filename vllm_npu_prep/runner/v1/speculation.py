@@ -159,16 +159,12 @@ class Speculation:
         if self.asynchronous or self.num_spec_tokens > 1:
             self.num_valid_tokens.start(num_valid_tokens)
 
-    def keep_samples(self, sampled_token_ids: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
-        """Put new samples and drafts in the order in which the next step scatters them.
-
-        Parameters
-        ----------
-        sampled_token_ids
-            int32 ``[num_reqs, 1]``.
-        draft_token_ids
-            ``[num_reqs, num_drafts]``.
-        """
+    def keep_samples(
+        self,
+        sampled_token_ids: torch.Tensor,  # int32 [num_reqs, 1]
+        draft_token_ids: torch.Tensor,  # [num_reqs, num_drafts]
+    ) -> None:
+        """Put new samples and drafts in the order in which the next step scatters them."""
         drafts = draft_token_ids.to(torch.int32)
         samples = torch.cat((sampled_token_ids, drafts, drafts), 1)
         self._drafted_samples = samples.flatten()
