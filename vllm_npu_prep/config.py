@@ -300,21 +300,14 @@ def _nearest(key: str, allowed: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What start-up decided from options, device and model; all other code reads this.
-
-    Attributes
-    ----------
-    dense_bytes
-        Most memory that dense masks could take with this model and token budget, in bytes.
-    note
-        Why the form of masks is not the family's default; empty if it is.
-    """
+    """What start-up decided from options, device and model; all other code reads this."""
 
     attention: str
     mask_form: MaskForm
     mask_budget_bytes: int
+    # Most memory that dense masks could take with this model and token budget, in bytes
     dense_bytes: int
-    note: str = ""
+    note: str = ""  # why the form of masks is not the family's default; empty if it is
 
 
 def decide(

@@ -18,19 +18,12 @@ LARGEST_PAUSE = 30.0
 
 @contextlib.contextmanager
 def log_while_waiting(
-    what: str, log: Callable[[str], object], status: Callable[[], str] | None = None
+    what: str,  # reason for the wait, which begins each line
+    # Called with each line, in another thread; a logger's `info`, for example
+    log: Callable[[str], object],
+    status: Callable[[], str] | None = None,  # returns the progress so far; called for each line
 ) -> Iterator[None]:
-    """Log that `what` takes time: after 2, 4, 8, ... seconds, and at its end.
-
-    Parameters
-    ----------
-    what
-        Reason for the wait, which begins each line.
-    log
-        Called with each line, in another thread; a logger's `info`, for example.
-    status
-        Returns the progress so far; called for each line.
-    """
+    """Log that `what` takes time: after 2, 4, 8, ... seconds, and at its end."""
     start, done = time.monotonic(), threading.Event()
 
     def tell() -> None:

@@ -22,42 +22,29 @@ class KernelFamily:
 
     Attributes
     ----------
-    name
-        The value of ``{"npu_prep": {"attention": name}}``.
-    device_type
-        The device that runs it.
-    mask_forms
-        The forms of masks that it takes, the default first.
-    dtypes
-        Dtypes of query, key, value and cache.
     block_size_multiple, max_block_size
         Block sizes, in tokens, are multiples of the first, up to the second. For ``fia`` a release
         of CANN may take fewer (`vllm_npu_prep.attention.fused_releases`).
     head_size_multiple, max_head_size
         The same for head sizes.
-    mla
-        Whether it computes latent attention.
-    lse
-        Whether it returns the log-sum-exp, by which parts of a context are merged.
-    kv_connectors
-        KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`).
     mask_values
         The masked value of dense masks, by dtype of the model and kind of mask; the value of other
         entries is always 0. None for bool masks, in which True means masked.
     """
 
-    name: str
-    device_type: str
-    mask_forms: tuple[MaskForm, ...]
-    dtypes: tuple[torch.dtype, ...]
+    name: str  # the value of {"npu_prep": {"attention": name}}
+    device_type: str  # the device that runs it
+    mask_forms: tuple[MaskForm, ...]  # the forms of masks that it takes, the default first
+    dtypes: tuple[torch.dtype, ...]  # dtypes of query, key, value and cache
     block_size_multiple: int
     max_block_size: int
     head_size_multiple: int
     max_head_size: int
     logits_soft_cap: bool
     kv_sharing: bool
-    mla: bool
-    lse: bool
+    mla: bool  # whether it computes latent attention
+    lse: bool  # whether it returns the log-sum-exp, by which parts of a context are merged
+    # KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`)
     kv_connectors: tuple[str, ...] = ()
     mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
 

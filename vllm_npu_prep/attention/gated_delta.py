@@ -26,15 +26,9 @@ if TYPE_CHECKING:
 
 
 class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
-    """vLLM's layer over the recurrent states in this plugin's cache.
+    """vLLM's layer over the recurrent states in this plugin's cache."""
 
-    Attributes
-    ----------
-    fused
-        Computes the core on NPUs; None on the CPU.
-    """
-
-    fused: "FusedDelta | None" = None
+    fused: "FusedDelta | None" = None  # computes the core on NPUs; None on the CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

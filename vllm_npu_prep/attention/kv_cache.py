@@ -56,14 +56,9 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyGroupSpec(EncoderOnlyAttentionSpec):
-    """Encoder-only layers with one window size; upstream's spec mixes all windows in one group.
+    """Encoder-only layers with one window size; upstream's spec mixes all windows in one group."""
 
-    Attributes
-    ----------
-    sliding_window
-        Tokens see each other up to ``sliding_window - 1`` positions away; None for no limit.
-    """
-
+    # Tokens see each other up to sliding_window - 1 positions away; None for no limit
     sliding_window: int | None = None
 
 
@@ -112,7 +107,9 @@ def split_by_window(
 
 def allocate_planes(
     config: KVCacheConfig,
+    # Allocates the buffers: from the device, or from a pool that sleep mode can release
     memory: Memory,
+    # Returns how many blocks attention kernels see in a block of a size (`attention.kernel_blocks`)
     kernel_blocks_of: Callable[[int], int] = lambda block_size: 1,
 ) -> dict[str, Any]:
     """Allocate the cache that `config` plans, with one buffer per layer, viewed as planes.
@@ -120,14 +117,6 @@ def allocate_planes(
     vLLM plans one region of tens of GB. An operator over that many elements, such as the one that
     zeroes them, may count them in 32 bits, and nothing needs the layers to be neighbours. Layers
     that share a region, as groups of the hybrid cache do, share a buffer.
-
-    Parameters
-    ----------
-    memory
-        Allocates the buffers: from the device, or from a pool that sleep mode can release.
-    kernel_blocks_of
-        Returns how many blocks attention kernels see in a block of a size
-        (`attention.kernel_blocks`).
 
     Returns
     -------

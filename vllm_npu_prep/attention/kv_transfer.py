@@ -38,15 +38,12 @@ STORED = "kv_cache"
 """The name of the only tensor in a file."""
 
 
-def read_slots(planes: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+def read_slots(
+    # K and V, or `Planes` of latent attention, each [num_blocks, block_size, heads, width]
+    planes: Sequence[torch.Tensor],
+    slots: torch.Tensor,  # int64 [num_tokens]
+) -> torch.Tensor:
     """Return the contents of slots in the form in which they are stored.
-
-    Parameters
-    ----------
-    planes
-        K and V, or `Planes` of latent attention, each ``[num_blocks, block_size, heads, width]``.
-    slots
-        int64 ``[num_tokens]``.
 
     Returns
     -------

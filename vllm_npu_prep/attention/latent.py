@@ -37,24 +37,19 @@ class ContextChunk:
 
     Attributes
     ----------
-    tokens
-        The queries that attend over the chunk, among those of prefills.
     query_ends, kv_ends
         Cumulative lengths of each request's queries and of its piece, for kernels that take lists.
     starts, lens
         The first position and the length of each piece, int32 ``[n]`` on the device.
-    block_tables
-        Rows of the requests, int32 ``[n, max_num_blocks]``.
-    ranks
-        How rows are gathered under decode context parallelism (`attention.latent_dcp.RankRows`).
     """
 
-    tokens: slice
+    tokens: slice  # the queries that attend over the chunk, among those of prefills
     query_ends: list[int]
     kv_ends: list[int]
     starts: torch.Tensor
     lens: torch.Tensor
-    block_tables: torch.Tensor
+    block_tables: torch.Tensor  # rows of the requests, int32 [n, max_num_blocks]
+    # How rows are gathered under decode context parallelism (`attention.latent_dcp.RankRows`)
     ranks: Any = None
 
     @property
@@ -64,31 +59,17 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class Prefills:
-    """The prefills of a step.
+    """The prefills of a step."""
 
-    Attributes
-    ----------
-    first_token
-        The place of their first token in the step; the tokens of decodes come before it.
-    num_tokens
-        The number of tokens of all prefills.
-    query_ends
-        Cumulative lengths of queries, counted from the first prefill.
-    query_start_loc
-        The same on the device with a leading 0, int32 ``[num_prefills + 1]``.
-    computed
-        The number of each request's positions that are in the cache already; its queries begin
-        there.
-    chunks
-        The chunks in which contexts are read, in order.
-    """
-
+    # The place of their first token in the step; the tokens of decodes come before it
     first_token: int
-    num_tokens: int
-    query_ends: list[int]
+    num_tokens: int  # the number of tokens of all prefills
+    query_ends: list[int]  # cumulative lengths of queries, counted from the first prefill
+    # The same on the device with a leading 0, int32 [num_prefills + 1]
     query_start_loc: torch.Tensor
+    # The number of each request's positions that are in the cache already; its queries begin there
     computed: list[int]
-    chunks: tuple[ContextChunk, ...]
+    chunks: tuple[ContextChunk, ...]  # the chunks in which contexts are read, in order
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,11 @@ from vllm_npu_prep.prep.dcp import DCPRank
 
 @dataclass(frozen=True)
 class RankRows:
-    """What a rank gathers for a chunk.
+    """What a rank gathers for a chunk."""
 
-    Attributes
-    ----------
-    local
-        The chunk's pieces in rows of this rank; their number is the same on every rank.
-    order
-        The place of each row of the chunk among the rows of all ranks, int64 ``[num_rows]``.
-    """
-
+    # The chunk's pieces in rows of this rank; their number is the same on every rank
     local: ContextChunk
+    # The place of each row of the chunk among the rows of all ranks, int64 [num_rows]
     order: torch.Tensor
 
 

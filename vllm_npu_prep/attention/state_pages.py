@@ -42,24 +42,12 @@ def find_state_page(vllm_config: VllmConfig) -> "RecurrentStatePage | None":
 
 @dataclass(frozen=True)
 class RecurrentStatePage:
-    """A block with room for a recurrent state in its two halves, and for K and V of whole tokens.
+    """A block with room for a recurrent state in its halves, and for K and V of whole tokens."""
 
-    Attributes
-    ----------
-    asked
-        The block size that was asked for, or the default.
-    block_size
-        The smallest multiple of it whose K has room for the larger part of a state.
-    token_bytes
-        The bytes of K and V of one token in one layer.
-    parts
-        The bytes of both parts of a state, the convolution's and the recurrence's.
-    """
-
-    asked: int
-    block_size: int
-    token_bytes: int
-    parts: list[int]
+    asked: int  # the block size that was asked for, or the default
+    block_size: int  # the smallest multiple of it whose K has room for the larger part of a state
+    token_bytes: int  # the bytes of K and V of one token in one layer
+    parts: list[int]  # the bytes of both parts of a state, the convolution's and the recurrence's
 
     @property
     def is_exact(self) -> bool:

@@ -69,19 +69,14 @@ def step_bound(
 
 
 def attention_bytes(
+    # VLLM's layers; those without a cache of K and V or of latent rows don't count
     layers: Iterable[Any],
     decisions: Decisions,
     itemsize: int,  # the bytes of an element of the cache
     max_seq_len: int,  # the length of the longest sequence, in tokens
     chunk_rows: int,  # the most latent rows that are gathered at once
 ) -> int:
-    """Return the most memory, in bytes, that attention takes beside its inputs and results.
-
-    Parameters
-    ----------
-    layers
-        vLLM's layers; those without a cache of K and V or of latent rows don't count.
-    """
+    """Return the most memory, in bytes, that attention takes beside its inputs and results."""
     working = [0]
     for layer in layers:
         impl = getattr(layer, "impl", None)

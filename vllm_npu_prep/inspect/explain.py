@@ -146,16 +146,12 @@ class Selection:
 
 
 def select(
-    view: StepView, req_id: str | None = None, tokens: tuple[int, int] | None = None
+    view: StepView,
+    req_id: str | None = None,  # the only request whose lines and tokens are shown; None: all
+    # The tokens to show, as first and end (excluded); None: all
+    tokens: tuple[int, int] | None = None,
 ) -> Selection:
     """Choose what of a step is shown.
-
-    Parameters
-    ----------
-    req_id
-        The only request whose lines and tokens are shown; None: all.
-    tokens
-        The tokens to show, as first and end (excluded); None: all.
 
     Raises
     ------

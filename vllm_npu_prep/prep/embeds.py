@@ -63,16 +63,11 @@ NO_PLACEHOLDERS = Placeholders.of_rows([])
 def takes_embeds(
     tables: BatchTables,
     num_scheduled_tokens: np.ndarray,  # [num_reqs]
+    # The requests whose prompt was given as embeddings, in whole or in part
     rows_with_embeds: Sequence[int],
     placeholders: Placeholders,
 ) -> bool:
-    """Return whether the step gives the model ``inputs_embeds``, by this module's rule.
-
-    Parameters
-    ----------
-    rows_with_embeds
-        The requests whose prompt was given as embeddings, in whole or in part.
-    """
+    """Return whether the step gives the model ``inputs_embeds``, by this module's rule."""
     if not len(num_scheduled_tokens):  # a dummy run
         return False
     if rows_with_embeds and reads_prompt(tables, rows_with_embeds):

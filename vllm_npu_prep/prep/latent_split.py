@@ -21,24 +21,12 @@ from vllm_npu_prep.prep.compiled import compiled, inlined
 
 @dataclass(frozen=True)
 class LatentSplit:
-    """How an engine with latent attention splits its steps.
+    """How an engine with latent attention splits its steps."""
 
-    Attributes
-    ----------
-    decode_threshold
-        The most tokens of a decode: one, and one for each draft.
-    workspace_tokens
-        The most rows of a context chunk, a multiple of `block_size`.
-    block_size
-        The tokens of a block of the cache: a context is cut between blocks only.
-    max_model_len
-        The most tokens of a request; 0 in `NO_LATENT_SPLIT`.
-    """
-
-    decode_threshold: int
-    workspace_tokens: int
-    block_size: int
-    max_model_len: int
+    decode_threshold: int  # the most tokens of a decode: one, and one for each draft
+    workspace_tokens: int  # the most rows of a context chunk, a multiple of `block_size`
+    block_size: int  # the tokens of a block of the cache: a context is cut between blocks only
+    max_model_len: int  # the most tokens of a request; 0 in `NO_LATENT_SPLIT`
 
     def __post_init__(self) -> None:
         if self.decode_threshold < 1:

@@ -48,15 +48,6 @@ class StepLayout:
     In two steps of the same padded size every array has the same address. Captured graphs rely on
     this.
 
-    Attributes
-    ----------
-    num_input_tokens
-        The number of tokens after padding.
-    num_reqs_padded
-        The number of requests after padding.
-    shape
-        The engine's.
-
     Notes
     -----
     After the fixed arrays comes a part of variable length, which is scattered by a launch of its
@@ -75,9 +66,9 @@ class StepLayout:
     ======================  ======  ========================================================
     """
 
-    num_input_tokens: int
-    num_reqs_padded: int
-    shape: EngineShape = PLAIN_SHAPE
+    num_input_tokens: int  # the number of tokens after padding
+    num_reqs_padded: int  # the number of requests after padding
+    shape: EngineShape = PLAIN_SHAPE  # the engine's
 
     @cached_property
     def max_logits(self) -> int:

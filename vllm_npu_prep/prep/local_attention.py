@@ -21,17 +21,13 @@ class LocalGroups:
 
     Attributes
     ----------
-    attention_chunk_size
-        The tokens of a chunk.
     blocks_per_chunk
         The blocks of a chunk. Chunks are whole blocks, and rows of block tables are whole chunks.
-    groups
-        The indices of these groups.
     """
 
-    attention_chunk_size: int
+    attention_chunk_size: int  # the tokens of a chunk
     blocks_per_chunk: int
-    groups: tuple[int, ...]
+    groups: tuple[int, ...]  # the indices of these groups
 
     def __bool__(self) -> bool:
         return len(self.groups) > 0

@@ -52,10 +52,6 @@ class MaskPlan:
 
     Attributes
     ----------
-    kind
-        What the tensor holds.
-    shape
-        The shape of the tensor; None if there is none.
     sliding_window
         Token p sees positions p - sliding_window + 1 to p, and without causality also up to p +
         sliding_window - 1. None: it sees all positions up to p; without causality, all positions.
@@ -64,8 +60,8 @@ class MaskPlan:
         in a request.
     """
 
-    kind: MaskKind
-    shape: tuple[int, int] | None
+    kind: MaskKind  # what the tensor holds
+    shape: tuple[int, int] | None  # the shape of the tensor; None if there is none
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 

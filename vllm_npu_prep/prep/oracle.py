@@ -442,22 +442,17 @@ def _state_blocks(
 
 
 def oracle_state_step(
+    # The batch in order, with the blocks of requests in the group
     requests: Sequence[OracleRequest],
     *,
     decode_threshold: int,  # the most tokens of a decode
     block_size: int,  # the number of a request's tokens that share a state
+    # The most drafts of a request; unless it is 0, each token of a decode has a state
     num_drafts: int = 0,
 ) -> dict[str, Any]:
     """Return where the recurrent states of a group are, and how the step is split.
 
     Padding is left out.
-
-    Parameters
-    ----------
-    requests
-        The batch in order, with the blocks of requests in the group.
-    num_drafts
-        The most drafts of a request; unless it is 0, each token of a decode has a state.
 
     Returns
     -------

@@ -89,62 +89,38 @@ class Padding:
 
     Attributes
     ----------
-    num_input_tokens
-        The number of tokens after padding.
-    num_reqs_padded
-        The number of requests after padding.
     decode_query_len
         The tokens of each padding request in a uniform decode batch; 0: the first padding request
         has all padding tokens that one request can hold.
-    mode
-        One of `RUNTIME_MODES`.
     """
 
-    num_input_tokens: int
-    num_reqs_padded: int
+    num_input_tokens: int  # the number of tokens after padding
+    num_reqs_padded: int  # the number of requests after padding
     decode_query_len: int = 0
-    mode: GraphMode = GraphMode.NONE
+    mode: GraphMode = GraphMode.NONE  # one of `RUNTIME_MODES`
 
 
-def full_padding(num_input_tokens: int, max_num_reqs: int, decode_query_len: int) -> Padding:
-    """Return the padding of a step that replays a full graph.
-
-    Parameters
-    ----------
-    num_input_tokens
-        The capture size.
-    max_num_reqs
-        The most requests of a batch that replays the graph (``num_reqs`` of vLLM's descriptor).
-    decode_query_len
-        The tokens of a decode in a graph for uniform decode batches; 0 in a graph for mixed
-        batches.
-    """
+def full_padding(
+    num_input_tokens: int,  # the capture size
+    # The most requests of a batch that replays the graph (num_reqs of vLLM's descriptor)
+    max_num_reqs: int,
+    # The tokens of a decode in a graph for uniform decode batches; 0 in a graph for mixed batches
+    decode_query_len: int,
+) -> Padding:
+    """Return the padding of a step that replays a full graph."""
     num_rows = max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS
     return Padding(num_input_tokens, num_rows, decode_query_len, GraphMode.FULL)
 
 
 @dataclass(frozen=True)
 class CapturedGraphs:
-    """What an engine captured.
+    """What an engine captured."""
 
-    Attributes
-    ----------
-    mode
-        The mode of vLLM's compilation config.
-    capture_sizes
-        In tokens.
-    max_num_seqs
-        The most requests of a step.
-    decode_query_len
-        The tokens of a decode: one, and one for each draft.
-    lora_counts
-        The numbers of active adapters that graphs exist for; 0 is a step without any.
-    """
-
-    mode: GraphMode
-    capture_sizes: tuple[int, ...]
-    max_num_seqs: int
-    decode_query_len: int = 1
+    mode: GraphMode  # the mode of vLLM's compilation config
+    capture_sizes: tuple[int, ...]  # in tokens
+    max_num_seqs: int  # the most requests of a step
+    decode_query_len: int = 1  # the tokens of a decode: one, and one for each draft
+    # The numbers of active adapters that graphs exist for; 0 is a step without any
     lora_counts: tuple[int, ...] = (0,)
 
 

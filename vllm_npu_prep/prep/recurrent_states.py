@@ -38,17 +38,13 @@ class RecurrentGroups:
 
     Attributes
     ----------
-    groups
-        The indices of these groups.
-    decode_threshold
-        The most tokens of a decode.
     num_drafts
         The most drafts of a request, each of which has a state of its own; 0 in an engine without
         speculation.
     """
 
-    groups: tuple[int, ...]
-    decode_threshold: int = 1
+    groups: tuple[int, ...]  # the indices of these groups
+    decode_threshold: int = 1  # the most tokens of a decode
     num_drafts: int = 0
 
     def __post_init__(self) -> None:

@@ -14,34 +14,19 @@ class EngineShape:
 
     Where an engine lacks a part, an object stands for none of it and is false: ``if shape.local``
     asks whether there is chunked local attention.
-
-    Attributes
-    ----------
-    num_groups
-        The number of KV-cache groups, each of which has its own block table and slots.
-    max_logits_per_req
-        The most rows of logits of one request: one for each draft, and one after them.
-    mrope_dims
-        The dimensions of M-RoPE positions; 0 for a model without them.
-    local
-        The groups with chunked local attention.
-    latent
-        How steps are split for latent attention.
-    states
-        The groups that hold recurrent states.
-    dcp
-        The part of each context that this rank keeps (decode context parallelism).
-    has_request_rows
-        Whether steps tell the device the request rows of their requests (vLLM's V2 runner).
     """
 
+    # The number of KV-cache groups, each of which has its own block table and slots
     num_groups: int = 1
+    # The most rows of logits of one request: one for each draft, and one after them
     max_logits_per_req: int = 1
-    mrope_dims: int = 0
-    local: LocalGroups = NO_LOCAL_GROUPS
-    latent: LatentSplit = NO_LATENT_SPLIT
-    states: RecurrentGroups = NO_RECURRENT_GROUPS
+    mrope_dims: int = 0  # the dimensions of M-RoPE positions; 0 for a model without them
+    local: LocalGroups = NO_LOCAL_GROUPS  # the groups with chunked local attention
+    latent: LatentSplit = NO_LATENT_SPLIT  # how steps are split for latent attention
+    states: RecurrentGroups = NO_RECURRENT_GROUPS  # the groups that hold recurrent states
+    # The part of each context that this rank keeps (decode context parallelism)
     dcp: DCPRank = NO_DCP
+    # Whether steps tell the device the request rows of their requests (vLLM's V2 runner)
     has_request_rows: bool = False
 
 

@@ -41,21 +41,11 @@ def swiglu_may_round(columns: int, is_static: bool) -> bool:
 
 @dataclass
 class QuantizedRows:
-    """Inputs that a norm or an activation has quantised already, in place of a tensor.
+    """Inputs that a norm or an activation has quantised already, in place of a tensor."""
 
-    Attributes
-    ----------
-    values
-        int8 ``[T, K]``.
-    scale
-        float32 ``[T]``; None if the scale is the layer's own (static).
-    dtype
-        The dtype that the rows had before they were rounded.
-    """
-
-    values: torch.Tensor
-    scale: torch.Tensor | None
-    dtype: torch.dtype
+    values: torch.Tensor  # int8 [T, K]
+    scale: torch.Tensor | None  # float32 [T]; None if the scale is the layer's own (static)
+    dtype: torch.dtype  # the dtype that the rows had before they were rounded
 
 
 @dataclass(frozen=True)

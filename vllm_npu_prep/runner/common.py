@@ -51,16 +51,8 @@ class CommonRunner:
 
     Attributes
     ----------
-    in_flight
-        The step from its preparation until its tokens are sampled; None in between.
-    preparer
-        Lays steps out and builds their metadata; it exists from ``initialize_kv_cache`` on.
     padding, graphs
         Decides how steps are padded; has captured the graphs that they replay.
-    prep_device
-        The device by this plugin's interface.
-    cache_memory
-        The memory of which the KV cache is made.
     """
 
     # Of upstream's runners
@@ -72,12 +64,14 @@ class CommonRunner:
     input_batch: Any  # has `req_ids`
     attn_groups: list[list[AttentionGroup]]  # by KV-cache group
 
+    # The step from its preparation until its tokens are sampled; None in between
     in_flight: StepInFlight | None = None
+    # Lays steps out and builds their metadata; it exists from initialize_kv_cache on
     preparer: Preparer
     padding: StepPadding
     graphs: Graphs
-    prep_device: Device
-    cache_memory: Memory
+    prep_device: Device  # the device by this plugin's interface
+    cache_memory: Memory  # the memory of which the KV cache is made
     metrics: StepMetrics
     recorder: StepRecorder | None = None
     step_check: StepCheck | None = None

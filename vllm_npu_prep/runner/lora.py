@@ -70,23 +70,16 @@ def activate_adapters(
 
 def score_prompts(
     manager: LRUCacheWorkerLoRAManager,
+    # The LoRA id of each request whose prompt this step scores; 0 means no adapter
     lora_ids: Mapping[str, int],
+    # Returns a context in which upstream scores the prompt of one request only
     alone: Callable[[str], AbstractContextManager[object]],
-    score: Callable[[], Scores],
+    score: Callable[[], Scores],  # upstream's function
 ) -> list[Scores]:
     """Score prompts one request at a time, each with its own adapter.
 
     A step's mapping covers the logits of samples only, so upstream scores prompts with the adapters
     of the first samples.
-
-    Parameters
-    ----------
-    lora_ids
-        The LoRA id of each request whose prompt this step scores; 0 means no adapter.
-    alone
-        Returns a context in which upstream scores the prompt of one request only.
-    score
-        Upstream's function.
 
     Returns
     -------

@@ -20,17 +20,11 @@ class CacheLimits(NamedTuple):
     """The limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
 
     A full graph is one call for all its requests; an eager step can be split into several.
-
-    Attributes
-    ----------
-    num_blocks
-        The blocks of the cache; those of all requests, padding included, may not exceed them.
-    block_size
-        The smallest block size of the engine's groups, in tokens.
     """
 
+    # The blocks of the cache; those of all requests, padding included, may not exceed them
     num_blocks: int
-    block_size: int
+    block_size: int  # the smallest block size of the engine's groups, in tokens
 
     def allow(self, batch: StepBatch, padding: Padding) -> bool:
         """Return whether one call may serve a batch, with padding requests of one block each.

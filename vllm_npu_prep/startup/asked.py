@@ -47,15 +47,9 @@ prepared.
 
 @dataclass(frozen=True)
 class RequestedEngine:
-    """An engine's configuration, kernel family and kind of device, by the names that refusals use.
+    """An engine's configuration, kernel family and device, by the names that refusals use."""
 
-    Attributes
-    ----------
-    config
-        vLLM's configuration; its model is not None.
-    """
-
-    config: "VllmConfig"
+    config: "VllmConfig"  # vLLM's configuration; its model is not None
     family: KernelFamily
     kind: DeviceKind
 

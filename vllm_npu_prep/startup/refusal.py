@@ -37,28 +37,14 @@ class Refusal:
 
     Its texts are templates for `str.format`, filled from `words`; ``{model}``, the model's name,
     and ``{family}``, the kernel family's name, are always available.
-
-    Attributes
-    ----------
-    id
-        Name that never changes: tests and the list of vLLM's fields refer to it.
-    when
-        Whether an engine was asked for it.
-    feature
-        What was asked for: the flag with its value, or the feature.
-    reason
-        Why it is not supported, or which values are.
-    remedy
-        What to do instead.
-    words
-        Values for the holes of the texts, by name.
     """
 
-    id: str
-    when: Callable[[RequestedEngine], object]
-    feature: str
-    reason: str
-    remedy: str = "leave the flag out"
+    id: str  # name that never changes: tests and the list of vLLM's fields refer to it
+    when: Callable[[RequestedEngine], object]  # whether an engine was asked for it
+    feature: str  # what was asked for: the flag with its value, or the feature
+    reason: str  # why it is not supported, or which values are
+    remedy: str = "leave the flag out"  # what to do instead
+    # Values for the holes of the texts, by name
     words: Callable[[RequestedEngine], dict[str, object]] = _no_words
 
     def message(self, asked: RequestedEngine, verdict: str) -> str:
@@ -79,20 +65,15 @@ class Subject:
 
     Attributes
     ----------
-    name
-        Names its table in ``docs/reference/errors.md``.
-    refusals
-        In the order in which they are reported.
     when
         If this is false, no `Refusal.when` is called: without a drafter, for example, the
         attributes that it reads don't exist.
-    verdict
-        Comes after the feature in each message: `NOT_SUPPORTED`, or nothing.
     """
 
-    name: str
-    refusals: tuple[Refusal, ...]
+    name: str  # names its table in docs/reference/errors.md
+    refusals: tuple[Refusal, ...]  # in the order in which they are reported
     when: Callable[[RequestedEngine], object] = _always
+    # Comes after the feature in each message: `NOT_SUPPORTED`, or nothing
     verdict: str = NOT_SUPPORTED
 
     def that_apply(self, asked: RequestedEngine) -> Iterator[tuple[Refusal, str]]:

@@ -39,24 +39,14 @@ from vllm_npu_prep.verify.steps import PagedForm, PagedStep
 
 @dataclass(frozen=True)
 class LatentForm(PagedForm):
-    """What a step of latent attention depends on.
-
-    Attributes
-    ----------
-    shape
-        The layer's sizes on this rank.
-    decode_threshold
-        Requests with at most so many tokens come first, and are decodes.
-    workspace_blocks
-        Number of blocks in a chunk of the context.
-    """
+    """What a step of latent attention depends on."""
 
     lengths: tuple[tuple[int, int], ...]
-    shape: LatentShape
+    shape: LatentShape  # the layer's sizes on this rank
     dtype: torch.dtype
     block_size: int
-    decode_threshold: int = 1
-    workspace_blocks: int = 1
+    decode_threshold: int = 1  # requests with at most so many tokens come first, and are decodes
+    workspace_blocks: int = 1  # number of blocks in a chunk of the context
 
     def __str__(self) -> str:
         heads = self.shape.num_heads

@@ -54,23 +54,17 @@ class Row:
 
     Attributes
     ----------
-    name
-        A unique name; ``--only`` takes it, or its beginning.
-    what
-        The operator and the form, in a few words.
     run
         Runs the operator and compares. An exception of any kind is an outcome, too.
-    ranks
-        How many processes run it together, each with a device of its own.
     instead
         What a user can do without the operator. If it is given, an error is no failure, and the row
         is left out.
     """
 
-    name: str
-    what: str
+    name: str  # a unique name; --only takes it, or its beginning
+    what: str  # the operator and the form, in a few words
     run: Callable[[RowContext], Outcome]
-    ranks: int = 1
+    ranks: int = 1  # how many processes run it together, each with a device of its own
     seconds: float = ROW_SECONDS
     instead: str = ""
 
@@ -154,18 +148,11 @@ def _shown(value: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    """One call of an operator on a few numbers, and the formula that it is held against.
+    """One call of an operator on a few numbers, and the formula that it is held against."""
 
-    Attributes
-    ----------
-    call
-        Takes a function that puts a tensor on the device, and returns results on the device.
-    expected
-        Returns the same results by a formula, in float64 on the host.
-    """
-
+    # Takes a function that puts a tensor on the device, and returns results on the device
     call: Callable[[Put], Results]
-    expected: Callable[[], Results]
+    expected: Callable[[], Results]  # returns the same results by a formula, in float64 on the host
 
     def run(self, given: str, put: Put) -> Outcome:
         """Call the operator, and compare each of its results."""

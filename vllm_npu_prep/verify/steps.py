@@ -41,20 +41,15 @@ class PagedForm:
 
     Attributes
     ----------
-    lengths
-        For each request the tokens in the cache before the step, and its tokens in the step.
-    block_size
-        Size of a block in tokens; 0 means that there is no cache.
-    causal
-        False for an encoder, over K and V of the step alone.
     num_padding
         Number of padding requests of a full graph. Each has one token, and is attended to at a
         length of `padding_len` over the null block.
     """
 
+    # For each request the tokens in the cache before the step, and its tokens in the step
     lengths: tuple[tuple[int, int], ...]
-    block_size: int
-    causal: bool = True
+    block_size: int  # size of a block in tokens; 0 means that there is no cache
+    causal: bool = True  # false for an encoder, over K and V of the step alone
     num_padding: int = 0
     padding_len: int = 1
 
@@ -160,10 +155,6 @@ class AttentionForm(PagedForm):
 
     Attributes
     ----------
-    window
-        Sliding window in tokens.
-    num_shared
-        Number of leading blocks that all requests share.
     reads_cache_only
         Whether kernels don't get the step's own K and V, as in layers that share those of another
         layer.
@@ -174,11 +165,11 @@ class AttentionForm(PagedForm):
     layer: LayerShape
     dtype: torch.dtype
     block_size: int = 128
-    window: int | None = None
+    window: int | None = None  # sliding window in tokens
     causal: bool = True
     num_padding: int = 0
     padding_len: int = 1
-    num_shared: int = 0
+    num_shared: int = 0  # number of leading blocks that all requests share
     reads_cache_only: bool = False
 
     def __str__(self) -> str:

@@ -241,15 +241,11 @@ def _whole(metadata: AscendMetadata) -> Part:
 def split(
     metadata: AscendMetadata,
     most_requests: int,  # the most requests of a call
+    # The most blocks of a call, where shared blocks are counted for each request
     most_blocks: int = 1 << 62,
     block_size: int = 1,  # the block size of the cache, in tokens
 ) -> list[Part]:
     """Cut a step into runs of requests that each keep the limits of one call.
-
-    Parameters
-    ----------
-    most_blocks
-        The most blocks of a call, where shared blocks are counted for each request.
 
     Returns
     -------

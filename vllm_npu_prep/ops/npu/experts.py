@@ -46,20 +46,16 @@ class Rows(NamedTuple):
 
     Attributes
     ----------
-    values
-        ``[T * k, width]``; rows past the last group are undefined.
-    group_list
-        Number of rows of each expert, int64 ``[num_local_experts]`` on the device.
     group_list_type
         `SIZES`, or `ENDS` if there is one expert, where both are the same number: the operator
         takes a single group in this form only.
-    scales
-        float32 ``[T * k]`` if routing has quantised the rows, else None.
     """
 
-    values: torch.Tensor
+    values: torch.Tensor  # [T * k, width]; rows past the last group are undefined
+    # Number of rows of each expert, int64 [num_local_experts] on the device
     group_list: torch.Tensor
     group_list_type: int
+    # Float32 [T * k] if routing has quantised the rows, else None
     scales: torch.Tensor | None = None
 
 

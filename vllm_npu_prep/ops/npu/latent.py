@@ -189,20 +189,15 @@ class ProjectionParts(NamedTuple):
 
     Attributes
     ----------
-    layer
-        vLLM's projection.
-    sizes
-        Number of columns of each part on this rank.
     order
         The order into which the rows of the weight are put, so that parts are contiguous; None if
         they are already.
-    num_zeros
-        Number of columns of zeros that are appended to the last part, if weights are float.
     """
 
-    layer: Any
-    sizes: list[int]
+    layer: Any  # vLLM's projection
+    sizes: list[int]  # number of columns of each part on this rank
     order: torch.Tensor | None = None
+    # Number of columns of zeros that are appended to the last part, if weights are float
     num_zeros: int = 0
 
 

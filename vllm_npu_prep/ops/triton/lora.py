@@ -30,17 +30,13 @@ NO_LORA = -1
 """LoRA slot of a row without an adapter."""
 
 
-def shrink(x: torch.Tensor, lora_a: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
+def shrink(
+    x: torch.Tensor,  # [num_rows, input_size]
+    lora_a: torch.Tensor,  # [num_slots, (1,) rank, input_size]
+    # Bool [num_rows or more, num_slots, 1], True where the slot is not the row's own
+    foreign: torch.Tensor,
+) -> torch.Tensor:
     """Multiply each row by A of its own slot.
-
-    Parameters
-    ----------
-    x
-        ``[num_rows, input_size]``.
-    lora_a
-        ``[num_slots, (1,) rank, input_size]``.
-    foreign
-        bool ``[num_rows or more, num_slots, 1]``, True where the slot is not the row's own.
 
     Returns
     -------

@@ -11,18 +11,11 @@ import torch
 
 
 class VerifiedDrafts(NamedTuple):
-    """What verification makes of each draft.
+    """What verification makes of each draft."""
 
-    Attributes
-    ----------
-    are_accepted
-        bool ``[num_drafts]``; False for greedy requests, whose drafts are verified by their tokens.
-    logits
-        float32 ``[num_drafts, vocab_size]``, from which the token in place of a rejected draft is
-        drawn.
-    """
-
+    # Bool [num_drafts]; False for greedy requests, whose drafts are verified by their tokens
     are_accepted: torch.Tensor
+    # Float32 [num_drafts, vocab_size], from which the token in place of a rejected draft is drawn
     logits: torch.Tensor
 
 

@@ -29,17 +29,13 @@ class Markers:
 
     Attributes
     ----------
-    start
-        Tokens that begin thinking.
-    natural_end
-        Tokens by which the model ends it.
     forced_end
         Tokens that are forced one by one when the budget is used up. They may say more than
         `natural_end`.
     """
 
-    start: Sequence[int]
-    natural_end: Sequence[int]
+    start: Sequence[int]  # tokens that begin thinking
+    natural_end: Sequence[int]  # tokens by which the model ends it
     forced_end: Sequence[int]
 
     @property

@@ -50,20 +50,14 @@ class Bookkeeping:
         self,
         batch: InputBatch,
         sampler_output: SamplerOutput,
-        discard: np.ndarray,
+        discard: np.ndarray,  # bool [num_reqs]: the requests whose sample does not count
+        # The requests that want log-probabilities of their prompt
         num_prompt_logprobs: Mapping[str, int],
     ) -> bool:
         """Return whether tokens are all that each request got and needs.
 
         Upstream handles the other cases: log-probabilities of prompts or beside drafts, generators
         whose sample is discarded, and counts of NaNs.
-
-        Parameters
-        ----------
-        discard
-            bool ``[num_reqs]``: the requests whose sample does not count.
-        num_prompt_logprobs
-            The requests that want log-probabilities of their prompt.
         """
         num_rows, width = sampler_output.sampled_token_ids.shape
         if num_rows != batch.num_reqs or num_prompt_logprobs or self._counts_nans:

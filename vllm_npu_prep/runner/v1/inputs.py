@@ -116,16 +116,11 @@ class ModelInputs:
     def follow_rows(
         self,
         req_ids: Sequence[str],  # the requests of the batch, in order
+        # The requests that are new in this step; an id may return with other inputs
         new_req_ids: Collection[str],
         requests: Mapping[str, CachedRequestState],  # the requests as upstream keeps them, by id
     ) -> None:
-        """Put the inputs of requests in the order of the batch's rows, if these have changed.
-
-        Parameters
-        ----------
-        new_req_ids
-            The requests that are new in this step; an id may return with other inputs.
-        """
+        """Put the inputs of requests in the order of the batch's rows, if these have changed."""
         known = self._requests
         if not new_req_ids and req_ids == list(known):
             return

@@ -106,9 +106,10 @@ class RequestUpdates:
 
     def update_plain_requests(
         self,
-        scheduler_output: "SchedulerOutput",
+        scheduler_output: "SchedulerOutput",  # what the scheduler decided; it is not changed
         batch: InputBatch,
         requests: Mapping[str, CachedRequestState],
+        # The requests that want log-probabilities of their prompt, which read `CachedRequestState`
         num_prompt_logprobs: Mapping[str, int],
     ) -> tuple["SchedulerOutput | None", UpdatedRequests | None]:
         """Update the requests that stay in the batch and lost no tokens or blocks.
@@ -117,13 +118,8 @@ class RequestUpdates:
 
         Parameters
         ----------
-        scheduler_output
-            What the scheduler decided; it is not changed.
         batch, requests
             Upstream's objects, which are updated.
-        num_prompt_logprobs
-            The requests that want log-probabilities of their prompt, which read
-            `CachedRequestState`.
 
         Returns
         -------

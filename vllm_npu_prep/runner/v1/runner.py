@@ -166,16 +166,12 @@ class NPUModelRunner(RunnerSetup):
             self.num_prompt_logprobs.pop(req_id, None)
 
     def _prepare_inputs(
-        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+        self,
+        # What the scheduler decided; `_update_states` has already updated the tables
+        scheduler_output: SchedulerOutput,
+        num_scheduled_tokens: np.ndarray,  # int32 [num_reqs] in the order of the batch
     ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
         """Prepare one step; this replaces upstream's version completely.
-
-        Parameters
-        ----------
-        scheduler_output
-            What the scheduler decided; `_update_states` has already updated the tables.
-        num_scheduled_tokens
-            int32 ``[num_reqs]`` in the order of the batch.
 
         Returns
         -------

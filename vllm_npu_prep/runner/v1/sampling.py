@@ -36,15 +36,10 @@ NOT_CHOSEN = -1
 def top_k_top_p_sampler(
     vllm_config: "VllmConfig",
     sampler: "TopKTopPSampler",
+    # Returns the runner's batch, which a runner may replace
     input_batch: "Callable[[], InputBatch]",
 ) -> "TopKTopPSampler":
-    """Return vLLM's sampler, or ours where its operator is used; drafts get the same limits.
-
-    Parameters
-    ----------
-    input_batch
-        Returns the runner's batch, which a runner may replace.
-    """
+    """Return vLLM's sampler, or ours where its operator is used; drafts get the same limits."""
     if "top_k_top_p" not in fused_operators(vllm_config):
         limit_drafts_by(None)  # an earlier engine in this process may have set limits
         return sampler

@@ -39,15 +39,9 @@ from vllm_npu_prep.runner.v1.upstream_buffers import UpstreamBuffers
 
 
 class RunnerSetup(GPUModelRunner, CommonRunner):
-    """The base of `NPUModelRunner` that makes its parts, and ends them.
+    """The base of `NPUModelRunner` that makes its parts, and ends them."""
 
-    Attributes
-    ----------
-    dummy_run
-        The dummy run that is under way.
-    """
-
-    dummy_run: DummyRun | None
+    dummy_run: DummyRun | None  # the dummy run that is under way
     block_tables: DeviceBlockTables  # exists, like `preparer`, from `initialize_kv_cache` on
 
     # Methods of `NPUModelRunner`, which parts call
