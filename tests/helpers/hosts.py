@@ -19,8 +19,8 @@ LINE = "+---------------------------+---------------+---------------------------
 CANN = "/usr/local/Ascend/cann"
 SOURCED = {"ASCEND_HOME_PATH": CANN, "LD_LIBRARY_PATH": f"{CANN}/lib64:/usr/lib"}
 NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
-FIA = {"family": "fia", "forms": ["compressed", "compressed"]}
-REFERENCE = {"family": "reference", "forms": ["dense", "compressed"], "up_to": 15391}
+FIA = {"family": "fia", "mask": "compressed"}
+COMPILED = {"family": "compiled", "mask": "compressed"}
 SEEN = {"visible": True, "reason": "", "device": "Ascend910B3", "total_memory": 65452113920}
 
 
@@ -94,7 +94,7 @@ def bare(root: Path) -> Host:
         versions,
         REQUIRED,
         ("npu_prep",),
-        run(None, loads(devices, REFERENCE)),
+        run(None, loads(devices, COMPILED)),
         (3, 11),
         "aarch64",
     )
@@ -173,7 +173,7 @@ def cuda_host(root: Path) -> Host:
     """vLLM for CUDA, with this plugin installed beside it."""
     host = bare(root)
     devices = {"visible": False, "reason": "torch_npu is not installed"}
-    probed = loads(devices, REFERENCE, "vllm.platforms.cuda.NvmlCudaPlatform", "cuda")
+    probed = loads(devices, COMPILED, "vllm.platforms.cuda.NvmlCudaPlatform", "cuda")
     versions = dict(host.versions) | {"torch": "2.13.0+cu130"}
     return replace(host, versions=versions, run=run(None, probed))
 

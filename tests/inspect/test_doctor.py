@@ -180,7 +180,7 @@ def test_variables_of_hccl_are_listed(tmp_path):
 def test_nothing_of_ascend_is_missed_where_the_cpu_is_asked_for(tmp_path):
     host = hosts.container_without_devices(tmp_path)
     devices = {"visible": False, "reason": "torch_npu is installed, but sees no NPU"}
-    probed = hosts.loads(devices, hosts.REFERENCE)
+    probed = hosts.loads(devices, hosts.COMPILED)
     host = replace(host, environment={"NPU_PREP_DEVICE": "cpu"}, run=hosts.run(None, probed))
     assert {finding.status for finding in examine(host)} == {Status.OK}
 
@@ -194,7 +194,7 @@ def test_nothing_of_ascend_is_missed_where_the_cpu_is_asked_for(tmp_path):
     ],
 )
 def test_a_plugin_that_is_inactive_says_why(environment, plugins, said, tmp_path):
-    ran = hosts.run(None, hosts.loads({"visible": False, "reason": "none"}, hosts.REFERENCE, "o.P"))
+    ran = hosts.run(None, hosts.loads({"visible": False, "reason": "none"}, hosts.COMPILED, "o.P"))
     changes = {"environment": environment, "platform_plugins": plugins, "run": ran}
     finding = by_name(replace(hosts.bare(tmp_path), **changes))["platform"]
     assert finding.status == "failure" and said in finding.do

@@ -11,11 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "npu_prep_probe: "
-TOKENS_OF_A_STEP = 2048
-"""The ``max_num_batched_tokens`` that dense masks are sized with; vLLM's default."""
-
-LONGEST = 1 << 24
-"""The largest ``max_model_len`` that is looked at, in tokens."""
 
 
 def ask_torch() -> dict[str, Any]:
@@ -39,32 +34,14 @@ def ask_devices() -> dict[str, Any]:
 
 
 def ask_kernels() -> dict[str, Any]:
-    """Return the kernel family and the forms of masks, with default options.
-
-    ``forms`` has the form for the shortest and the longest ``max_model_len``; where they differ,
-    ``up_to`` is the longest one that has the first form.
-    """
+    """Return the kernel family and the form of masks, with default options."""
     from vllm_npu_prep.attention.families import KERNEL_FAMILIES
-    from vllm_npu_prep.config import Decisions, PrepConfig, decide
+    from vllm_npu_prep.config import PrepConfig, decide
     from vllm_npu_prep.device import choose_device
 
-    device_type = choose_device().device_type
-
-    def decided(max_model_len: int) -> Decisions:
-        return decide(PrepConfig(), device_type, KERNEL_FAMILIES, TOKENS_OF_A_STEP, max_model_len)
-
-    short, long = decided(1), decided(LONGEST)
-    answer: dict[str, Any] = {"family": short.attention, "forms": [short.mask_form, long.mask_form]}
-    if short.mask_form != long.mask_form:
-        low, high = 1, LONGEST
-        while high - low > 1:
-            middle = (low + high) // 2
-            if decided(middle).mask_form == short.mask_form:
-                low = middle
-            else:
-                high = middle
-        answer["up_to"] = low
-    return answer
+    # The forms that default families take serve steps of any size
+    decided = decide(PrepConfig(), choose_device().device_type, KERNEL_FAMILIES, 1, 1)
+    return {"family": decided.attention, "mask": decided.mask_form}
 
 
 def ask_platform() -> dict[str, Any]:

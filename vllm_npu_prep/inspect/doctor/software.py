@@ -11,7 +11,7 @@ from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.inspect.doctor.finding import Finding, bad_if, failure, ok, warning
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
 from vllm_npu_prep.inspect.doctor.host import Host, Ran, gib, set_env_of
-from vllm_npu_prep.inspect.doctor.probe import MARK, TOKENS_OF_A_STEP
+from vllm_npu_prep.inspect.doctor.probe import MARK
 
 PROBE_SECONDS = 180.0
 """The time that the probe gets: torch and vLLM take ten seconds to import, more on a busy host."""
@@ -126,14 +126,7 @@ class Software:
         return ok(name, f"no NPU: {answer['reason']}")
 
     def _tell_kernels(self, name: str, answer: dict[str, Any]) -> Finding:
-        first, last = answer["forms"]
-        masks = f"{first} masks"
-        if "up_to" in answer:
-            masks += (
-                f" up to max_model_len {answer['up_to']:,} with {TOKENS_OF_A_STEP:,} tokens a "
-                f"step, {last} beyond"
-            )
-        return ok(name, f"{answer['family']}, {masks}")
+        return ok(name, f"{answer['family']}, {answer['mask']} masks")
 
     def _tell_platform(self, name: str, answer: dict[str, Any]) -> Finding:
         platform = answer["platform"]
