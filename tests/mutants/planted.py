@@ -1034,6 +1034,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a server's log loses tracebacks of bugs", "is_answer = type(error) is Exception and CALL_FAILED.match(str(error))", "is_answer = error is not None", ("tests/test_one_line.py",)),
     ],
     "server/processes.py": [
+        ("a process of vLLM dies of SIGUSR1", "signal.signal(signal.SIGUSR1, signal.SIG_IGN)", "pass", SERVERS),
         ("an engine outlives its server", "while os.getppid() == parent:", "while True:", SERVERS),
         ("a process that does not heed SIGTERM outlives its parent", "os._exit(1)", "pass", SERVERS),
         ("an engine that ended in time is told as killed", "return self._process.is_alive() and pid is not None and psutil.pid_exists(pid)", "return self._process.is_alive()", SERVERS),
