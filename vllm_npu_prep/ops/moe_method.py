@@ -214,7 +214,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         raise NotImplementedError
 
-    def apply(
+    def routed(
         self,
         layer: Any,
         x: torch.Tensor,  # [num_input_tokens, hidden_size]
@@ -247,6 +247,8 @@ class TorchMoEMethod(ExpertsMethod, UnquantizedFusedMoEMethod):
         For unsupported activations, for experts with biases, and on NPUs for graphs without the
         grouped products.
     """
+
+    forward_native = ExpertsMethod.routed
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)

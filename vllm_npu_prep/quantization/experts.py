@@ -113,6 +113,7 @@ class Int8Experts(ExpertsMethod):
     """
 
     _weights: NPUInt8Experts | None = None
+    apply = ExpertsMethod.routed
 
     def __init__(self, layer: Any, config: KnowsModules, has_offsets: bool = False) -> None:
         super().__init__(layer.moe_config)
