@@ -140,9 +140,8 @@ class ReferenceKernels:
             planes = [plane.view(-1, *plane.shape[2:]) for plane in kv_cache]
             keys, values = planes
         for tile in plan.each(metadata, block_size):
-            own = keys.index_select(0, tile.kv_indices)
-            seen = values.index_select(0, tile.kv_indices)
-            attend_tile(tile, query, own, seen, layer.scale, output, layer.logits_soft_cap, lse)
+            read = [rows.index_select(0, tile.kv_indices) for rows in (keys, values)]
+            attend_tile(tile, query, *read, layer.scale, output, layer.logits_soft_cap, lse)
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
     def workspace(

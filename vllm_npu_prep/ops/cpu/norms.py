@@ -5,6 +5,7 @@ Arguments that these don't take, float16 for example, are left to vLLM's own.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def _supports_fused_add_rms_norm(
     )
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
     "rms_norm": (_rms_norm, _supports_rms_norm),
     "fused_add_rms_norm": (_fused_add_rms_norm, _supports_fused_add_rms_norm),
 }

@@ -79,7 +79,7 @@ def _supports_fused_add_rms_norm(
     )
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
     "rms_norm": (_rms_norm, _supports_rms_norm),
     "fused_add_rms_norm": (_fused_add_rms_norm, _supports_fused_add_rms_norm),
 }
