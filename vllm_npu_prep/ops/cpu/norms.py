@@ -1,7 +1,7 @@
 """RMSNorm in one call on the CPU fallback, alone or with the residual's addition.
 
 vLLM's RMSNorm calls operators of vLLM's IR, for which this module registers implementations.
-Arguments that these don't take, float16 for example, are left to vLLM's own.
+Arguments that these don't take are left to vLLM's own.
 """
 
 import functools
@@ -15,7 +15,7 @@ PROVIDER = "compiled"
 
 IR_OPERATORS = ("rms_norm", "fused_add_rms_norm")
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
