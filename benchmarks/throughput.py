@@ -50,6 +50,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
 RESULT = "throughput result: "
 
 
@@ -133,7 +134,7 @@ def main() -> None:
     cases = [case for case in CASES[args.model] if any(part in case for part in args.cases)]
     pythons = {
         # As the plugin sets it for the engine of a server
-        "ours": (Path(sys.executable), {"NPU_PREP_DEVICE": "cpu", "THP_MEM_ALLOC_ENABLE": "1"}),
+        "ours": (Path(sys.executable), {"NPU_PREP_DEVICE": "cpu", "GLIBC_TUNABLES": HUGE_PAGES}),
         "vllm_cpu": (peer, {"VLLM_PLUGINS": ""}),
     }
     threads = args.threads or ([1, 2] if args.model == "smollm2" else [os.cpu_count() or 1])

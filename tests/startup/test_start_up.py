@@ -155,11 +155,11 @@ def test_groups_are_cleaned_up_before_an_engine_begins(monkeypatch):
     [
         ("OMP_WAIT_POLICY", None, "passive"),  # threads sleep while they wait
         ("OMP_WAIT_POLICY", "active", "active"),
-        ("THP_MEM_ALLOC_ENABLE", None, "1"),  # huge pages for weights
-        ("THP_MEM_ALLOC_ENABLE", "0", "0"),
+        ("GLIBC_TUNABLES", None, "glibc.malloc.hugetlb=1"),  # huge pages for weights
+        ("GLIBC_TUNABLES", "glibc.malloc.check=1", "glibc.malloc.check=1"),
     ],
 )
-def test_a_cpu_gets_torchs_quick_settings_unless_set(monkeypatch, name, given, used):
+def test_a_cpu_gets_quick_settings_unless_set(monkeypatch, name, given, used):
     monkeypatch.setenv(name, given or "")
     if not given:
         monkeypatch.delenv(name)
