@@ -199,7 +199,7 @@ WALLS = {
     "device": "compat.torch device prep",
     "ops": "aclnn compat.kernels config ops",
     # It computes where the core does
-    "ops.cpu": "compat.torch ops.cpu prep.compiled",
+    "ops.cpu": "compat.torch ops.cpu prep.compiled prep.elements",
     "quantization": (
         "config ops.moe_method ops.npu.experts ops.npu.latent ops.npu.switches quantization"
     ),
@@ -346,7 +346,6 @@ def test_imports_go_in_one_direction():
 
 LONG = {
     "prep/oracle.py": "every array of a step in plain loops, a function for each kind of layer",
-    "attention/kernels/compiled_loops.py": "all loops of attention on the CPU, with shared steps",
     "inspect/explain.py": "every table of a step that explain prints, a function each",
     "platform.py": "every question of vLLM about a device, a few lines each",
     "records/scenario.py": "every field of a scenario file, and the rules for them",

@@ -37,8 +37,8 @@ from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
+from vllm_npu_prep.ops.cpu.layers import register_layers
 from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
-from vllm_npu_prep.ops.cpu.rotary import register_layers
 from vllm_npu_prep.ops.npu.routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels

@@ -136,16 +136,20 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("compiled: the next block is the last one again", "block, offset = block + 1, 0", "block, offset = block, 0", COMPILED),
         ("compiled: sums keep the scale of an earlier run of keys", "totals[so_far] * shrunk + total", "totals[so_far] + total", COMPILED),
         ("compiled: windows are one token short", "low = max(low, token + ahead - call.window + 1)", "low = max(low, token + ahead - call.window + 2)", COMPILED),
-        ("compiled: a query head reads the next K/V head's values", "scores, call.values, kv_head, slots", "scores, call.values, min(kv_head + 1, call.keys.shape[1] - 1), slots", COMPILED),
+        ("compiled: a query head reads the next K/V head's values", "scores, 0, call.values, kv_head, slots", "scores, 0, call.values, min(kv_head + 1, call.keys.shape[1] - 1), slots", COMPILED),
         ("compiled: a key past the length is read", "    seq_len = call.seq_lens[request]\n", "    seq_len = call.seq_lens[request] + 1\n", COMPILED),
         ("compiled: what windows have left behind is read", "begin = max(0, first + ahead - call.window + 1)", "begin = 0", COMPILED),
         ("compiled: every request reads the first one's context", "call.kv_starts[request] + begin + j", "begin + j", LATENT_COMPILED),
-        ("compiled: rotated keys add nothing to scores", "            if rope_heads > 0:\n                rope =", "            if False:\n                rope =", LATENT_COMPILED),
+        ("compiled: rotated keys add nothing to scores", "                    if rope_heads > 0:\n                        add_scores", "                    if False:\n                        add_scores", LATENT_COMPILED),
+        ("compiled: rotated keys of prompts add nothing to scores", "                if rope_heads > 0:\n                    turn", "                if False:\n                    turn", LATENT_COMPILED),
+        ("compiled: many rows read the columns of an earlier head", "turn(turned, call.keys, kv_head, slots, keys)", "turn(turned, call.keys, max(kv_head - 1, 0), slots, keys)", COMPILED),
+        ("compiled: the next run of keys is the same one again", "slots, next_slots, keys = next_slots, slots, next_keys", "keys = next_keys", COMPILED),
     ],
     "attention/kernels/__init__.py": [
         ("compiled: the first request waits for numba", 'if name == "compiled":', "if False:", (EVERY_STATE,)),
     ],
     "attention/kernels/compiled.py": [
+        ("compiled: a layer reads the K and V of the step's first one", "        if tensor is not None:\n            addresses[index] = tensor.data_ptr()", "        if tensor is not None and addresses[index] == 0:\n            addresses[index] = tensor.data_ptr()", REAL_TEXT),
         ("compiled: a prompt's tokens see those that follow", "ends, shape, output, causal=True)", "ends, shape, output, causal=False)", LATENT_COMPILED),
     ],
     "ops/cpu/linear.py": [
@@ -154,8 +158,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a packed weight is stale after new weights", "        self.packed = self.operators.pack(weight.data)", "        self.__dict__.setdefault('first', self.operators.pack(weight.data)); self.packed = self.first", ("tests/ops/test_cpu.py",)),
     ],
     "ops/cpu/kernels.py": [
-        ("a rotary embedding takes cosines of the next position", "factors + 4 * rotary * places[row]", "factors + 4 * rotary * min(places[row] + 1, 63)", ("tests/ops/test_cpu.py",)),
-        ("a rounded sum is normalised", "normed = _widened(_rounded(exact[i] * factor))", "normed = _widened(_rounded(_widened(sums[row, i]) * factor))", ("tests/ops/test_cpu.py",)),
+        ("a rotary embedding takes cosines of the next position", "itemsize * rotary * places[row]", "itemsize * rotary * min(places[row] + 1, 63)", ("tests/ops/test_cpu.py",)),
+        ("a rounded sum is normalised", "norm_row(exact, weights, outs[r], epsilon)", "norm_row(np.array([widen(x) for x in total]), weights, outs[r], epsilon)", ("tests/ops/test_cpu.py",)),
+        ("SwiGLU activates the second half", "gate, up, result = xs[r, :size], xs[r, size : 2 * size], outs[r]", "up, gate, result = xs[r, :size], xs[r, size : 2 * size], outs[r]", ("tests/ops/test_cpu.py",)),
+        ("an activation is not rounded before it is multiplied", "activated = rounded(silu(widen(gate[i])), result[i])", "activated = silu(widen(gate[i]))", ("tests/ops/test_cpu.py",)),
     ],
     "runner/v2/traces.py": [
         ("V2: a trace stays with its row", "        self._traces.pop(req_idx, None)", "        pass", V2_ENGINE),

@@ -1,4 +1,4 @@
-"""What the CPU fallback computes with: packed weights, compiled norms and rotary embeddings."""
+"""What the CPU fallback computes with: packed weights and compiled layers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm_npu_prep.compat.kernels import register_ir_operators
 from vllm_npu_prep.compat.torch import PackedLinear
 from vllm_npu_prep.ops.cpu import linear, norms
+from vllm_npu_prep.ops.cpu.layers import CompiledSiluAndMul, _CompiledRotaryEmbedding
 from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
-from vllm_npu_prep.ops.cpu.rotary import _Compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
+COMPILED = (*DTYPES, torch.float16)
 
 
 class Layer(nn.Module):
@@ -134,7 +135,7 @@ def test_the_first_line_of_torchs_refusal_is_given():
         assert pack(linear_layer(37, 70))[0].endswith("takes longer: the cpu has no avx512_fp16.")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_norms_are_those_of_vllm(dtype, rows):
     register_ir_operators(norms.PROVIDER, norms.IMPLEMENTATIONS)
@@ -155,7 +156,7 @@ def test_norms_are_those_of_vllm(dtype, rows):
 def test_norms_leave_other_arguments_to_vllm():
     x, weight = draw(2, 8), draw(8)
     for given in (
-        (x.half(), weight.half(), 1e-5),
+        (x.double(), weight.double(), 1e-5),
         (x, None, 1e-5),
         (x.bfloat16(), weight, 1e-5),
         (x, weight, 1e-5, 4),
@@ -165,12 +166,12 @@ def test_norms_leave_other_arguments_to_vllm():
     assert not norms._supports_fused_add_rms_norm(x, x[:1], weight, 1e-5)
 
 
-class Compiled(_Compiled, RotaryEmbedding):
+class Compiled(_CompiledRotaryEmbedding, RotaryEmbedding):
     """The embedding that a worker registers."""
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", COMPILED)
 def test_rotary_embeddings_are_those_of_vllm(dtype, is_neox):
     with set_current_vllm_config(VllmConfig()):
         layer = Compiled(24, 16, 64, 10000.0, is_neox, dtype)
@@ -181,3 +182,14 @@ def test_rotary_embeddings_are_those_of_vllm(dtype, is_neox):
     heads = layer.forward_oot(positions, query.view(5, 3, 24), None)
     torch.testing.assert_close(heads[0].flatten(1), expected[0], rtol=1e-5, atol=1e-6)
     assert heads[1] is None
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
+def test_swiglu_is_that_of_vllm(dtype):
+    with set_current_vllm_config(VllmConfig()):
+        layer = CompiledSiluAndMul()
+    x = 5 * draw(6, 2, 70, dtype=dtype)
+    x[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -300])
+    for given in (x, x[:, 0, :], x[:0], x.transpose(0, 2)):
+        got, expected = layer.forward_oot(given), layer.forward_native(given)
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=2e-6, equal_nan=True)

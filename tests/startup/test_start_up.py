@@ -150,13 +150,21 @@ def test_groups_are_cleaned_up_before_an_engine_begins(monkeypatch):
     cleanup_dist_env_and_memory()
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "passive"), ("active", "active")])
-def test_threads_sleep_while_they_wait_unless_told_otherwise(monkeypatch, given, used):
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+@pytest.mark.parametrize(
+    ("name", "given", "used"),
+    [
+        ("OMP_WAIT_POLICY", None, "passive"),  # threads sleep while they wait
+        ("OMP_WAIT_POLICY", "active", "active"),
+        ("GLIBC_TUNABLES", None, "glibc.malloc.hugetlb=1"),  # huge pages for weights
+        ("GLIBC_TUNABLES", "glibc.malloc.check=1", "glibc.malloc.check=1"),
+    ],
+)
+def test_a_cpu_gets_quick_settings_unless_set(monkeypatch, name, given, used):
+    monkeypatch.setenv(name, given or "")
     if not given:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
+        monkeypatch.delenv(name)
     activation.activate_platform()
-    assert os.environ["OMP_WAIT_POLICY"] == used
+    assert os.environ[name] == used
 
 
 def test_one_graph_serves_any_number_of_adapters(configure):

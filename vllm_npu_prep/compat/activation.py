@@ -83,6 +83,7 @@ def activate_platform() -> str | None:
         else:
             silence_accelerator_calls()
             _let_threads_sleep()
+            _let_memory_have_huge_pages()
         v2.read_choice()
         _switch_off_aot_compile()
         _leave_graphs_unbroken()
@@ -172,6 +173,16 @@ def _let_threads_sleep() -> None:
     torch is imported: in processes that are spawned from here, as a server's engine is.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _let_memory_have_huge_pages() -> None:
+    """Let the C library ask Linux for huge pages; a user's value stays.
+
+    A step of few tokens reads every weight once. With pages of 4 KB, a third of this time goes to
+    finding pages. The library (glibc 2.35 or later, ``malloc/hugepages``) reads the variable when a
+    process begins: in processes that are spawned from here.
+    """
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 def _switch_off_aot_compile() -> None:

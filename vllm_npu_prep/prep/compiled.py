@@ -24,6 +24,7 @@ SOURCES = (
     "arrays.py",
     "checks.py",
     "compiled.py",
+    "elements.py",
     "latent_split.py",
     "local_attention.py",
     "state.py",
@@ -79,7 +80,10 @@ def pointer(typingctx, address):
 
 @intrinsic
 def prefetch(typingctx, array, index):
-    """In compiled code, let the processor fetch an element of the flattened array."""
+    """In compiled code, let the processor fetch an element of the flattened array.
+
+    It goes to the cache of a core's second level: the first one is too small for what comes next.
+    """
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -87,7 +91,7 @@ def prefetch(typingctx, array, index):
         word = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
-        builder.call(fetch, [place, word(0), word(3), word(1)])  # to read, keep, data
+        builder.call(fetch, [place, word(0), word(2), word(1)])  # to read, second level, data
         return context.get_dummy_value()
 
     return types.none(array, types.intp), codegen

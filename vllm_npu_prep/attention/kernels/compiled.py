@@ -20,6 +20,7 @@ from vllm_npu_prep.attention.kernels.compiled_loops import (
     LOOP,
     NEAR_BYTES,
     ROWS,
+    Call,
     loop_of,
     write_rows,
 )
@@ -55,6 +56,14 @@ class Plan(NamedTuple):
     seq_lens: np.ndarray  # [R] int32
     kv_starts: np.ndarray  # [R] int32: first rows of K and V that are not in blocks
     max_rows: int
+    # What `attend_rows` passes to the loop; layers of one form differ in addresses alone
+    calls: dict[tuple[Any, ...], "PackedCall"]
+
+
+class PackedCall(NamedTuple):
+    words: np.ndarray  # of `compiled_loops.FORMS`
+    factors: np.ndarray  # [2] float32: scale and soft cap
+    counter: np.ndarray  # [1] int64: the next piece of work
 
 
 def make_plan(
@@ -76,7 +85,7 @@ def make_plan(
     tokens = np.stack((first, last), 1).astype(np.int32)
     rows = min(longest, int(lens.max(initial=1))) * heads
     whole = seq_lens.astype(np.int32), kv_starts.astype(np.int32)
-    return Plan(tokens, requests, starts, *whole, -(-rows // 4) * 4)
+    return Plan(tokens, requests, starts, *whole, -(-rows // 4) * 4, {})
 
 
 def scratch_bytes(num_heads: int, num_kv_heads: int, key_width: int, value_width: int) -> int:
@@ -84,7 +93,8 @@ def scratch_bytes(num_heads: int, num_kv_heads: int, key_width: int, value_width
     group = num_heads // num_kv_heads
     heads = -(-group // -(-group // ROWS))
     rows = max(-(-max(ROWS, heads) // 4) * 4, FEW_ROWS * num_kv_heads)
-    return torch.get_num_threads() * rows * 4 * (key_width + value_width + KEYS + 2)
+    of_rows = rows * 4 * (key_width + value_width + KEYS + 2)
+    return torch.get_num_threads() * (of_rows + key_width * (4 * KEYS + 8))
 
 
 def attend_rows(
@@ -105,53 +115,76 @@ def attend_rows(
     lse: torch.Tensor | None = None,  # [T, H] float32, written: log-sum-exp, base e
 ) -> None:
     """Attend with the tokens of a plan over rows of K and V."""
-    tensors = {"query": query, "keys": keys, "values": values, "output": output}
-    if query_rope is not None and keys_rope is not None:
-        tensors |= {"query_rope": query_rope, "keys_rope": keys_rope}
-    if lse is not None:
-        tensors["lse"] = lse
+    stored = query, query_rope, keys, keys_rope, values, output, lse  # as `Call` has them
+    assert all(tensor is None or tensor.is_contiguous() for tensor in stored)
+    shapes = tuple(None if tensor is None else tensor.shape for tensor in stored)
+    table = None if block_table is None else (block_table.numel(), *block_table.stride())
+    form = query.dtype, shapes, table, scale, block_size, causal, window, soft_cap
+    call = plan.calls.get(form)
+    if call is None:
+        call = plan.calls[form] = _pack(plan, *form)
+    call.counter[0] = 0
+    addresses = call.words[NUM_SIZES:]
+    for index, tensor in enumerate(stored):
+        if tensor is not None:
+            addresses[index] = tensor.data_ptr()
     if block_table is not None:
-        assert block_table.stride(1) == 1
-    assert all(tensor.is_contiguous() for tensor in tensors.values())
+        addresses[TABLE] = block_table.data_ptr()
+    run(loop_of(query.dtype), call.words)
+
+
+NUM_SIZES = len(FORMS[torch.float32].dims)
+TABLE = Call._fields.index("table")
+
+
+def _pack(
+    plan: Plan,
+    dtype: torch.dtype,
+    shapes: tuple[Any, ...],  # of the tensors that `Call` begins with
+    table: tuple[int, ...] | None,  # elements and strides
+    scale: float,
+    block_size: int,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+) -> PackedCall:
+    """Return a call without the addresses of tensors."""
+    query, query_rope, keys, keys_rope, values, _, lse = shapes
+    elements, row, column = table or (0, 0, 1)
+    assert column == 1
     factors, counter = np.array([scale, soft_cap or 0.0], np.float32), np.zeros(1, np.int64)
     arrays = {**plan._asdict(), "factors": factors, "counter": counter}
-    del arrays["max_rows"]
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    addresses |= {name: array.ctypes.data for name, array in arrays.items()}
-    addresses["table"] = 0 if block_table is None else block_table.data_ptr()
-    form = FORMS[query.dtype]
+    addresses = dict.fromkeys(FORMS[dtype].arrays, 0)
+    addresses |= {name: arrays[name].ctypes.data for name in addresses if name in arrays}
     # Rows have all heads one after the other: narrow ones are read once for all of them.
-    row_bytes = (keys.nbytes + values.nbytes) // len(keys)
+    row_bytes = keys[1] * (keys[2] + values[2]) * dtype.itemsize
     few = plan.max_rows <= FEW_ROWS and len(plan.tile_requests) >= 2 * torch.get_num_threads()
-    together = keys.shape[1] if few and KEYS * row_bytes <= NEAR_BYTES else 1
     sizes = {
-        "tokens": len(query),
-        "heads": query.shape[1],
-        "width": query.shape[2],
-        "rope_width": 0 if query_rope is None else query_rope.shape[2],
-        "slots": len(keys),
-        "kv_heads": keys.shape[1],
-        "rope_heads": 0 if keys_rope is None else keys_rope.shape[1],
-        "value_width": values.shape[2],
-        "lse_tokens": 0 if lse is None else len(lse),
+        "tokens": query[0],
+        "heads": query[1],
+        "width": query[2],
+        "rope_width": query_rope[2] if query_rope else 0,
+        "slots": keys[0],
+        "kv_heads": keys[1],
+        "rope_heads": keys_rope[1] if keys_rope else 0,
+        "value_width": values[2],
+        "lse_tokens": lse[0] if lse else 0,
         "tiles": len(plan.tile_requests),
         "2": 2,
         "requests": len(plan.seq_lens),
         "requests + 1": len(plan.query_starts),
-        "table": 0 if block_table is None else block_table.numel(),
+        "table": elements,
         "1": 1,
     }
     scalars = {
         "causal": int(causal),
         "window": window or 0,
         "block_size": block_size,
-        "table_width": 0 if block_table is None else block_table.stride(0),
+        "table_width": row,
         "max_rows": plan.max_rows,
-        "together": together,
+        "together": keys[1] if few and KEYS * row_bytes <= NEAR_BYTES else 1,
     }
-    for name in ("query_rope", "keys_rope", "lse"):
-        addresses.setdefault(name, 0)
-    run(loop_of(query.dtype), form.pack(sizes, addresses, scalars))
+    return PackedCall(FORMS[dtype].pack(sizes, addresses, scalars), factors, counter)
 
 
 def run(loop: Any, words: np.ndarray) -> None:

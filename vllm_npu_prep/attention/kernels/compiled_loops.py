@@ -6,13 +6,13 @@ read once for all of them. Keys come `KEYS` at a time: their scores, the softmax
 known (FlashAttention), and the sum of the values, so that memory does not grow with a context.
 Threads take the pieces one after the other.
 
-Half precision is for storage: scores and sums are float32, and rounded once. The two products take
-four rows by four, which keeps sixteen sums in registers; LLVM makes vectors of the innermost loop.
+Half precision is for storage: scores and sums are float32, and rounded once. Both products keep
+sums of four rows in registers. A tile of few rows waits for memory: it reads keys where they are,
+while those that follow are fetched. For one of many rows the keys are written as columns first.
 """
 
 import ctypes
 import functools
-import math
 from collections import namedtuple
 from typing import Any
 
@@ -20,13 +20,31 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from vllm_npu_prep.prep.arrays import ArrayType
 from vllm_npu_prep.prep.compiled import DIGEST, OPTIONS, ArrayTuple, compiled, prefetch
+from vllm_npu_prep.prep.elements import (
+    BFLOAT16,
+    COLUMNS,
+    FLOAT16,
+    FLOAT32,
+    LN_2,
+    LOG2_E,
+    NONE,
+    ONE,
+    TWO,
+    ZERO,
+    add_products,
+    exact,
+    exp2,
+    fast,
+    larger,
+    narrow,
+    widen,
+)
 
-ROWS = 64
+ROWS = 192
 """The most rows of a tile (its tokens times the query heads of a K/V head), unless a token has
 more."""
 
@@ -40,88 +58,9 @@ LINE = 64
 KEYS = 64
 """The keys whose scores are computed at once."""
 
-ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-"""How compiled code sees an element of these dtypes; its loads and stores tell them apart by it."""
+ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-fast = njit(forceinline=True, fastmath=FAST, **OPTIONS)
 once = njit(inline="always", **OPTIONS)
-exact = njit(forceinline=True, fastmath={"contract"}, **OPTIONS)
-
-
-# ----------------------------------------------------------------- elements
-
-
-@intrinsic
-def widen(typingctx, element):
-    """Return a stored element as float32."""
-
-    def codegen(context, builder, signature, args):
-        (value,) = args
-        if element == types.uint16:  # bfloat16: the upper half of a float32
-            word = ir.IntType(32)
-            return builder.bitcast(builder.shl(builder.zext(value, word), word(16)), ir.FloatType())
-        if element == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-        return value
-
-    return types.float32(element), codegen
-
-
-@intrinsic
-def narrow(typingctx, value, like):
-    """Return a float32 in the form of a stored element, rounded to the nearest, ties to even."""
-
-    def codegen(context, builder, signature, args):
-        value, word = args[0], ir.IntType(32)
-        if like == types.uint16:
-            bits = builder.bitcast(value, word)
-            odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-            rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
-            is_nan = builder.fcmp_unordered("uno", value, value)
-            return builder.trunc(builder.select(is_nan, word(0x7FC0), rounded), ir.IntType(16))
-        if like == types.int16:
-            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-        return value
-
-    return like(types.float32, like), codegen
-
-
-@intrinsic
-def nearest(typingctx, value):
-    """Return the nearest whole number, a float32."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), args
-        )
-
-    return types.float32(types.float32), codegen
-
-
-@intrinsic
-def larger(typingctx, first, second):
-    """Return the larger of two float32s that are numbers; of many, LLVM takes vectors."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.f32")
-        return builder.call(function, args, fastmath=("nnan", "nsz", "reassoc"))
-
-    return types.float32(types.float32, types.float32), codegen
-
-
-@intrinsic
-def times_power_of_two(typingctx, value, exponent):
-    """Return ``value * 2 ** exponent`` of float32s by adding to the bits of the exponent."""
-
-    def codegen(context, builder, signature, args):
-        word = ir.IntType(32)
-        power = builder.shl(builder.fptosi(args[1], word), word(23))
-        return builder.bitcast(builder.add(builder.bitcast(args[0], word), power), ir.FloatType())
-
-    return types.float32(types.float32, types.float32), codegen
 
 
 @intrinsic
@@ -135,23 +74,6 @@ def take_next(typingctx, counter):
     return types.int64(counter), codegen
 
 
-# The series of 2**x; between -0.5 and 0.5 its error is below that of float32.
-C1, C2, C3, C4, C5, C6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
-ZERO, ONE, TWO, LOWEST = np.float32(0), np.float32(1), np.float32(2), np.float32(-125)
-LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
-NONE = np.float32(-np.inf)
-
-
-@exact
-def exp2(x):
-    """Return ``2 ** x`` for `x` up to 0; below -125 about 0."""
-    x = larger(x, LOWEST)
-    whole = nearest(x)
-    x -= whole
-    series = ONE + x * (C1 + x * (C2 + x * (C3 + x * (C4 + x * (C5 + x * C6)))))
-    return times_power_of_two(series, whole)
-
-
 @exact
 def tanh(x):
     power = exp2(-TWO * LOG2_E * abs(x))
@@ -163,55 +85,90 @@ def tanh(x):
 
 
 @fast
-def add_scores(scores, rows, query, base, keys, head, slots, count):
-    """Add products of keys and of queries from row `base` on; both numbers are rounded up to
-    four."""
-    for j in range(0, count, 4):
-        k0, k1 = keys[slots[j], head], keys[slots[j + 1], head]
-        k2, k3 = keys[slots[j + 2], head], keys[slots[j + 3], head]
-        for i in range(0, rows, 4):
-            q0, q1 = query[base + i], query[base + i + 1]
-            q2, q3 = query[base + i + 2], query[base + i + 3]
-            s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = ZERO
-            s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = ZERO
-            for d in range(len(k0)):
-                x0, x1, x2, x3 = widen(k0[d]), widen(k1[d]), widen(k2[d]), widen(k3[d])
-                a0, a1, a2, a3 = q0[d], q1[d], q2[d], q3[d]
-                s00, s01, s02, s03 = s00 + a0 * x0, s01 + a0 * x1, s02 + a0 * x2, s03 + a0 * x3
-                s10, s11, s12, s13 = s10 + a1 * x0, s11 + a1 * x1, s12 + a1 * x2, s13 + a1 * x3
-                s20, s21, s22, s23 = s20 + a2 * x0, s21 + a2 * x1, s22 + a2 * x2, s23 + a2 * x3
-                s30, s31, s32, s33 = s30 + a3 * x0, s31 + a3 * x1, s32 + a3 * x2, s33 + a3 * x3
-            r0, r1, r2, r3 = scores[i], scores[i + 1], scores[i + 2], scores[i + 3]
-            r0[j], r0[j + 1] = r0[j] + s00, r0[j + 1] + s01
-            r0[j + 2], r0[j + 3] = r0[j + 2] + s02, r0[j + 3] + s03
-            r1[j], r1[j + 1] = r1[j] + s10, r1[j + 1] + s11
-            r1[j + 2], r1[j + 3] = r1[j + 2] + s12, r1[j + 3] + s13
-            r2[j], r2[j + 1] = r2[j] + s20, r2[j + 1] + s21
-            r2[j + 2], r2[j + 3] = r2[j + 2] + s22, r2[j + 3] + s23
-            r3[j], r3[j + 1] = r3[j] + s30, r3[j + 1] + s31
-            r3[j + 2], r3[j + 3] = r3[j + 2] + s32, r3[j + 3] + s33
+def fetch(rows, head, heads, slots, count):
+    """Let the processor fetch `heads` heads of rows that are read next."""
+    size = rows.shape[2]
+    for j in range(count):
+        place = (slots[j] * rows.shape[1] + head) * size
+        for d in range(0, heads * size, LINE // rows.itemsize):
+            prefetch(rows, place + d)
 
 
 @fast
-def add_values(sums, base, rows, weights, values, head, slots, count):
-    """Add the weighted values of keys; both numbers are rounded up to four."""
+def add_scores(scores, rows, query, base, keys, head, slots, j):
+    """Add products of four keys, from the `j`-th one on, and of queries from row `base` on."""
+    k0, k1 = keys[slots[j], head], keys[slots[j + 1], head]
+    k2, k3 = keys[slots[j + 2], head], keys[slots[j + 3], head]
     for i in range(0, rows, 4):
-        c0, c1 = sums[base + i], sums[base + i + 1]
-        c2, c3 = sums[base + i + 2], sums[base + i + 3]
-        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        q0, q1 = query[base + i], query[base + i + 1]
+        q2, q3 = query[base + i + 2], query[base + i + 3]
+        s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = ZERO
+        s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = ZERO
+        for d in range(len(k0)):
+            x0, x1, x2, x3 = widen(k0[d]), widen(k1[d]), widen(k2[d]), widen(k3[d])
+            a0, a1, a2, a3 = q0[d], q1[d], q2[d], q3[d]
+            s00, s01, s02, s03 = s00 + a0 * x0, s01 + a0 * x1, s02 + a0 * x2, s03 + a0 * x3
+            s10, s11, s12, s13 = s10 + a1 * x0, s11 + a1 * x1, s12 + a1 * x2, s13 + a1 * x3
+            s20, s21, s22, s23 = s20 + a2 * x0, s21 + a2 * x1, s22 + a2 * x2, s23 + a2 * x3
+            s30, s31, s32, s33 = s30 + a3 * x0, s31 + a3 * x1, s32 + a3 * x2, s33 + a3 * x3
+        r0, r1, r2, r3 = scores[i], scores[i + 1], scores[i + 2], scores[i + 3]
+        r0[j], r0[j + 1] = r0[j] + s00, r0[j + 1] + s01
+        r0[j + 2], r0[j + 3] = r0[j + 2] + s02, r0[j + 3] + s03
+        r1[j], r1[j + 1] = r1[j] + s10, r1[j + 1] + s11
+        r1[j + 2], r1[j + 3] = r1[j + 2] + s12, r1[j + 3] + s13
+        r2[j], r2[j + 1] = r2[j] + s20, r2[j + 1] + s21
+        r2[j + 2], r2[j + 3] = r2[j + 2] + s22, r2[j + 3] + s23
+        r3[j], r3[j + 1] = r3[j] + s30, r3[j + 1] + s31
+        r3[j + 2], r3[j + 3] = r3[j + 2] + s32, r3[j + 3] + s33
+
+
+@fast
+def turn(turned, keys, head, slots, count):
+    """Write keys as columns."""
+    for j in range(count):
+        key = keys[slots[j], head]
+        for d in range(len(key)):
+            turned[d, 0, j] = widen(key[d])
+
+
+@fast
+def add_weighted(sums, base, rows, weights, weights_base, values, head, slots, count):
+    """Add weighted rows of `values` to sums; both numbers are rounded up to four."""
+    size = values.shape[2]
+    whole = size // COLUMNS * COLUMNS
+    for i in range(0, rows, 4):
+        for column in range(0, whole, COLUMNS):
+            add_products(
+                sums,
+                (base + i) * size + column,
+                size,
+                weights,
+                (weights_base + i) * weights.shape[1],
+                weights.shape[1],
+                values,
+                slots,
+                values.shape[1] * size,
+                head * size + column,
+                count,
+            )
+        c0, c1 = sums[base + i, whole:], sums[base + i + 1, whole:]
+        c2, c3 = sums[base + i + 2, whole:], sums[base + i + 3, whole:]
+        w0, w1 = weights[weights_base + i], weights[weights_base + i + 1]
+        w2, w3 = weights[weights_base + i + 2], weights[weights_base + i + 3]
         for j in range(0, count, 4):
-            v0, v1 = values[slots[j], head], values[slots[j + 1], head]
-            v2, v3 = values[slots[j + 2], head], values[slots[j + 3], head]
-            w00, w01, w02, w03 = w0[j], w0[j + 1], w0[j + 2], w0[j + 3]
-            w10, w11, w12, w13 = w1[j], w1[j + 1], w1[j + 2], w1[j + 3]
-            w20, w21, w22, w23 = w2[j], w2[j + 1], w2[j + 2], w2[j + 3]
-            w30, w31, w32, w33 = w3[j], w3[j + 1], w3[j + 2], w3[j + 3]
-            for d in range(len(v0)):
-                x0, x1, x2, x3 = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
-                c0[d] += w00 * x0 + w01 * x1 + w02 * x2 + w03 * x3
-                c1[d] += w10 * x0 + w11 * x1 + w12 * x2 + w13 * x3
-                c2[d] += w20 * x0 + w21 * x1 + w22 * x2 + w23 * x3
-                c3[d] += w30 * x0 + w31 * x1 + w32 * x2 + w33 * x3
+            if whole < size:
+                v0, v1 = values[slots[j], head, whole:], values[slots[j + 1], head, whole:]
+                v2, v3 = values[slots[j + 2], head, whole:], values[slots[j + 3], head, whole:]
+                w00, w01, w02, w03 = w0[j], w0[j + 1], w0[j + 2], w0[j + 3]
+                w10, w11, w12, w13 = w1[j], w1[j + 1], w1[j + 2], w1[j + 3]
+                w20, w21, w22, w23 = w2[j], w2[j + 1], w2[j + 2], w2[j + 3]
+                w30, w31, w32, w33 = w3[j], w3[j + 1], w3[j + 2], w3[j + 3]
+                for d in range(len(v0)):
+                    x0, x1, x2, x3 = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
+                    c0[d] += w00 * x0 + w01 * x1 + w02 * x2 + w03 * x3
+                    c1[d] += w10 * x0 + w11 * x1 + w12 * x2 + w13 * x3
+                    c2[d] += w20 * x0 + w21 * x1 + w22 * x2 + w23 * x3
+                    c3[d] += w30 * x0 + w31 * x1 + w32 * x2 + w33 * x3
 
 
 @fast
@@ -281,7 +238,13 @@ def clear(array, begin, end, columns):
 
 @fast
 def fill_slots(call, request, begin, end, slots):
-    """Write the rows in which positions are, and the last one again up to a multiple of four."""
+    """Write the rows in which positions are, and the last one again up to a multiple of four.
+
+    Returns how many were written.
+    """
+    count = (end - begin + 3) // 4 * 4
+    if count <= 0:
+        return 0
     if call.block_size == 0:
         for j in range(end - begin):
             slots[j] = call.kv_starts[request] + begin + j
@@ -295,18 +258,9 @@ def fill_slots(call, request, begin, end, slots):
                 slot = np.int64(call.table[row + block]) * call.block_size
             slots[j] = slot
             slot, offset = slot + 1, offset + 1
-    for j in range(end - begin, (end - begin + 3) // 4 * 4):
+    for j in range(end - begin, count):
         slots[j] = slots[end - begin - 1]
-
-
-@fast
-def fetch(rows, head, heads, slots, count):
-    """Let the processor fetch `heads` heads of rows that are read next."""
-    size = rows.shape[2]
-    for j in range(count):
-        place = (slots[j] * rows.shape[1] + head) * size
-        for d in range(0, heads * size, LINE // rows.itemsize):
-            prefetch(rows, place + d)
+    return count
 
 
 @fast
@@ -326,7 +280,7 @@ def load(query, base, call_query, first, last, head, heads, factor):
 def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
     """Attend with a tile over some K/V heads: with `heads` of the query heads that share each,
     after those that are skipped."""
-    query, query_rope, scores, sums, largest, totals, slots = scratch
+    query, query_rope, scores, sums, largest, totals, slots, next_slots, turned, numbers = scratch
     request = call.tile_requests[tile]
     first, last = call.tile_tokens[tile, 0], call.tile_tokens[tile, 1]
     seq_len = call.seq_lens[request]
@@ -337,6 +291,8 @@ def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
     rows = (count + 3) // 4 * 4
     rope_heads = call.keys_rope.shape[1]
     scale, cap = call.factors[0], call.factors[1]
+    width, rope_width = call.query.shape[2], call.query_rope.shape[2]
+    in_columns = rows > FEW_ROWS and width % 4 == 0 and rope_width % 4 == 0
     in_scores = scale if cap > ZERO else scale * LOG2_E
     for kv_head in range(kv_first, kv_first + kv_heads):
         base, head = (kv_head - kv_first) * rows, kv_head * group + skipped
@@ -353,19 +309,31 @@ def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
         end = min(seq_len, last - 1 + ahead + call.window)
     if call.causal:
         end = last + ahead
+    keys = fill_slots(call, request, begin, min(begin + KEYS, end), slots)
+    fetch(call.keys, kv_first, kv_heads, slots, keys)
+    fetch(call.values, kv_first, kv_heads, slots, keys)
     for start in range(begin, end, KEYS):
         stop = min(start + KEYS, end)
-        keys = (stop - start + 3) // 4 * 4
-        fill_slots(call, request, start, stop, slots)
-        fetch(call.keys, kv_first, kv_heads, slots, keys)
-        fetch(call.values, kv_first, kv_heads, slots, keys)
+        next_keys = fill_slots(call, request, stop, min(stop + KEYS, end), next_slots)
         for kv_head in range(kv_first, kv_first + kv_heads):
             base = (kv_head - kv_first) * rows
-            clear(scores, 0, rows, keys)
-            add_scores(scores, rows, query, base, call.keys, kv_head, slots, keys)
-            if rope_heads > 0:
-                rope = min(kv_head, rope_heads - 1)
-                add_scores(scores, rows, query_rope, base, call.keys_rope, rope, slots, keys)
+            rope = min(kv_head, rope_heads - 1)
+            if in_columns:
+                clear(scores, 0, rows, KEYS)
+                turn(turned, call.keys, kv_head, slots, keys)
+                add_weighted(scores, 0, rows, query, base, turned, 0, numbers, width)
+                if rope_heads > 0:
+                    turn(turned, call.keys_rope, rope, slots, keys)
+                    add_weighted(scores, 0, rows, query_rope, base, turned, 0, numbers, rope_width)
+            else:
+                clear(scores, 0, rows, keys)
+                for j in range(0, keys, 4):
+                    if j < next_keys:
+                        fetch(call.keys, kv_head, 1, next_slots[j : j + 4], 4)
+                        fetch(call.values, kv_head, 1, next_slots[j : j + 4], 4)
+                    add_scores(scores, rows, query, base, call.keys, kv_head, slots, j)
+                    if rope_heads > 0:
+                        add_scores(scores, rows, query_rope, base, call.keys_rope, rope, slots, j)
             row = 0
             for token in range(first, last):
                 low, high = start, stop
@@ -384,7 +352,8 @@ def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
                     largest[so_far], totals[so_far] = most, totals[so_far] * shrunk + total
                     row += 1
             clear(scores, count, rows, keys)
-            add_values(sums, base, rows, scores, call.values, kv_head, slots, keys)
+            add_weighted(sums, base, rows, scores, 0, call.values, kv_head, slots, keys)
+        slots, next_slots, keys = next_slots, slots, next_keys
 
     for kv_head in range(kv_first, kv_first + kv_heads):
         row, head = (kv_head - kv_first) * rows, kv_head * group + skipped
@@ -415,6 +384,9 @@ def attend_pieces(call):
         np.empty(rows, np.float32),
         np.empty(rows, np.float32),
         np.empty(KEYS, np.int64),
+        np.empty(KEYS, np.int64),
+        np.zeros((call.query.shape[2], 1, KEYS), np.float32),
+        np.arange(call.query.shape[2]),
     )
     of_tile = kv_heads // call.together * parts
     pieces = len(call.tile_requests) * of_tile

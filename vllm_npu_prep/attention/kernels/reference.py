@@ -188,7 +188,7 @@ def check_cache(kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
     assert kv_cache.dim() == 5 and kv_cache.shape[0] == 2, (
         f"the cache is (2, num_blocks, block_size, num_kv_heads, head_size), not {kv_cache.shape}"
     )
-    assert all(plane.is_contiguous() for plane in kv_cache), "K and V are planes"
+    assert kv_cache[0].is_contiguous(), "K and V are planes"
     assert kv_cache.dtype == rows.dtype, f"cache is {kv_cache.dtype}, tokens are {rows.dtype}"
 
 

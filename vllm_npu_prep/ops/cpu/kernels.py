@@ -1,213 +1,96 @@
-"""Norms and rotary embeddings as compiled functions, for float32 and bfloat16.
+"""Norms, rotary embeddings and activations as compiled functions.
 
 They compute what vLLM's own operators compute, with the same roundings, in one call in place of
-several of torch's. Arrays come by address: to unbox them takes longer than a decode's norm.
-bfloat16, which numba doesn't know, is read and written as the upper half of a float32.
+several of torch's. Tensors come by address: to unbox them takes longer than a decode's norm.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, float32, njit, types, uint16, uint32
-from numba.extending import intrinsic
+from numba import carray
 
-from vllm_npu_prep.prep.compiled import pointer
+from vllm_npu_prep.prep.compiled import compiled, pointer
+from vllm_npu_prep.prep.elements import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LOG2_E,
+    ONE,
+    ZERO,
+    exp2,
+    fast,
+    narrow,
+    rounded,
+    widen,
+)
 
-DTYPES = (torch.float32, torch.bfloat16)
-
-# Sums in another order are no less exact; NaN and infinity keep their meaning.
-_OPTIONS: dict[str, Any] = {
-    "error_model": "numpy",
-    "boundscheck": False,
-    "fastmath": {"reassoc", "contract", "arcp"},
-}
-
-
-@intrinsic
-def _bits(typingctx, value):
-    """Return the bits of a float32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
+ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
-@intrinsic
-def _number(typingctx, bits):
-    """Return the float32 of these bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
+def of_each_dtype(make: Callable[[Any], Any]) -> dict[torch.dtype, Any]:
+    """Return functions for tensors of each dtype, each of which is compiled by its first call."""
+    return {dtype: compiled(make(element)) for dtype, element in ELEMENTS.items()}
 
 
-@njit(inline="always", **_OPTIONS)
-def _widened(value):
-    return _number(uint32(uint32(value) << uint32(16)))
+# ----------------------------------------------------------------- norms
 
 
-@njit(inline="always", **_OPTIONS)
-def _rounded(value):
-    """Round to the nearest bfloat16, to the even one of two, as torch does."""
-    bits = _bits(float32(value))
-    nearest = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
-    return uint16(nearest) if value == value else uint16(0x7FC0)
+@fast
+def norm_row(row, weight, out, epsilon):
+    """Normalise a row of float32s; the result is rounded before it is multiplied by the weight."""
+    total = ZERO
+    for i in range(len(row)):
+        total += row[i] * row[i]
+    factor = np.float32(1 / np.sqrt(np.float32(total / len(row) + epsilon)))
+    for i in range(len(row)):
+        out[i] = narrow(rounded(row[i] * factor, out[i]) * widen(weight[i]), out[i])
 
 
-@njit(cache=True, **_OPTIONS)
-def _norm_float32(x, x_row, weight, out, rows, size, epsilon):
-    xs, ws = (
-        carray(pointer(x), (rows, x_row), np.float32),
-        carray(pointer(weight), size, np.float32),
-    )
-    outs = carray(pointer(out), (rows, size), np.float32)
-    for row in range(rows):
-        total = float32(0)
-        for i in range(size):
-            total += xs[row, i] * xs[row, i]
-        factor = float32(1 / np.sqrt(float32(total / size + epsilon)))
-        for i in range(size):
-            outs[row, i] = xs[row, i] * factor * ws[i]
+@of_each_dtype
+def norm_of(element):
+    def norm(x, x_row, weight, out, rows, size, epsilon):
+        xs, weights = (
+            carray(pointer(x), (rows, x_row), element),
+            carray(pointer(weight), size, element),
+        )
+        outs = carray(pointer(out), (rows, size), element)
+        row = np.empty(size, np.float32)
+        for r in range(rows):
+            for i in range(size):
+                row[i] = widen(xs[r, i])
+            norm_row(row, weights, outs[r], epsilon)
+
+    return norm
 
 
-@njit(cache=True, **_OPTIONS)
-def _norm_bfloat16(x, x_row, weight, out, rows, size, epsilon):
-    xs, ws = carray(pointer(x), (rows, x_row), np.uint16), carray(pointer(weight), size, np.uint16)
-    outs = carray(pointer(out), (rows, size), np.uint16)
-    for row in range(rows):
-        total = float32(0)
-        for i in range(size):
-            value = _widened(xs[row, i])
-            total += value * value
-        factor = float32(1 / np.sqrt(float32(total / size + epsilon)))
-        for i in range(size):
-            normed = _widened(_rounded(_widened(xs[row, i]) * factor))
-            outs[row, i] = _rounded(normed * _widened(ws[i]))
+@of_each_dtype
+def add_norm_of(element):
+    def add_norm(x, x_row, residual, residual_row, weight, out, total_out, rows, size, epsilon):
+        xs, weights = (
+            carray(pointer(x), (rows, x_row), element),
+            carray(pointer(weight), size, element),
+        )
+        before = carray(pointer(residual), (rows, residual_row), element)
+        outs = carray(pointer(out), (rows, size), element)
+        sums = carray(pointer(total_out), (rows, size), element)
+        exact = np.empty(size, np.float32)  # the norm is of the sum before it is rounded
+        for r in range(rows):
+            total = sums[r]
+            for i in range(size):
+                exact[i] = widen(xs[r, i]) + widen(before[r, i])
+                total[i] = narrow(exact[i], total[i])
+            norm_row(exact, weights, outs[r], epsilon)
 
-
-@njit(cache=True, **_OPTIONS)
-def _add_norm_float32(
-    x, x_row, residual, residual_row, weight, out, total_out, rows, size, epsilon
-):
-    xs, ws = (
-        carray(pointer(x), (rows, x_row), np.float32),
-        carray(pointer(weight), size, np.float32),
-    )
-    before = carray(pointer(residual), (rows, residual_row), np.float32)
-    outs = carray(pointer(out), (rows, size), np.float32)
-    sums = carray(pointer(total_out), (rows, size), np.float32)
-    for row in range(rows):
-        total = float32(0)
-        for i in range(size):
-            value = xs[row, i] + before[row, i]
-            sums[row, i] = value
-            total += value * value
-        factor = float32(1 / np.sqrt(float32(total / size + epsilon)))
-        for i in range(size):
-            outs[row, i] = sums[row, i] * factor * ws[i]
-
-
-@njit(cache=True, **_OPTIONS)
-def _add_norm_bfloat16(
-    x, x_row, residual, residual_row, weight, out, total_out, rows, size, epsilon
-):
-    xs, ws = carray(pointer(x), (rows, x_row), np.uint16), carray(pointer(weight), size, np.uint16)
-    before = carray(pointer(residual), (rows, residual_row), np.uint16)
-    outs = carray(pointer(out), (rows, size), np.uint16)
-    sums = carray(pointer(total_out), (rows, size), np.uint16)
-    exact = np.empty(size, np.float32)  # the norm is of the sum before it is rounded
-    for row in range(rows):
-        total = float32(0)
-        for i in range(size):
-            value = _widened(xs[row, i]) + _widened(before[row, i])
-            exact[i] = value
-            sums[row, i] = _rounded(value)
-            total += value * value
-        factor = float32(1 / np.sqrt(float32(total / size + epsilon)))
-        for i in range(size):
-            normed = _widened(_rounded(exact[i] * factor))
-            outs[row, i] = _rounded(normed * _widened(ws[i]))
-
-
-@njit(inline="always", **_OPTIONS)
-def _product(left, right):
-    return _widened(_rounded(left * right))
-
-
-@njit(cache=True, **_OPTIONS)
-def _rotate_float32(x, x_row, out, positions, factors, rows, heads, size, rotary, is_neox):
-    xs = carray(pointer(x), (rows, x_row), np.float32)
-    outs = carray(pointer(out), (rows, heads * size), np.float32)
-    places, half = carray(pointer(positions), rows, np.int64), rotary // 2
-    for row in range(rows):
-        # Cosines before sines, of the row's position
-        at = carray(pointer(factors + 4 * rotary * places[row]), rotary, np.float32)
-        for first in range(0, heads * size, size):
-            head, turned = xs[row, first : first + size], outs[row, first : first + size]
-            if is_neox:
-                for i in range(half):
-                    turned[i] = head[i] * at[i] - head[half + i] * at[half + i]
-                for i in range(half):
-                    turned[half + i] = head[half + i] * at[i] + head[i] * at[half + i]
-            else:
-                for i in range(half):
-                    turned[2 * i] = head[2 * i] * at[i] - head[2 * i + 1] * at[half + i]
-                    turned[2 * i + 1] = head[2 * i + 1] * at[i] + head[2 * i] * at[half + i]
-            for i in range(rotary, size):
-                turned[i] = head[i]
-
-
-@njit(cache=True, **_OPTIONS)
-def _rotate_bfloat16(x, x_row, out, positions, factors, rows, heads, size, rotary, is_neox):
-    xs = carray(pointer(x), (rows, x_row), np.uint16)
-    outs = carray(pointer(out), (rows, heads * size), np.uint16)
-    places, half = carray(pointer(positions), rows, np.int64), rotary // 2
-    second, step = (half, 1) if is_neox else (1, 2)
-    cos, sin = np.empty(half, np.float32), np.empty(half, np.float32)
-    left, right = np.empty(half, np.float32), np.empty(half, np.float32)
-    for row in range(rows):
-        at = carray(pointer(factors + 2 * rotary * places[row]), rotary, np.uint16)
-        for i in range(half):
-            cos[i], sin[i] = _widened(at[i]), _widened(at[half + i])
-        for first in range(0, heads * size, size):
-            head, turned = xs[row, first : first + size], outs[row, first : first + size]
-            for i in range(half):
-                left[i], right[i] = _widened(head[step * i]), _widened(head[step * i + second])
-            if is_neox:
-                for i in range(half):
-                    turned[i] = _rounded(_product(left[i], cos[i]) - _product(right[i], sin[i]))
-                for i in range(half):
-                    turned[half + i] = _rounded(
-                        _product(right[i], cos[i]) + _product(left[i], sin[i])
-                    )
-            else:
-                for i in range(half):
-                    turned[2 * i] = _rounded(_product(left[i], cos[i]) - _product(right[i], sin[i]))
-                    turned[2 * i + 1] = _rounded(
-                        _product(right[i], cos[i]) + _product(left[i], sin[i])
-                    )
-            for i in range(rotary, size):
-                turned[i] = head[i]
-
-
-_NORMS = {torch.float32: _norm_float32, torch.bfloat16: _norm_bfloat16}
-_ADD_NORMS = {torch.float32: _add_norm_float32, torch.bfloat16: _add_norm_bfloat16}
-_ROTATIONS = {torch.float32: _rotate_float32, torch.bfloat16: _rotate_bfloat16}
-
-
-def _empty(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype)
+    return add_norm
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Normalise rows ``[T, D]``; each row of `x` and `weight` ``[D]`` are contiguous."""
     out = _empty(x)
     rows, size = x.shape
-    _NORMS[x.dtype](
+    norm_of[x.dtype](
         x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, size, epsilon
     )
     return out
@@ -219,7 +102,7 @@ def add_rms_norm(
     """Return the norm of ``x + residual``, both ``[T, D]``, and this sum."""
     out, total = _empty(x), _empty(x)
     rows, size = x.shape
-    _ADD_NORMS[x.dtype](
+    add_norm_of[x.dtype](
         x.data_ptr(),
         x.stride(0),
         residual.data_ptr(),
@@ -234,6 +117,62 @@ def add_rms_norm(
     return out, total
 
 
+# ----------------------------------------------------------------- rotary embeddings
+
+
+@fast
+def rotated(x, cos, y, sin, like):
+    return rounded(x * cos, like) + rounded(y * sin, like)
+
+
+@of_each_dtype
+def rotation_of(element):
+    def rotate(x, x_row, out, positions, factors, rows, heads, size, rotary, is_neox):
+        xs = carray(pointer(x), (rows, x_row), element)
+        outs = carray(pointer(out), (rows, heads * size), element)
+        places, half = carray(pointer(positions), rows, np.int64), rotary // 2
+        cos, sin, minus_sin, left, right = np.empty((5, half), np.float32)
+        for row in range(rows):
+            # Cosines before sines, of the row's position
+            at = carray(pointer(factors + xs.itemsize * rotary * places[row]), rotary, element)
+            for i in range(half):
+                cos[i], sin[i], minus_sin[i] = (
+                    widen(at[i]),
+                    widen(at[half + i]),
+                    -widen(at[half + i]),
+                )
+            for first in range(0, heads * size, size):
+                head, turned = xs[row, first : first + size], outs[row, first : first + size]
+                like = head[0]
+                if is_neox:
+                    for i in range(half):
+                        left[i] = widen(head[i])
+                    for i in range(half):
+                        right[i] = widen(head[half + i])
+                    for i in range(half):
+                        turned[i] = narrow(
+                            rotated(left[i], cos[i], right[i], minus_sin[i], like), like
+                        )
+                    for i in range(half):
+                        turned[half + i] = narrow(
+                            rotated(right[i], cos[i], left[i], sin[i], like), like
+                        )
+                else:
+                    for i in range(half):
+                        left[i], right[i] = widen(head[2 * i]), widen(head[2 * i + 1])
+                    for i in range(half):
+                        turned[2 * i] = narrow(
+                            rotated(left[i], cos[i], right[i], minus_sin[i], like), like
+                        )
+                        turned[2 * i + 1] = narrow(
+                            rotated(right[i], cos[i], left[i], sin[i], like), like
+                        )
+                for i in range(rotary, size):
+                    turned[i] = head[i]
+
+    return rotate
+
+
 def rotate(
     positions: torch.Tensor,  # int64 [T], contiguous
     x: torch.Tensor,  # [T, N * D], each row contiguous
@@ -243,7 +182,7 @@ def rotate(
 ) -> torch.Tensor:
     out = _empty(x)
     rows, width = x.shape
-    _ROTATIONS[x.dtype](
+    rotation_of[x.dtype](
         x.data_ptr(),
         x.stride(0),
         out.data_ptr(),
@@ -256,3 +195,38 @@ def rotate(
         is_neox_style,
     )
     return out
+
+
+# ----------------------------------------------------------------- activations
+
+
+@fast
+def silu(x):
+    power = exp2(-LOG2_E * abs(x))
+    return x * ((ONE if x >= ZERO else power) / (ONE + power))
+
+
+@of_each_dtype
+def silu_and_mul_of(element):
+    def silu_and_mul(x, x_row, out, rows, size):
+        xs = carray(pointer(x), (rows, x_row), element)
+        outs = carray(pointer(out), (rows, size), element)
+        for r in range(rows):
+            gate, up, result = xs[r, :size], xs[r, size : 2 * size], outs[r]
+            for i in range(size):
+                activated = rounded(silu(widen(gate[i])), result[i])
+                result[i] = narrow(activated * widen(up[i]), result[i])
+
+    return silu_and_mul
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x[:, :D]) * x[:, D:]`` of ``[T, 2 * D]``, each row contiguous."""
+    rows, width = x.shape
+    out = torch.empty((rows, width // 2), dtype=x.dtype)
+    silu_and_mul_of[x.dtype](x.data_ptr(), x.stride(0), out.data_ptr(), rows, width // 2)
+    return out
+
+
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype)

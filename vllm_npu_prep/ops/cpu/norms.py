@@ -1,7 +1,7 @@
 """RMSNorm in one call on the CPU fallback, alone or with the residual's addition.
 
 vLLM's RMSNorm calls operators of vLLM's IR, of which these are implementations.
-Arguments that these don't take, float16 for example, are left to vLLM's own.
+Arguments that these don't take are left to vLLM's own.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 PROVIDER = "compiled"
 """Name of our implementations among those of vLLM's IR operators."""
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache

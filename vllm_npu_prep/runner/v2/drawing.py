@@ -81,6 +81,17 @@ class Requests(NamedTuple):
         return numbers
 
 
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the index of the largest of each row, int64 ``[num_rows]``: the first of equal ones.
+
+    On a CPU numpy's search takes a tenth of the time of torch's.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.from_numpy(exact.numpy().argmax(-1))
+
+
 def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the token with the largest logit of each row, with Gumbel noise in random rows.
 
@@ -95,7 +106,7 @@ def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tenso
     """
     are_random = requests.are_random
     if not are_random.any():
-        return logits.argmax(-1)
+        return argmax(logits)
     logits = logits.double() if requests.in_float64 else logits.float()
     noise = requests.by_seed(
         pos,
@@ -104,7 +115,7 @@ def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tenso
     )
     if not are_random.all():
         noise.masked_fill_((requests.temperature == 0)[:, None], 0)
-    return noise.add_(logits).argmax(-1)
+    return argmax(noise.add_(logits))
 
 
 def draw_drafts(logits: torch.Tensor, requests: Requests, positions: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, PassSize
-from vllm_npu_prep.runner.v2.drawing import Requests, draw_drafts
+from vllm_npu_prep.runner.v2.drawing import Requests, argmax, draw_drafts
 from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
@@ -275,7 +275,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
         model: Any = self.model
         logits: torch.Tensor = model.compute_logits(hidden_states)
         if requests is None:
-            return logits.argmax(-1).to(torch.int32)
+            return argmax(logits).to(torch.int32)
         assert self.draft_logits is not None and positions is not None
         # By request row, so that verification finds them if a request is left out of steps
         at = requests.idx_mapping * self.num_speculative_steps + index

@@ -1,9 +1,10 @@
-"""Rotary embeddings in one call for Q and one for K on the CPU fallback."""
+"""Rotary embeddings and SwiGLU of the CPU fallback: a compiled call in place of several."""
 
 from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import (
     DynamicNTKAlphaRotaryEmbedding,
@@ -23,7 +24,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
 from vllm_npu_prep.ops.cpu import kernels
 
 
-class _Compiled(RotaryEmbeddingBase):
+class _CompiledRotaryEmbedding(RotaryEmbeddingBase):
     """A rotary embedding with one position for each token."""
 
     def forward_oot(
@@ -33,7 +34,7 @@ class _Compiled(RotaryEmbeddingBase):
         key: torch.Tensor | None = None,  # [T, Nkv * D] or [T, Nkv, D]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Traced code can't look at memory
-        if query.dtype not in kernels.DTYPES or torch.compiler.is_compiling():
+        if query.dtype not in kernels.ELEMENTS or torch.compiler.is_compiling():
             return self.forward_native(positions, query, key)
         places, factors = positions.flatten(), self._match_cos_sin_cache_dtype(query)
         rotated = self._rotate(places, query, factors)
@@ -49,6 +50,16 @@ class _Compiled(RotaryEmbeddingBase):
         return kernels.rotate(positions, rows, factors, size, is_neox).view(x.shape)
 
 
+class CompiledSiluAndMul(SiluAndMul):
+    """``silu(x[..., :D]) * x[..., D:]`` in one call."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in kernels.ELEMENTS or torch.compiler.is_compiling() or x.stride(-1) != 1:
+            return self.forward_native(x)
+        out = kernels.silu_and_mul(x.flatten(0, -2))
+        return out.view(*x.shape[:-1], out.shape[1])
+
+
 ROTARY = (
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
@@ -62,12 +73,13 @@ ROTARY = (
 
 
 def register_layers() -> None:
-    """Register our rotary embeddings for vLLM's, in a worker whose model isn't made yet."""
-    base: Any
-    for base in ROTARY:
-        name = base.__name__
+    """Register our layers for vLLM's, in a worker whose model isn't made yet."""
+    rotary: dict[Any, Any] = {
+        base: type(f"Compiled{base.__name__}", (_CompiledRotaryEmbedding, base), {})
+        for base in ROTARY
+    }
+    for base, layer in {SiluAndMul: CompiledSiluAndMul, **rotary}.items():
+        name, switch = base.__name__, base.name  # by which users switch vLLM's layer
         if name not in op_registry_oot:
-            layer: Any = type(f"Compiled{name}", (_Compiled, base), {"__doc__": _Compiled.__doc__})
-            switch = base.name  # by which users switch vLLM's layer
             CustomOp.register_oot(layer, name=name)
             layer.name = switch
