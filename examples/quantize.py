@@ -14,8 +14,8 @@ smallest and the largest number that was seen. MTP layers and experts stay dynam
 
 First, transformers runs the model in float32 over the beginning of a text (`calibration_text`, or
 `--text`). Outliers of inputs behind norms are moved into weights (SmoothQuant). A module keeps its
-dtype if a few tokens have inputs that are many times larger than the others', as of some
-`down_proj`: no scale suits both. `--plain` does neither, and rounds to nearest without a run.
+dtype if a few tokens have inputs that are many times larger than the others', as of `down_proj`:
+no scale suits both. `--plain` does neither, and rounds to nearest without a run.
 `perplexity.py` tells what a copy loses.
 """
 
@@ -55,8 +55,11 @@ SMOOTHED = {
 SMOOTHED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 OUTLYING = 20
-"""A module keeps its dtype if the largest number of a token's inputs is this many times the one of
-the median token. In SmolLM2 it is 25 to 2,190 for six `down_proj`, and 13 for the next one."""
+"""With a scale for each token, a module keeps its dtype if a token's largest input is this many
+times that of the median token. In SmolLM2 it is 25 to 2,190 for six `down_proj`, and else 13."""
+LOST = 0.005
+"""With one scale for all tokens, a module keeps its dtype if rounding is expected to lose more of
+the median token: its error's mean square, as a share of that of the inputs."""
 
 BOOK = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 DESCRIPTION = "quant_model_description.json"
@@ -130,11 +133,15 @@ class Inputs(NamedTuple):
 
     low: torch.Tensor  # [K] float32: the smallest of each column, and 0 if that is smaller
     high: torch.Tensor  # [K] float32: the largest
-    of_tokens: torch.Tensor  # [num_tokens] float32: the largest magnitude of each token
+    largest: torch.Tensor  # [num_tokens] float32: the largest magnitude of each token
+    squares: torch.Tensor  # [num_tokens] float32: the mean square of each token
 
-    @property
-    def are_outlying(self) -> bool:
-        return bool(self.of_tokens.max() > OUTLYING * self.of_tokens.median())
+    def have_no_scale(self, static: bool) -> bool:
+        """Whether a few tokens are so large that no scale suits them and the others."""
+        if static:
+            step = (self.high.max() - self.low.min()) / 255
+            return bool(step**2 / 12 > LOST * self.squares.median())
+        return bool(self.largest.max() > OUTLYING * self.largest.median())
 
 
 Ranges = dict[str, Inputs]
@@ -163,11 +170,12 @@ def input_ranges(model: Path, modules: set[str], runs: Sequence[list[int]] = ())
         def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             rows = inputs[0].flatten(0, -2)
             none = rows.new_zeros(rows.shape[-1])
-            low, high, of_tokens = found.get(name, (none, none, none[:0]))
+            low, high, *of_tokens = found.get(name, (none, none, none[:0], none[:0]))
             found[name] = Inputs(
                 low.minimum(rows.amin(0)),
                 high.maximum(rows.amax(0)),
-                torch.cat((of_tokens, rows.abs().amax(1))),
+                torch.cat((of_tokens[0], rows.abs().amax(1))),
+                torch.cat((of_tokens[1], rows.square().mean(1))),
             )
 
         return hook
@@ -207,7 +215,7 @@ def smoothing(model: Path, ranges: Ranges) -> tuple[Factors, Factors]:
             known = [ranges[name] for name in modules if name in ranges]
             if not known:
                 continue
-            low, high, _ = known[0]  # of all: they have the same input
+            low, high, *_ = known[0]  # of all: they have the same input
             weights = torch.stack([largest[name] for name in modules]).amax(0)
             ratio = high.maximum(-low).clamp(min=1e-5) / weights.clamp(min=1e-5)
             factors = 2 ** (ratio.log2() / 2).round()
@@ -230,7 +238,7 @@ def smoothed(model: Path, columns: Factors, norms: Factors) -> Iterator[tuple[st
 def ends_of(ranges: Ranges, columns: Factors) -> dict[str, tuple[float, float]]:
     """Smallest and largest input of each module, once its columns have these factors."""
     found = {}
-    for name, (low, high, _) in ranges.items():
+    for name, (low, high, *_) in ranges.items():
         factors = columns.get(name, torch.ones(1))
         found[name] = float((low / factors).min()), float((high / factors).max())
     return found
@@ -323,7 +331,9 @@ def quantize(
     ranges: Ranges = {}
     if static or not plain:
         ranges = input_ranges(model, modules, token_ids(model, text) if text else [])
-    outlying = [] if plain else sorted(name for name in ranges if ranges[name].are_outlying)
+    outlying: list[str] = []
+    if not plain:
+        outlying = sorted(name for name, each in ranges.items() if each.have_no_scale(static))
     modules.difference_update(outlying)
     quantized.difference_update(f"{name}.weight" for name in outlying)
     ranges = {name: ranges[name] for name in ranges if name in modules}
