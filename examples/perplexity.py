@@ -10,7 +10,7 @@ of the mean negative log-probability of a text's tokens, each behind those befor
 
 The text is Isaac Newton's Opticks, fourth edition of 1730, in the public domain (digitised by
 Distributed Proofreaders). The package apache-tvm-ffi, which vLLM needs for structured output, has
-it among its files. The beginning is measured, and the second half calibrates static scales.
+it among its files. The beginning is measured, and the second half calibrates.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import math
 import os
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import demo
@@ -28,7 +28,6 @@ import quantize
 import smollm2
 import tiny_model
 
-BOOK = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 TOKENS_OF_RUN = 1024
 COPIES = {
     "compressed-tensors, dynamic": ("compressed-tensors", False),
@@ -36,22 +35,19 @@ COPIES = {
     "ModelSlim, dynamic": ("modelslim", False),
     "ModelSlim, static": ("modelslim", True),
 }
-HOW = {"smooth": True, "keep": ("down_proj",)}
-"""A few tokens have inputs of `down_proj` with one number a thousand times as large as the rest."""
 
 
 def book() -> str:
     """The text of the Opticks."""
-    spec = find_spec("tvm_ffi")
-    path = Path(spec.origin).parent / BOOK if spec and spec.origin else Path(BOOK)
-    try:
-        return path.read_text()
-    except OSError as error:
-        sys.exit(f"{path}: {error.strerror}; give a text of yours by --text FILE")
+    path = quantize.book()
+    if path is None:
+        sys.exit(f"tvm_ffi has no {quantize.BOOK}; give a text of yours by --text FILE")
+    return path.read_text()
 
 
-def copies(model: Path, text: str) -> dict[str, Path]:
+def copies(model: Path) -> dict[str, Path]:
     """Folders of SmolLM2 and its int8 copies, made first."""
+    text = quantize.calibration_text(model)
     recipe = hashlib.sha256(smollm2.recipe_hash().encode() + text.encode())
     for script in (quantize.__file__, __file__):
         recipe.update(Path(script).read_bytes())
@@ -61,7 +57,7 @@ def copies(model: Path, text: str) -> dict[str, Path]:
             f"SmolLM2 in int8 ({name})",
             demo.CACHE / f"smollm2-w8a8-{form}-{'static' if static else 'dynamic'}",
             recipe.hexdigest(),
-            partial(_fill, model, form, {"text": text, "static": static, **HOW}),
+            partial(_fill, model, form, {"text": text, "static": static}),
         )
     return found
 
@@ -70,8 +66,8 @@ def _fill(model: Path, form: str, how: dict[str, Any], folder: Path) -> None:
     quantize.quantize(model, folder, form, **how)
 
 
-def perplexity(model: Path, text: str, tokens: int, dtype: str) -> tuple[float, int]:
-    """Perplexity of the beginning of a text, and the number of tokens that were predicted."""
+def scores(model: Path, text: str, tokens: int, dtype: str) -> list[float]:
+    """Log-probabilities of the tokens at the beginning of a text, but of each run's first one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # which would import vLLM once a model
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -98,7 +94,14 @@ def perplexity(model: Path, text: str, tokens: int, dtype: str) -> tuple[float, 
     ]
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
-    return math.exp(-sum(found) / len(found)), len(found)
+    return found
+
+
+def row(name: str, found: list[float], first: list[float]) -> str:
+    """Perplexity, how far it is from that of the first model, and the standard error of that."""
+    rises = [one - other for one, other in zip(first, found)]
+    error = stdev(rises) / math.sqrt(len(rises))
+    return f"{name:28} {math.exp(-fmean(found)):8.3f} {math.expm1(fmean(rises)):+8.2%} ±{error:.2%}"
 
 
 def main() -> None:
@@ -116,16 +119,16 @@ def main() -> None:
         models = {str(model): model for model in args.model}
     else:
         try:
-            models = copies(smollm2.make(demo.SMOLLM2), text[len(text) // 2 :])
+            models = copies(smollm2.make(demo.SMOLLM2))
         except smollm2.NoModelError as error:
             sys.exit(str(error))
-    rows, first = [], 0.0
+    rows, first = [], []
     for name, model in models.items():
-        value, count = perplexity(model, text, args.tokens, args.dtype)
-        first = first or value
-        rows.append(f"{name:28} {value:8.3f} {value / first - 1:+8.2%}")
+        found = scores(model, text, args.tokens, args.dtype)
+        first = first or found
+        rows.append(row(name, found, first))
         print(rows[-1], flush=True)
-    print(f"\nperplexity of {count:,} tokens in {args.dtype}, beside {next(iter(models))}")
+    print(f"\nperplexity of {len(first):,} tokens in {args.dtype}, beside {next(iter(models))}")
     print("\n".join(rows))
 
 

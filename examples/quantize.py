@@ -1,19 +1,22 @@
-"""Write an int8 copy of a model: W8A8, round to nearest, one scale for each output channel.
+"""Write an int8 copy of a model: W8A8, one scale for each output channel.
 
-For serving in earnest use a tool that also moves outliers out of the way: llm-compressor writes
-compressed-tensors, msModelSlim writes the format of `--quantization ascend`.
+For serving in earnest use a tool that knows more models and more ways to choose scales:
+llm-compressor writes compressed-tensors, msModelSlim writes the format of `--quantization ascend`.
 
     python examples/quantize.py --out .cache/tiny-qwen3-w8a8
     python examples/quantize.py --model MODEL --out FOLDER --format modelslim
-    python examples/quantize.py --model MODEL --out FOLDER --static --text BOOK.txt --keep down_proj
+    python examples/quantize.py --model MODEL --out FOLDER --static --text BOOK.txt
 
 What is quantised: the projections of attention, linear attention and MLPs, those of experts among
 them. Embeddings, norms, routers, gates, the head and the first projection of MTP layers keep their
-dtype. Inputs have a scale for each token, which needs no data. `--static` gives them one scale for
-all tokens, from the smallest and the largest number in a run over the beginning of `--text`, or
-over token ids drawn at random: these are good enough to try the format. MTP layers and experts
-stay dynamic. A few tokens that are a thousand times larger than the others, as in inputs of some
-`down_proj`, ruin a static scale; `--keep` such modules. `perplexity.py` tells what a copy loses.
+dtype. Inputs have a scale for each token, or with `--static` one scale for all tokens, from the
+smallest and the largest number that was seen. MTP layers and experts stay dynamic.
+
+First, transformers runs the model in float32 over the beginning of a text (`calibration_text`, or
+`--text`). Outliers of inputs behind norms are moved into weights (SmoothQuant). A module keeps its
+dtype if a few tokens have inputs that are many times larger than the others', as of `down_proj`:
+no scale suits both. `--plain` does neither, and rounds to nearest without a run.
+`perplexity.py` tells what a copy loses.
 """
 
 import argparse
@@ -22,8 +25,9 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -49,6 +53,15 @@ SMOOTHED = {
 """Norms whose results go to these projections alone, in layers of `SMOOTHED_MODELS`."""
 
 SMOOTHED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+
+OUTLYING = 20
+"""With a scale for each token, a module keeps its dtype if a token's largest input is this many
+times that of the median token. In SmolLM2 it is 25 to 2,190 for six `down_proj`, and else 13."""
+LOST = 0.005
+"""With one scale for all tokens, a module keeps its dtype if rounding is expected to lose more of
+the median token: its error's mean square, as a share of that of the inputs."""
+
+BOOK = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30
 TOKENS_OF_RUN = 256
@@ -99,24 +112,71 @@ def token_ids(model: Path, text: str) -> list[list[int]]:
     return [ids[end - TOKENS_OF_RUN : end] for end in ends][:RUNS_OVER_TEXT] or [ids]
 
 
-def input_ranges(
-    model: Path, modules: set[str], runs: Sequence[list[int]] = ()
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Smallest and largest input of each module by column, float32 ``[K]``, and 0 if it is between.
+def book() -> Path | None:
+    """Isaac Newton's Opticks, a file of apache-tvm-ffi, which vLLM needs for structured output."""
+    spec = find_spec("tvm_ffi")
+    path = Path(spec.origin).parent / BOOK if spec and spec.origin else Path(BOOK)
+    return path if path.exists() else None
 
-    Over token ids, or some that are drawn at random.
+
+def calibration_text(model: Path) -> str:
+    """The second half of the Opticks, or nothing without the book or a tokenizer."""
+    path = book()
+    if path is None or not any(model.glob("tokenizer*")):
+        return ""
+    text = path.read_text()
+    return text[len(text) // 2 :]
+
+
+class Inputs(NamedTuple):
+    """What a module's inputs were in the run that calibrates."""
+
+    low: torch.Tensor  # [K] float32: the smallest of each column, and 0 if that is smaller
+    high: torch.Tensor  # [K] float32: the largest
+    largest: torch.Tensor  # [num_tokens] float32: the largest magnitude of each token
+    squares: torch.Tensor  # [num_tokens] float32: the mean square of each token
+
+    def have_no_scale(self, static: bool) -> bool:
+        """Whether a few tokens are so large that no scale suits them and the others."""
+        if static:
+            step = (self.high.max() - self.low.min()) / 255
+            return bool(step**2 / 12 > LOST * self.squares.median())
+        return bool(self.largest.max() > OUTLYING * self.largest.median())
+
+
+Ranges = dict[str, Inputs]
+
+
+def input_ranges(model: Path, modules: set[str], runs: Sequence[list[int]] = ()) -> Ranges:
+    """Inputs of each module over token ids, or over some that are drawn at random.
+
+    Raises
+    ------
+    ValueError
+        If transformers can't run the model.
     """
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    try:
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    except ValueError as error:
+        raise ValueError(
+            f"transformers can't run {model}, which shows what its layers are given; "
+            "--plain without --static needs no run"
+        ) from error
+    found: Ranges = {}
 
     def watch(name: str) -> Any:
         def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             rows = inputs[0].flatten(0, -2)
             none = rows.new_zeros(rows.shape[-1])
-            low, high = found.get(name, (none, none))
-            found[name] = low.minimum(rows.amin(0)), high.maximum(rows.amax(0))
+            low, high, *of_tokens = found.get(name, (none, none, none[:0], none[:0]))
+            found[name] = Inputs(
+                low.minimum(rows.amin(0)),
+                high.maximum(rows.amax(0)),
+                torch.cat((of_tokens[0], rows.abs().amax(1))),
+                torch.cat((of_tokens[1], rows.square().mean(1))),
+            )
 
         return hook
 
@@ -136,9 +196,7 @@ def input_ranges(
 Factors = dict[str, torch.Tensor]
 
 
-def smoothing(
-    model: Path, ranges: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[Factors, Factors]:
+def smoothing(model: Path, ranges: Ranges) -> tuple[Factors, Factors]:
     """SmoothQuant, with a strength of 0.5: outliers behind norms move into weights.
 
     Returns factors ``[K]`` by which columns of projections are multiplied and weights of norms
@@ -157,7 +215,7 @@ def smoothing(
             known = [ranges[name] for name in modules if name in ranges]
             if not known:
                 continue
-            low, high = known[0]  # of all: they have the same input
+            low, high, *_ = known[0]  # of all: they have the same input
             weights = torch.stack([largest[name] for name in modules]).amax(0)
             ratio = high.maximum(-low).clamp(min=1e-5) / weights.clamp(min=1e-5)
             factors = 2 ** (ratio.log2() / 2).round()
@@ -177,12 +235,10 @@ def smoothed(model: Path, columns: Factors, norms: Factors) -> Iterator[tuple[st
         yield name, tensor.to(dtype)
 
 
-def ends_of(
-    ranges: Mapping[str, tuple[torch.Tensor, torch.Tensor]], columns: Factors
-) -> dict[str, tuple[float, float]]:
+def ends_of(ranges: Ranges, columns: Factors) -> dict[str, tuple[float, float]]:
     """Smallest and largest input of each module, once its columns have these factors."""
     found = {}
-    for name, (low, high) in ranges.items():
+    for name, (low, high, *_) in ranges.items():
         factors = columns.get(name, torch.ones(1))
         found[name] = float((low / factors).min()), float((high / factors).max())
     return found
@@ -238,9 +294,9 @@ def quantize(
     static: bool = False,
     keep: tuple[str, ...] = (),
     text: str = "",
-    smooth: bool = False,
-) -> None:
-    """Write an int8 copy of a model.
+    plain: bool = False,
+) -> list[str]:
+    """Write an int8 copy of a model; returns the modules that keep their dtype for their inputs.
 
     Parameters
     ----------
@@ -255,14 +311,14 @@ def quantize(
         Regular expressions; modules in which one is found keep their dtype.
     text
         Calibrates; token ids drawn at random do if it is empty.
-    smooth
-        Move outliers of inputs behind norms into weights.
+    plain
+        Neither smooth nor keep modules for their inputs.
 
     Raises
     ------
     ValueError
-        If the folder holds no weights, or is quantised already; if a module would be dynamic in a
-        static copy in compressed-tensors' form; if layers that are to be smoothed aren't known.
+        If the folder holds no weights, or is quantised already; if transformers can't run it; if a
+        module would be dynamic in a static copy in compressed-tensors' form.
     """
     weights = dict.fromkeys(name for name, _ in tensors_of(model))
     if not weights:
@@ -272,13 +328,16 @@ def quantize(
         raise ValueError(f"{model} is quantised already")
     quantized = {n for n, t in tensors_of(model) if is_quantized(n, t, list(keep))}
     modules = {name.removesuffix(".weight") for name in quantized}
-    if smooth and config.get("model_type") not in SMOOTHED_MODELS:
-        raise ValueError(
-            f"--smooth knows layers of {', '.join(SMOOTHED_MODELS)}; this is a model of "
-            f"{config.get('model_type')}"
-        )
-    runs = token_ids(model, text) if text else []
-    ranges = input_ranges(model, modules, runs) if static or smooth else {}
+    ranges: Ranges = {}
+    if static or not plain:
+        ranges = input_ranges(model, modules, token_ids(model, text) if text else [])
+    outlying: list[str] = []
+    if not plain:
+        outlying = sorted(name for name, each in ranges.items() if each.have_no_scale(static))
+    modules.difference_update(outlying)
+    quantized.difference_update(f"{name}.weight" for name in outlying)
+    ranges = {name: ranges[name] for name in ranges if name in modules}
+    smooth = not plain and config.get("model_type") in SMOOTHED_MODELS
     columns, norms = smoothing(model, ranges) if smooth else ({}, {})
     ends = ends_of(ranges, columns) if static else {}
     if static and form != "modelslim" and (rest := sorted(modules - ends.keys())):
@@ -327,6 +386,7 @@ def quantize(
         ignored = [each if IN_LAYER.search(each) else end_of(each, modules) for each in left_out]
         config["quantization_config"] = compressed_tensors_config(ignored, static)
         (out / "config.json").write_text(json.dumps(config, indent=1))
+    return outlying
 
 
 def static_tensors(
@@ -400,16 +460,18 @@ def main() -> None:
     )
     parser.add_argument("--static", action="store_true", help="one scale for all tokens")
     parser.add_argument(
-        "--smooth", action="store_true", help="move outliers of inputs into weights (SmoothQuant)"
-    )
-    parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="calibrates --static and --smooth (default: random tokens)",
+        help="calibrates (default: the second half of Newton's Opticks, or random tokens)",
     )
     parser.add_argument(
         "--keep", nargs="*", default=[], metavar="REGEX", help="modules that keep their dtype"
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="neither smooth nor keep modules for their inputs: round to nearest",
     )
     args = parser.parse_args()
     model = args.model
@@ -417,21 +479,20 @@ def main() -> None:
         import tiny_model  # beside this script
 
         model = tiny_model.make(DEFAULT_MODEL)
-    if args.text and not (args.static or args.smooth):
-        parser.error("--text calibrates --static and --smooth, of which neither is given")
+    if args.text and args.plain and not args.static:
+        parser.error("--text calibrates, for which --plain without --static has no use")
     try:
-        text = args.text.read_text() if args.text else ""
-        quantize(model, args.out, args.format, args.static, tuple(args.keep), text, args.smooth)
+        text = args.text.read_text() if args.text else calibration_text(model)
+        given = args.format, args.static, tuple(args.keep), text, args.plain
+        outlying = quantize(model, args.out, *given)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
-    serve = "vllm serve " + str(args.out)
-    print(
-        f"Wrote {args.out}: {serve}\n"
-        "Rounded to nearest: llm-compressor and msModelSlim, which also move outliers out of the "
-        "way, keep more of a model's accuracy."
-    )
+    print(f"Wrote {args.out}: vllm serve {args.out}")
+    if outlying:
+        print(f"These keep their dtype, as few tokens have large inputs: {', '.join(outlying)}")
+    print("llm-compressor and msModelSlim know more models, and more ways to choose scales.")
 
 
 if __name__ == "__main__":

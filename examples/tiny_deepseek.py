@@ -183,7 +183,7 @@ def make_int8(out: Path, model: Path) -> Path:
     recipe = hashlib.sha256(Path(quantize.__file__).read_bytes() + recipe_hash().encode())
 
     def fill(folder: Path) -> None:
-        quantize.quantize(model, folder, "modelslim")
+        quantize.quantize(model, folder, "modelslim", plain=True)
 
     return tiny_model.make_once("its int8 copy", out, recipe.hexdigest(), fill)
 

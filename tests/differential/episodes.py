@@ -287,7 +287,7 @@ def model_of(family: str, for_device: bool = False) -> Path:
 def int8_of(model: Path, form: str) -> Path:
     """A model with int8 weights, in a format of `examples/quantize.py`."""
     folder = Path(tempfile.mkdtemp(prefix=f"{model.name}-int8-"))
-    quantize.quantize(model, folder, form)
+    quantize.quantize(model, folder, form, plain=True)
     return folder
 
 

@@ -18,6 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.differential.pair import Pair, PairOutput, Watched, check, flat, is_there
 from tests.differential.upstream import UpstreamRunner
+from tests.helpers.watch import looked_up
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 
 BY_TOKEN = ("positions", "input_ids", "inputs_embeds", "token_lora_indices")
@@ -163,8 +164,7 @@ class FollowingRunner(UpstreamRunner):
             return torch.as_tensor(drafts).tolist()
         request = self.requests[req_id]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
-        return looked_up(tokens, sizes, self.num_spec_tokens)
+        return looked_up("V2", tokens, config)
 
     def as_for_v1(self, output: Any, requests: dict[str, Any]) -> Any:
         """A scheduler's output for V2, a copy, as the scheduler would have made it for V1.
@@ -337,16 +337,6 @@ def rows_of_logits(seen: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """First and last row of logits, plus one, of each request: one for each draft, and one more."""
     borders = itertools.accumulate((1 + count for count in num_drafts_of(seen)), initial=0)
     return dict(zip(seen["req_ids"], itertools.pairwise(borders), strict=True))
-
-
-def looked_up(tokens: list[int], sizes: range, num_drafts: int) -> list[int]:
-    """What followed when the last tokens came before: the most of them, and the last place."""
-    for size in sizes:
-        for start in reversed(range(len(tokens) - size)):
-            if tokens[start : start + size] == tokens[-size:]:
-                found = tokens[start + size :][:num_drafts]
-                return found + tokens[-1:] * (num_drafts - len(found))
-    return tokens[-1:] * num_drafts
 
 
 def by_request(seen: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -63,7 +63,7 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "ModelSlim, static and smooth, a float layer": (
         "Qwen3",
         {},
-        partial(QUANTIZE, **STATIC, keep=("layers.0.mlp.down_proj",), smooth=True),
+        partial(QUANTIZE, **STATIC, keep=("layers.0.mlp.down_proj",), plain=False),
         {},
     ),
     "biases, zero points": (*QWEN2, partial(QUANTIZE, **COMPRESSED, static=True), {}),

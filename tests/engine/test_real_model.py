@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.engine import generate, graphs, greedy
 from tests.helpers.real_model import CLOSE, chat_prompt, reference, tokenizer_of
 from tests.helpers.v2 import ALSO_V2, engine_of
-from tests.helpers.watch import count_preemptions, count_verified, record_cached
+from tests.helpers.watch import count_lookups, count_preemptions, record_cached
 
 STORY = """The harbour of the small town lies between two hills. In the morning the fishermen \
 come back with herring and cod, which they sell on the quay before breakfast. Anna, who is nine \
@@ -56,7 +56,7 @@ def test_chats_in_graphs_have_the_tokens_of_transformers(real_model, chats, mode
         speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
         **graphs(mode, 4, 16),
     ) as llm:
-        preempted, verified = count_preemptions(llm), count_verified(llm)
+        preempted, drafts = count_preemptions(llm), count_lookups(llm, runner)
         tokens = generate(llm, first, greedy(MAX_TOKENS))
         cached = record_cached(llm)
         tokens += generate(llm, second, greedy(MAX_TOKENS))
@@ -66,4 +66,5 @@ def test_chats_in_graphs_have_the_tokens_of_transformers(real_model, chats, mode
     assert len(first[0]) > 128
     assert preempted["preempted"] > 0
     assert max(cached) > 128
-    assert min(verified[what] for what in ("accepted", "rejected")) > 0
+    assert not drafts["otherwise"]
+    assert 0 < drafts["kept"] < drafts["drafted"]

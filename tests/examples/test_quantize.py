@@ -1,5 +1,6 @@
-"""`examples/quantize.py` smooths without a change of the model, and refuses what it can't do."""
+"""`examples/quantize.py` smooths without a change of the model, leaves out what no scale suits."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -29,28 +30,49 @@ def test_smoothing_evens_inputs_and_keeps_the_models_outputs(tmp_path):
     torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
     after = quantize.input_ranges(folder, modules)
     ends = quantize.ends_of(before, columns)
-    for name, (low, high) in after.items():
+    for name, (low, high, *_) in after.items():
         assert (low.min().item(), high.max().item()) == pytest.approx(ends[name], rel=1e-4)
 
 
+@pytest.mark.parametrize("form", quantize.FORMATS)
+def test_modules_with_outlying_tokens_keep_their_dtype(tmp_path, monkeypatch, form):
+    """Gemma's layers are not smoothed; --plain leaves nothing out."""
+    model = make_model(tmp_path / "model", "Gemma")
+    modules = {n.removesuffix(".weight") for n, t in quantize.tensors_of(model) if "_proj.w" in n}
+    sizes = {n: each.largest for n, each in quantize.input_ranges(model, modules).items()}
+    ratios = sorted((float(each.max() / each.median()), name) for name, each in sizes.items())
+    (bound, _), *above = ratios[-3:]
+    monkeypatch.setattr(quantize, "OUTLYING", bound)
+    left_out = sorted(name for _, name in above)
+    for plain, expected in ((False, left_out), (True, [])):
+        assert quantize.quantize(model, tmp_path / "out", form, plain=plain) == expected
+        dtypes = {n: t.dtype for n, t in quantize.tensors_of(tmp_path / "out")}
+        floats = [name for name in modules if dtypes[f"{name}.weight"] != torch.int8]
+        assert sorted(floats) == expected
+        assert all(f"{name}.weight_scale" not in dtypes for name in floats)
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CANT = {
     "experts in static form": (
-        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
         {"static": True},
+        {},
         r"model\.layers\.0\.mlp\.experts\.0\.down_proj \(of 24 such modules\).*--format modelslim",
     ),
-    "layers that are not known": (
-        ("Gemma", {}),
-        {"smooth": True},
-        "--smooth knows layers of llama, mistral, qwen2, qwen3; this is a model of gemma",
+    "a model that transformers doesn't know": (
+        {},
+        {"model_type": "qwen9"},
+        "transformers can't run .*; --plain without --static needs no run",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CANT)
 def test_what_cannot_be_done_is_said_before_anything_is_written(tmp_path, case):
-    (family, config), how, message = CANT[case]
-    model = make_model(tmp_path / "model", family, **config)
+    how, change, message = CANT[case]
+    model = make_model(tmp_path / "model", "Qwen3Moe", **MOE)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
         quantize.quantize(model, tmp_path / "out", "compressed-tensors", **how)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.helpers.engine import graphs
 from tests.helpers.grammars import allowed, compiler_of
 from tests.helpers.lora import make_adapter, merge
 from tests.helpers.v2 import engine_of
-from tests.helpers.watch import count_preemptions, count_verified, record_cached
+from tests.helpers.watch import count_lookups, count_preemptions, record_cached
 
 TEXT = Path(__file__).with_name("conversations.txt")
 MAX_TOKENS = 24
@@ -88,8 +89,8 @@ class Chat:
         return last.prompt + last.tokens + tokenizer.encode(asked)
 
 
-def chats_of(tokenizer: Any, which: slice) -> list[Chat]:
-    """Some of the conversations, and two about a book: up to 7,900 and 1,000 tokens of it.
+def chats_of(tokenizer: Any, which: slice, length: int) -> list[Chat]:
+    """Some of the conversations, and two about a book: `length` tokens of it, and an eighth.
 
     A third each is without an adapter, with the first and with the second. Every fourth has scores.
     Every fifth ends with a form, of which half are calls of tools.
@@ -105,8 +106,7 @@ def chats_of(tokenizer: Any, which: slice) -> list[Chat]:
             chat.asked = [*asked[:-2], "What time is it in Rome?", "Does it rain in Oslo?"]
         chats.append(chat)
     ids = tokenizer(book(), verbose=False).input_ids
-    longest = 7900 if len(chats) >= 10 else 600
-    for adapter, part in enumerate((ids[:longest], ids[8000 : 8000 + longest // 8])):
+    for adapter, part in enumerate((ids[:length], ids[8000 : 8000 + length // 8])):
         text = tokenizer.decode(part)
         asked = [f"{text}\n\nWhat is this text about?", "Who wrote it?", "Sum it up in a line."]
         chats.append(Chat(asked, adapter, scored=2 - adapter))
@@ -203,25 +203,34 @@ class Outcome:
     turns: list[Turn]
     verdict: Verdict
     preempted: int
-    accepted: float
-    """Share of drafts of which all tokens were kept."""
+    drafts: Counter
+    """What `count_lookups` says."""
     cached: int
     """Tokens of prompts that were in the prefix cache."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of prompts."""
+        return [len(turn.prompt) for turn in self.turns]
 
     def __str__(self) -> str:
         short, off = self.verdict.short, self.verdict.scores_off
         return (
             f"{len(self.turns)} turns, {len(short)} tokens: {sum(map(bool, short))} not the best "
             f"one, by {max(short):.2g} at most; {len(off)} log-probabilities of prompts: off by "
-            f"{max(off):.2g} at most; {self.preempted} preempted, {self.accepted:.0%} of drafts "
-            f"accepted, {self.cached} tokens cached"
+            f"{max(off):.2g} at most; {self.preempted} preempted, {dict(self.drafts)}, "
+            f"prompts of {max(self.lengths):,} tokens at most and {sum(self.lengths):,} in all, of "
+            f"which {self.cached:,} were cached"
         )
 
 
-def converse(runner: str, model: Path, folder: Path, which: slice, **settings: Any) -> Outcome:
+def converse(
+    runner: str, model: Path, folder: Path, which: slice, length: int, **settings: Any
+) -> Outcome:
     """Hold conversations with an engine that has to do everything at once.
 
     Adapters, forms, drafts, cached prefixes, a cache that is too small, prompts in chunks, graphs.
+    `which` and `length` are as in `chats_of`.
     """
     from transformers import AutoTokenizer
     from vllm.lora.request import LoRARequest
@@ -232,7 +241,7 @@ def converse(runner: str, model: Path, folder: Path, which: slice, **settings: A
         make_adapter(folder / f"adapter-{n}", model, seed=n, rank=4, spread=0.02) for n in numbers
     ]
     loras = [None, *(LoRARequest(f"{n}", n, str(path)) for n, path in zip(numbers, adapters))]
-    chats = chats_of(tokenizer, which)
+    chats = chats_of(tokenizer, which, length)
     defaults = {
         "skip_tokenizer_init": False,
         "max_model_len": 8192,
@@ -251,17 +260,14 @@ def converse(runner: str, model: Path, folder: Path, which: slice, **settings: A
         **graphs("FULL_AND_PIECEWISE", 4, 16, 64),
     }
     with engine_of(runner, model, **defaults | settings) as llm:
-        preempted, verified, cached = (
-            count_preemptions(llm),
-            count_verified(llm),
-            record_cached(llm),
-        )
+        preempted, cached = count_preemptions(llm), record_cached(llm)
+        drafts = count_lookups(llm, runner)
         play(llm, tokenizer, chats, loras)
     outcome = Outcome(
         [turn for chat in chats for turn in chat.turns],
         judge(model, adapters, folder, tokenizer, chats),
         preempted["preempted"],
-        verified["accepted"] / verified.total(),
+        drafts,
         sum(cached),
     )
     print(f"{runner}, {settings}: {outcome}")

@@ -160,7 +160,7 @@ def _give_rewards(folder: Path) -> Path:
 def int8_of(name: str, form: str = "compressed-tensors") -> Path:
     """The same with int8 weights, whose inputs are rounded; in a format of `quantize`."""
     folder = new_folder("int8")
-    quantize.quantize(folder_of(name), folder, form)
+    quantize.quantize(folder_of(name), folder, form, plain=True)
     return folder
 
 

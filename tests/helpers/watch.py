@@ -87,6 +87,46 @@ def count_verified(llm: Any) -> Counter:
     return count
 
 
+def looked_up(runner: str, tokens: list[int], config: Any) -> list[int]:
+    """Drafts by ngram after a request's tokens: what followed when the last of them came before.
+
+    The most of them count. Of several places V1 takes the first one, and V2 the last one, as
+    upstream's drafters do. V1 drafts no more than it finds; V2 repeats the last token.
+    """
+    num_drafts, found = config.num_speculative_tokens, []
+    for size in range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1):
+        starts = range(len(tokens) - size)
+        ends = [n + size for n in starts if tokens[n : n + size] == tokens[-size:]]
+        if ends:
+            found = tokens[ends[0 if runner == "V1" else -1] :][:num_drafts]
+            break
+    return found if runner == "V1" else found + tokens[-1:] * (num_drafts - len(found))
+
+
+def count_lookups(llm: Any, runner: str) -> Counter:
+    """Hold ngram drafts of all later steps against `looked_up`, by how many of them were kept.
+
+    ``"as looked up"``, or ``"otherwise"``; and ``"drafted"`` and ``"kept"`` tokens.
+    """
+    scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()
+    config = llm.llm_engine.vllm_config.speculative_config
+    update_from_output = scheduler.update_from_output
+
+    def counted(scheduler_output: Any, output: Any) -> Any:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+            if tokens and (made := len(drafts.get(req_id, ()))):
+                expected = looked_up(runner, list(scheduler.requests[req_id].all_token_ids), config)
+                same = [a == b for a, b in zip(expected[:made], tokens)]
+                kept = len(tokens) - 1
+                count["as looked up" if kept == [*same, False].index(False) else "otherwise"] += 1
+                count.update(drafted=made, kept=kept)
+        return update_from_output(scheduler_output, output)
+
+    scheduler.update_from_output = counted
+    return count
+
+
 def count_preemptions(llm: Any) -> Counter:
     """Count all later preemptions, under ``"preempted"``."""
     scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()

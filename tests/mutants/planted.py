@@ -855,6 +855,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
     ],
     "runner/v2/ngram.py": [
+        ("V2: drafts are looked up with another request's length", "lengths = self._states.total_len.gpu.index_select(0, idx_mapping)", "lengths = self._states.total_len.gpu[: len(idx_mapping)]", V2_REAL_TEXT),
         ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
     ],
     "runner/v2/order.py": [
