@@ -439,14 +439,6 @@ def _switch_off(vllm_config: "VllmConfig") -> list[str]:
     if vllm_config.profiler_config.capture_torch_profiler:
         vllm_config.profiler_config.capture_torch_profiler = False
         off.append("capture_torch_profiler: captures of graphs are not profiled")
-    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-    scheduler = vllm_config.scheduler_config
-    if has_stages and scheduler.async_scheduling and vllm_config.use_v2_model_runner:
-        scheduler.async_scheduling = False
-        off.append(
-            "asynchronous scheduling: the scheduler tells pipeline stages what was sampled, so it "
-            "has to know it before their step"
-        )
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mm_encoder:
         compilation.cudagraph_mm_encoder = False

@@ -24,7 +24,8 @@ from ascend_emulator.profiles import PROFILES
 NATIVE = Path(__file__).parent / "native"
 SITE = Path(sys.prefix) / "npu-emulator"
 """Folders in which torch_npu is looked for, besides the import path."""
-SUPPORTED_TORCH_NPU = ("2.13.0",)
+SUPPORTED_TORCH_NPU = ("2.13.0", "2.14.0")
+"""The first one is what this package requires the torch of."""
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 RUNTIME_LIBRARY = "libascendcl.so"
 OPERATORS_LIBRARY = "libopapi.so"
@@ -146,7 +147,7 @@ def _version(package: str) -> str:
         where = f"--no-deps --target {SITE} " if package == "torch_npu" else ""
         raise EmulatorError(
             f"the NPU emulator runs the real torch_npu, and {package} is not installed: "
-            f"pip install {where}{package}=={SUPPORTED_TORCH_NPU[-1]}"
+            f"pip install {where}{package}=={SUPPORTED_TORCH_NPU[0]}"
         ) from None
 
 

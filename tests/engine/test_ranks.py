@@ -40,6 +40,20 @@ LAYOUTS = {  # settings, a model's family, its config; with "MTP" it drafts
     "MTP": (TP2 | GRAPHS, "MiMo", {}),
     "MTP, linear attention": (TP2 | GRAPHS | CACHED, "Qwen3_5", {}),
 }
+ASYNCHRONOUS = {  # stages, which V2 alone schedules so
+    "stages, asynchronous": (
+        PP2 | graphs("FULL_DECODE_ONLY", 1, 4, 8),
+        "Qwen3",
+        {"num_hidden_layers": 3},
+    ),
+    "tensors and stages, asynchronous": (TP2 | PP2 | GRAPHS, "Qwen3", {}),
+}
+
+
+def cases(of_both: dict[str, tuple[Any, ...]], of_v2: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """Parameters of layouts: whether a model drafts follows its config, the runner comes last."""
+    more = [pytest.param(*each, False, "V2", id=f"{name}-V2") for name, each in of_v2.items()]
+    return on_both({name: (*each, "MTP" in name) for name, each in of_both.items()}) + more
 
 
 def model_of(
@@ -70,7 +84,7 @@ def without_pairs(noted: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]
 
 @pytest.mark.parametrize(
     ("settings", "family", "config", "drafts", "runner"),
-    on_both({name: (*each, "MTP" in name) for name, each in LAYOUTS.items()}),
+    cases(LAYOUTS, ASYNCHRONOUS),
 )
 def test_ranks_agree_on_every_step(tmp_path, seed, settings, family, config, drafts, runner):
     """Chunks, mixed steps and decodes, whose samples every rank places on its own.
@@ -143,12 +157,16 @@ ENGINES = {  # settings, a model's family, its config; with "MTP" it drafts
     "latent attention and experts": (DP2 | EXPERTS | GRAPHS, "DeepseekV3", DEEPSEEK),
     "MTP, latent attention": (DP2 | EXPERTS | GRAPHS, "DeepseekV3", {}),
     "MTP, synchronous": (DP2 | EXPERTS | SYNC, "Glm4Moe", {}),
+    "experts, in stages": (DP2 | PP2 | EXPERTS | GRAPHS | SYNC, "Mixtral", MIXTRAL),
+}
+STAGES_OF_ENGINES = {
+    "experts, in stages, asynchronous": (DP2 | PP2 | EXPERTS | GRAPHS, "Mixtral", MIXTRAL),
 }
 
 
 @pytest.mark.parametrize(
     ("settings", "family", "config", "drafts", "runner"),
-    on_both({name: (*each, "MTP" in name) for name, each in ENGINES.items()}),
+    cases(ENGINES, STAGES_OF_ENGINES),
 )
 def test_engines_that_share_experts_step_together(
     tmp_path, seed, settings, family, config, drafts, runner
@@ -180,7 +198,7 @@ def test_engines_that_share_experts_step_together(
         assert got["accepted"] == accepted > 0
 
     assert {fact["runner"] for fact in got["facts"]} == {runner}
-    num_ranks = settings.get("tensor_parallel_size", 1)
+    num_ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     working, idle = got["noted"][:num_ranks], got["noted"][num_ranks:]
     for ranks in (working, idle):
         for other in ranks[1:]:

@@ -34,8 +34,7 @@ ASKED = [  # length of a prompt, its adapter and its form
 ]
 PLAIN, LONGEST = 16, 60
 SETTINGS = {
-    "pipeline_parallel_size": 2,
-    "async_scheduling": False,
+    "pipeline_parallel_size": 2,  # scheduled asynchronously on V2, synchronously on V1
     "skip_tokenizer_init": False,
     "block_size": 16,
     "enable_lora": True,

@@ -917,6 +917,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
         ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
     ],
+    "runner/v2/stages.py": [
+        ("V2: a stage counts samples of freed rows", "discard=found.discard | is_freed", "discard=found.discard", V2),
+        ("V2: a stage goes on before samples have come", "        found.sending.wait()\n", "", V2),
+        ("V2: a stage takes samples in a step too late", "deque([None] * stages.world_size)", "deque([None] * (stages.world_size + 1))", V2),
+    ],
     "runner/v2/step_inputs.py": [
         ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
     ],

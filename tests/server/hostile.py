@@ -164,7 +164,6 @@ HOSTILE = (
 """Text requests: each is sent while others are served."""
 
 REFUSED_AT_STARTUP = {
-    "GHSA-v97p-wpxp-px84 tokens of another's slot, over asynchronous stages": "async-stages",
     "PYSEC-2026-2303 nothing but embeddings, for a model with M-RoPE": "mm-prompt-embeds",
     "CVE-2026-105775 states of Mamba read past their end": "states",
     "CVE-2026-44223 penalties beside drafts by hidden states": "speculative-method",

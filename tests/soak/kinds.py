@@ -28,11 +28,10 @@ DRAFTERS = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"tensor_parallel_size": 2},
-    "pp2": {"pipeline_parallel_size": 2, "async_scheduling": False},
+    "pp2": {"pipeline_parallel_size": 2},
     "dp2": {"data_parallel_size": 2},
 }
-"""Ranks of an engine; of several, each is a process of its own. vLLM schedules pipeline stages
-synchronously."""
+"""Ranks of an engine; of several, each is a process of its own."""
 FILES, HOST = "ExampleConnector", "OffloadingConnector"
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
@@ -138,6 +137,7 @@ def draw(seed: int, device: str = CPU) -> Kind:
         "skip_tokenizer_init": not sees,
         **LAYOUTS[layout],
     }
+    settings["async_scheduling"] &= not (staged and runner == "V1")
     block_size = 128 if hybrid else 16
     if not hybrid and not latent:
         block_size = pick(16, 128) if device == NPU else pick(4, 8, 16)

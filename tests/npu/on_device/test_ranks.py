@@ -32,7 +32,7 @@ EXPERTS = {"enable_expert_parallel": True}
 
 
 class Case(NamedTuple):
-    """An engine; vLLM schedules pipeline stages synchronously."""
+    """An engine; V1 schedules pipeline stages synchronously."""
 
     model: str
     layout: dict[str, int]
@@ -55,11 +55,13 @@ CASES = {
     "stages": Case("Qwen3", {PP: 2}, "eager", waits=True),
     "stages, adapters": Case("Qwen3", {PP: 2}, "PIECEWISE", waits=True, adapters=True, **HALF),
     "stages, V2": Case("Qwen3", {PP: 2}, runner="V2", waits=True, **HALF),
+    "stages, V2, asynchronous": Case("Qwen3", {PP: 2}, runner="V2", **HALF),
     "stages of latent layers": Case("DeepSeek V3", {PP: 2}, waits=True, more=EXPERTS),
     "stages of ranks": Case("Qwen3", {TP: 2, PP: 2}, "PIECEWISE", waits=True),
     "engines of ranks": Case("Qwen3", {TP: 2, DP: 2}, **HALF),
     "engines of ranks, V2": Case("Qwen3", {TP: 2, DP: 2}, "eager", "float16", "V2", waits=True),
     "engines, experts": Case("Qwen3Moe", {DP: 2}, **HALF, more=EXPERTS),
+    "engines of stages, V2": Case("Qwen3Moe", {PP: 2, DP: 2}, runner="V2", **HALF, more=EXPERTS),
     "engines, experts, V2": Case("Qwen3Moe", {DP: 2}, runner="V2", **HALF, more=EXPERTS),
     "engines of ranks, experts": Case("Qwen3Moe", {TP: 2, DP: 2}, **HALF, more=EXPERTS),
     "engines, MTP": Case("DeepSeek V3", {DP: 2}, drafts="mtp", more=EXPERTS),

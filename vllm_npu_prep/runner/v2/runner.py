@@ -104,6 +104,14 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     # ----------------------------------------------------------------- requests
 
+    def update_pp_decode_requests(self) -> None:
+        """Take in the samples of an earlier step that pipeline stages have sent each other."""
+        due = None if self.pp_handler is None else self.pp_handler.due()
+        if due is not None:
+            self.req_states.samples.keep(due.token_ids, due.request_rows, due.discard)
+            if self._checks_fully:
+                self.input_batch.follow(due.req_ids, due.discard)
+
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add requests as upstream does, but send nothing in steps in which no request arrives."""
         if self.step_check is not None:
@@ -113,6 +121,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
             if self.sampler is not None and self.has_own_processors:  # called in every step
                 self.sampler.apply_staged_writes()
             return
+        if self._checks_fully:
+            self.input_batch.forget({new.req_id for new in arrived})
         self.req_states.read_on_device = {
             new.req_id for new in arrived if reads_tokens(new.sampling_params)
         }
@@ -130,7 +140,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(request_rows, counts, self.num_valid_tokens)
             self.req_states.advance(request_rows, counts)
-            if self.use_pp:
+            if self.use_pp and self._host_has_samples:
                 self.req_states.enter_samples(request_rows, cached.new_token_ids)
             for index, block_ids in enumerate(cached.new_block_ids):
                 if block_ids is not None:
@@ -319,11 +329,18 @@ class NPUModelRunnerV2(RunnerSetupV2):
         self.execute_model_state = None
         try:
             if not self.is_last_pp_rank:
-                return self._nothing_sampled(state)
+                return self._receive_samples(state)
             with self.prep_device.host_streams():
                 return self._sample_step(state, grammar_output)
         finally:
             self._end_step()
+
+    def _receive_samples(self, state: Any) -> ModelRunnerOutput | None:
+        batch, step = state.input_batch, self.prepared
+        assert self.pp_handler is not None
+        discard = step.staged.np.discard_request_mask[: step.step.num_reqs].copy()
+        self.pp_handler.exchange(None, batch.req_ids, batch.idx_mapping_np, discard)
+        return self._nothing_sampled(state)
 
     def _nothing_sampled(self, state: Any) -> ModelRunnerOutput | None:
         """Return the output of a pipeline stage that is not the last."""
@@ -353,7 +370,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         assert self.sampler is not None
         note_samples(self.sampler, self.req_states, batch, sampled, discarded)
         kept = batch.idx_mapping_np, discard
-        if self._checks_fully:
+        if self._checks_fully and self.pp_handler is None:
             self.input_batch.follow(batch.req_ids, discard)
         if self.speculator is not None:
             accepted = count_accepted(sampled, step, staged.device, self.vocab_size)
@@ -367,6 +384,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
                 copy_stream=self.output_copy_stream,
             )
             self.req_states.samples.keep(accepted.next_token_ids, *kept, drafts)
+        elif self.pp_handler is not None:
+            self.pp_handler.exchange(sampled[:, 0].to(torch.int32), batch.req_ids, *kept)
         elif not self._host_has_samples:
             self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
         output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)

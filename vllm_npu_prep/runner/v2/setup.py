@@ -40,7 +40,7 @@ from vllm_npu_prep.runner.v2.request_states import NPURequestState
 from vllm_npu_prep.runner.v2.rope import NPURopeState, Rotations
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
-from vllm_npu_prep.runner.v2.stages import SchedulerPPHandler
+from vllm_npu_prep.runner.v2.stages import BroadcastPPHandler, SchedulerPPHandler
 from vllm_npu_prep.runner.v2.step_inputs import StepInputs
 from vllm_npu_prep.runner.v2.thinking import NPUThinkingBudgetState
 from vllm_npu_prep.runner.v2.traces import NPUTraceReplayState
@@ -56,6 +56,7 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
     block_tables: NPUBlockTables  # type: ignore[assignment]
     model_state: PreparedModelState
     lora_state: NPULoraState
+    pp_handler: SchedulerPPHandler | None  # type: ignore[assignment]
     cudagraph_manager: GraphManager  # as the next one, set by `initialize_kv_cache`
     order: BatchOrder
     requests: Rotations  # what checks read of models with M-RoPE
@@ -67,18 +68,19 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, prep_device: Device) -> None:
         self.prep_device = prep_device
-        with prep_device.host_streams(), self._stand_ins(device):
+        asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+        stages = BroadcastPPHandler if asynchronous else SchedulerPPHandler
+        with (
+            prep_device.host_streams(),
+            self._stand_ins(device),
+            v2.stand_ins(PPHandler=stages),
+        ):
             super().__init__(vllm_config, device)
         self.dcp_size = 1  # else upstream launches a kernel that counts each rank's part
         num_drafts = self.num_speculative_steps
-        self.use_async_spec_decode = bool(
-            num_drafts and vllm_config.scheduler_config.async_scheduling
-        )
-        # The scheduler tells pipeline stages the samples; synchronous steps without drafts wait
-        # for their own
-        self._host_has_samples = self.use_pp or not (
-            num_drafts or vllm_config.scheduler_config.async_scheduling
-        )
+        self.use_async_spec_decode = bool(num_drafts and asynchronous)
+        # Synchronous steps without drafts wait for their own; the scheduler tells pipeline stages
+        self._host_has_samples = not (num_drafts or asynchronous)
         self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
         self.input_batch = CheckedBatch(self.req_states)
         self.metrics = StepMetrics(vllm_config)
@@ -114,7 +116,6 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
             init_speculator=make_speculator,
             RejectionSampler=NPURejectionSampler,
             DraftTokensHandler=DraftsOfStep,
-            PPHandler=SchedulerPPHandler,
             PromptEmbedsState=NPUPromptEmbedsState,
             ThinkingBudgetState=NPUThinkingBudgetState,
             TraceReplayState=NPUTraceReplayState,

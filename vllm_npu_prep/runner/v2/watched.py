@@ -40,6 +40,10 @@ class CheckedBatch:
         sampled = [NOBODY if thrown else name for name, thrown in zip(req_ids, discard)]
         self._sampled = [name for name in self._sampled if name in known] + sampled
 
+    def forget(self, req_ids: set[str]) -> None:
+        """Forget the samples of requests that arrive: a session comes back under its name."""
+        self._sampled = [NOBODY if name in req_ids else name for name in self._sampled]
+
     @property
     def req_ids(self) -> list[str]:
         return self.now[0].req_ids

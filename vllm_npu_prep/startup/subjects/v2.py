@@ -16,14 +16,6 @@ from vllm_npu_prep.startup.refusal import NOT_SUPPORTED, Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-def _has_stages(asked: RequestedEngine) -> bool:
-    return asked.config.parallel_config.pipeline_parallel_size > 1
-
-
-def _has_engines(asked: RequestedEngine) -> bool:
-    return asked.config.parallel_config.data_parallel_size > 1
-
-
 def _sees(asked: RequestedEngine) -> bool:
     """Tell whether the model takes images or videos: the target, for a drafter's own config."""
     speculative = asked.config.speculative_config
@@ -65,13 +57,6 @@ V1_HAS = (
         "they have the interface of V1's sampler, and V2's has another",
         BY_V1,
         lambda c: {"names": ", ".join(_processors_of_v1(c))},
-    ),
-    Refusal(
-        "v2-stages-of-engines",
-        lambda c: _has_stages(c) and _has_engines(c),
-        "Model Runner V2 with pipeline stages and data parallelism",
-        "each was tried without the other",
-        BY_V1,
     ),
     Refusal(
         "v2-kept-kernels",
