@@ -19,13 +19,14 @@ from pathlib import Path
 
 from ascend_emulator import functions
 from ascend_emulator.errors import EmulatorError
+from ascend_emulator.extensions import PACKAGES
 from ascend_emulator.profiles import PROFILES
 
 NATIVE = Path(__file__).parent / "native"
 SITE = Path(sys.prefix) / "npu-emulator"
 """Folders in which torch_npu is looked for, besides the import path."""
-SUPPORTED_TORCH_NPU = ("2.13.0", "2.14.0")
-"""The first one is what this package requires the torch of."""
+SUPPORTED_TORCH_NPU = ("2.13.0", "2.14.0", "2.10.0.post4")
+"""The first one is what a message tells to install."""
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 RUNTIME_LIBRARY = "libascendcl.so"
 OPERATORS_LIBRARY = "libopapi.so"
@@ -35,11 +36,15 @@ LAUNCHER_LIBRARY = "libnpu_emulator_launcher.so"
 # torch_npu is linked against these, too; one library stands for all of them but libopapi, which
 # exports what its release has.
 OTHER_NAMES = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+EXTENSIONS_LIBRARY = "libnpu_emulator_extensions.so"
 LARGEST_PAUSE = 30.0
 """Longest time between two lines about a build, in seconds; it doubles from line to line."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-fvisibility=hidden")
 # Symbols of CANN's libraries, as opposed to those of torch, Python and the system.
-CANN_SYMBOL = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|ge|GE|aclnn|_ZNK?3atb|_ZNK?2ge)")
+CANN_SYMBOL = re.compile(
+    r"(acl|rt[A-Z]|Msprof|Hccl|ge|GE|aclnn|_ZNK?3atb|_ZNK?2ge|_ZNK?2fe|Nnopbase"
+    r"|CheckLogLevel|Dlog|mm[A-Z]|(mem|str)\w+_s$)"
+)
 
 
 @dataclass(frozen=True)
@@ -105,15 +110,16 @@ def _find_target() -> Target:
             f"the NPU emulator is made for torch_npu {' or '.join(SUPPORTED_TORCH_NPU)}, "
             f"but {versions[1]} is installed"
         )
-    if versions[0].split("+")[0] != versions[1]:
+    wanted = versions[1].split(".post")[0]
+    if versions[0].split("+")[0] != wanted:
         raise EmulatorError(
-            f"torch_npu {versions[1]} needs torch {versions[1]}, but {versions[0]} is installed"
+            f"torch_npu {versions[1]} needs torch {wanted}, but {versions[0]} is installed"
         )
     torch = _package_folder("torch")
     if is_cuda_build(torch):
         raise EmulatorError(
             f"torch in {torch} is a CUDA build, with which torch_npu does not load: install the "
-            f"CPU build of torch {versions[1]} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
+            f"CPU build of torch {wanted} (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS tell pip "
             "where it is)"
         )
     compiler = os.environ.get("CXX") or shutil.which("g++")
@@ -136,7 +142,7 @@ def acl_configuration(cann: str) -> Path:
 
 def is_cuda_build(torch: Path) -> bool:
     """Whether torch in this folder is built for CUDA: both it and torch_npu set up allocators."""
-    return (torch / "lib" / "libtorch_cuda.so").exists()
+    return re.search(r"^cuda\b.*= *'", (torch / "version.py").read_text(), re.MULTILINE) is not None
 
 
 def _version(package: str) -> str:
@@ -194,7 +200,8 @@ def _build(target: Target, out: Path) -> None:
         hccl_jobs = [pool.submit(_compile, target, path, out, []) for path in hccl]
         jobs, start = [*launcher_jobs, *runtime_jobs, *hccl_jobs], time.monotonic()
         runtime_objects = _results(runtime_jobs, jobs, start)
-        runtime_objects.append(_traps(target, runtime_objects, out))
+        npu_objects = [*target.torch_npu.glob("lib/*.so"), *target.torch_npu.glob("_C*.so")]
+        runtime_objects.append(_traps(target, npu_objects, runtime_objects, out))
         _link(target, out / RUNTIME_LIBRARY, runtime_objects, ["-lpthread"])
         for name in OTHER_NAMES:
             (out / f"lib{name}.so").symlink_to(RUNTIME_LIBRARY)
@@ -257,15 +264,17 @@ def _link(target: Target, library: Path, objects: list[Path], libraries: list[st
     _run([target.compiler, "-shared", soname, "-o", str(library), *map(str, objects), *libraries])
 
 
-def _traps(target: Target, objects: list[Path], out: Path) -> Path:
-    """Compile one function per missing CANN symbol, which names itself and ends the process."""
-    npu_objects = [*target.torch_npu.glob("lib/*.so"), *target.torch_npu.glob("_C*.so")]
-    needed = {name for name in _symbols("--undefined-only", npu_objects) if CANN_SYMBOL.match(name)}
-    missing = sorted(
-        needed - _symbols("--defined-only", npu_objects) - _symbols("--defined-only", objects, [])
+def _traps(target: Target, users: list[Path], definers: list[Path], out: Path) -> Path:
+    """Compile one function per CANN symbol that `users` lack, which names itself and ends all."""
+    needed = {name for name in _symbols("--undefined-only", users) if CANN_SYMBOL.match(name)}
+    shared, objects = (
+        [path for path in definers if (path.suffix == ".so") == is_shared]
+        for is_shared in (True, False)
     )
-    (out / "trapped.txt").write_text("\n".join(missing) + "\n")
-    return _compile(target, _trap(missing, out / "traps.cpp"), out, [])
+    missing = needed - _symbols("--defined-only", [*users, *shared])
+    missing -= _symbols("--defined-only", objects, [])
+    (out / "trapped.txt").write_text("\n".join(sorted(missing)) + "\n")
+    return _compile(target, _trap(sorted(missing), out / "traps.cpp"), out, [])
 
 
 def _trap(names: Sequence[str], source: Path) -> Path:
@@ -277,6 +286,55 @@ def _trap(names: Sequence[str], source: Path) -> Path:
         lines.append(f'long trap_{index}() {{ return emulator_unimplemented("{name}"); }}')
     source.write_text("\n".join(lines) + "\n")
     return source
+
+
+def ensure_extensions_built(libraries: Path) -> list[Path]:
+    """Folder with what extensions are linked against besides, if one of `PACKAGES` is installed.
+
+    The libraries of CANN that nothing else here needs are one library under their names. Each
+    function in it, which only an extension calls, names itself and ends the process.
+    """
+    extensions = [path for package in extension_packages() for path in sorted(package.glob("*.so"))]
+    if not extensions:
+        return []
+    digest = hashlib.sha256()
+    for path in extensions:
+        digest.update(path.read_bytes())
+    folder = libraries / f"extensions-{digest.hexdigest()[:16]}"
+    if folder.exists():
+        return [folder]
+    target = _find_target()
+    ours = {path.name for path in extensions}
+    found = {path.name for path in (*libraries.glob("*.so"), *target.torch_npu.glob("lib/*.so"))}
+    found |= {OPERATORS_LIBRARY, *(path.name for path in (target.torch / "lib").glob("*.so"))}
+    wanted = {name for path in extensions for name in _linked_against(path)}
+    names = sorted(name for name in wanted - found - ours if name.endswith(".so"))
+    with tempfile.TemporaryDirectory(dir=libraries) as scratch:
+        out = Path(scratch)
+        own = [libraries / RUNTIME_LIBRARY, libraries / HCCL_LIBRARY]
+        traps = _traps(target, extensions, [*own, *target.torch_npu.glob("lib/*.so")], out)
+        _link(target, out / EXTENSIONS_LIBRARY, [traps], [f"-L{libraries}", "-lascendcl"])
+        for name in names:
+            (out / name).symlink_to(EXTENSIONS_LIBRARY)
+        traps.unlink()
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        else:
+            out.mkdir()
+    return [folder]
+
+
+def extension_packages() -> list[Path]:
+    """Folders of the packages in `PACKAGES` that are installed."""
+    specs = map(importlib.util.find_spec, PACKAGES)
+    return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
+
+
+def _linked_against(library: Path) -> list[str]:
+    return re.findall(r"NEEDED.*\[(.*)\]", _run(["readelf", "-d", str(library)]))
 
 
 def operators_folder(libraries: Path, release: str) -> Path:
@@ -295,6 +353,8 @@ def _operators_of(target: Target, release: str, out: Path) -> None:
 
 
 def _symbols(which: str, objects: list[Path], table: list[str] | None = None) -> set[str]:
+    if not objects:
+        return set()
     table = ["-D"] if table is None else table
     text = _run(["nm", *table, which, "--format=posix", *map(str, objects)])
     names = (line.split()[0].split("@")[0] for line in text.splitlines() if " " in line)

@@ -45,6 +45,7 @@ STREAMS = "NPU_EMULATOR_STREAMS"
 HCCL_STREAMS = "NPU_EMULATOR_HCCL_STREAMS"
 DELAY = "NPU_EMULATOR_DELAY"
 HAZARD_MODE = "NPU_EMULATOR_HAZARDS"
+ALLOWED_HAZARDS = "NPU_EMULATOR_ALLOWED_HAZARDS"
 TRACE = "NPU_EMULATOR_TRACE"
 REPORT = "NPU_EMULATOR_REPORT"
 HANG_SECONDS = "NPU_EMULATOR_HANG_SECONDS"
@@ -77,6 +78,8 @@ class Options:
     """Wait before each task: none, the same on all streams, or a different one for each stream."""
     hazards: str = "error"
     """Whether a hazard makes the next sync fail or is only reported."""
+    allowed_hazards: tuple[str, ...] = ()
+    """Patterns of the shell; a hazard in which one of them occurs is only listed in the report."""
     trace: bool = False
     report: Path | None = None
     """File for the merged JSON report."""
@@ -105,6 +108,7 @@ class Options:
             HCCL_STREAMS: str(self.hccl_streams),
             DELAY: self.delay,
             HAZARD_MODE: self.hazards,
+            ALLOWED_HAZARDS: "\n".join(self.allowed_hazards),
             TRACE: "1" if self.trace else "0",
             REPORT: str(report_folder),
             HANG_SECONDS: str(self.hang_seconds),

@@ -52,6 +52,26 @@ def test_a_missing_wait_stream_is_found_whatever_the_delay(emulate, delay):
     assert run.report["counters"]["hazards"] == 4
 
 
+def test_a_hazard_that_is_allowed_passes_and_no_other(emulate):
+    run = emulate(
+        RACE
+        + """
+    y = x + 1
+    with torch.npu.stream(side):
+        z = y * 2
+    torch.npu.synchronize()
+    y = x + 1
+    with torch.npu.stream(side):
+        x.fill_(2)                                    # which of the two came first is a chance
+    assert MISSING in sync_error()
+    """,
+        allowed_hazards=("read after write*aten::mul on stream ? of",),
+    )
+    (allowed,), (found,) = run.report["allowed_hazards"], run.report["hazards"]
+    assert "aten::mul" in allowed and "aten::fill_" in found
+    assert run.report["counters"]["hazards"] == 1
+
+
 def test_operators_over_caches_touch_the_blocks_that_they_name(emulate):
     """Another stream may copy other blocks of a plane meanwhile, and none that are read or written.
 

@@ -1,41 +1,48 @@
 """Load the launcher right after torch_npu, in every Python process of an emulated command.
 
 `ascend-emulator` puts this folder on PYTHONPATH, which spawned workers inherit, so nothing
-that runs in them has to know of the emulator.
+that runs in them has to know of the emulator. Triton's kernels and the operators of extensions
+are replaced in the same way.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 
+REPLACED_BY = {
+    "torch_npu": "ascend_emulator.api",
+    "triton": "ascend_emulator.triton_kernels",
+    "vllm_ascend.vllm_ascend_C": "ascend_emulator.extensions",
+}
+"""Modules, and those whose `install` is called after each was loaded."""
 
-class LoadedAfterTorchNpu(importlib.abc.Loader):
-    """torch_npu's own loader, which loads the launcher after it."""
 
-    def __init__(self, loader):
-        self.loader = loader
+class LoadedBefore(importlib.abc.Loader):
+    """A module's own loader, after which its kernels are replaced."""
+
+    def __init__(self, loader, name):
+        self.loader, self.name = loader, name
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
 
     def exec_module(self, module):
         self.loader.exec_module(module)
-        from ascend_emulator.api import install
-
-        install()
+        importlib.import_module(REPLACED_BY[self.name]).install()
 
 
-class TorchNpuFinder(importlib.abc.MetaPathFinder):
-    """Finds torch_npu as always, and wraps its loader."""
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules as always, and wraps the loaders of those in `REPLACED_BY`."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch_npu":
+        if name not in REPLACED_BY:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = LoadedAfterTorchNpu(spec.loader)
+            spec.loader = LoadedBefore(spec.loader, name)
         return spec
 
 
@@ -47,5 +54,8 @@ def run_shadowed_sitecustomize():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, TorchNpuFinder())
+os.environ["TRITON_INTERPRET"] = (
+    "1"  # Triton asks when it is loaded; nothing compiles for a card here
+)
+sys.meta_path.insert(0, Finder())
 run_shadowed_sitecustomize()

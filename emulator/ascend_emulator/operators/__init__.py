@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from ascend_emulator import functions, profiles
 from ascend_emulator.operators import (
     atb_attention,
@@ -157,6 +159,10 @@ CONSTRAINTS: tuple[Constraint, ...] = tuple(
 )
 
 
+OLD_NAMES = (Reference("npu::npu_moe_token_unpermute", "", moe_routing.old_token_unpermute),)
+"""References of operators that have another name, or no kernel of their own, in newer releases."""
+
+
 def _not_found(function: str, *given: object, **named: object) -> None:
     """Fail as op-plugin does when an operator is called whose function CANN lacks."""
     raise RuntimeError(
@@ -165,9 +171,21 @@ def _not_found(function: str, *given: object, **named: object) -> None:
 
 
 def install(register_reference: Callable[..., object]) -> None:
-    """Register every reference, by `ascend_emulator.register_reference` or what stands for it."""
+    """Register every reference, by `ascend_emulator.register_reference` or what stands for it.
+
+    torch_npu 2.10 lacks some operators.
+    """
+    is_old = torch.__version__.startswith("2.10.")
     release = profiles.current().release
-    for reference in REFERENCES:
+    for reference in (*REFERENCES, *(OLD_NAMES if is_old else ())):
+        if is_old and not _exists(reference):
+            continue
         if function := functions.missing(release, reference.name):
             reference = reference._replace(on_host=partial(_not_found, function))
         register_reference(**reference._asdict())
+
+
+def _exists(reference: Reference) -> bool:
+    namespace, operator = reference.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return hasattr(packet, reference.overload or "default")

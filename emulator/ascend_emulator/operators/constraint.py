@@ -59,6 +59,7 @@ FAMILIES = (
     "npu_quant_matmul",
     "norms to int8",
     "npu_dequant_swiglu_quant",
+    "custom operators",
     "placement",
 )
 """Operators that share constraints, in the order of the documentation."""

@@ -160,3 +160,15 @@ def token_unpermute(
         mine = is_read[:, k]
         output[mine] += permuted_tokens[rows[mine, k]].float() * weights[mine, k, None]
     return output.to(permuted_tokens.dtype), permuted_tokens
+
+
+def old_token_unpermute(
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> torch.Tensor:
+    """Do as `token_unpermute`, by the name and with the one result of torch_npu 2.10."""
+    given = permuted_tokens, sorted_indices, probs, padded_mode, restore_shape
+    return token_unpermute(*given)[0]

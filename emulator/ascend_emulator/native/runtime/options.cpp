@@ -1,6 +1,7 @@
 #include "options.h"
 
 #include <cstdlib>
+#include <sstream>
 
 namespace emulator {
 namespace {
@@ -17,6 +18,14 @@ long number(const char* name, long fallback) {
 
 bool has_fault(const std::string& name) {
   return ("," + text("NPU_EMULATOR_FAULTS", "") + ",").find("," + name + ",") != std::string::npos;
+}
+
+std::vector<std::string> lines(const char* name) {
+  std::istringstream all(text(name, ""));
+  std::vector<std::string> out;
+  for (std::string line; std::getline(all, line);)
+    if (!line.empty()) out.push_back(line);
+  return out;
 }
 
 Delay delay_of(const std::string& name) {
@@ -37,6 +46,7 @@ Options read() {
   o.delay = delay_of(text("NPU_EMULATOR_DELAY", "none"));
   o.hazards_are_errors = text("NPU_EMULATOR_HAZARDS", "error") == "error";
   o.trace = number("NPU_EMULATOR_TRACE", 0) != 0;
+  o.allowed_hazards = lines("NPU_EMULATOR_ALLOWED_HAZARDS");
   o.report_folder = text("NPU_EMULATOR_REPORT", "");
   o.hang_seconds = static_cast<int>(number("NPU_EMULATOR_HANG_SECONDS", o.hang_seconds));
   o.stale_lengths = has_fault("stale-lengths");

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 namespace emulator {
 
@@ -18,6 +19,7 @@ struct Options {
   int hccl_streams = 2;     // that a communication group holds in each graph that it is captured in
   Delay delay = Delay::kNone;
   bool hazards_are_errors = true;
+  std::vector<std::string> allowed_hazards;  // patterns of a shell, which may occur in a message
   bool trace = false;
   std::string report_folder;  // empty: no report
   int hang_seconds = 30;      // how long a stream may wait for a value before it counts as hung

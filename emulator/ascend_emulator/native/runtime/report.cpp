@@ -1,7 +1,9 @@
 #include "report.h"
 
+#include <fnmatch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
@@ -28,7 +30,7 @@ struct Log {
   std::vector<CallSite*> sites;
   std::map<std::string, uint64_t> kernels;
   std::vector<std::string> hazards, errors;
-  std::set<std::string> hazards_said;
+  std::set<std::string> hazards_said, allowed_hazards;
   acl::Status fault_status = acl::kSuccess;
   std::string fault_message;
 };
@@ -99,7 +101,9 @@ std::string report_text() {
     if (site->count()) calls[site->name()] += site->count();
   return "{\"pid\": " + std::to_string(getpid()) + ", \"counters\": " + object_of(numbers) +
          ", \"calls\": " + object_of(calls) + ", \"kernels\": " + object_of(log().kernels) +
-         ", \"hazards\": " + list_of(log().hazards) + ", \"errors\": " + list_of(log().errors) +
+         ", \"hazards\": " + list_of(log().hazards) + ", \"allowed_hazards\": " +
+         list_of({log().allowed_hazards.begin(), log().allowed_hazards.end()}) +
+         ", \"errors\": " + list_of(log().errors) +
          ", \"leaks\": " + list_of(held.leaks) + ", \"held_at_exit\": " +
          object_of(std::map<std::string, uint64_t>{{"blocks", held.pooled_blocks},
                                                    {"bytes", held.pooled_bytes}}) +
@@ -114,6 +118,7 @@ void after_fork_in_child() {
   for (auto* site : log().sites) site->clear();
   log().kernels.clear();
   log().hazards.clear();
+  log().allowed_hazards.clear();
   log().errors.clear();
   auto* values = reinterpret_cast<std::atomic<uint64_t>*>(&counters());
   for (int i = 0; i < kCounterCount; ++i) values[i] = 0;
@@ -121,6 +126,13 @@ void after_fork_in_child() {
 
 void keep(std::vector<std::string>& messages, const std::string& message) {
   if (messages.size() < kMessagesKept) messages.push_back(message);
+}
+
+bool is_allowed(const std::string& hazard) {
+  const auto& patterns = options().allowed_hazards;
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    return fnmatch(("*" + pattern + "*").c_str(), hazard.c_str(), 0) == 0;
+  });
 }
 
 }  // namespace
@@ -166,6 +178,11 @@ aclError misuse(acl::Status status, const std::string& message) {
 }
 
 void hazard(const std::string& message) {
+  if (is_allowed(message)) {
+    std::lock_guard lock(log().mutex);
+    if (log().allowed_hazards.size() < kMessagesKept) log().allowed_hazards.insert(message);
+    return;
+  }
   ++counters().hazards;
   bool is_new;
   {

@@ -1,0 +1,5 @@
+"""CANN's Python interface (pyACL), as far as programs were seen to use it."""
+
+from acl import rt
+
+__all__ = ["rt"]

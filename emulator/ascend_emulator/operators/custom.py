@@ -1,0 +1,213 @@
+"""References of the custom operators of vllm-ascend (``torch.ops._C_ascend``).
+
+They exist once its extension is loaded: `install` registers those that it has brought. Read from
+its sources, csrc/torch_binding.cpp and csrc/kernels/.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ascend_emulator.operators import elementwise, moe_gating
+from ascend_emulator.operators.constraint import Call, shape_of
+
+ADD_RMS_NORM_BIAS = "_C_ascend::npu_add_rms_norm_bias"
+GATING_TOP_K = "_C_ascend::moe_gating_top_k"
+GEMMA_RMS_NORM = "_C_ascend::npu_gemma_rms_norm"
+BGMV_SHRINK = "_C_ascend::bgmv_shrink"
+BGMV_EXPAND = "_C_ascend::bgmv_expand"
+SGMV_SHRINK = "_C_ascend::sgmv_shrink"
+SGMV_EXPAND = "_C_ascend::sgmv_expand"
+FAMILY = "custom operators"
+HALF = (torch.float16, torch.bfloat16)
+RANKS = (8, 16, 32, 64)
+
+
+def add_rms_norm_bias(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the norm of ``x1 + x2``, to which `beta` is added, its reciprocal, and the sum."""
+    normed, reciprocal, total = elementwise.add_rms_norm(x1, x2, gamma, epsilon)
+    if beta is not None:
+        normed = (normed.float() + beta.float()).to(normed.dtype)
+    return normed, reciprocal, total
+
+
+def gating_top_k(
+    x: torch.Tensor,
+    k: int,
+    k_group: int,
+    group_count: int,
+    group_select_mode: int,
+    renorm: int,
+    norm_type: int,
+    out_flag: bool,
+    routed_scaling_factor: float,
+    eps: float,
+    bias_opt: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do as ``npu_moe_gating_top_k`` does; `renorm` divides weights of a softmax by their sum."""
+    weights, ids, scores = moe_gating.gating_top_k(
+        x,
+        k,
+        bias=bias_opt,
+        k_group=k_group,
+        group_count=group_count,
+        group_select_mode=group_select_mode,
+        norm_type=norm_type,
+        out_flag=out_flag,
+        routed_scaling_factor=routed_scaling_factor,
+        eps=eps,
+    )
+    if renorm and norm_type == moe_gating.SOFTMAX:
+        total = weights.float().sum(-1, keepdim=True) / routed_scaling_factor
+        weights = (weights.float() / (total + eps)).to(weights.dtype)
+    return weights, ids, scores
+
+
+def bgmv_shrink(
+    x: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, y: torch.Tensor, scale: float
+) -> None:
+    """Write ``scale * x @ A^T`` of each row's adapter into `y`, but rows with index -1.
+
+    Parameters
+    ----------
+    x
+        ``[T, K]``.
+    weight
+        ``[adapters, rank, K]``, or with a dimension of 1 after the first.
+    indices
+        ``[T]``, int64.
+    y
+        ``[T, rank]``, float32.
+    """
+    _check(BGMV_SHRINK, x, weight, y, indices, shrinks=True)
+    _shrink(x, weight, indices, y, scale)
+
+
+def bgmv_expand(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    y: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+) -> torch.Tensor:
+    """Add ``x @ B^T`` of each row's adapter to some columns of `y`, and return all of it.
+
+    Parameters
+    ----------
+    x
+        ``[T, rank]``, float32.
+    weight
+        ``[adapters, slice_size, rank]``, or with a dimension of 1 after the first.
+    indices
+        ``[T]``, int64.
+    y
+        ``[T, N]``.
+    """
+    _check(BGMV_EXPAND, x, weight, y, indices, shrinks=False)
+    return _expand(x, weight, indices, y, slice_offset, slice_size)
+
+
+def sgmv_shrink(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    lora_indices: torch.Tensor,
+    seq_len: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+) -> None:
+    """Do as `bgmv_shrink`, with one index for each request, of as many rows as `seq_len` says."""
+    _check(SGMV_SHRINK, x, weight, y, lora_indices, shrinks=True)
+    _shrink(x, weight, _by_row(lora_indices, seq_len, len(x)), y, scale)
+
+
+def sgmv_expand(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    lora_indices: torch.Tensor,
+    seq_len: torch.Tensor,
+    y: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+) -> torch.Tensor:
+    """Do as `bgmv_expand`, with one index for each request, of as many rows as `seq_len` says."""
+    _check(SGMV_EXPAND, x, weight, y, lora_indices, shrinks=False)
+    return _expand(x, weight, _by_row(lora_indices, seq_len, len(x)), y, slice_offset, slice_size)
+
+
+def _check(
+    operator: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    indices: torch.Tensor,
+    shrinks: bool,
+) -> None:
+    demand = Call(FAMILY, operator).demand
+    rows, sums = (x, y) if shrinks else (y, x)
+    fits = rows.dtype == weight.dtype in HALF and sums.dtype == torch.float32
+    demand("adapter dtypes", fits, f"{rows.dtype}, {weight.dtype} and {sums.dtype}")
+    fits = x.dim() == y.dim() == 2 and weight.dim() in (3, 4) and indices.dim() == 1
+    demand("adapter shapes", fits and len(x) == len(y), f"{shape_of(x)} and {shape_of(weight)}")
+    demand("adapter rank", sums.shape[1] in RANKS, sums.shape[1])
+    demand("adapter indices", indices.dtype == torch.int64, indices.dtype)
+
+
+def _by_row(of_requests: torch.Tensor, lengths: torch.Tensor, rows: int) -> torch.Tensor:
+    """Index of each row's adapter; rows after the last request have none."""
+    found = torch.repeat_interleave(of_requests[: len(lengths)], lengths)[:rows]
+    return torch.cat((found, found.new_full((rows - len(found),), -1)))
+
+
+def _shrink(
+    x: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, y: torch.Tensor, scale: float
+) -> None:
+    for adapter in indices.unique().tolist():
+        if adapter >= 0:
+            rows = indices == adapter
+            a = weight[adapter].reshape(-1, x.shape[1]).float()
+            y[rows] = scale * (x[rows].float() @ a.t())
+
+
+def _expand(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    y: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+) -> torch.Tensor:
+    columns = slice(slice_offset, slice_offset + slice_size)
+    for adapter in indices.unique().tolist():
+        if adapter >= 0:
+            rows = indices == adapter
+            b = weight[adapter].reshape(-1, x.shape[1]).float()
+            total = y[rows, columns].float() + x[rows].float() @ b.t()
+            y[rows, columns] = total.to(y.dtype)
+    return y
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    ADD_RMS_NORM_BIAS: add_rms_norm_bias,
+    GATING_TOP_K: gating_top_k,
+    GEMMA_RMS_NORM: elementwise.gemma_rms_norm,
+    BGMV_SHRINK: bgmv_shrink,
+    BGMV_EXPAND: bgmv_expand,
+    SGMV_SHRINK: sgmv_shrink,
+    SGMV_EXPAND: sgmv_expand,
+}
+"""References by operator."""
+
+
+def install(register_reference: Callable[..., object]) -> None:
+    """Register the references of those operators that the extension has."""
+    for name, function in REFERENCES.items():
+        if hasattr(torch.ops._C_ascend, name.split("::")[1]):
+            register_reference(name, function)

@@ -1,0 +1,53 @@
+"""References of vllm-ascend's custom operators, beside formulas."""
+
+import torch
+
+from ascend_emulator.operators import custom, elementwise, moe_gating
+from tests.emulator.operators.formula import random
+from tests.emulator.operators.layer_calls import gating
+from tests.emulator.operators.violations.custom import shrink
+
+
+def test_a_norm_with_a_bias_is_the_norm_and_the_bias():
+    x, residual, gamma, beta = (random(*shape, seed=n) for n, shape in enumerate(SHAPES))
+    plain, _, total = elementwise.add_rms_norm(x, residual, gamma)
+    normed, _, same = custom.add_rms_norm_bias(x, residual, gamma, beta)
+    torch.testing.assert_close(normed, plain + beta)
+    assert torch.equal(total, same)
+
+
+SHAPES = ((3, 8), (3, 8), (8,), (8,))
+
+
+def test_rows_go_through_the_adapter_of_their_index():
+    call = shrink()
+    custom.bgmv_shrink(**call)
+    rows = [0.5 * call["weight"][1, 0].float() @ call["x"][0].float(), torch.zeros(8)]
+    torch.testing.assert_close(call["y"][:2], torch.stack(rows))
+    wide, half = torch.ones(3, 40, dtype=torch.bfloat16), random(2, 16, 8, dtype=torch.bfloat16)
+    out = custom.bgmv_expand(call["y"], half, call["indices"], wide, 20, 16)
+    expected = torch.ones(3, 40)
+    expected[0, 20:36] += half[1].float() @ call["y"][0]
+    expected[2, 20:36] += half[0].float() @ call["y"][2]
+    torch.testing.assert_close(out, expected.bfloat16())
+    assert out is wide
+
+
+def test_requests_give_their_adapter_to_all_of_their_rows():
+    call = shrink() | {"x": random(6, 16, dtype=torch.bfloat16), "y": torch.zeros(6, 8)}
+    indices = call.pop("indices")
+    custom.sgmv_shrink(**call, lora_indices=indices, seq_len=torch.tensor([2, 1, 2]))
+    single = call | {"y": torch.zeros(6, 8)}
+    custom.bgmv_shrink(**single, indices=torch.tensor([1, 1, -1, 0, 0, -1]))
+    assert torch.equal(call["y"], single["y"]) and call["y"][:2].any()
+
+
+def test_weights_of_a_softmax_may_be_divided_by_their_sum():
+    call = gating() | {"norm_type": moe_gating.SOFTMAX, "routed_scaling_factor": 2.5}
+    bias = call.pop("bias")
+    common = {"group_select_mode": 0, "out_flag": False, "eps": 1e-20} | call
+    weights, ids, _ = custom.gating_top_k(**common, renorm=1, bias_opt=bias)
+    plain, same, _ = moe_gating.gating_top_k(**common, bias=bias)
+    assert torch.equal(ids, same)
+    divided = 2.5 * plain.float() / plain.float().sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.float(), divided, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,34 @@
+"""Calls of vllm-ascend's custom operators."""
+
+import torch
+
+from ascend_emulator.operators import custom
+from tests.emulator.operators.formula import random
+from tests.emulator.operators.violations.breaking import changed
+
+T = torch.Tensor
+
+
+def shrink():
+    """Three rows, of which the second has no adapter, and two adapters of rank 8."""
+    return {
+        "x": random(3, 16, dtype=torch.bfloat16),
+        "weight": random(2, 1, 8, 16, dtype=torch.bfloat16, seed=1),
+        "indices": torch.tensor([1, -1, 0]),
+        "y": torch.zeros(3, 8),
+        "scale": 0.5,
+    }
+
+
+def shrinks(**changes):
+    return lambda: custom.bgmv_shrink(**changed(shrink(), changes))
+
+
+FAMILIES = {
+    "custom operators": [
+        ("adapter dtypes", shrinks(x=T.float), shrinks(y=T.half)),
+        ("adapter shapes", shrinks(weight=lambda w: w[0, 0]), shrinks(y=lambda y: y[:2])),
+        ("adapter rank", shrinks(y=torch.zeros(3, 4))),
+        ("adapter indices", shrinks(indices=T.int)),
+    ]
+}
