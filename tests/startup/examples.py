@@ -664,9 +664,6 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             "processors MinPLogitsProcessor is not supported",
         ),
     ),
-    "v2-stages-of-engines": (
-        Example(f"{ON_V2} --enforce-eager --pipeline-parallel-size 2 --data-parallel-size 2"),
-    ),
     "v2-kept-kernels": (
         Example(f"{ON_V2} --enforce-eager {OPTION}.triton_kernels keep", also=("triton-kernels",)),
     ),

@@ -140,8 +140,11 @@ class ReferenceKernels:
             planes = [plane.view(-1, *plane.shape[2:]) for plane in kv_cache]
             keys, values = planes
         for tile in plan.each(metadata, block_size):
-            read = [rows.index_select(0, tile.kv_indices) for rows in (keys, values)]
-            attend_tile(tile, query, *read, layer.scale, output, layer.logits_soft_cap, lse)
+            read_keys, read_values = (
+                rows.index_select(0, tile.kv_indices) for rows in (keys, values)
+            )
+            soft_cap = layer.logits_soft_cap
+            attend_tile(tile, query, read_keys, read_values, layer.scale, output, soft_cap, lse)
         output[metadata.num_actual_tokens :].zero_()  # padding attends to nothing
 
     def workspace(
