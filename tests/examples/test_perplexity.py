@@ -5,19 +5,25 @@ import sys
 
 import pytest
 
+from tests.helpers.demo import CACHE
 from tests.helpers.emulator import emulate, run, why_no_emulator
 
 SCRIPT = "examples/perplexity.py"
 TOKENS = ("--tokens", "1024")
 SECONDS = 3000
 COSTS = 0.02
-"""By so much perplexity may rise; it is 0.5 % and ... % on these tokens."""
+"""By so much perplexity may rise."""
 OF_DEVICES = 0.005
-"""By so much a card in 16 bits may be off the fallback in float32."""
+"""By so much a card may be off the fallback."""
+ON_CARD = {
+    "compressed-tensors, dynamic": "smollm2-w8a8-compressed-tensors-dynamic",
+    "ModelSlim, static": "smollm2-w8a8-modelslim-static",
+}
+"""Copies that a card serves, and their folders."""
 
 
 def perplexities(done) -> dict[str, float]:
-    """Perplexity by name of a copy, in the table with which the script ends."""
+    """Perplexity by name, in the table with which the script ends."""
     assert done.returncode == 0, done.stderr[-2000:]
     table = done.stdout.partition("perplexity of")[2]
     rows = re.findall(r"^(\S.*\S) +([\d.]+) +[+-][\d.]+% ±", table, re.MULTILINE)
@@ -36,9 +42,12 @@ def test_int8_copies_predict_nearly_as_well(on_fallback):
     assert max(costs.values()) < COSTS, costs
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_card_computes_the_same(on_fallback, dtype):
+def test_a_card_predicts_as_the_fallback_does(on_fallback):
+    """In float16: on so few tokens, rounding to bfloat16 alone makes a difference of 0.6 %."""
     if reason := why_no_emulator():
         pytest.skip(reason)
-    on_card = perplexities(emulate(SCRIPT, *TOKENS, "--dtype", dtype, timeout=SECONDS))
-    assert on_card == pytest.approx(on_fallback, rel=OF_DEVICES)
+    folders = [str(CACHE / folder) for folder in ON_CARD.values()]
+    given = SCRIPT, *TOKENS, "--dtype", "float16", "--model", *folders
+    on_card = perplexities(emulate(*given, timeout=SECONDS))
+    expected = [on_fallback[name] for name in ON_CARD]
+    assert [*on_card.values()] == pytest.approx(expected, rel=OF_DEVICES)
