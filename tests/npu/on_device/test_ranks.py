@@ -61,7 +61,6 @@ CASES = {
     "engines of ranks": Case("Qwen3", {TP: 2, DP: 2}, **HALF),
     "engines of ranks, V2": Case("Qwen3", {TP: 2, DP: 2}, "eager", "float16", "V2", waits=True),
     "engines, experts": Case("Qwen3Moe", {DP: 2}, **HALF, more=EXPERTS),
-    "engines of stages, V2": Case("Qwen3Moe", {PP: 2, DP: 2}, runner="V2", **HALF, more=EXPERTS),
     "engines, experts, V2": Case("Qwen3Moe", {DP: 2}, runner="V2", **HALF, more=EXPERTS),
     "engines of ranks, experts": Case("Qwen3Moe", {TP: 2, DP: 2}, **HALF, more=EXPERTS),
     "engines, MTP": Case("DeepSeek V3", {DP: 2}, drafts="mtp", more=EXPERTS),
