@@ -12,7 +12,8 @@ def check_bound(llm: Any, longest: int) -> dict[str, Any]:
     """Run a prompt of this length, and hold its memory against the bound of start-up."""
     row = measured(llm, longest)
     print("long context", row)
-    assert 0 < row["peak_bytes"] <= row["bound_bytes"]
+    # On a host it may be nothing, if pages that the process has suffice
+    assert row["peak_bytes"] <= row["bound_bytes"]
     assert row["bound_bytes"] < longest * longest, "a byte for each pair, as a dense mask has"
     return row
 

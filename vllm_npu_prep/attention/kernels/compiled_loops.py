@@ -376,6 +376,7 @@ def attend_pieces(call):
     parts = (group + ROWS - 1) // ROWS
     heads = (group + parts - 1) // parts
     rows = call.max_rows * call.together
+    width = max(call.query.shape[2], call.query_rope.shape[2])
     scratch = (
         np.empty((rows, call.keys.shape[2]), np.float32),
         np.empty((rows, call.keys_rope.shape[2]), np.float32),
@@ -385,8 +386,8 @@ def attend_pieces(call):
         np.empty(rows, np.float32),
         np.empty(KEYS, np.int64),
         np.empty(KEYS, np.int64),
-        np.zeros((call.query.shape[2], 1, KEYS), np.float32),
-        np.arange(call.query.shape[2]),
+        np.zeros((width, 1, KEYS), np.float32),
+        np.arange(width),
     )
     of_tile = kv_heads // call.together * parts
     pieces = len(call.tile_requests) * of_tile

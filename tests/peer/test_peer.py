@@ -1,0 +1,114 @@
+"""vllm-ascend, unmodified, serves on the emulated card what transformers would have said.
+
+Each test starts an engine in the environment of `make peer`; without it, all are skipped.
+"""
+
+import json
+import os
+import subprocess
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers.emulator import ROOT
+from tests.helpers.judge import bound_of, judge_of
+from tests.helpers.models import ROUTED, folder_of, is_a, prompts
+
+ENVIRONMENT = ROOT / ".cache" / "vllm-ascend"
+SERVE = ROOT / "tests" / "peer" / "serve.py"
+LIMIT = 1800
+NUM_TOKENS = 8
+EAGER: dict[str, Any] = {"enforce_eager": True}
+GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [2, 4]}}
+SIZES: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+pytestmark = pytest.mark.skipif(
+    not (ENVIRONMENT / ".installed").exists(),
+    reason=f"{ENVIRONMENT.relative_to(ROOT)} is not there: make peer",
+)
+
+
+class Said(NamedTuple):
+    """What an engine of vllm-ascend said."""
+
+    runner: str
+    tokens: list[list[int]]
+
+
+def serve(
+    model: str,
+    v2: bool,
+    options: tuple[str, ...] = (),
+    adapter: str = "",
+    folder: str = "",
+    **engine: Any,
+) -> Said:
+    """Answers of an engine to the prompts of `tests.helpers.models`; hazards are errors."""
+    job = {
+        "engine": {"model": folder or str(folder_of(model)), **SIZES, **engine},
+        "prompts": asked(model),
+        "tokens": NUM_TOKENS,
+        "adapter": adapter,
+    }
+    out = run_in_environment("python", str(SERVE), options=options, given=json.dumps(job), v2=v2)
+    said = dict(line.split(" ", 1) for line in out.splitlines() if line[:6] in LINES)
+    return Said(said["RUNNER"], json.loads(said["TOKENS"]))
+
+
+LINES = ("RUNNER", "TOKENS")
+
+
+def asked(model: str) -> list[list[int]]:
+    """Prompts of which one exceeds half a step's tokens; interpreted kernels take time for each."""
+    return prompts(model)[:4]
+
+
+def run_in_environment(
+    *command: str, options: tuple[str, ...] = (), given: str = "", v2: bool = False
+) -> str:
+    """Standard output of a command on emulated cards, where hazards are errors."""
+    done = subprocess.run(
+        [ENVIRONMENT / "bin" / "ascend-emulator", *options, "--", *command],
+        cwd=ROOT,
+        env={
+            **{k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"},
+            "PYTHONPATH": str(ROOT / "emulator"),  # without the plugin, which vLLM would find
+            "OMP_NUM_THREADS": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+        },
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def assert_judged(model: str, said: Said, int8: str = "", adapter: int = 0) -> None:
+    """Each token is the best one of transformers, as far as 16 bits and int8 let it be."""
+    judge = judge_of(model, int8=int8, adapter=adapter)
+    margins = [judge.margins(*each) for each in zip(asked(model), said.tokens, strict=True)]
+    assert all(len(each) == NUM_TOKENS for each in margins)
+    assert max(map(max, margins)) <= bound_of("bfloat16", is_a(ROUTED, model), bool(int8))
+
+
+@pytest.mark.parametrize("mode", [EAGER, GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_a_dense_model_on_both_runners(v2, mode):
+    said = serve("Qwen3ForCausalLM", v2, **mode)
+    assert ("v2" in said.runner) == v2
+    assert_judged("Qwen3ForCausalLM", said)
+
+
+def test_triton_kernels_are_tasks_of_streams():
+    run_in_environment(
+        *("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-c", os.devnull),
+        *("--rootdir", str(ROOT), str(ROOT / "tests" / "peer" / "kernels.py")),
+    )
