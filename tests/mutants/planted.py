@@ -838,6 +838,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: EAGLE-3 heads read the states of default layers", "        setattr(of_head, key, named[key])", "        pass", V2),
     ],
     "runner/v2/drawing.py": [
+        ("V2: float64 logits are compared as float32", "exact = logits if logits.dtype == torch.float64 else logits.float()", "exact = logits.half().float()", ("tests/v2/test_drawn_drafts.py",)),
         ("V2: greedy rows get noise, random ones get none", "(requests.temperature == 0)[:, None], 0)", "(requests.temperature != 0)[:, None], 0)", V2_ENGINE),
         ("V2: a draft is verified by the number that drew it", "positions + DRAFTING", "positions + VERIFYING", V2),
         ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),

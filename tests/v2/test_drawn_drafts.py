@@ -14,7 +14,7 @@ from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.triton.gumbel import gumbel_noise
 from vllm_npu_prep.ops.triton.sampling_v2 import scale_by_temperature
 from vllm_npu_prep.runner.v2.buffers import RowValues
-from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, draw, draw_drafts
+from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, argmax, draw, draw_drafts
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.verification import NPURejectionSampler
@@ -245,3 +245,12 @@ def test_nans_of_logits_are_counted_before_they_are_sampled_from(seed, drafts, d
         expected = [sum(part) for part in np.split(rows_with_nans(logits), ends[:-1])]
         assert sampler(logits, batch).num_nans.tolist() == expected
         assert sum(expected) < logits.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_greedy_token_is_torchs(dtype):
+    logits = torch.randn(5, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, 11] = logits[0, 40] = logits.max() + 1  # the first of equal ones
+    logits[1], logits[2, 7], logits[3, 50] = -torch.inf, torch.inf, torch.nan
+    for rows in (logits, logits[:0], logits[:, ::2]):
+        assert torch.equal(argmax(rows), rows.argmax(-1))
