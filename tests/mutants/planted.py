@@ -149,7 +149,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("compiled: the first request waits for numba", 'if name == "compiled":', "if False:", (EVERY_STATE,)),
     ],
     "attention/kernels/compiled.py": [
-        ("compiled: a layer reads the K and V of the step's first one", "        if tensor is not None:\n            addresses[index] = tensor.data_ptr()", "        if tensor is not None and addresses[index] == 0:\n            addresses[index] = tensor.data_ptr()", REAL_TEXT),
+        ("compiled: a layer reads the K and V of the step's first one", "        if tensor is not None:\n            addresses[index] = tensor.data_ptr()", "        if tensor is not None and (index not in (2, 4) or addresses[index] == 0):\n            addresses[index] = tensor.data_ptr()", REAL_TEXT),
         ("compiled: a prompt's tokens see those that follow", "ends, shape, output, causal=True)", "ends, shape, output, causal=False)", LATENT_COMPILED),
     ],
     "ops/cpu/linear.py": [

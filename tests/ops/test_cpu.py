@@ -193,3 +193,5 @@ def test_swiglu_is_that_of_vllm(dtype):
     for given in (x, x[:, 0, :], x[:0], x.transpose(0, 2)):
         got, expected = layer.forward_oot(given), layer.forward_native(given)
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=2e-6, equal_nan=True)
+        if dtype != torch.float32 and len(given):  # rounded as often
+            assert (got == expected).float().mean() > 0.95

@@ -252,5 +252,6 @@ def test_a_greedy_token_is_torchs(dtype):
     logits = torch.randn(5, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[0, 11] = logits[0, 40] = logits.max() + 1  # the first of equal ones
     logits[1], logits[2, 7], logits[3, 50] = -torch.inf, torch.inf, torch.nan
+    logits[4, 3], logits[4, 60] = 9, torch.tensor(9 + 1e-12, dtype=torch.float64)
     for rows in (logits, logits[:0], logits[:, ::2]):
         assert torch.equal(argmax(rows), rows.argmax(-1))
