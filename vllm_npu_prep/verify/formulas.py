@@ -101,16 +101,6 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return a / (1 + (-a).exp()) * b
 
 
-def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate in the form of GPT-NeoX: element i and i + half are a pair, float64."""
-    half = x.shape[-1] // 2
-    x, cos, sin = x.double(), cos.double(), sin.double()
-    rotated = torch.empty_like(x)
-    rotated[..., :half] = x[..., :half] * cos[..., :half] - x[..., half:] * sin[..., :half]
-    rotated[..., half:] = x[..., half:] * cos[..., half:] + x[..., :half] * sin[..., half:]
-    return rotated
-
-
 def sums(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
     """Weight and add each token's rows: float64 ``[T, hidden]``.
 
