@@ -9,12 +9,12 @@ from tests.helpers.demo import CACHE
 from tests.helpers.emulator import emulate, run, why_no_emulator
 
 SCRIPT = "examples/perplexity.py"
-TOKENS = ("--tokens", "1024")
-SECONDS = 3000
+SECONDS = 3600
 COSTS = 0.02
 """By so much perplexity may rise."""
 OF_DEVICES = 0.005
-"""By so much a card may be off the fallback."""
+"""By so much a card may be off the fallback. The standard error of that is 0.2 % on 10,230 tokens,
+and 0.6 % on a tenth of them: 16 bits are enough for inputs to be rounded otherwise."""
 ON_CARD = {
     "compressed-tensors, dynamic": "smollm2-w8a8-compressed-tensors-dynamic",
     "ModelSlim, static": "smollm2-w8a8-modelslim-static",
@@ -22,18 +22,18 @@ ON_CARD = {
 """Copies that a card serves, and their folders."""
 
 
-def perplexities(done) -> dict[str, float]:
-    """Perplexity by name, in the table with which the script ends."""
+def perplexities(done) -> list[tuple[str, float]]:
+    """Names and perplexities in the table with which the script ends."""
     assert done.returncode == 0, done.stderr[-2000:]
     table = done.stdout.partition("perplexity of")[2]
-    rows = re.findall(r"^(\S.*\S) +([\d.]+) +[+-][\d.]+% ±", table, re.MULTILINE)
-    return {name: float(value) for name, value in rows}
+    rows = re.findall(r"^(\S+(?: \S+)*) +([\d.]+) +[+-][\d.]+% ±", table, re.MULTILINE)
+    return [(name, float(value)) for name, value in rows]
 
 
 @pytest.fixture(scope="module")
 def on_fallback(real_model):
-    command = [sys.executable, SCRIPT, *TOKENS]
-    return perplexities(run(command, timeout=SECONDS, NPU_PREP_DEVICE="cpu"))
+    command = [sys.executable, SCRIPT]
+    return dict(perplexities(run(command, timeout=SECONDS, NPU_PREP_DEVICE="cpu")))
 
 
 def test_int8_copies_predict_nearly_as_well(on_fallback):
@@ -42,12 +42,11 @@ def test_int8_copies_predict_nearly_as_well(on_fallback):
     assert max(costs.values()) < COSTS, costs
 
 
-def test_a_card_predicts_as_the_fallback_does(on_fallback):
-    """In float16: on so few tokens, rounding to bfloat16 alone makes a difference of 0.6 %."""
+@pytest.mark.parametrize("copy", ON_CARD)
+def test_a_card_predicts_as_the_fallback_does(on_fallback, copy):
     if reason := why_no_emulator():
         pytest.skip(reason)
-    folders = [str(CACHE / folder) for folder in ON_CARD.values()]
-    given = SCRIPT, *TOKENS, "--dtype", "float16", "--model", *folders
-    on_card = perplexities(emulate(*given, timeout=SECONDS))
-    expected = [on_fallback[name] for name in ON_CARD]
-    assert [*on_card.values()] == pytest.approx(expected, rel=OF_DEVICES)
+    model = CACHE / ON_CARD[copy]
+    given = SCRIPT, "--dtype", "bfloat16", "--model", str(model)
+    [(_, on_card)] = perplexities(emulate(*given, timeout=SECONDS))
+    assert on_card == pytest.approx(on_fallback[copy], rel=OF_DEVICES)

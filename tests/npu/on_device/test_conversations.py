@@ -8,8 +8,8 @@ from tests.helpers.fused import forget_layers
 from tests.helpers.v2 import RUNNERS
 
 BOUND = {"float16": 0.1, "bfloat16": 0.8}
-"""How far below the best logit by transformers in float32 that of a token may be: about twice of
-what was measured. Log-probabilities of prompts are as near."""
+"""How far below the best logit by transformers in float32 that of a token may be: guesses, until a
+run has measured them. Log-probabilities of prompts are as near."""
 PARTS = 2
 """Each is a test, so a slice of `make test-all` can end after it."""
 
