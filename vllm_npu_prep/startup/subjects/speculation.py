@@ -90,6 +90,7 @@ METHOD = (
             Example(
                 DRAFTS.replace("draft_model", "medusa"),
                 drafter=small_model("MedusaModel", model_type="medusa"),
+                until="0.33.0",
             ),
         ),
     ),
