@@ -14,6 +14,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
 from tests.helpers.watch import count_states
+from vllm_npu_prep.compat.releases import is_since
 from vllm_npu_prep.errors import PrepError
 
 LENGTHS = [3, 1, 150, 40, 90, 17, 2, 64, 65, 33]
@@ -146,7 +147,9 @@ def test_scores_of_a_cross_encoder_with_token_types(folder, seed, runner):
         )
         # In one batch with a prompt that has no types
         pair = [0, *queries[0], 1, *documents[0], 1]
-        mixed = [PoolingParams(extra_kwargs={"compressed_token_type_ids": 6}), PoolingParams()]
+        first = len(queries[0]) + 2  # of the tokens of type 1; vLLM 0.33.0 wants their end, too
+        types = (first, len(pair)) if is_since("0.33.0") else first
+        mixed = [PoolingParams(extra_kwargs={"compressed_token_type_ids": types}), PoolingParams()]
         got = pooled(llm, [pair, pair], "classify", mixed)
     hf = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     expected = []

@@ -415,6 +415,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         Example(
             DRAFTS.replace("draft_model", "medusa"),
             drafter=small_model("MedusaModel", model_type="medusa"),
+            until="0.33.0",
         ),
     ),
     "speculation-prompt-embeds": (Example(f"{NGRAM} --enable-prompt-embeds"),),

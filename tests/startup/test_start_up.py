@@ -21,6 +21,7 @@ from tests.helpers.releases import serve_parser
 from tests.helpers.v2 import asked_for
 from vllm_npu_prep import device
 from vllm_npu_prep.compat import activation
+from vllm_npu_prep.compat.releases import is_since
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR, read_choice
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
@@ -104,11 +105,13 @@ def test_a_model_that_sees_says_so_or_serves_text_only(block, vision_models):
 
 
 def test_drafters_leave_scheduling_as_vllm_decides_it(configure, model, tmp_path):
+    """vLLM 0.33.0 schedules ngram asynchronously, too, on V2."""
     drafter = disturb_model(tmp_path, model, share=0.1)
     drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
     assert configure(speculative_config=drafts).scheduler_config.async_scheduling
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    assert not configure(speculative_config=ngram).scheduler_config.async_scheduling
+    asynchronous = configure(speculative_config=ngram).scheduler_config.async_scheduling
+    assert asynchronous == is_since("0.33.0")
 
 
 def test_a_connector_that_is_registered_by_name_is_its_owner_s(configure, monkeypatch):
