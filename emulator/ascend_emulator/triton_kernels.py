@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ascend_emulator import api
-from ascend_emulator.errors import EmulatorError
 from ascend_emulator.profiles import cube_cores
 
 PREFIX = "triton::"
@@ -127,18 +126,17 @@ def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **keywords: Any) -> N
     """Launch a kernel, as ``kernel[grid](...)`` does; stands for ``InterpretedFunction.run``."""
     if warmup:
         return
-    import torch
-
     keywords = {name: value for name, value in keywords.items() if name in kernel.arg_names}
     arguments = inspect.getcallargs(kernel.fn, *given, **keywords)
     tensors = dict(_tensors_in(arguments))
     name = PREFIX + kernel.fn.__name__
     if on_host := [each for each, tensor in tensors.items() if tensor.device.type == "cpu"]:
-        raise EmulatorError(f"{name}: {on_host[0]} is a tensor of the CPU; give one of the device")
+        # In Triton's words, which its drivers for cards have
+        raise ValueError(f"{name}: {on_host[0]} cannot be accessed from Triton (cpu tensor?)")
     sizes = grid(arguments) if callable(grid) else grid
     sizes = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
     device = next((tensor.device for tensor in tensors.values()), None)
-    stream = torch.npu.current_stream(device).npu_stream
+    stream = _npu().current_stream(device).npu_stream
     passed = {each: _without_tensors(value) for each, value in arguments.items()}
     number = next(_numbers)
     _launches[number] = Launch(name, kernel, passed, sizes)
@@ -211,6 +209,13 @@ def _forget(number: int) -> None:
     _launches.pop(number, None)
 
 
+def _npu() -> Any:
+    """torch.npu, which torch_npu adds."""
+    import torch
+
+    return vars(torch)["npu"]
+
+
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     runtime = api._runtime()
@@ -266,17 +271,13 @@ def _add_driver() -> None:
         def get_active_torch_device(self) -> Any:
             import torch
 
-            return torch.device("npu", torch.npu.current_device())
+            return torch.device("npu", _npu().current_device())
 
         def get_device_interface(self) -> Any:
-            import torch
-
-            return torch.npu
+            return _npu()
 
         def get_current_device(self) -> int:
-            import torch
-
-            return int(torch.npu.current_device())
+            return int(_npu().current_device())
 
         def get_benchmarker(self) -> Callable[..., Any]:
             # An emulated card's times mean nothing: the first configuration is as good as any.

@@ -1,5 +1,1 @@
 """CANN's Python interface (pyACL), as far as programs were seen to use it."""
-
-from acl import rt
-
-__all__ = ["rt"]
