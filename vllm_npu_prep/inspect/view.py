@@ -23,6 +23,7 @@ from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import read_record
 from vllm_npu_prep.records.scenario import Scenario
 from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
+from vllm_npu_prep.records.step_samples import StepSamples, read_samples
 from vllm_npu_prep.wording import counted
 
 STATE_RULES = {
@@ -75,6 +76,8 @@ class StepView:
     padded: bool = True  # whether the device sees other sizes than the scheduler's
     # By layer: tokens of each expert, if the record was asked for them
     tokens_per_expert: ExpertTokens = field(default_factory=dict)
+    # By row of the batch; empty unless the engine returned masks of sampling or replayed traces
+    samples: StepSamples = field(default_factory=list)
     # The text of each token (`vllm_npu_prep.inspect.texts`); empty without a tokenizer
     input_texts: list[str | None] = field(default_factory=list)
 
@@ -252,5 +255,9 @@ def view_of_record(file: Path) -> StepView:
         view = StepView.of_record(record, f"step {record.number} of {file}")
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
-    experts, texts = read_expert_counts(file), input_texts(file, record)
-    return replace(view, tokens_per_expert=experts, input_texts=texts)
+    return replace(
+        view,
+        tokens_per_expert=read_expert_counts(file),
+        samples=read_samples(file, len(view.requests)),
+        input_texts=input_texts(file, record),
+    )

@@ -87,7 +87,7 @@ STORED = (
     "--kv-transfer-config.kv_connector_extra_config.shared_storage_path kv"
 )
 SHARED_BY_2 = "--tensor-parallel-size 2 --decode-context-parallel-size 2"
-ON_V2 = "VLLM_USE_V2_MODEL_RUNNER=1"
+ON_V1, ON_V2 = "VLLM_USE_V2_MODEL_RUNNER=0", "VLLM_USE_V2_MODEL_RUNNER=1"
 OPTION = f"--additional-config.{SECTION}"
 
 

@@ -10,6 +10,8 @@ from vllm_npu_prep.startup.example import (
     MLA,
     MTP,
     NGRAM,
+    ON_V1,
+    ON_V2,
     SOFT_CAP,
     STATES,
     STORED,
@@ -55,6 +57,8 @@ def _mtp(asked: RequestedEngine) -> dict[str, object]:
     }
 
 
+ROTATES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+"""Parameters of M-RoPE, for an example."""
 GEMMA4_ASSISTANT = small_model(
     "Gemma4AssistantForCausalLM",
     model_type="gemma4_assistant",
@@ -199,13 +203,15 @@ SPECULATION = (
         lambda c: (
             c.speculative.method == "draft_model"
             and c.model.uses_mrope
-            and not c.config.use_v2_model_runner  # which drafts for no such model
+            and not c.config.use_v2_model_runner
         ),
         "speculative method draft_model for a model with M-RoPE ({model})",
         "draft models of vLLM's V1 runner have one position for each token",
-        "use ngram or EAGLE",
+        "use ngram or EAGLE, or unset VLLM_USE_V2_MODEL_RUNNER: V2 has it",
         example=Example(
-            DRAFTS, model=VISION, drafter=small_model("Qwen3ForCausalLM", vocab_size=876)
+            f"{ON_V1} {DRAFTS}",
+            model=VISION,
+            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
         ),
     ),
     Refusal(
@@ -325,6 +331,20 @@ DRAFTERS = (
         _drafter,
         example=Example(
             DRAFTS, "(full_attention, sliding_attention)", drafter={**SOFT_CAP, **WINDOWS}
+        ),
+    ),
+    Refusal(
+        "drafter-mrope",
+        lambda c: c.speculative.method == "draft_model" and c.drafter.uses_mrope,
+        "{drafter} as a drafter ({method})",
+        "it has M-RoPE, and draft models have one position for each token",
+        "use a draft model of text",
+        _drafter,
+        example=Example(
+            f"{ON_V2} {DRAFTS}",
+            "it has M-RoPE",
+            model=VISION,
+            drafter=small_model("Qwen3ForCausalLM", vocab_size=876, rope_parameters=ROTATES),
         ),
     ),
     Refusal(

@@ -17,9 +17,7 @@ from vllm_npu_prep.startup.example import (
     MTP,
     ON_V2,
     OPTION,
-    VISION,
     Example,
-    small_model,
 )
 from vllm_npu_prep.startup.refusal import NOT_SUPPORTED, Refusal, Subject
 
@@ -32,13 +30,6 @@ def _has_stages(asked: RequestedEngine) -> bool:
 
 def _has_engines(asked: RequestedEngine) -> bool:
     return asked.config.parallel_config.data_parallel_size > 1
-
-
-def _sees(asked: RequestedEngine) -> bool:
-    """Tell whether the model takes images or videos: the target, for a drafter's own config."""
-    speculative = asked.config.speculative_config
-    model = asked.model if speculative is None else speculative.target_model_config
-    return model.supports_multimodal_inputs or model.uses_mrope
 
 
 @functools.cache
@@ -105,18 +96,6 @@ V1_HAS = (
 )
 
 V1_HAS_DRAFTS = (
-    Refusal(
-        "v2-multimodal-drafts",
-        lambda c: _sees(c) and c.has_drafter,
-        "Model Runner V2 with a drafter for a multimodal model ({model})",
-        "its drafters read positions of one dimension, and token ids",
-        f"use ngram, or {BY_V1}",
-        example=Example(
-            f"{ON_V2} --enforce-eager {DRAFTS}",
-            model=VISION,
-            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
-        ),
-    ),
     Refusal(
         "v2-unpadded-drafter-batch",
         lambda c: c.speculative.disable_padded_drafter_batch,
