@@ -481,6 +481,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "observe/recorder.py": [
         ("a step that did not run has the counts of the one before", "                self.expert_counters.clear()\n", "                pass\n", RECORDS),
         ("a recorder is closed by the main thread only", "if in_main_thread and signal.getsignal(signal.SIGUSR1) == self._on_signal", "if signal.getsignal(signal.SIGUSR1) == self._on_signal", RECORDS),
+        ("samples that come after their step was written are lost", "            if number <= self._last_written:\n                self._write_sampled(", "            if number <= self._last_written:\n                str(", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),
@@ -705,6 +706,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: a module that the model lacks is not looked for", "if start and start in layers and module not in made and not is_experts:", "if start in () and module not in made and not is_experts:", INT8_FILES),
     ],
     "records/comparison.py": [
+        ("replays take a sample that can't have been drawn", "if not any(first <= token < first + count for first, count in runs):", "if False:", V2_ENGINE),
         ("a message about drafts names the request whose row is the draft's number", "        req = int(np.searchsorted(np.cumsum(rows), index[0], side=\"right\"))\n", "        req = index[0]\n", ("tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",)),
     ],
     "records/record_file.py": [
@@ -881,6 +883,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
     "runner/v2/output.py": [
+        ("V2: samples never reach their record", "self._note(self._output)", "pass", V2_ENGINE),
         ("V2: masks of rejected drafts are handed out", "np.arange(*each) for each in zip(starts, starts + counts)", "np.arange(*each) for each in zip(starts, starts + counts[::-1])", V2_ENGINE),
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
