@@ -38,6 +38,9 @@ class NPUSpeculator(TargetDependentARSpeculator):
     ----------
     builders
         Metadata builders of the drafter's layers; set with the KV cache.
+    rotation_dims
+        Dimensions of the positions that it rotates by, if both it and the target have M-RoPE; else
+        0: it rotates by positions in the sequence.
     draft_logits
         The logits from which drafts were drawn, by request row; None if drafts are the drafter's
         most likely tokens.
@@ -52,8 +55,9 @@ class NPUSpeculator(TargetDependentARSpeculator):
         # Upstream's passes read them in place; ours don't
         self.hidden_states = torch.empty(0)
         self.attn_groups = []
-        drafter = self.draft_model_config
-        self.rotation_dims = drafter.mrope_num_dims if drafter.uses_mrope else 0  # with M-RoPE
+        target, drafter = vllm_config.model_config, self.draft_model_config
+        rotates = target.uses_mrope and drafter.uses_mrope
+        self.rotation_dims = drafter.mrope_num_dims if rotates else 0
         self.passes = DraftPasses(
             vllm_config,
             device,
