@@ -36,14 +36,34 @@ def test_start_up_says_with_which_torch_a_release_was_tested():
     assert f"torch=={TORCH}" in (metadata.requires("vllm_npu_prep") or ())
 
 
-@pytest.mark.parametrize(
-    ("interval", "skips", "begins"),
-    [(1, False, []), (4, False, ["prefills wait"]), (1, True, ["drafts may be"])],
-)
-def test_steps_that_vllm_0_33_decides_by_all_are_left_to_it(interval, skips, begins):
-    scheduler = SimpleNamespace(local_prefill_interval=interval, can_skip_drafts=skips)
+@pytest.mark.parametrize(("interval", "begins"), [(1, []), (4, ["prefills wait"])])
+def test_steps_that_vllm_0_33_decides_by_all_are_left_to_it(interval, begins):
+    scheduler = SimpleNamespace(local_prefill_interval=interval)
     reasons = SchedulerRules033().reasons_for_upstream(scheduler)
     assert [reason[:13] for reason, holds in reasons.items() if holds] == begins
+
+
+@pytest.mark.parametrize(
+    ("outputs", "placeholders", "last", "skips"),
+    [
+        (5, 3, 6, True),  # the step samples the last token, beside two drafts
+        (5, 3, 7, False),
+        (5, 6, 7, True),  # a step in flight samples the one before it
+        (5, 6, 8, False),
+    ],
+)
+def test_drafts_that_no_step_will_verify_are_left_out(outputs, placeholders, last, skips):
+    fields = {"num_output_tokens": outputs, "num_output_placeholders": placeholders}
+    ends, stays = (SimpleNamespace(**fields, max_tokens=most) for most in (6, last))
+    scheduler = SimpleNamespace(
+        requests={"a": ends, "b": stays},
+        num_executed_steps=0,
+        use_v2_model_runner=False,
+        can_skip_drafts=True,
+    )
+    output = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 3}, skip_drafts=True)
+    SchedulerRules033().complete(scheduler, output, ["a", "b"])
+    assert output.skip_drafts is skips
 
 
 @pytest.mark.parametrize(
@@ -52,7 +72,7 @@ def test_steps_that_vllm_0_33_decides_by_all_are_left_to_it(interval, skips, beg
 )
 def test_a_step_counts_as_executed_if_upstream_saw_none_of_it(scheduled, taken, counted):
     scheduler = SimpleNamespace(num_executed_steps=0, use_v2_model_runner=False)
-    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(scheduled, 1))
+    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(scheduled, 1), skip_drafts=False)
     SchedulerRules033().complete(scheduler, output, taken)
     assert scheduler.num_executed_steps == counted
 
@@ -64,7 +84,9 @@ def test_encoder_inputs_that_upstream_did_not_see_are_told():
         use_v2_model_runner=True,
         _get_encoder_input_updates=lambda ids, new, encoding: asked.append(ids) or {"a": {0: None}},
     )
-    output = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1}, encoder_input_updates={"b": {}})
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": 1, "b": 1}, skip_drafts=False, encoder_input_updates={"b": {}}
+    )
     SchedulerRules033().complete(scheduler, output, ["a"])
     assert list(asked[0]) == ["a"]
     assert output.encoder_input_updates == {"b": {}, "a": {0: None}}

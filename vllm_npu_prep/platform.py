@@ -263,13 +263,6 @@ class NPUPlatform(Platform):
             refuse_non_finite(processed_inputs["prompt_embeds"])
 
     @classmethod
-    def refuse_on_v2(cls, params: Any) -> None:
-        """Refuse a request's parameters for which Model Runner V2 has no room."""
-        from vllm_npu_prep.runner.v2.limits import refuse_long_lists
-
-        refuse_long_lists(params)
-
-    @classmethod
     def reason_for_v1(cls, vllm_config: "VllmConfig") -> str:
         """Return why an engine has Model Runner V1 if the environment leaves the choice; empty if
         it has V2.

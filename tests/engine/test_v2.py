@@ -1,5 +1,7 @@
 """vLLM's Model Runner V2 with this plugin: V1's tokens, from the same traffic."""
 
+import json
+from collections import defaultdict
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +15,10 @@ from tests.helpers.engine import generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import logits_of, reference
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import count_preemptions, count_verified
+from vllm_npu_prep.inspect.explain import explain_json
+from vllm_npu_prep.inspect.replay import replay
+from vllm_npu_prep.inspect.view import view_of_record
+from vllm_npu_prep.records.step_samples import SUFFIX
 
 CHECKED = {"additional_config": {"npu_prep": {"check": "full"}}}
 FEW_BLOCKS = {"kv_cache_memory_bytes": 2 * 2 * 16 * 4 * 2 * 128 * 6}
@@ -239,10 +245,10 @@ def test_logits_that_are_no_numbers_end_the_step_when_asked_to(
 
 
 @pytest.mark.parametrize("case", ["sync", "async", "drafts"])
-def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts, case):
+def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts, case, tmp_path):
     """A trace takes the place of samples in every other request; masks are of the model's logits.
 
-    vLLM has both on V2 alone, and takes no traces beside drafts.
+    vLLM has both on V2 alone, and takes no traces beside drafts. Records have both, too.
     """
     (model, drafts), compute, rng = drafting, logits_of(drafting[0]), np.random.default_rng(3)
     traces = {index: rng.integers(2, 512, 9).tolist() for index in range(0, len(prompts), 2)}
@@ -257,7 +263,9 @@ def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts
     settings |= {"enable_trace_replay": bool(traces), "async_scheduling": case != "sync"}
     rows = {"max_num_seqs": 2}  # which later requests take over
     settings |= {"speculative_config": drafts} if case == "drafts" else rows
-    with engine_of("V2", model, max_num_batched_tokens=48, **CHECKED, **settings) as llm:
+    record = {"dir": str(tmp_path), "steps": "0:1000", "request_ids": "plain"}
+    settings["additional_config"] = {"npu_prep": {"check": "full", "record": record}}
+    with engine_of("V2", model, max_num_batched_tokens=48, **settings) as llm:
         verified = count_verified(llm) if case == "drafts" else {"partly": 1, "rejected": 1}
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(inputs, params, use_tqdm=False)
@@ -271,3 +279,38 @@ def test_traces_are_followed_and_tokens_come_with_their_rivals(drafting, prompts
         assert answer.sampling_mask.token_ids == best
         assert index in traces or all(token in row for token, row in zip(tokens, best))
     assert verified["partly"] > 0 and verified["rejected"] > 0
+    check_sampled(tmp_path, outputs, traces)
+
+
+def check_sampled(folder, outputs, traces):
+    """Records have the tokens of each request in the order of its steps, where each came from, and
+    its rivals; replays agree, and find one that can't have been drawn."""
+    recorded = defaultdict(list)
+    files = sorted(folder.glob("*/*.npz"))
+    for file in files:
+        view = view_of_record(file)
+        assert explain_json(view)["samples"] == [e.model_dump() for e in view.samples]
+        for request, samples in zip(view.requests, view.samples, strict=True):
+            rivals = [
+                [t for first, n in runs for t in range(first, first + n)] for runs in samples.kept
+            ]
+            sources = [samples.from_trace] * len(rivals)
+            recorded[int(request.req_id.partition("-")[0])] += zip(
+                samples.token_ids, rivals, sources
+            )
+    first = int(outputs[0].request_id)
+    for index, output in enumerate(outputs):
+        tokens, rivals, sources = zip(*recorded[first + index])
+        (answer,) = output.outputs
+        length = len(answer.token_ids)  # what is behind it was sampled, and left out
+        assert list(tokens[:length]) == list(answer.token_ids)
+        assert list(rivals[:length]) == answer.sampling_mask.token_ids
+        assert set(sources[:length]) == {index in traces}
+    assert all(not found for _, found in replay(folder))
+    last = files[-1].with_suffix(SUFFIX)
+    samples = json.loads(last.read_text())
+    drawn = next(each for each in samples if each["token_ids"] and not each["from_trace"])
+    drawn["token_ids"][0] = next(t for t in range(512) if [t, 1] not in drawn["kept"][0])
+    last.write_text(json.dumps(samples))
+    ((found,),) = [each for _, each in replay(folder) if each]
+    assert "the mask says one of 5 others" in str(found)

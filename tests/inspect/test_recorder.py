@@ -16,7 +16,7 @@ from tests.helpers.records import EAGER
 from vllm_npu_prep.config import RecordConfig
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe import recorder as recorder_module
-from vllm_npu_prep.observe.recorder import StepRecorder
+from vllm_npu_prep.observe.recorder import Sampled, StepRecorder
 from vllm_npu_prep.observe.step_snapshot import Recorded
 from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import StepLayout
@@ -26,6 +26,7 @@ from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.records.comparison import core_difference, oracle_difference
 from vllm_npu_prep.records.record_file import read_record, record_files
 from vllm_npu_prep.records.settings import LayerGroup
+from vllm_npu_prep.records.step_samples import SUFFIX, read_samples
 
 NUM_REQS, MODEL_LEN, BLOCK_SIZE = 6, 96, 4
 
@@ -208,3 +209,41 @@ def test_names_are_hashed_alike_within_a_run_only(make):
     recorder.keep(decodes.step(), EAGER, [f"a\nb{row}" for row in range(NUM_REQS)])
     (file,) = record_files(recorder.folder)
     assert read_record(file).settings.req_ids[1] == "a?b1"
+
+
+@pytest.mark.parametrize("steps", ["last 3", "1:4"])
+def test_samples_are_written_beside_their_steps_whenever_they_come(make, steps):
+    """Some come after their step was written, and some after it was forgotten."""
+    recorder, decodes = make(steps)
+
+    def note(number: int) -> None:
+        token_ids = [[number + row] for row in range(NUM_REQS)]
+        recorder.note_sampled(number, Sampled(token_ids, [1], None))
+
+    decodes.record(recorder, 2)
+    note(0)
+    decodes.record(recorder, 3)
+    for number in (1, 2):
+        note(number)
+    recorder.dump("a test")
+    for number in (3, 4):
+        note(number)
+    written = sorted(recorder.folder.glob(f"*{SUFFIX}"))
+    kept = [2, 3, 4] if steps.startswith("last") else [1, 2, 3]
+    assert [path.name for path in written] == [f"step-{number:06d}{SUFFIX}" for number in kept]
+    for number, file in zip(kept, record_files(recorder.folder), strict=True):
+        samples = read_samples(file, NUM_REQS)
+        assert [each.token_ids for each in samples] == [[number + row] for row in range(NUM_REQS)]
+        assert [each.from_trace for each in samples] == [row == 1 for row in range(NUM_REQS)]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '[{"token_ids": [-1]}]', '[{"token_ids": [1], "a": 2}]']
+)
+def test_a_file_of_samples_that_was_changed_is_one_line(tmp_path, content):
+    record = tmp_path / "step-000001.npz"
+    assert read_samples(record, 1) == []
+    record.with_suffix(SUFFIX).write_text(content)
+    with pytest.raises(PrepError, match="not samples of requests") as error:
+        read_samples(record, 1)
+    assert "\n" not in str(error.value)

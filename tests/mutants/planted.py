@@ -86,6 +86,7 @@ V2_EPISODES = (
     "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
 )
 V2_ENGINE = ("tests/engine/test_v2.py",)
+V2_SEES = ("tests/engine/test_multimodal.py::test_mtp_layers_read_images_on_v2_as_on_v1",)
 V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
 V2_SHARES = (
@@ -347,6 +348,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "compat/releases.py": [
         ("a release of vLLM has the rules of the one before", ">= _numbers(release)", "> _numbers(release)", ("tests/test_releases.py",)),
+        ("a step in flight samples no token of a request that drafts", "num_output_tokens + 1 + in_flight", "num_output_tokens + 1", ("tests/test_releases.py",)),
+        ("drafts are left out though some request needs them", "not any(_uses_drafts(", "not all(_uses_drafts(", ("tests/test_releases.py",)),
         ("nobody is told with which torch a release was tested", "    pinned = OTHER_TORCH.get(version)\n", "    pinned = None\n", ("tests/test_releases.py", "tests/inspect/test_doctor.py")),
     ],
     "compat/scheduler.py": [
@@ -469,6 +472,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an engine that has ended keeps the files of its metrics open", "            file.close()\n        self._files = {}", "            pass", ("tests/inspect/test_metrics.py",)),
     ],
     "observe/recorder.py": [
+        ("samples that come after their step was written are lost", "            if number <= self._last_written:\n                self._write_sampled(", "            if number <= self._last_written:\n                str(", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),
         ("a full disk is told as an exception of the code", "        except PrepError as error:\n            self._stop(str(error))", "        except KeyError as error:\n            self._stop(str(error))", ("tests/inspect/test_recorder.py",)),
@@ -690,6 +694,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: a module that the model lacks is not looked for", "if start and start in layers and module not in made and not is_experts:", "if start in () and module not in made and not is_experts:", INT8_FILES),
     ],
     "records/comparison.py": [
+        ("replays take a sample that can't have been drawn", "if not any(first <= token < first + count for first, count in runs):", "if False:", V2_ENGINE),
         ("a message about drafts names the request whose row is the draft's number", "        req = int(np.searchsorted(np.cumsum(rows), index[0], side=\"right\"))\n", "        req = index[0]\n", ("tests/engine/test_hybrids.py::test_drafts_that_are_looked_up_leave_no_trace_in_states[V1]",)),
     ],
     "records/record_file.py": [
@@ -830,7 +835,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: an idle engine replays the graph that it would choose by itself", "                manager.of_dummy_run = found[0]", "                pass", V2_ENGINES),
     ],
     "runner/v2/draft_passes.py": [
-        ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[:num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
+        ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[..., :num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
         ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
     ],
     "runner/v2/drafters.py": [
@@ -852,8 +857,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: bad words are looked for one place further", "first = batch.seq_lens  #", "first = batch.seq_lens + 1  #", V2_ENGINE),
         ("V2: samples of requests with a budget are not noted", "wants_tokens = wants_tokens or with_budgets.use_thinking_budget[request_rows].any()", "pass", V2_THINKING),
     ],
-    "runner/v2/limits.py": [
-        ("V2: lists that have no room reach the engine", "if len(given) > allowed:", "if len(given) > allowed * 2:", V2),
+    "runner/v2/logit_bias.py": [
+        ("V2: a long list of one request holds for all of its batch", "ctx.expanded_idx_mapping == row", "ctx.expanded_idx_mapping >= 0", ("tests/engine/test_sampling.py",)),
+        ("V2: long lists of stop tokens hold to the end", "is_own & (pos + 1 < self.min_len)", "is_own & (pos >= 0)", V2),
+        ("V2: a row keeps long lists of the request before", "        self._long.pop(req_idx, None)  # of the row's last request\n", "", ("tests/engine/test_sampling.py",)),
     ],
     "runner/v2/ngram.py": [
         ("V2: drafts are looked up with another request's length", "lengths = self._states.total_len.gpu.index_select(0, idx_mapping)", "lengths = self._states.total_len.gpu[: len(idx_mapping)]", V2_REAL_TEXT),
@@ -864,6 +871,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
     "runner/v2/output.py": [
+        ("V2: samples never reach their record", "self._note(self._output)", "pass", V2_ENGINE),
         ("V2: masks of rejected drafts are handed out", "np.arange(*each) for each in zip(starts, starts + counts)", "np.arange(*each) for each in zip(starts, starts + counts[::-1])", V2_ENGINE),
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
@@ -897,6 +905,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/runner.py": [
         ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.prepared, self.preparer)\n", "", V2_GRAPHS),
+        ("V2: drafters read the ids of images", "images = self._images_after(batch)", "pass", V2_SEES),
+        ("V2: drafters read images one token late", "draft_lookahead=1", "draft_lookahead=0", V2_SEES),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
         ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False", "            pass", V2_EMBEDS),
@@ -916,6 +926,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/v2/speculator.py": [
         ("V2: later passes of a draft model attend to a token less", "            seq_lens_np += np.int32(self.num_extra_query_per_req)", "            pass", V2_DRAFT_MODEL),
         ("V2: logits of drafts are kept by row", "at = requests.idx_mapping * self", "at = torch.arange(len(logits)) * self", V2),
+        ("V2: drafts after an image rotate by their places in the sequence", "places = positions if rotations is None else rotations", "places = positions", V2_SEES),
         ("V2: the first draft pass reads tokens that are not shifted", "input_ids.roll(-1)", "input_ids.clone()", V2),
     ],
     "runner/v2/stages.py": [

@@ -130,8 +130,10 @@ def draw(seed: int, **fixed: Any) -> SimpleNamespace:
         throttle=one_in(8),
         fewest=int(rng.choice([1, 1, 4])),
     )
-    if not drawn.caching and one_in(2):  # drawn last: kept seeds stay what they were
+    # Drawn last: kept seeds stay what they were
+    if not drawn.caching and one_in(2):
         drawn.groups, drawn.blocks = (*groups, "states"), 2 * blocks
+    drawn.v2 = drawn.v2 or (not asynchronous and one_in(2))
     vars(drawn).update(fixed)
     return drawn
 
@@ -172,6 +174,7 @@ def spec_of(group: str, settings: SimpleNamespace) -> Any:
     of = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 8}
     of["dtype"] = torch.float32
     states = {"block_size": settings.max_model_len, "num_speculative_blocks": settings.num_drafts}
+    states["mamba_cache_mode"] = "align" if settings.caching else "none"
     return {
         "full": lambda: FullAttentionSpec(**of),
         "window": lambda: SlidingWindowSpec(**of, sliding_window=24),

@@ -58,6 +58,11 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
         {"shares": {"grammar": 0.2}},
     ),
     "images that drafters still read": ({**EAGLE, "num_drafts": 3}, {}, {}),
+    "drafts that no step verifies": (
+        {"method": "eagle", "num_drafts": 2, "v2": True, "max_num_seqs": 4, "fewest": 1},
+        {"arrived": 0.3},
+        {"longest": 12, "most": 6},
+    ),
     "prompts that are cut": ({**NO_DRAFTS, "threshold": 8, "budget": 96}, {"arrived": 0.15}, {}),
     "requests preempted again and again": (
         {**LOOKED_UP, **LATER, "block_size": 4},

@@ -98,7 +98,7 @@ QUANTIFIERS = {
 }
 PENALTIES = {"frequency_penalty": 2, "presence_penalty": -2, "repetition_penalty": 1e30}
 PAST_THE_END = {"stop_token_ids": [60_000], "min_tokens": 2}
-TOO_MANY = {"stop_token_ids": [*range(121)], "min_tokens": 2}
+TOO_MANY = {"stop_token_ids": [*range(200)], "min_tokens": 2}
 TEMPLATE = {"tokenize": False, "chat_template": "{{ 1/0 }}"}
 PATTERN = {"type": "string", "pattern": "([a-"}
 
@@ -112,7 +112,9 @@ HOSTILE = (
     Hostile("CVE-2026-93989 bias of ids past the vocabulary", {"logit_bias": {"60000": 5}}),
     Hostile("CVE-2026-93989 bias of ids below zero", {"logit_bias": {"-4": 5}}),
     Hostile("CVE-2026-93989 stops past the vocabulary", PAST_THE_END),
-    Hostile("CVE-2026-93989 more stops than V2 has room for", TOO_MANY, EITHER),
+    Hostile(
+        "CVE-2026-93989 more stops than upstream's V2 has room for", TOO_MANY, frozenset({200})
+    ),
     Hostile("PYSEC-2026-4350 more log-probabilities than the server gives", {"logprobs": 30_000}),
     Hostile("PYSEC-2026-4350 prompt log-probabilities", {"prompt_logprobs": 30_000}),
     Hostile("PYSEC-2026-4350 log-probabilities below -1", {"logprobs": -7}),

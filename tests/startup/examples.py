@@ -86,7 +86,8 @@ STORED = (
     "--kv-transfer-config.kv_connector_extra_config.shared_storage_path kv"
 )
 SHARED_BY_2 = "--tensor-parallel-size 2 --decode-context-parallel-size 2"
-ON_V2 = "VLLM_USE_V2_MODEL_RUNNER=1"
+ON_V1, ON_V2 = "VLLM_USE_V2_MODEL_RUNNER=0", "VLLM_USE_V2_MODEL_RUNNER=1"
+ROTATES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OPTION = f"--additional-config.{SECTION}"
 
 
@@ -448,7 +449,11 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "mtp-index-share": (Example(f"{MTP} -sc.index_share_for_mtp_iteration true", model=MIMO),),
     "unpadded-drafter-batch": (Example(f"{DRAFTS} -sc.disable_padded_drafter_batch true"),),
     "draft-model-mrope": (
-        Example(DRAFTS, model=VISION, drafter=small_model("Qwen3ForCausalLM", vocab_size=876)),
+        Example(
+            f"{ON_V1} {DRAFTS}",
+            model=VISION,
+            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
+        ),
     ),
     "rejection-sample-method": (
         Example(f"{DRAFTS} -sc.rejection_sample_method block", "method block is"),
@@ -482,6 +487,14 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "drafter-mla": (Example(DRAFTS, model=MLA),),
     "drafter-layer-kinds": (
         Example(DRAFTS, "(full_attention, sliding_attention)", drafter={**SOFT_CAP, **WINDOWS}),
+    ),
+    "drafter-mrope": (
+        Example(
+            f"{ON_V2} {DRAFTS}",
+            "it has M-RoPE",
+            model=VISION,
+            drafter=small_model("Qwen3ForCausalLM", vocab_size=876, rope_parameters=ROTATES),
+        ),
     ),
     "drafter-states": (Example(DRAFTS, "/drafter as a drafter (draft_model)", drafter=STATES),),
     "drafter-attention-chunks": (Example(DRAFTS, drafter=CHUNKS),),
@@ -667,13 +680,6 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     ),
     "v2-kept-kernels": (
         Example(f"{ON_V2} --enforce-eager {OPTION}.triton_kernels keep", also=("triton-kernels",)),
-    ),
-    "v2-multimodal-drafts": (
-        Example(
-            f"{ON_V2} --enforce-eager {DRAFTS}",
-            model=VISION,
-            drafter=small_model("Qwen3ForCausalLM", vocab_size=876),
-        ),
     ),
     "v2-unpadded-drafter-batch": (
         Example(f"{UNPADDED} {MTP}", "or unset VLLM_USE_V2_MODEL_RUNNER: V1 has it", model=MIMO),

@@ -79,19 +79,34 @@ class SchedulerRules033(SchedulerRules):
         rules: Any = scheduler
         return {
             "prefills wait for an interval": rules.local_prefill_interval > 1,
-            "drafts may be left out": rules.can_skip_drafts,
         }
 
     def complete(
         self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str]
     ) -> None:
-        """Count the step if upstream saw none of it, and tell the runner of encoder inputs."""
+        """Count the step if upstream saw none of it, and tell the runner of encoder inputs.
+
+        Drafts are needed if any request that was taken can use them; upstream asked the others.
+        """
         rules, step = scheduler, output  # type: Any, Any
+        if step.skip_drafts and rules.can_skip_drafts:
+            step.skip_drafts = not any(_uses_drafts(scheduler, output, each) for each in taken)
         ids = dict.fromkeys(taken, 0)
         if ids and len(output.num_scheduled_tokens) == len(ids):
             rules.num_executed_steps += 1
         if rules.use_v2_model_runner:
             step.encoder_input_updates |= rules._get_encoder_input_updates(ids, [], {})
+
+
+def _uses_drafts(scheduler: "Scheduler", output: "SchedulerOutput", req_id: str) -> bool:
+    """Tell whether a decode that was scheduled may have a step after this one.
+
+    Upstream asks so before the step is entered in the request (``Scheduler._drafts_unused`` of vLLM
+    0.33.0): more placeholders than this step's are those of a step in flight.
+    """
+    request = scheduler.requests[req_id]
+    in_flight = request.num_output_placeholders > output.num_scheduled_tokens[req_id]
+    return request.num_output_tokens + 1 + in_flight < request.max_tokens
 
 
 def scheduler_rules(version: str | None = None) -> SchedulerRules:

@@ -14,7 +14,6 @@ from vllm_npu_prep.errors import PrepError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 RUNNER_ENV_VAR = "VLLM_USE_V2_MODEL_RUNNER"
@@ -56,7 +55,7 @@ def let_it_run_without_triton() -> None:
 
 
 def let_platform_choose(platform: Any) -> None:
-    """Let an engine have V1 where our platform has a reason for it, and limit requests on V2.
+    """Let an engine have V1 where our platform has a reason for it.
 
     The platform is asked unless the environment chooses. vLLM asks for the runner of a config
     whenever it wants to know, also before the platform has checked it, and in each process, so the
@@ -64,10 +63,8 @@ def let_platform_choose(platform: Any) -> None:
     """
     from vllm import envs
     from vllm.config import VllmConfig
-    from vllm.v1.engine.input_processor import InputProcessor
 
     upstream: Any = vars(VllmConfig)["use_v2_model_runner"].fget
-    build = InputProcessor._build_logits_processors_params_validator
     if hasattr(upstream, "__wrapped__"):
         return
 
@@ -76,20 +73,7 @@ def let_platform_choose(platform: Any) -> None:
         is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and self.watermark_config is None
         return not (is_open and platform.reason_for_v1(self)) and upstream(self)
 
-    @functools.wraps(build)
-    def build_validator(self: "InputProcessor") -> Callable[[Any], None]:
-        validate = build(self)
-        if not self.vllm_config.use_v2_model_runner:
-            return validate
-
-        def validate_both(params: Any) -> None:
-            validate(params)
-            platform.refuse_on_v2(params)
-
-        return validate_both
-
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
-    InputProcessor._build_logits_processors_params_validator = build_validator
 
 
 def let_workers_run_without_triton() -> None:

@@ -4,7 +4,7 @@ Tables (`StepTable`) and texts are made here for the terminal and for the HTML p
 (`vllm_npu_prep.inspect.page`); `explain_json` is the same for programs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out |= {name: getattr(step, name).tolist() for name in REQUEST_LEVEL}
     out |= {name: int(getattr(step, name)) for name in SCALARS}
     out["attn_state"] = step.attn_state.name
+    if view.samples:
+        out["samples"] = [each.model_dump(exclude_none=True) for each in view.samples]
     out["attn_mask"] = _mask_json(view.plans[0], step.positions)
     if view.padded:
         out["num_reqs_padded"] = step.padding.num_reqs_padded
@@ -225,9 +227,9 @@ def request_tables(view: StepView, selection: Selection) -> Iterator[StepTable]:
         yield shard_table(view, selection)
     for group in view.state_groups:
         yield state_table(view, selection, group)
-    items = item_table(view, selection)
-    if items.rows:
-        yield items
+    for table in (item_table(view, selection), sample_table(view, selection)):
+        if table.rows:
+            yield table
 
 
 def request_table(view: StepView, selection: Selection) -> StepTable:
@@ -254,6 +256,21 @@ def item_table(view: StepView, selection: Selection) -> StepTable:
     rows = [[*list(span.values())[:4], _span(span["tokens"])] for span in spans]
     columns = ["req_id", "modality", "offset", "length", "tokens"]
     return StepTable("images and videos", columns, rows)
+
+
+def sample_table(view: StepView, selection: Selection) -> StepTable:
+    """Return what the step sampled, and from which tokens each was drawn."""
+    rows: list[list[object]] = []
+    for row in selection.requests if view.samples else ():
+        samples = view.samples[row]
+        for index, token in enumerate(samples.token_ids):
+            source, kept = "a trace" if samples.from_trace else "the model", "-"
+            if samples.kept is not None:
+                runs = samples.kept[index]
+                source += f", of {counted(sum(count for _, count in runs), 'token')}"
+                kept = _ranges(range(first, first + count) for first, count in runs)
+            rows.append([view.requests[row].req_id, token, source, kept])
+    return StepTable("samples", ["req_id", "token", "from", "tokens to draw from"], rows)
 
 
 def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
@@ -453,7 +470,10 @@ def _list(blocks: np.ndarray) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers as ranges, ``3-7 9``."""
-    runs = runs_of(numbers)
+    return _ranges(runs_of(numbers))
+
+
+def _ranges(runs: Iterable[range]) -> str:
     return " ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 

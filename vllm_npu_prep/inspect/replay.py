@@ -26,21 +26,29 @@ def replay(
     Yields
     ------
     path, differences
-        Of each record: the core's first difference and the oracle's, if there are any.
+        Of each record: the core's first difference and the oracle's, if there are any, and a
+        sample that can't have been drawn.
 
     Raises
     ------
     PrepError
         For a file that is not a record, or if there is no such step.
     """
-    from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+    from vllm_npu_prep.records.comparison import (
+        core_difference,
+        oracle_difference,
+        sample_difference,
+    )
     from vllm_npu_prep.records.record_file import read_record, record_files
+    from vllm_npu_prep.records.step_samples import read_samples
 
     files = record_files(path, step)
     for file in files:
         record = read_record(file)
+        samples = read_samples(file, record.settings.num_reqs)
         try:
             found = [core_difference(record), oracle_difference(record)]
+            found.append(sample_difference(record, samples))
         except PrepError as error:
             raise PrepError(f"{file}: {error}") from None
         yield file, [each for each in found if each is not None]

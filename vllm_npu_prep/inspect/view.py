@@ -22,6 +22,7 @@ from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import read_record
 from vllm_npu_prep.records.scenario import Scenario
 from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
+from vllm_npu_prep.records.step_samples import StepSamples, read_samples
 from vllm_npu_prep.wording import counted
 
 STATE_RULES = {
@@ -72,6 +73,8 @@ class StepView:
     step: PreparedStep
     requests: list[RequestView]  # in the order of the batch
     padded: bool = True  # whether the device sees other sizes than the scheduler's
+    # By row of the batch; empty unless the engine returned masks of sampling or replayed traces
+    samples: StepSamples = field(default_factory=list)
     # The text of each token (`vllm_npu_prep.inspect.texts`); empty without a tokenizer
     input_texts: list[str | None] = field(default_factory=list)
 
@@ -248,4 +251,5 @@ def view_of_record(file: Path) -> StepView:
         view = StepView.of_record(record, f"step {record.number} of {file}")
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
-    return replace(view, input_texts=input_texts(file, record))
+    samples = read_samples(file, len(view.requests))
+    return replace(view, samples=samples, input_texts=input_texts(file, record))

@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,9 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.record import FORMAT
-from vllm_npu_prep.wording import counted
+from vllm_npu_prep.records.step_samples import SUFFIX as SAMPLES
+from vllm_npu_prep.records.step_samples import RequestSamples, to_bytes
+from vllm_npu_prep.wording import counted, runs_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,6 +60,35 @@ class Written(NamedTuple):
             return f"{self.why}; those of this run are in {self.folder}"
         verb = "is" if self.steps == 1 else "are"
         return f"{counted(self.steps, 'step')} {verb} in {self.folder} ({self.why})"
+
+
+class Sampled(NamedTuple):
+    """What a step sampled, as the runner returns it; `to_bytes` of `records.step_samples`."""
+
+    token_ids: list[list[int]]  # of each request
+    from_trace: Collection[int]  # rows of the batch
+    masks: Any  # vLLM's ``SamplingMaskLists``; None if the engine returns none
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.masks is None else int(self.masks.token_ids.nbytes)
+
+    def to_bytes(self) -> bytes:
+        return to_bytes(
+            [
+                RequestSamples(
+                    token_ids=tokens, from_trace=row in self.from_trace, kept=self._kept(row)
+                )
+                for row, tokens in enumerate(self.token_ids)
+            ]
+        )
+
+    def _kept(self, row: int) -> list[list[tuple[int, int]]] | None:
+        if self.masks is None:
+            return None
+        kept = self.masks.slice_request(row, len(self.token_ids[row])).to_nested_list()
+        kept = kept[: len(self.token_ids[row])]
+        return [[(run.start, len(run)) for run in runs_of(tokens)] for tokens in kept]
 
 
 class StepRecorder:
@@ -108,6 +139,7 @@ class StepRecorder:
         # A step may fail in the thread that waits for its output.
         self._lock = threading.Lock()
         self._salt = os.urandom(16)
+        self._sampled: dict[int, Sampled] = {}  # by step of the ring
         if self._span is None:
             logger.info(
                 "Recording the last %s; `vllm-npu-prep record` or dump_steps writes them to %s.",
@@ -182,7 +214,8 @@ class StepRecorder:
 
     def _forget_oldest(self) -> None:
         oldest = self._ring.popleft()
-        self._ring_bytes -= oldest.nbytes
+        sampled = self._sampled.pop(oldest.number, None)
+        self._ring_bytes -= oldest.nbytes + (sampled.nbytes if sampled else 0)
         oldest.advance(self._past_blocks)
 
     # ----------------------------------------------------------------- files
@@ -224,9 +257,36 @@ class StepRecorder:
             self._stop(f"step {snapshot.number} would exceed max_bytes {self.config.max_bytes:,}")
             return
         try:
-            write_whole(self.folder / f"step-{snapshot.number:06d}.npz", content)
+            write_whole(self._path(snapshot.number), content)
+            if snapshot.number in self._sampled:
+                self._write_sampled(snapshot.number, self._sampled[snapshot.number])
         except PrepError as error:
             self._stop(str(error))
+
+    def note_sampled(self, number: int, sampled: Sampled) -> None:
+        """Note what a step sampled, which is known after the step was noted, and maybe written.
+
+        With asynchronous scheduling another thread calls this.
+        """
+        if self._span is not None and number not in self._span:
+            return
+        with self._noting():
+            if number <= self._last_written:
+                self._write_sampled(number, sampled)
+            elif self._ring and number >= self._ring[0].number:
+                self._ring_bytes += sampled.nbytes
+                self._sampled[number] = sampled
+
+    def _write_sampled(self, number: int, sampled: Sampled) -> None:
+        content = sampled.to_bytes()
+        self._file_bytes += len(content)
+        if self._span is not None and self._file_bytes > self.config.max_bytes:
+            self._stop(f"samples of step {number} exceed max_bytes {self.config.max_bytes:,}")
+            return
+        write_whole(self._path(number).with_suffix(SAMPLES), content)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"step-{number:06d}.npz"
 
     def _begin_folder(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

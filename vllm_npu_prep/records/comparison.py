@@ -29,6 +29,7 @@ from vllm_npu_prep.records.contract import (
 )
 from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.settings import LayerGroup
+from vllm_npu_prep.records.step_samples import RequestSamples
 
 ORACLE_CELLS = 1 << 20
 """Masks and chunks with at most this many cells are compared cell by cell."""
@@ -45,7 +46,7 @@ class Difference:
     """Where a record first differs from the step prepared again."""
 
     step: int  # its number
-    by: str  # which preparation differs: ``core`` or ``oracle``
+    by: str  # which preparation differs, ``core`` or ``oracle``; of a sample its ``mask``
     variable: str
     index: tuple[int, ...]  # empty for a scalar, or where shapes differ
     req_id: str | None  # None in padding, or if the variable has no requests
@@ -85,6 +86,29 @@ def first_difference(
             values = _plain(recorded[index]), _plain(array[index])
             return Difference(record.number, by, name, index, *_owner(record, name, index), *values)
     return None
+
+
+def sample_difference(record: StepRecord, samples: Sequence[RequestSamples]) -> Difference | None:
+    """Find a request with more samples than its drafts allow, or a sample that none can draw."""
+    drafts = record.batch.num_draft_tokens.tolist()
+    for row, of_request in enumerate(samples):
+        at = record.number, record.settings.req_ids[row]
+        tokens, most = of_request.token_ids, 1 + drafts[row]
+        if len(tokens) > most:
+            return _of_sample(*at, "core", (row,), f"{len(tokens)} tokens", f"at most {most}")
+        if of_request.from_trace:
+            continue
+        for index, (token, runs) in enumerate(zip(tokens, of_request.kept or ())):
+            if not any(first <= token < first + count for first, count in runs):
+                size = sum(count for _, count in runs)
+                return _of_sample(*at, "mask", (row, index), token, f"one of {size} others")
+    return None
+
+
+def _of_sample(
+    number: int, req_id: str, by: str, index: tuple[int, ...], recorded: object, expected: object
+) -> Difference:
+    return Difference(number, by, "samples", index, req_id, None, recorded, expected)
 
 
 def _plain(value: Any) -> Any:

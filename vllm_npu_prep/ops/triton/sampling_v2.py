@@ -142,12 +142,24 @@ def apply_logit_bias(
     num_stops = num_stop_token_ids[request_rows]
     is_short = (num_stops > 0) & (pos + 1 < min_lens[request_rows])
     stops = _marked(stop_token_ids[request_rows], num_stops, vocab_size) & is_short[:, None]
-    if not constants["CHECK_ALL_MASKED_ROWS"]:
+    may_restore = None
+    if constants["CHECK_ALL_MASKED_ROWS"]:
+        may_restore = restore_when_all_masked[request_rows] != 0
+    forbid_stops(logits, stops, may_restore)
+
+
+def forbid_stops(
+    logits: torch.Tensor, stops: torch.Tensor, may_restore: torch.Tensor | None
+) -> None:
+    """Forbid stop tokens, bool ``[R, V]``, in float32 ``[R, V]`` logits.
+
+    Rows of `may_restore`, bool ``[R]``, keep theirs if no other token is left.
+    """
+    if may_restore is None:
         logits.masked_fill_(stops, -INFINITY)
         return
     without_stops = logits.masked_fill(stops, -INFINITY)
-    is_empty = without_stops.amax(-1) == -INFINITY
-    restored = is_empty & (restore_when_all_masked[request_rows] != 0)
+    restored = (without_stops.amax(-1) == -INFINITY) & may_restore
     kept = restored[:, None] & (logits.abs() < INFINITY)
     logits.copy_(torch.where(stops & ~kept, -INFINITY, logits))
 

@@ -18,6 +18,10 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 
+Images = tuple[list[torch.Tensor], torch.Tensor]
+"""The encoder's outputs of a pass, ``[tokens, hidden_size]`` each, and which tokens have one, bool
+``[num_tokens]`` on the host."""
+
 
 class GraphInputs(NamedTuple):
     """Input buffers of the piecewise graphs of a draft pass; their addresses never change.
@@ -26,9 +30,18 @@ class GraphInputs(NamedTuple):
     """
 
     input_ids: torch.Tensor  # [S] int32
-    positions: torch.Tensor  # [S] int64
+    positions: torch.Tensor  # [S] int64, with M-RoPE [num_dims, S]
     hidden_states: torch.Tensor  # [S, hidden_size]
     no_slots: torch.Tensor  # [S] int64: for captures and dummy runs, which write no cache
+    inputs_embeds: torch.Tensor  # [S, hidden_size]; empty for a drafter that sees no images
+
+    def of(self, num_tokens: int) -> "GraphInputs":
+        return GraphInputs(
+            *(
+                each[..., :num_tokens] if each is self.positions else each[:num_tokens]
+                for each in self
+            )
+        )
 
 
 class PassSize(NamedTuple):
@@ -58,17 +71,28 @@ class DraftPasses:
         captured.
     model, layers
         The drafter and the names of its attention layers; set when it has been loaded.
+    reads_embeds
+        Whether the drafter reads embeddings in every pass, among them the encoder's outputs; set
+        when it has been loaded.
     """
 
     model: Any
     layers: Collection[str] = ()
+    reads_embeds = False
 
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, hidden_size: int, *, reads_target: bool
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        hidden_size: int,
+        *,
+        reads_target: bool,
+        num_dims: int,  # of positions; 0 without M-RoPE
     ) -> None:
         self.sizes: Sequence[int] = ()
         self._config, self._device = vllm_config, device
         self._hidden_size, self._reads_target = hidden_size, reads_target
+        self._num_dims = num_dims
         parallel = vllm_config.parallel_config
         self._engines, self._engine = parallel.data_parallel_size, parallel.data_parallel_rank
         self._inputs: GraphInputs | None = None
@@ -85,12 +109,15 @@ class DraftPasses:
         largest = self._config.compilation_config.max_cudagraph_capture_size or 0
         dtype = self._config.model_config.dtype
         assert isinstance(dtype, torch.dtype), "vLLM has resolved names of dtypes"
+        places = (self._num_dims, largest + 1) if self._num_dims else (largest,)
         with torch.inference_mode(False):  # steps change them in place
+            states = torch.zeros(largest, self._hidden_size, dtype=dtype, device=self._device)
             self._inputs = GraphInputs(
                 torch.zeros(largest, dtype=torch.int32, device=self._device),
-                torch.zeros(largest, dtype=torch.int64, device=self._device),
-                torch.zeros(largest, self._hidden_size, dtype=dtype, device=self._device),
+                torch.zeros(places, dtype=torch.int64, device=self._device),
+                states,
                 torch.full((largest,), PADDING_SLOT_ID, device=self._device),
+                torch.zeros_like(states if self.reads_embeds else states[:0]),
             )
 
     def capture(self, num_tokens: int) -> None:
@@ -105,10 +132,10 @@ class DraftPasses:
         before, across = GraphWrapper.num_graphs(), None
         if self._engines > 1:  # all ranks capture graphs of one size
             across = torch.full((self._engines,), num_tokens, dtype=torch.int32)
-        ids, positions, hidden_states, slots = (each[:num_tokens] for each in self._inputs)
+        ids, positions, hidden_states, slots, embeds = self._inputs.of(num_tokens)
         given = ids, positions, hidden_states, None, dict.fromkeys(self.layers, slots)
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
-            self._forward(*given, mode, across)
+            self._forward(*given, mode, across, embeds if self.reads_embeds else None)
         self._captured.add(name)
         if GraphWrapper.num_graphs() == before:
             self._inputs = None
@@ -155,37 +182,47 @@ class DraftPasses:
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor] | None,
         size: PassSize,
+        images: Images | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one pass; return hidden states for the logits, and those for the next pass.
 
         Parameters
         ----------
         input_ids, positions
-            int32 and int64 ``[num_tokens]``.
+            int32 and int64 ``[num_tokens]``; positions of a drafter with M-RoPE are ``[num_dims,
+            num_tokens]``.
         hidden_states
             ``[num_tokens, hidden_size]`` of the target model or of the previous pass.
         metadata, slot_mappings
             By layer; None in dummy runs, which write nothing to the cache.
         """
-        num_tokens = len(input_ids)
+        num_tokens, embeds = len(input_ids), None
+        if self.reads_embeds:
+            seen, are_seen = images or (None, None)
+            embeds = self.model.embed_input_ids(
+                input_ids, multimodal_embeddings=seen, is_multimodal=are_seen
+            )
         if not size.padded:
             mode = CUDAGraphMode.NONE
             given = input_ids, positions, hidden_states, metadata, slot_mappings
-            return self._forward(*given, mode, size.across)
+            return self._forward(*given, mode, size.across, embeds)
         assert self._inputs is not None
         inputs = self._inputs
         inputs.input_ids[:num_tokens].copy_(input_ids)
-        inputs.positions[:num_tokens].copy_(positions)
+        inputs.positions[..., :num_tokens].copy_(positions)
         if self._reads_target:
             inputs.hidden_states[:num_tokens].copy_(hidden_states)
-        ids, positions, hidden_states, no_slots = (each[: size.padded] for each in inputs)
+        if embeds is not None:
+            inputs.inputs_embeds[:num_tokens].copy_(embeds)
+        ids, positions, hidden_states, no_slots, padded = inputs.of(size.padded)
         if slot_mappings is None:
             slot_mappings = dict.fromkeys(self.layers, no_slots)
         own = {name: slot_mappings[name] for name in self.layers if name in slot_mappings}
         slot_mappings = padded_slots(own, size.padded)
         mode = CUDAGraphMode.PIECEWISE
+        embeds = padded if self.reads_embeds else None
         output, following = self._forward(
-            ids, positions, hidden_states, metadata, slot_mappings, mode, size.across
+            ids, positions, hidden_states, metadata, slot_mappings, mode, size.across, embeds
         )
         return output[:num_tokens], following[:num_tokens]
 
@@ -198,6 +235,7 @@ class DraftPasses:
         slot_mappings: dict[str, torch.Tensor] | None,
         mode: CUDAGraphMode,
         across: torch.Tensor | None,
+        embeds: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = len(input_ids)
         of_target = {"hidden_states": hidden_states} if self._reads_target else {}
@@ -211,7 +249,7 @@ class DraftPasses:
             slot_mapping=slot_mappings,
         ):
             output: Any = self.model(
-                input_ids=input_ids, positions=positions, inputs_embeds=None, **of_target
+                input_ids=input_ids, positions=positions, inputs_embeds=embeds, **of_target
             )
         return output if isinstance(output, tuple) else (output, output)
 

@@ -15,6 +15,7 @@ from vllm_npu_prep.attention.metadata import common_metadata
 from vllm_npu_prep.ops.triton.drafting import copy_and_expand_eagle_inputs
 from vllm_npu_prep.runner.mtp_layers import warn_of_unused_layers
 from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.runner.v2.draft_passes import Images
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
 from vllm_npu_prep.runner.v2.request_states import NPURequestState
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
@@ -49,8 +50,9 @@ class NPUDraftModelSpeculator(NPUSpeculator, StandaloneARSpeculator):  # type: i
         hidden_states: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
+        images: Images | None,
     ) -> tuple[torch.Tensor, ...]:
-        del metadata, slot_mappings  # the target's
+        del metadata, slot_mappings, images  # the target's
         step, staged = in_flight.step, in_flight.staged
         arrays, num_reqs, extra = staged.device, step.num_reqs, self.num_extra_query_per_req
         num_tokens = step.total_num_scheduled_tokens

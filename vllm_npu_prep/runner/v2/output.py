@@ -1,5 +1,6 @@
 """What a step returns: its samples or pooled vectors, while they are copied to the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,9 @@ class StepOutput(AsyncModelRunnerOutput):
         discard: np.ndarray,
         cu_num_logits: np.ndarray,
         copy_stream: Any,
+        note: Callable[[ModelRunnerOutput], None] | None = None,
     ) -> None:
-        self._output, self._cu_num_logits = output, cu_num_logits
+        self._output, self._cu_num_logits, self._note = output, cu_num_logits, note
         self._discard = np.flatnonzero(discard).tolist()
         # Kept until their copies are complete (`vllm_npu_prep.runner.outputs.OutputsInFlight`)
         self._sampled_token_ids = sampler_output.sampled_token_ids
@@ -103,6 +105,8 @@ class StepOutput(AsyncModelRunnerOutput):
         # Let go of what is on the device
         del self._sampled_token_ids, self._logprobs_tensors, self._prompt_scores
         del self._sampling_masks
+        if self._note is not None:
+            self._note(self._output)
         return self._output
 
     def _masks_of(

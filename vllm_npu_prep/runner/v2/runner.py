@@ -1,7 +1,7 @@
 """vLLM's V2 runner with its input preparation replaced."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +24,7 @@ from vllm_npu_prep.attention.kv_cache import (
 )
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.graph.wrapper import GraphWrapper
+from vllm_npu_prep.observe.recorder import Sampled
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
@@ -31,6 +32,7 @@ from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.padding import DispatchKey
 from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.runner.v2.draft_passes import Images
 from vllm_npu_prep.runner.v2.drawing import Requests
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
@@ -45,6 +47,7 @@ from vllm_npu_prep.runner.v2.prompt_scores import (
     wants_scores,
 )
 from vllm_npu_prep.runner.v2.request_states import AwaitedSamples
+from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.setup import RunnerSetupV2
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.verification import AcceptedCounts, count_accepted
@@ -364,7 +367,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
             cudagraph_stats=state.cudagraph_stats,
         )
         borders, stream = batch.cu_num_logits_np, self.output_copy_stream
-        returned = StepOutput(output, sampler_output, discard, borders, stream)
+        note = None if self.recorder is None else self._note_of_samples()
+        returned = StepOutput(output, sampler_output, discard, borders, stream, note)
         sampled = sampler_output.sampled_token_ids
         discarded = staged.device.discard_request_mask[: step.num_reqs]
         assert self.sampler is not None
@@ -396,6 +400,24 @@ class NPUModelRunnerV2(RunnerSetupV2):
         self.req_states.append_samples(*kept, batch.num_scheduled_tokens, samples)
         return output
 
+    def _note_of_samples(self) -> Callable[[ModelRunnerOutput], None] | None:
+        """Return what notes a step's samples for its record.
+
+        The result is None in engines without masks of sampling and traces.
+        """
+        sampler, recorder = self.sampler, self.recorder
+        assert isinstance(sampler, NPUSampler) and recorder is not None
+        traces = sampler.trace_replay_state
+        if traces is None and not sampler.return_sampling_mask:
+            return None
+        number, from_trace = recorder.steps - 1, () if traces is None else traces.replaced
+
+        def note(output: ModelRunnerOutput) -> None:
+            token_ids = [[*tokens] for tokens in output.sampled_token_ids]
+            recorder.note_sampled(number, Sampled(token_ids, from_trace, output.sampling_masks))
+
+        return note
+
     def _draft(self, state: Any, accepted: AcceptedCounts) -> torch.Tensor:
         """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
         if isinstance(self.speculator, NPUNgramSpeculator):
@@ -411,6 +433,9 @@ class NPUModelRunnerV2(RunnerSetupV2):
                 self.sampler.use_fp64_gumbel,
             )
             drawn = drawn if drawn.are_random.any() else None
+        images = None
+        if self.speculator.passes.reads_embeds:
+            images = self._images_after(batch)
         return self.speculator.draft(
             self.prepared,
             accepted,
@@ -420,7 +445,14 @@ class NPUModelRunnerV2(RunnerSetupV2):
             self.model_state.metadata,
             self.preparer.slot_mappings(self.prepared.staged)[1],
             drawn,
+            images,
         )
+
+    def _images_after(self, batch: InputBatch) -> Images:
+        """Return the encoder's outputs for the tokens after a step's, which drafters read."""
+        found, are_seen = self.model_state.gather_mm_embeddings(batch, draft_lookahead=1)
+        padding = batch.num_tokens_after_padding - batch.num_tokens
+        return found, torch.nn.functional.pad(are_seen, (0, padding))
 
     @torch.inference_mode()
     def pool(self) -> Any:

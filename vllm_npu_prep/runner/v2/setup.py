@@ -32,6 +32,7 @@ from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
 from vllm_npu_prep.runner.v2.dp_agreement import DPDecisions
 from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.graphs import GraphManager
+from vllm_npu_prep.runner.v2.logit_bias import NPULogitBiasState
 from vllm_npu_prep.runner.v2.model_state import PreparedModelState, make_model_state
 from vllm_npu_prep.runner.v2.order import BatchOrder
 from vllm_npu_prep.runner.v2.output import DraftsOfStep
@@ -109,6 +110,7 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
             RopeState=NPURopeState,
             BlockTables=NPUBlockTables,
             Sampler=NPUSampler,
+            LogitBiasState=NPULogitBiasState,
             UvaBackedTensor=slot_values,
             StagedWriteTensor=StagedRows,
             LoraState=NPULoraState,

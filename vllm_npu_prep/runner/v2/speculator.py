@@ -26,7 +26,7 @@ from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
-from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, PassSize
+from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, Images, PassSize
 from vllm_npu_prep.runner.v2.drawing import Requests, argmax, draw_drafts
 from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
@@ -38,6 +38,9 @@ class NPUSpeculator(TargetDependentARSpeculator):
     ----------
     builders
         Metadata builders of the drafter's layers; set with the KV cache.
+    rotation_dims
+        Dimensions of the positions that it rotates by, if both it and the target have M-RoPE; else
+        0: it rotates by positions in the sequence.
     draft_logits
         The logits from which drafts were drawn, by request row; None if drafts are the drafter's
         most likely tokens.
@@ -52,8 +55,15 @@ class NPUSpeculator(TargetDependentARSpeculator):
         # Upstream's passes read them in place; ours don't
         self.hidden_states = torch.empty(0)
         self.attn_groups = []
+        target, drafter = vllm_config.model_config, self.draft_model_config
+        rotates = target.uses_mrope and drafter.uses_mrope
+        self.rotation_dims = drafter.mrope_num_dims if rotates else 0
         self.passes = DraftPasses(
-            vllm_config, device, self.hidden_size, reads_target=self.reads_target
+            vllm_config,
+            device,
+            self.hidden_size,
+            reads_target=self.reads_target,
+            num_dims=self.rotation_dims,
         )
         self._ones = np.arange(self.max_num_reqs + 1, dtype=np.int32)
         self._ones_device = torch.from_numpy(self._ones).to(device)
@@ -96,7 +106,9 @@ class NPUSpeculator(TargetDependentARSpeculator):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
+        self.inputs_embeds = None  # upstream's buffer
         self.passes.model, self.passes.layers = self.model, self.draft_attn_layer_names
+        self.passes.reads_embeds = self.supports_mm_inputs and self.reads_target
 
     def follow(self, builders: Builders, block_tables: NPUBlockTables) -> None:
         """Use the builders and tables of steps; layers with the same window share a builder."""
@@ -119,6 +131,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
         requests: Requests | None = None,
+        images: Images | None = None,
     ) -> torch.Tensor:
         """Draft tokens for each request of a step, int32 ``[num_reqs, num_speculative_tokens]``.
 
@@ -133,18 +146,23 @@ class NPUSpeculator(TargetDependentARSpeculator):
         requests
             The requests of the step, by whose temperatures and seeds drafts are drawn; None if all
             are greedy, or if drafts are the most likely tokens.
+        images
+            The encoder's outputs for the tokens after those of the step; None if the drafter reads
+            none.
         """
         step, arrays = in_flight.step, in_flight.staged.device
         num_reqs, num_tokens = step.num_reqs, step.num_input_tokens
         hidden_states = self._combined(hidden_states, aux_hidden_states)[:num_tokens]
         last, output, following, positions = self._first_pass(
-            in_flight, accepted, hidden_states, metadata, slot_mappings
+            in_flight, accepted, hidden_states, metadata, slot_mappings, images
         )
         of_last = None if requests is None else positions[last]
         drafts = [self._tokens(output[last], 0, of_last, requests)]
         if self.num_speculative_steps == 1:
             return drafts[0][:, None]
         following, positions = following[last], positions[last]
+        # With M-RoPE, a token after an image rotates by less than its index in the sequence
+        rotations = arrays.mrope_positions[:, last] if self.rotation_dims else None
         seq_lens = arrays.seq_lens[:num_reqs] - accepted.num_rejected_tokens
         num_drafts = step.batch.num_draft_tokens[:num_reqs].tolist()
         seq_lens_np = step.seq_lens - num_rejected_tokens(num_drafts, num_valid_tokens.read())
@@ -155,8 +173,11 @@ class NPUSpeculator(TargetDependentARSpeculator):
         for index in range(1, self.num_speculative_steps):
             seq_lens_np = next_draft_seq_lens(seq_lens_np, self.max_model_len)
             metadata, slots = self._next_metadata(positions, seq_lens, seq_lens_np, size)
+            if rotations is not None:
+                rotations += 1
+            places = positions if rotations is None else rotations
             output, following = self.passes.run(
-                drafts[-1], positions, following, metadata, slots, size
+                drafts[-1], places, following, metadata, slots, size
             )
             drafts.append(self._tokens(output, index, positions, requests))
         return torch.stack(drafts, 1)
@@ -168,6 +189,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
         hidden_states: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
+        images: Images | None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the pass over the step's tokens, in which each position gets the target's next token.
 
@@ -177,15 +199,17 @@ class NPUSpeculator(TargetDependentARSpeculator):
         -------
         last, output, following, positions
             `last`, int64 ``[num_reqs]``, is the row of each request's last token. The others have
-            all rows: hidden states for the logits, hidden states for the next pass, and positions.
+            all rows: hidden states for the logits, hidden states for the next pass, and positions
+            in the sequence.
         """
         arrays, num_tokens = in_flight.staged.device, in_flight.step.num_input_tokens
         last = accepted.last_token_indices.long()
         input_ids = shifted(arrays.input_ids[:num_tokens], last, accepted.next_token_ids)
         positions = arrays.positions[:num_tokens]
+        rotations = arrays.mrope_positions[:, :num_tokens] if self.rotation_dims else positions
         size = self.passes.size_of(num_tokens, is_step=True)
         output, following = self.passes.run(
-            input_ids, positions, hidden_states, metadata, slot_mappings, size
+            input_ids, rotations, hidden_states, metadata, slot_mappings, size, images
         )
         return last, output, following, positions
 
@@ -302,6 +326,8 @@ class NPUSpeculator(TargetDependentARSpeculator):
         num_reqs = input_batch.num_reqs
         hidden_states = self._combined(last_hidden_states, aux_hidden_states)
         input_ids, positions = self._dummy_tokens(input_batch)
+        if self.rotation_dims:
+            positions = positions.expand(self.rotation_dims, -1)
         size = self.passes.size_of(len(input_ids), is_step=not self.num_extra_query_per_req)
         for index in range(self.num_speculative_steps):
             if index == 1:
@@ -310,7 +336,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
                 input_ids, positions, hidden_states, None, None, size
             )
             hidden_states, output = hidden_states[:num_reqs], output[:num_reqs]
-            input_ids, positions = self._tokens(output), positions[:num_reqs]
+            input_ids, positions = self._tokens(output), positions[..., :num_reqs]
         return self.draft_tokens[:num_reqs]
 
 

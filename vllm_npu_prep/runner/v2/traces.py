@@ -15,9 +15,15 @@ class NPUTraceReplayState:
     Upstream keeps traces on the device, and its ``_trace_replay_kernel`` finds the place of a step
     in them. Here the host knows that place, and sends the step's tokens. A trace may not come with
     drafts (vLLM refuses it), so each request has one row of logits.
+
+    Attributes
+    ----------
+    replaced
+        The rows of the batch whose samples the last step replaced.
     """
 
     def __init__(self, req_states: NPURequestState) -> None:
+        self.replaced: list[int] = []
         self._prompt_len = req_states.prompt_len.np
         self._traces: dict[int, list[int]] = {}
 
@@ -40,6 +46,7 @@ class NPUTraceReplayState:
             )
             if row in self._traces and 0 <= place < len(self._traces[row])
         ]
+        self.replaced = [index for index, _ in replaced]
         if replaced:
             sent = async_tensor_h2d(np.asarray(replaced, np.int64).T.copy(), device=sampled.device)
             sampled.index_copy_(0, sent[0], sent[1])

@@ -126,11 +126,11 @@ SPECULATION = (
         lambda c: (
             c.speculative.method == "draft_model"
             and c.model.uses_mrope
-            and not c.config.use_v2_model_runner  # which drafts for no such model
+            and not c.config.use_v2_model_runner
         ),
         "speculative method draft_model for a model with M-RoPE ({model})",
         "draft models of vLLM's V1 runner have one position for each token",
-        "use ngram or EAGLE",
+        "use ngram or EAGLE, or unset VLLM_USE_V2_MODEL_RUNNER: V2 has it",
     ),
     Refusal(
         "rejection-sample-method",
@@ -224,6 +224,14 @@ DRAFTERS = (
         "{drafter} as a drafter ({method})",
         "its layers ({kinds}) are of several kinds, and drafters have been tried with one",
         "use another drafter",
+        _drafter,
+    ),
+    Refusal(
+        "drafter-mrope",
+        lambda c: c.speculative.method == "draft_model" and c.drafter.uses_mrope,
+        "{drafter} as a drafter ({method})",
+        "it has M-RoPE, and draft models have one position for each token",
+        "use a draft model of text",
         _drafter,
     ),
     Refusal(

@@ -16,13 +16,6 @@ from vllm_npu_prep.startup.refusal import NOT_SUPPORTED, Refusal, Subject
 BY_V1 = "unset VLLM_USE_V2_MODEL_RUNNER: V1 has it"
 
 
-def _sees(asked: RequestedEngine) -> bool:
-    """Tell whether the model takes images or videos: the target, for a drafter's own config."""
-    speculative = asked.config.speculative_config
-    model = asked.model if speculative is None else speculative.target_model_config
-    return model.supports_multimodal_inputs or model.uses_mrope
-
-
 @functools.cache
 def _installed_processors() -> tuple[EntryPoint, ...]:
     from vllm.v1.worker.gpu.sample.logits_processor.loader import LOGITSPROCS_GROUP
@@ -68,13 +61,6 @@ V1_HAS = (
 )
 
 V1_HAS_DRAFTS = (
-    Refusal(
-        "v2-multimodal-drafts",
-        lambda c: _sees(c) and c.has_drafter,
-        "Model Runner V2 with a drafter for a multimodal model ({model})",
-        "its drafters read positions of one dimension, and token ids",
-        f"use ngram, or {BY_V1}",
-    ),
     Refusal(
         "v2-unpadded-drafter-batch",
         lambda c: c.speculative.disable_padded_drafter_batch,
