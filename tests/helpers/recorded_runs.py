@@ -250,5 +250,4 @@ def record(folder: Path, seed: int, count: int, suffix: str = "", **how) -> Traf
     recorder = traffic.recorder(folder, suffix=suffix, **how)
     traffic.record(recorder, count, times)
     recorder.dump("asked for")
-    recorder.close()
     return traffic

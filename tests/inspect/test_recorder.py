@@ -212,7 +212,7 @@ def test_names_are_hashed_alike_within_a_run_only(make):
 
 
 @pytest.mark.parametrize("steps", ["last 3", "1:4"])
-def test_samples_are_written_beside_their_steps_whenever_they_come(make, steps):
+def test_samples_are_written_beside_steps_whenever_they_come(make, steps):
     """Some come after their step was written, and some after it was forgotten."""
     recorder, decodes = make(steps)
 
