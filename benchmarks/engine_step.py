@@ -2,11 +2,14 @@
 
     python benchmarks/engine_step.py [--json] [--steps 200] [--case decode-256] [--synchronous]
                                      [--parts] [--markdown]
+                                     [--runner V2] [--against V1]
 
 A step is one call of the engine's loop: ``schedule``, ``execute_model`` and ``sample_tokens`` of a
 runner whose model and sampler return at once, and ``update_from_output``. One engine of this
 process gets, in turns, our scheduler and runner, and vLLM's `AsyncScheduler` and V1 runner; both
 sides serve the same requests. Where their outputs differ, the benchmark stops and prints no number.
+With ``--runner V2`` both runners are V2's; vLLM's launches kernels that do nothing, as in
+`host_step_v2.py`. With ``--against V1``, too, vLLM's is V1, which it takes where Triton is missing.
 Times are medians in microseconds of this thread's processor time, torch pinned to one thread.
 
 ===============  ==================================================================================
@@ -54,6 +57,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from host_step import MismatchError, StubModel, show, twin_of
+from host_step_v2 import FreeDrafter, FreeSampler, free_kernels, stock_of
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -64,6 +68,7 @@ from workloads import VOCAB, speculation
 
 from tests.helpers.engine import make_model, runner_of
 from tests.helpers.v2 import engine_of
+from vllm_npu_prep.compat import v2
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
 WARM_UP = 30
@@ -131,6 +136,27 @@ class ConstantSampler(torch.nn.Module):
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
 
+class ConstantSamplerV2(FreeSampler):
+    """Returns the same tokens for each request, and accepts the first draft of each that has some.
+
+    All else is the sampler's that it replaces.
+    """
+
+    def __call__(self, logits: torch.Tensor, batch: Any, *_: Any) -> Any:
+        """No sampling."""
+        drafts = batch.num_draft_tokens_per_req
+        width = 1 if drafts is None else 1 + int(drafts.max())
+        tokens = torch.full((batch.num_reqs, width), -1)
+        tokens[:, 0] = TOKEN
+        if drafts is not None:
+            tokens[torch.from_numpy(drafts > 0), 1] = TOKEN
+        if batch.has_prefill:
+            ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+            tokens[torch.from_numpy(ends < batch.prefill_len_np)] = -1
+        self.give(tokens)
+        return super().__call__()
+
+
 class ConstantVerifier(torch.nn.Module):
     """Accepts the first draft of each request that has some."""
 
@@ -154,6 +180,18 @@ def proposer(runner: Any) -> Any:
         return [[TOKEN] * num_drafts for _ in range(count)]
 
     return propose
+
+
+def stub_v2(runner: Any) -> None:
+    """Let the sampler and the drafter of a V2 runner return at once."""
+    runner.sampler = runner.rejection_sampler = ConstantSamplerV2(runner.sampler)
+    count, drafter = runner.num_speculative_steps, runner.speculator
+    if isinstance(drafter, FreeDrafter):
+        drafter.propose = lambda batch, *_, **__: torch.full((batch.num_reqs, count), TOKEN)
+    elif drafter is not None:
+        drafter.draft = lambda in_flight, *_, **__: torch.full(
+            (in_flight.step.num_reqs, count), TOKEN, dtype=torch.int32
+        )
 
 
 @dataclasses.dataclass
@@ -195,12 +233,14 @@ class Bench:
     Parameters
     ----------
     llm
-        The engine.
+        The engine, whose runner is ours.
     case
         Its requests.
+    against
+        "V1" or "V2": vLLM's runner.
     """
 
-    def __init__(self, llm: Any, case: Case) -> None:
+    def __init__(self, llm: Any, case: Case, against: str) -> None:
         self.core = llm.llm_engine.engine_core.engine_core
         self.worker = self.core.model_executor.driver_worker.worker
         self.case = case
@@ -215,11 +255,21 @@ class Bench:
             else (BatchedScheduler, Scheduler)
         )
         self.sides = {}
-        runners = (runner, twin_of(runner))
+        if against == "V2":
+            twin = stock_of(runner)
+            free_kernels()
+            twin.recorder = None  # for which our worker asks
+        else:
+            twin = twin_of(runner)
+        runners = (runner, twin)
         for name, kind, each in zip(("ours", "upstream"), kinds, runners, strict=True):
             each.model = StubModel(each.max_num_tokens)
-            each.sampler = ConstantSampler()
-            if case.drafts:
+            is_v1 = hasattr(each, "_model_forward")
+            if not is_v1:
+                stub_v2(each)
+            else:
+                each.sampler = ConstantSampler()
+            if case.drafts and is_v1:
                 each.rejection_sampler = ConstantVerifier()
                 each.drafter.propose = proposer(each)
             size = self.core.batch_queue_size
@@ -338,7 +388,9 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
+def bench(
+    case: Case, folder: Path, synchronous: bool, runner: str, against: str
+) -> Iterator[Bench]:
     """An engine of the case's size with both sides."""
     model = folder / "model"
     if not model.exists():
@@ -346,7 +398,7 @@ def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
     max_num_seqs = max(case.running, 256)
     with (
         engine_of(
-            "V1",
+            runner,
             model,
             load_format="dummy",
             enforce_eager=True,
@@ -363,7 +415,7 @@ def bench(case: Case, folder: Path, synchronous: bool) -> Iterator[Bench]:
     ):
         torch.set_num_threads(1)
         with runner_of(llm).prep_device.host_streams():
-            made = Bench(llm, case)
+            made = Bench(llm, case, against)
             gc.collect()
             freeze()  # as vLLM's engine does once it is made; what arrives later is collected
             try:
@@ -397,14 +449,19 @@ def main() -> None:
     parser.add_argument(
         "--synchronous", action="store_true", help="without asynchronous scheduling"
     )
+    parser.add_argument("--runner", choices=("V1", "V2"), default="V1", help="ours")
+    parser.add_argument("--against", choices=("V1", "V2"), help="vLLM's (default: as ours)")
     args = parser.parse_args()
+    runners = args.runner, args.against or args.runner
+    if "V2" in runners:
+        v2.let_it_run_without_triton()
     if args.markdown and not args.parts:
         parser.error("--markdown prints parts: give --parts, too")
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for each in args.case or SHOWN:
             print(f"{each} ...", file=sys.stderr, flush=True)
-            with bench(CASES[each], Path(name), args.synchronous) as made:
+            with bench(CASES[each], Path(name), args.synchronous, *runners) as made:
                 try:
                     made.run(args.steps)
                 except MismatchError as error:

@@ -31,7 +31,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import host_step_v2
-from host_step import WARM_UP, as_rows, compare, give, proposed, runners, stub, whole_step
+from host_step import WARM_UP, compare, give, proposed, runners, stub, whole_step
 from workloads import CASES, Case, Schedule
 
 V2 = "v2-"
@@ -91,12 +91,12 @@ def measure(case: Case, ours: Any, upstream: Any, steps: int) -> dict[str, int]:
 
 def measure_v2(case: Case, folder: Path, steps: int) -> dict[str, int]:
     """Medians of a case on Model Runner V2."""
-    schedule, seen = Schedule(case), []
+    schedule, seen = Schedule(case, asynchronous=True), []
     with host_step_v2.runner_for(case, host_step_v2.model_in(folder)) as runner:
         host_step_v2.stub(runner)
         for step in range(WARM_UP + steps):
-            output = host_step_v2.told_to_v2(schedule.step())
-            runner.sampler.sampled_token_ids = as_rows(schedule.sampled()).long()
+            output = host_step_v2.told_to_v2(schedule.step(), case.num_drafts)
+            host_step_v2.give(runner, schedule.sampled(), proposed(schedule))
             each, _ = counted(
                 runner,
                 lambda: (runner.execute_model(output), runner.sample_tokens(None)),  # noqa: B023

@@ -1,11 +1,12 @@
 """Host time of a step of Model Runner V2: ours, vLLM's own with free kernels, and our V1 runner.
 
     python benchmarks/host_step_v2.py [--json] [--steps 200] [--case step-256] [--thread-time]
+                                      [--prepare]
 
 All three get every step from the scheduler's output to the sampled tokens, one after the other and
-each first in turn; model and sampler return at once. Our two must give the model the same tokens
-and positions: where they don't, the benchmark stops and prints no number. Times are medians in
-microseconds.
+each first in turn; model, sampler and drafter return at once. Our two must give the model the same
+tokens and positions: where they don't, the benchmark stops and prints no number. Times are medians
+in microseconds, and ``stock_ratio`` is vLLM's own over ours.
 
 ===========  ==========================================
 case         a step
@@ -13,12 +14,16 @@ case         a step
 step-256     256 decodes
 step-1024    1024 decodes
 mixed-2200   200 decodes and 8 prompts of 250 tokens
+drafts-256   256 decodes with three drafts of an EAGLE head each, of which some are accepted
 ===========  ==========================================
 
 vLLM's own V2 launches Triton kernels, which can't run here: they do nothing, which is the least
 that they can cost. So what it gives the model is not compared. Its metadata builder hands on what
 it gets: the cheapest there could be. What it keeps in memory that host and device share costs it
-no copy here. All that flatters it.
+no copy here. All that flatters it. In ``charged_us``, and so in ``charged_ratio``, each of its
+launches costs `LAUNCH_US`; ``launches`` is their number, without those of its sampler.
+
+With ``--prepare`` only the preparation is timed: the methods in `PREPARING`, up to the metadata.
 """
 
 import contextlib
@@ -47,20 +52,62 @@ from host_step import (
     StubSampler,
     as_rows,
     parser_of,
+    proposed,
     show,
 )
-from workloads import VOCAB, Case, Schedule
+from workloads import VOCAB, Case, Schedule, speculation
 
 from tests.helpers.engine import make_model, runner_of
 from tests.helpers.v2 import engine_of
 from vllm_npu_prep.compat import kernels, v2
 
 WARM_UP = 20
+LAUNCH_US = 8.68
+"""What a launch of such a kernel costs the host, as a maintainer of vLLM measured it for kernels of
+Model Runner V2 on a GB200: "Triton JIT dispatch: 8.68 us/call" (vllm-project/vllm#34838). On an
+Ascend 910B2, triton-ascend's launcher alone takes 8.6 to 23.7 (triton-lang/triton-ascend#1675)."""
 CASES = {
     "step-256": Case(256, whole_step=True),
     "step-1024": Case(1024, whole_step=True),
     "mixed-2200": Case(200, 8, 250, whole_step=True),
+    "drafts-256": Case(256, num_drafts=3, whole_step=True),
 }
+
+PREPARING = {
+    True: (  # V1
+        "_prepare_inputs",
+        "_determine_batch_execution_and_padding",
+        "_get_slot_mappings",
+        "_build_attention_metadata",
+    ),
+    False: ("gather_batch_req_state", "prepare_inputs", "prepare_attn", "model_state.prepare_attn"),
+}
+"""Methods of a runner that prepare a step; no one calls another."""
+
+
+class Preparation:
+    """A clock that runs while a runner prepares a step, for a runner of V1 or of V2."""
+
+    def __init__(self, runner: Any, clock: Clock) -> None:
+        self.clock, self.elapsed = clock, 0
+        for name in PREPARING[hasattr(runner, "_model_forward")]:
+            *part, method = name.split(".")
+            owner = getattr(runner, part[0]) if part else runner
+            setattr(owner, method, self._timed(getattr(owner, method)))
+
+    def _timed(self, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = self.clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.elapsed += self.clock() - start
+
+        return call
+
+    def __call__(self) -> int:
+        """Nanoseconds so far."""
+        return self.elapsed
 
 
 class FreeSampler:
@@ -68,23 +115,54 @@ class FreeSampler:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self.sampled_token_ids = torch.zeros(0)
+        self._output: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def __call__(self, logits: torch.Tensor, *_: Any) -> Any:
-        """No sampling."""
+    def give(self, sampled_token_ids: torch.Tensor) -> None:
+        """What it returns next: int64 ``[num_reqs, width]``, -1 after a request's last token."""
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-        count = len(logits)
-        return SamplerOutput(
-            sampled_token_ids=self.sampled_token_ids,
+        num_sampled = (sampled_token_ids >= 0).sum(1, dtype=torch.int32)
+        self._output = SamplerOutput(
+            sampled_token_ids=sampled_token_ids,
             logprobs_tensors=None,
             num_nans=None,
-            num_sampled=torch.ones(count, dtype=torch.int32),
-            num_rejected=torch.zeros(count, dtype=torch.int32),
+            num_sampled=num_sampled,
+            num_rejected=sampled_token_ids.shape[1] - num_sampled,
         )
+
+    def __call__(self, *_: Any) -> Any:
+        """No sampling."""
+        return self._output
+
+
+class FreeDrafter:
+    """A speculator of vLLM's V2 whose `propose` is a stub."""
+
+    draft_logits = None
+    supports_mm_inputs = False
+
+    def __init__(self, *_: Any) -> None:
+        """It needs nothing."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """No graphs."""
+
+
+class Launches:
+    """Counts the launches of kernels that do nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """A launch."""
+        self.count += 1
+
+
+LAUNCHES = Launches()
 
 
 def free_kernels() -> None:
@@ -92,22 +170,25 @@ def free_kernels() -> None:
 
     Indices that nobody wrote could be any.
     """
-    found = {
-        f"{module.__name__}.{name}": lambda *_, **__: None
+    found: dict[str, Any] = {
+        f"{module.__name__}.{name}": LAUNCHES
         for module in v2.modules()
         for name, value in vars(module).items()
         if name.endswith("_kernel") and getattr(value, "__module__", "") == module.__name__
     }
     combine = "vllm.v1.worker.gpu.input_batch._combine_sampled_and_draft_tokens_kernel"
-    found[combine] = lambda *args, **_: args[9].zero_()
+    found[combine] = lambda *args, **_: LAUNCHES(args[9].zero_())
     kernels.override_triton_kernels(found)
+    async_utils: Any = sys.modules["vllm.v1.worker.gpu.async_utils"]
+    async_utils.stream = lambda *_: contextlib.nullcontext()  # upstream's knows CUDA's alone
 
 
 def stock_of(ours: Any) -> Any:
     """vLLM's own V2 runner, with a metadata builder that costs nothing and without a cache."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    stock = GPUModelRunner(ours.vllm_config, ours.device)
+    with v2.stand_ins(init_speculator=FreeDrafter):
+        stock = GPUModelRunner(ours.vllm_config, ours.device)
     stock.load_model(model=ours.get_model())
     with v2.stand_ins(init_kv_cache=lambda *_, **__: {}):
         stock.initialize_kv_cache(ours.kv_cache_config)
@@ -125,6 +206,9 @@ def v1_of(ours: Any) -> Any:
 
     runner = NPUModelRunner(ours.vllm_config, ours.device, ours.prep_device)
     runner.model = ours.get_model()
+    if ours.speculator is not None:
+        runner.drafter.model = ours.speculator.model
+        runner.drafter._draft_attn_layer_names = ours.speculator.draft_attn_layer_names
     runner.initialize_kv_cache(ours.kv_cache_config)
     return runner
 
@@ -134,12 +218,18 @@ def stub(runner: Any) -> None:
     is_v1 = hasattr(runner, "_model_forward")
     runner.model = StubModel(runner.max_num_tokens)
     runner.sampler = StubSampler() if is_v1 else FreeSampler(runner.sampler)
+    if runner.speculative_config is not None:
+        runner.rejection_sampler = runner.sampler
+        drafter: Any = runner.drafter if is_v1 else runner.speculator
+        method = "draft" if hasattr(drafter, "draft") else "propose"
+        setattr(drafter, method, lambda *_, **__: drafter.drafts)
     if getattr(runner, "step_check", None) is not None:
         runner.step_check.limits[1:] = np.iinfo(np.int32).max  # blocks are made up
 
 
-def told_to_v2(output: Any) -> Any:
+def told_to_v2(output: Any, num_drafts: int) -> Any:
     """A scheduler's output as its schedulers make it for V2."""
+    output.num_spec_tokens_to_schedule = num_drafts
     for new in output.scheduled_new_reqs:
         new.prefill_token_ids = new.prompt_token_ids
     return output
@@ -150,11 +240,21 @@ def model_in(folder: Path) -> Path:
     return make_model(folder, vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=4096)
 
 
-def run(runner: Any, output: Any, sampled: dict[str, list[int]], clock: Clock) -> tuple[float, Any]:
-    """Microseconds of one step, and what the model got of each request."""
-    is_v1 = hasattr(runner, "_model_forward")
+def give(runner: Any, sampled: dict[str, list[int]], drafts: torch.Tensor | None) -> None:
+    """What the sampler and the drafter of a `stub` return next."""
     rows = as_rows(sampled)
-    runner.sampler.sampled_token_ids = rows if is_v1 else rows.long()
+    is_v1 = hasattr(runner, "_model_forward")
+    if is_v1:
+        runner.sampler.sampled_token_ids = rows
+    else:
+        runner.sampler.give(rows.long())
+    if drafts is not None:
+        drafter = runner.drafter if is_v1 else runner.speculator
+        drafter.drafts = drafts.long() if isinstance(drafter, FreeDrafter) else drafts
+
+
+def run(runner: Any, output: Any, clock: Clock) -> tuple[float, Any]:
+    """Microseconds of one step, and what the model got of each request."""
     start = clock()
     runner.execute_model(output)
     result = runner.sample_tokens(None)
@@ -169,21 +269,35 @@ def run(runner: Any, output: Any, sampled: dict[str, list[int]], clock: Clock) -
     return elapsed, given
 
 
-def measure(case: Case, runners: dict[str, Any], steps: int, clock: Clock) -> dict[str, float]:
+def measure(
+    case: Case, runners: dict[str, Any], steps: int, clocks: dict[str, Clock]
+) -> dict[str, float]:
     """Medians of each runner, in microseconds."""
-    schedule = Schedule(case)
-    times: dict[str, list[float]] = {name: [] for name in runners}
+    schedule = Schedule(case, asynchronous=True)
+    times: dict[str, list[float]] = {name: [] for name in (*runners, "charged")}
+    counts = []
     for step in range(WARM_UP + steps):
-        output, given = told_to_v2(schedule.step()), {}
-        sampled = schedule.sampled()
+        output, given = told_to_v2(schedule.step(), case.num_drafts), {}
+        sampled, drafts = schedule.sampled(), proposed(schedule)
         names = list(runners)
         for name in names[step % len(names) :] + names[: step % len(names)]:
-            elapsed, given[name] = run(runners[name], copy.deepcopy(output), sampled, clock)
+            give(runners[name], sampled, drafts)
+            LAUNCHES.count = 0
+            elapsed, given[name] = run(runners[name], copy.deepcopy(output), clocks[name])
             if step >= WARM_UP:
                 times[name].append(elapsed)
+                if name == "stock":
+                    times["charged"].append(elapsed + LAUNCHES.count * LAUNCH_US)
+                    counts.append(LAUNCHES.count)
         if given["ours"] != given["v1"]:
             raise MismatchError("what the model gets differs from what V1 gives it")
-    return {f"{name}_us": round(float(np.median(each)), 1) for name, each in times.items()}
+    middle = {name: float(np.median(each)) for name, each in times.items()}
+    return {
+        **{f"{name}_us": round(each, 1) for name, each in middle.items()},
+        "launches": int(np.median(counts)),
+        "stock_ratio": round(middle["stock"] / middle["ours"], 2),
+        "charged_ratio": round(middle["charged"] / middle["ours"], 2),
+    }
 
 
 @contextlib.contextmanager
@@ -197,6 +311,7 @@ def runner_for(case: Case, folder: Path) -> Iterator[Any]:
         async_scheduling=True,
         additional_config={"npu_prep": {"mask": "compressed"}},
         **case.engine_settings(),
+        **speculation(case.num_drafts, folder, asynchronous=True),
     ) as llm:
         ours = runner_of(llm)
         with torch.inference_mode(), ours.prep_device.host_streams():
@@ -204,28 +319,30 @@ def runner_for(case: Case, folder: Path) -> Iterator[Any]:
             yield ours
 
 
-def of_case(case: Case, folder: Path, steps: int, clock: Clock) -> dict[str, float]:
+def of_case(case: Case, folder: Path, steps: int, clock: Clock, prepare: bool) -> dict[str, float]:
     """Medians of the three runners on an engine of the case's size."""
-    from vllm.v1.worker.gpu import async_utils
-
     with runner_for(case, folder) as ours:
         runners = {"ours": ours, "v1": v1_of(ours), "stock": stock_of(ours)}
         free_kernels()
-        free_streams: Any = lambda *_: contextlib.nullcontext()  # noqa: E731
-        async_utils.stream = free_streams  # upstream's knows CUDA's alone
         for runner in runners.values():
             stub(runner)
+        clocks: dict[str, Clock] = {
+            name: Preparation(runner, clock) if prepare else clock
+            for name, runner in runners.items()
+        }
         collect()
         freeze()  # as vLLM's worker does once it is made
         try:
-            return measure(case, runners, steps, clock)
+            return measure(case, runners, steps, clocks)
         finally:
             unfreeze()
 
 
 def main() -> None:
     """Measure and print."""
-    args = parser_of(__doc__.splitlines()[0], CASES).parse_args()
+    parser = parser_of(__doc__.splitlines()[0], CASES)
+    parser.add_argument("--prepare", action="store_true", help="time the preparation alone")
+    args = parser.parse_args()
     rows = []
     v2.let_it_run_without_triton()
     with tempfile.TemporaryDirectory() as name:
@@ -233,7 +350,10 @@ def main() -> None:
         for name in args.case or CASES:
             print(f"{name} ...", file=sys.stderr, flush=True)
             try:
-                row = {"case": name, **of_case(CASES[name], model, args.steps, args.clock)}
+                row = {
+                    "case": name,
+                    **of_case(CASES[name], model, args.steps, args.clock, args.prepare),
+                }
             except MismatchError as error:
                 sys.exit(f"{name}: {error}; no numbers")
             rows.append(row)

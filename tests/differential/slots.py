@@ -95,7 +95,9 @@ class WatchedSlots:
             "num_computed_tokens": computed.tolist(),
             "discard_request_mask": arrays.discard_request_mask[:reqs].tolist(),
             "discard_request_mask_cpu": staged.np.discard_request_mask[:reqs].tolist(),
-            "logits_indices": batch.logits_indices.tolist(),
+            "logits_indices": torch.arange(len(batch.positions), device=runner.device)[
+                batch.logits_indices
+            ].tolist(),
             "num_draft_tokens": step.batch.num_draft_tokens[:reqs].tolist(),
             "draft_token_ids": arrays.draft_token_ids[: step.num_drafts].tolist(),
             "block_table": [

@@ -217,7 +217,7 @@ def block_from_before_preemption(steps, monkeypatch):
 @said_of("block table", "A", "given 2 blocks, allowed 3")
 def forgotten_block(steps, monkeypatch):
     steps.first()
-    monkeypatch.setattr(steps.runner.block_tables, steps.appends, lambda *_: None)
+    monkeypatch.setattr(steps.runner.block_tables, steps.appends, lambda *_, **__: None)
     steps.decode(cached={"A": ([4], 20, 1)})
 
 

@@ -362,7 +362,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the step does not tell that a session began anew", "    scheduler.reset_preempted_req_ids.add(request.request_id)", "    pass", ("tests/engine/test_sessions.py",)),
     ],
     "compat/torch.py": [
-        ("npu: asynchronous output recorded on no event", "            setattr(torch.cuda, name, stand_in)", '            setattr(torch.cuda, name, NoOpEvent if name == "Event" else stand_in)', FIA_GRAPHS),
+        ("npu: asynchronous output recorded on no event", "names.update(self._stand_ins)", 'names.update(self._stand_ins | {"Event": NoOpEvent})', FIA_GRAPHS),
     ],
     "compat/v2.py": [
         ("V1's reasons overrule who chose V2", "is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and", "is_open =", ("tests/startup/test_refusals.py",)),
@@ -571,6 +571,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a full graph takes the batch's own state", "in_full_graph = padding.mode is GraphMode.FULL", "in_full_graph = False", ("tests/prep/test_graph_padding.py",)),
     ],
     "prep/bookkeeping.py": [
+        ("V2: samples of requests that sit a step out are not put aside", "        sample_rows[request_rows[index]] = NO_PREVIOUS_ROW\n    left_out", "        sample_rows[:] = NO_PREVIOUS_ROW\n    left_out", V2),
+        ("V2: drafts are taken back again after a pause", "counts[index] = min(counts[index], ends[request_row] - rejected)", "counts[index] -= rejected", (*V2, *SPECULATION)),
+        ("V2: an older row of samples is taken for one of the last step", "sample_rows[request_row] - num_older", "sample_rows[request_row]", V2),
+        ("V2: the last sample is no known token", "max(prefill, computed + 1)", "max(prefill, computed)", V2),
+        ("V2: one of the rejected drafts stays counted", "rejected = drafts + 1 - num_valid", "rejected = drafts - num_valid", V2),
+        ("V2: a count that the scheduler has corrected is corrected again", "min(counts[index], ends[request_row] - rejected)", "counts[index] - rejected", V2),
         ("drafts are written before a request's last token", "token_ids[row, end + draft] = draft", "token_ids[row, end - 1 + draft] = draft", UPDATES),
         ("tokens outside of the vocabulary are appended", "if token == NO_TOKEN or token >= vocab_size:", "if token == NO_TOKEN:", UPDATES),
         ("discarded samples are booked", "        if discard_request_mask[req]:\n            continue\n", "", UPDATES),
@@ -824,6 +830,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: of two adapters of one name a step has one", "return list({each.lora_int_id: each for each in asked}.values())", "return list(set(asked))", ("tests/runner/test_lora.py",)),
     ],
     "runner/v2/block_tables.py": [
+        ("V2: a new block takes the place of the last one", "places = self.num_blocks[0, rows]", "places = self.num_blocks[0, rows] - 1", V2),
         ("real text, V2: a preempted request comes back to the blocks of its row on the device", "[:, are_others] = 0", "[:, are_others] = np.minimum(self.num_device_blocks[:, : len(request_rows)], self.num_blocks[:, request_rows])[:, are_others]", V2_REAL_TEXT),
         ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
     ],
@@ -875,7 +882,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: masks of rejected drafts are handed out", "np.arange(*each) for each in zip(starts, starts + counts)", "np.arange(*each) for each in zip(starts, starts + counts[::-1])", V2_ENGINE),
         ("V2: rows of prompts that are not complete are handed out", "if row is not None and is_finished else None", "if row is not None else None", V2),
         ("V2: samples of prompts' chunks reach the scheduler", "for req in self._discard:", "for req in ():", V2_ENGINE),
-        ("V2: scores of named tokens stay on the device", '{\n                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n            }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
+        ("V2: scores of named tokens stay on the device", '{\n                    req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()\n                }', "named", ("tests/npu/on_device/test_sampling.py::test_prompts_are_scored_by_v2",)),
         ("V2 takes logits that are no numbers", "                raise_if_nan_logits(counts)\n", "                pass\n", V2_ENGINE),
     ],
     "runner/v2/prompt_embeds.py": [
@@ -886,25 +893,21 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
     ],
     "runner/v2/request_states.py": [
-        ("V2: drafts are taken back again after a pause", "counts[verified] = np.minimum(counts[verified], ends)", "counts[verified] -= rejected", (*V2, *SPECULATION)),
+        ("V2: a request that comes back is looked for in its old row", "self._arrivals != states.arrivals or ", "", V2),
+        ("V2: drafts continue a discarded sample where nothing else has changed", "if not (all_count and request_rows is self._settled):", "if request_rows is not self._settled:", V2),
         ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
-        ("V2: samples of requests that sit a step out are not put aside", "        self.rows[request_rows] = NO_PREVIOUS_ROW\n        left_out", "        self.rows[:] = NO_PREVIOUS_ROW\n        left_out", V2),
-        ("V2: an older row of samples is taken for one of the last step", "self.samples.rows[request_rows] - self.samples.num_older", "self.samples.rows[request_rows]", V2),
         ("V2: synchronous samples are entered a place too late", "places = self.num_computed_tokens_np[request_rows] + num_scheduled", "places = self.num_computed_tokens_np[request_rows] + num_scheduled + 1", V2),
         ("V2: a slot keeps the sample of its former request", "        self.rows[request_row] = NO_PREVIOUS_ROW", "        pass", V2),
-        ("V2: the last sample is no known token", "np.maximum(prefill, computed + 1)", "np.maximum(prefill, computed)", V2),
         ("V2: penalties count token 0 where a prompt has an embedding", "return np.where(self.is_token_ids[request_row, :length], ids, UNKNOWN_TOKEN)", "return ids", V2),
         ("V2: a slot keeps the places of an earlier request's embeddings", "            self.is_token_ids[request_row] = True", "            pass", V2),
         ("V2: stages are not told what was sampled", "            self.token_ids[request_row, start : start + len(tokens)] = tokens", "            pass", V2),
-        ("V2: one of the rejected drafts stays counted", "rejected = drafts[verified] + 1 - num_valid", "rejected = drafts[verified] - num_valid", V2),
-        ("V2: a count that the scheduler has corrected is corrected again", "np.minimum(counts[verified], ends)", "counts[verified] - rejected", V2),
         ("V2: drafts of another request follow a sample", "torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)", "torch.cat((sampled_token_ids[:, None], drafts.flip(0), drafts), 1)", V2),
     ],
     "runner/v2/rope.py": [
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
     "runner/v2/runner.py": [
-        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(self.prepared, self.preparer)\n", "", V2_GRAPHS),
+        ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(in_flight, self.preparer)\n", "", V2_GRAPHS),
         ("V2: drafters read the ids of images", "images = self._images_after(batch)", "pass", V2_SEES),
         ("V2: drafters read images one token late", "draft_lookahead=1", "draft_lookahead=0", V2_SEES),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
@@ -915,6 +918,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),
     ],
     "runner/v2/sampler.py": [
+        ("V2: a row keeps the parameters of its former request", "if may_compare and params == self._entered.get(req_idx):", "if req_idx in self._entered:", V2_ENGINE),
         ("V2: NaNs are counted in what sampling parameters leave of logits", "self._num_nans(logits,", "self._num_nans(processed,", V2),
         ("V2: NaNs of a request's drafts go to the requests after it", "if len(rows_of_logits) == len(request_rows):", "if True:", V2),
         ("V2: drafts are verified by what the first one was drawn from", "num_steps + input_batch.expanded_local_pos[rows]", "num_steps", V2),
@@ -935,12 +939,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a stage takes samples in a step too late", "deque([None] * stages.world_size)", "deque([None] * (stages.world_size + 1))", V2),
     ],
     "runner/v2/step_inputs.py": [
-        ("V2: logits of padding are sampled", "logits_indices = logits_indices[:num_logits]", "pass", V2_GRAPHS),
+        ("V2: logits of padding are sampled", "logits_indices: Any = slice(num_logits)", "logits_indices: Any = slice(None)", V2_GRAPHS),
     ],
     "runner/v2/thinking.py": [
         ("V2: a request has not begun to think in its prompt", "self._markers.last_of(token_ids)", "[-1, -1]", V2_THINKING),
     ],
     "runner/v2/verification.py": [
+        ("V2: drafts follow the first token of a prompt that ends", "arrays.query_start_loc[1 : num_reqs + 1].sub(num_rejected)", "arrays.query_start_loc[:num_reqs].add(num_valid)", V2),
         ("V2: drafts that a grammar forbids are accepted", "is_rejected.logical_or_(is_forbidden)", "pass", V2),
         ("V2: a request's places continue those of the request before it", "return rows - self._expanded(starts)", "return rows", V2),
         ("V2: a draft that a grammar forbids is verified like any other", "draft_token_ids = draft_token_ids.masked_fill(is_forbidden, -1)", "pass", V2),

@@ -122,6 +122,53 @@ def test_more_blocks_than_a_request_can_have_are_refused():
         tables.append_block_ids(1, ([6, 7], []), overwrite=False)
 
 
+@pytest.mark.parametrize("given", [([4],), ([4, 5],), None])
+def test_blocks_of_a_step_are_appended_together(given):
+    """One each, or by themselves where somebody gets several."""
+    tables = NPUBlockTables([16], 6, 32, [6], CPU)
+    for request_row in range(6):
+        tables.append_block_ids(request_row, ([1, 2, 3],), overwrite=True)
+    order, each = np.array([5, 4, 3, 2, 1, 0]), [None, ([6],), ([7],), ([8],), ([9],)]
+    tables.append_each(order, [*each, given])
+    number = len(given[0]) if given else 0
+    assert tables.num_blocks.tolist() == [[3 + number, 4, 4, 4, 4, 3]]
+    rows = tables.block_table_flat_np.reshape(-1, 6)[:6]
+    assert rows[:, 3].tolist() == [4 if given else 0, 9, 8, 7, 6, 0]
+    assert rows[0, 4] == (5 if number > 1 else 0)
+    tables.num_blocks[0, 4] = 6
+    with pytest.raises(ValueError, match="in request row 4: a request may have 6"):
+        tables.append_each(order, [*each, given])
+
+
+def test_rows_are_looked_up_again_when_a_request_comes_back():
+    states = NPURequestState(3, 16, 8, 0, 100, CPU)
+    for name in "ab":
+        states.add_request(name, 3, [5, 6, 7], 0, 4)
+    rows = states.rows_of_batch.of(["a", "b"])
+    assert states.rows_of_batch.of(["a", "b"]) is rows
+    assert states.rows_of_batch.of(["b"]).tolist() == [states.req_id_to_index["b"]]
+    for name in "ba":
+        states.remove_request(name)
+    states.add_request("b", 3, [5, 6, 7], 0, 4)
+    assert states.rows_of_batch.of(["b"]).tolist() == [states.req_id_to_index["b"]]
+
+
+def test_samples_stay_where_they_are_until_one_is_discarded():
+    """The rows of a batch that stays are one array, as `KeptRows` returns it."""
+    samples, batch, nobody = Samples(3), np.array([2, 0]), np.zeros(2, bool)
+    for discard, rows in (
+        (nobody, [0, 1]),
+        (nobody, [0, 1]),
+        (~nobody, [-1, -1]),
+        (nobody, [0, 1]),
+    ):
+        samples.keep(torch.tensor([5, 6], dtype=torch.int32), batch, discard)
+        assert samples.find(batch).rows.tolist() == rows
+    samples.forget(0)
+    samples.keep(torch.tensor([7, 8], dtype=torch.int32), batch, nobody)
+    assert samples.find(batch).rows.tolist() == [0, 1]
+
+
 def test_counts_of_requests_by_slot():
     states = NPURequestState(3, 16, 8, 0, 100, CPU)
     states.add_request("a", 3, [5, 6, 7], 0, 4)

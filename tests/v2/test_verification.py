@@ -12,7 +12,12 @@ from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.tables import BatchTables, device_has_all
 from vllm_npu_prep.runner.v2.speculator import shifted
-from vllm_npu_prep.runner.v2.verification import NPURejectionSampler, VerifiedBatch, count_accepted
+from vllm_npu_prep.runner.v2.verification import (
+    NPURejectionSampler,
+    VerifiedBatch,
+    count_accepted,
+    counted_on_device,
+)
 
 VOCAB, MAX_DRAFTS = 7, 3
 
@@ -113,12 +118,9 @@ def test_greedy_drafts(seed, even):
         assert given.tolist() == [row + [-1] * (width - len(row)) for row in rows]
 
         # `_get_num_sampled_and_rejected_kernel`
-        accepted = count_accepted(given, step, arrays, VOCAB)
         num_sampled = [0 if c else n for c, n in zip(is_chunk, counts)]
         num_logits_of = step.num_sampled_tokens.tolist()
         num_rejected = [0 if c else n - s for c, n, s in zip(is_chunk, num_logits_of, num_sampled)]
-        assert accepted.num_valid_tokens.tolist() == num_sampled
-        assert accepted.num_rejected_tokens.tolist() == num_rejected
 
         # `_prepare_prefill_inputs_kernel` of the drafters
         expected, counted = [None] * len(arrays.input_ids), []
@@ -134,14 +136,30 @@ def test_greedy_drafts(seed, even):
                 expected[start + place - 1] = int(arrays.input_ids[start + place])
             expected[start + length - 1] = following
             counted.append(start + length - 1)
-        assert accepted.last_token_indices.tolist() == counted
-        ids = shifted(arrays.input_ids, torch.tensor(counted), accepted.next_token_ids).tolist()
-        assert [a for a, b in zip(ids, expected) if b is not None] == [
-            each for each in expected if each is not None
-        ]
+        for count in (count_accepted, counted_on_device):
+            accepted = count(given, step, arrays, VOCAB)
+            assert accepted.num_valid_tokens.tolist() == num_sampled
+            assert accepted.num_rejected_tokens.tolist() == num_rejected
+            assert accepted.last_token_indices.tolist() == counted
+            ids = shifted(arrays.input_ids, torch.tensor(counted), accepted.next_token_ids)
+            assert [a for a, b in zip(ids.tolist(), expected) if b is not None] == [
+                each for each in expected if each is not None
+            ]
         kinds |= {("discarded", any(is_chunk)), ("all", width in counts), ("none", 1 in counts)}
     assert {("all", True), ("none", True)} <= kinds
     assert even or ("discarded", True) in kinds
+
+
+@pytest.mark.parametrize("count", [count_accepted, counted_on_device])
+def test_drafts_follow_the_end_of_a_prompt(count):
+    """In a step without drafts, every sample counts, and prompts have more tokens than samples."""
+    scheduled, tokens = np.array([3, 1], np.int32), np.arange(20, dtype=np.int32).reshape(2, 10)
+    known = np.array([3, 5], np.int32)
+    given = np.zeros(2, np.int32), scheduled, known, known - scheduled, tokens
+    accepted = count(torch.tensor([[4], [5]]), *prepared(*given), VOCAB)
+    assert accepted.next_token_ids.tolist() == [4, 5]
+    assert accepted.last_token_indices.tolist() == [2, 3]
+    assert accepted.num_rejected_tokens.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("even", [False, True], ids=["ragged", "even"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from vllm_npu_prep.compat.torch import cuda_names
+from vllm_npu_prep.compat.torch import CudaNames
 from vllm_npu_prep.device.cpu_binding import bind_to_device
 from vllm_npu_prep.device.npu_regions import NPURegion
 
@@ -155,7 +155,7 @@ class NPUDevice:
         torch_npu.npu.synchronize()
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
-        return cuda_names(
+        return CudaNames(
             Event=torch_npu.npu.Event,
             Stream=torch_npu.npu.Stream,
             current_stream=torch_npu.npu.current_stream,

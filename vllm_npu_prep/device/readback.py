@@ -17,13 +17,14 @@ class ReadBack:
         self.device = device
         with torch.inference_mode(False):
             self._host = torch.zeros(length, dtype=torch.int32, pin_memory=pin_memory)
+        self._host_np = self._host.numpy()
         self._event: object = None
         self._size = 0
         self.started = 0
 
     def start(self, values: torch.Tensor) -> None:
         """Issue the copy of int32 ``[size]`` on the device."""
-        self._size = len(values)
+        self._size = values.shape[0]
         self._host[: self._size].copy_(values, non_blocking=True)
         self._event = self.device.record_event()
         self.started += 1
@@ -33,4 +34,4 @@ class ReadBack:
         if self._event is not None:
             self.device.wait_event(self._event)
             self._event = None
-        return self._host[: self._size].numpy().copy()
+        return self._host_np[: self._size].copy()

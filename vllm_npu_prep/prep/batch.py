@@ -13,6 +13,10 @@ from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Array, Arrays, Level
 from vllm_npu_prep.prep.bookkeeping import (
     append_sampled_tokens,
     append_verified_tokens,
+    count_accepted_tokens,
+    enter_counts,
+    place_samples,
+    take_back_drafts,
     write_draft_tokens,
 )
 from vllm_npu_prep.prep.checks import NO_LIMITS, Rule, find_fault
@@ -413,5 +417,12 @@ def warm_up(shape: EngineShape = PLAIN_SHAPE) -> PreparedStep:
     token_table = one.copy(), table.copy(), table > 0
     append_sampled_tokens(np.zeros(1, np.int64), table[0] > 0, *token_table)
     append_verified_tokens(table, table[0] > 0, 1, *token_table, one.copy(), np.zeros(2, np.int32))
+    first = np.zeros(1, np.int64)
+    enter_counts(first, one, *(one.copy() for _ in range(4)))
+    place_samples(first, table[0] > 0, first.copy())
+    count_accepted_tokens(
+        table.astype(np.int64), table[0] > 0, one, one, table[0].repeat(2), table.repeat(4, 0)
+    )
+    take_back_drafts(first, one.copy(), first, 0, one, one, one)
     write_draft_tokens(np.arange(1), one - 1, table[0, :0], *token_table)
     return step

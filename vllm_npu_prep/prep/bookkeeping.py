@@ -1,9 +1,99 @@
-"""Compiled loops that write sampled tokens and drafts into the token table, for all requests."""
+"""Compiled loops that write counts, sampled tokens and drafts into the tables, for all requests."""
 
+from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.compiled import compiled
 
 NO_TOKEN = -1
 """What the rejection sampler leaves in place of a token that it rejected."""
+
+
+@compiled
+def enter_counts(
+    request_rows,  # [n] int64
+    counts,  # [n] int32
+    prefill_len,  # [max_num_reqs] int32
+    num_computed_tokens,  # [max_num_reqs] int32, updated
+    num_computed_prefill_tokens,  # [max_num_reqs] int32, updated
+    num_tokens,  # [max_num_reqs] int32, updated
+):
+    """Enter the computed tokens of requests, and what follows from them.
+
+    A request past its prompt has one known token more: its last sample.
+    """
+    for index in range(request_rows.shape[0]):
+        row = request_rows[index]
+        computed, prefill = counts[index], prefill_len[row]
+        num_computed_tokens[row] = computed
+        num_computed_prefill_tokens[row] = min(computed, prefill)
+        num_tokens[row] = max(prefill, computed + 1)
+
+
+@compiled
+def take_back_drafts(
+    request_rows,  # [n] int64
+    counts,  # [n] int32, updated
+    sample_rows,  # [max_num_reqs] int64: rows of samples, older ones first; negative: none
+    num_older,
+    num_drafts,  # [max_num_reqs] int32, of the last step
+    ends,  # [max_num_reqs] int32: where the last step ended, drafts included
+    num_valid_tokens,  # [rows of the last step] int32
+):
+    """Lower counts of computed tokens that include rejected drafts of the last step."""
+    for index in range(request_rows.shape[0]):
+        request_row = request_rows[index]
+        row, drafts = sample_rows[request_row] - num_older, num_drafts[request_row]
+        if row >= 0 and drafts > 0:
+            rejected = drafts + 1 - num_valid_tokens[row]
+            counts[index] = min(counts[index], ends[request_row] - rejected)
+
+
+@compiled
+def place_samples(
+    request_rows,  # [num_reqs] int64
+    discard,  # [num_reqs] bool
+    sample_rows,  # [max_num_reqs] int64, updated
+):
+    """Let the samples of a step be the only ones, one row for each request, if they can be.
+
+    Returns
+    -------
+    int
+        How many requests that the step leaves out have a sample; if there are any, nothing more is
+        written than that requests of the step have none.
+    """
+    for index in range(request_rows.shape[0]):
+        sample_rows[request_rows[index]] = NO_PREVIOUS_ROW
+    left_out = 0
+    for row in range(sample_rows.shape[0]):
+        left_out += sample_rows[row] >= 0
+    if left_out == 0:
+        for index in range(request_rows.shape[0]):
+            if not discard[index]:
+                sample_rows[request_rows[index]] = index
+    return left_out
+
+
+@compiled
+def count_accepted_tokens(
+    sampled_token_ids,  # [num_reqs, width] int64, -1 after a request's last token
+    discard_request_mask,  # [num_reqs or more] bool
+    num_draft_tokens,  # [num_reqs or more] int32
+    backup_next_token_ids,  # [num_reqs or more] int32
+    query_start_loc,  # [num_reqs + 1 or more] int32
+    counted,  # [4, num_reqs] int32, written
+):
+    """Write each request's next token, the numbers of its accepted tokens and of its rejected
+    drafts, and its last token of the step that was not rejected."""
+    for req in range(sampled_token_ids.shape[0]):
+        next_token, valid, rejected = backup_next_token_ids[req], 0, 0
+        if not discard_request_mask[req]:
+            while valid < sampled_token_ids.shape[1] and sampled_token_ids[req, valid] >= 0:
+                next_token = sampled_token_ids[req, valid]
+                valid += 1
+        if num_draft_tokens[req] > 0:
+            rejected = num_draft_tokens[req] + 1 - valid
+        counted[0, req], counted[1, req], counted[2, req] = next_token, valid, rejected
+        counted[3, req] = query_start_loc[req + 1] - 1 - rejected
 
 
 @compiled

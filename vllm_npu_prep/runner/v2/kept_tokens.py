@@ -25,13 +25,15 @@ def note_samples(
     states: NPURequestState,
     batch: InputBatch,
     sampled: torch.Tensor,  # [num_reqs, width] int64, -1 after a request's last token
-    discard: torch.Tensor,  # [num_reqs] bool
+    discard: torch.Tensor,  # [num_reqs or more] bool
 ) -> None:
     """Write a step's samples to the device's tables, if a request of the step needs them there.
 
     Penalties read counts of tokens. Bad words, budgets of thinking tokens, and drafts that are
     looked up read the tokens themselves.
     """
+    if not states.readers:
+        return
     request_rows, penalties = batch.idx_mapping_np, sampler.penalties_state
     _, _, bad_words = sampler.logits_processors[:3]
     wants_counts = penalties.use_penalty[request_rows].any()
@@ -44,7 +46,7 @@ def note_samples(
         return
     idx_mapping, width = batch.idx_mapping, sampled.shape[1]
     first = batch.seq_lens  # the place of the first sample
-    is_discarded = discard[:, None]
+    is_discarded = discard[: batch.num_reqs, None]
     if width > 1:
         borders = batch.cu_num_logits
         first = first - (borders[1:] - borders[:-1] - 1)

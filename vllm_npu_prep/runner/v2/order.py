@@ -23,6 +23,12 @@ class BatchOrder:
     decode_threshold
         The largest number of tokens of a decode, where decodes come first
         (`prep.latent_split.LatentSplit`); 0 if the order is free.
+
+    Attributes
+    ----------
+    places
+        The place of each request in the last batch. As the list of requests, it is never changed
+        later.
     """
 
     def __init__(self, decode_threshold: int = 0) -> None:
@@ -30,6 +36,7 @@ class BatchOrder:
         self._scheduled: list[str] = []  # in the scheduler's order
         self._num_decodes = 0  # decodes that come first
         self._req_ids: list[str] = []  # in the order of the batch
+        self.places: dict[str, int] = {}
 
     def of_step(self, scheduled: Mapping[str, int]) -> list[str]:
         """Return the requests of a step in the order of the batch; the list is never changed later.
@@ -42,11 +49,26 @@ class BatchOrder:
             num_decodes = sum(each <= self._decode_threshold for each in scheduled.values())
         if (names, num_decodes) != (self._scheduled, self._num_decodes):
             self._scheduled, self._num_decodes = names, num_decodes
-            self._req_ids = self._placed(names, num_decodes)
+            if self._decode_threshold or len(names) < len(self._req_ids):
+                self._req_ids = self._placed(names, num_decodes)
+                self.places = {req_id: place for place, req_id in enumerate(self._req_ids)}
+            else:
+                self._replace(names)
         return self._req_ids
 
+    def _replace(self, names: list[str]) -> None:
+        """Put requests that are new where others left, then at the end: nobody has to move."""
+        places, req_ids = self.places.copy(), self._req_ids.copy()
+        free = sorted(places.pop(req_id) for req_id in self.places.keys() - names)
+        free.extend(range(len(req_ids), len(names)))
+        req_ids.extend(names[len(req_ids) :])  # to its length: all of these places are free
+        new = [req_id for req_id in names if req_id not in places]
+        for place, req_id in zip(free, new, strict=True):
+            places[req_id], req_ids[place] = place, req_id
+        self.places, self._req_ids = places, req_ids
+
     def _placed(self, names: list[str], num_decodes: int) -> list[str]:
-        places = {req_id: place for place, req_id in enumerate(self._req_ids)}
+        places = self.places
         placed: list[str | None] = [None] * len(names)
         others = []  # in the order of the parts
         for index, req_id in enumerate(names):
@@ -63,18 +85,13 @@ def batch_of_step(
     order: BatchOrder, states: NPURequestState, scheduler_output: SchedulerOutput
 ) -> BatchReqState:
     """Return what upstream's code reads of a step's requests, in the order of the batch."""
-    num_scheduled = scheduler_output.num_scheduled_tokens
-    req_ids = order.of_step(num_scheduled)
-    request_rows = states.rows_of(req_ids)  # a request may come back in another request row
-    counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, len(req_ids))
+    req_ids = order.of_step(scheduler_output.num_scheduled_tokens)
+    request_rows = states.rows_of_batch.of(req_ids)
     prefill = states.prefill_len.np[request_rows]
     computed = states.num_computed_prefill_tokens[request_rows]
     is_prefilling = computed < prefill
-    has_prefill = bool(is_prefilling.any())
-    num_drafts: np.ndarray | None = None
-    if drafts := scheduler_output.scheduled_spec_decode_tokens:
-        found = (len(drafts.get(req_id, ())) for req_id in req_ids)
-        num_drafts = np.fromiter(found, np.int32, len(req_ids))
+    has_prefill = bool(np.count_nonzero(is_prefilling))  # `any` calls Python
+    counts, num_drafts = _counts(scheduler_output, req_ids, states, has_prefill)
     return BatchReqState(
         req_ids=req_ids,
         num_scheduled_tokens=counts,
@@ -89,3 +106,28 @@ def batch_of_step(
         prefill_runs_as_decode_np=None,
         decode_graph_eligible=not has_prefill,
     )
+
+
+def _counts(
+    scheduler_output: SchedulerOutput,
+    req_ids: list[str],
+    states: NPURequestState,
+    has_prefill: bool,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the tokens and the drafts of each request, int32 ``[num_reqs]``; None: no drafts.
+
+    If all requests have as many as a decode can have, nobody is asked.
+    """
+    num_scheduled = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    num_reqs, num_tokens = len(req_ids), scheduler_output.total_num_scheduled_tokens
+    if num_tokens == num_reqs:
+        return states.one_token_each[:num_reqs], None
+    most = num_reqs * (1 + states.num_speculative_steps)
+    if len(drafts) == num_reqs and num_tokens == most and not has_prefill:
+        return states.all_drafts_and_one[:num_reqs], states.all_drafts[:num_reqs]
+    counts = np.fromiter(map(num_scheduled.__getitem__, req_ids), np.int32, num_reqs)
+    if not drafts:
+        return counts, None
+    found = [len(drafts[req_id]) if req_id in drafts else 0 for req_id in req_ids]
+    return counts, np.array(found, np.int32)

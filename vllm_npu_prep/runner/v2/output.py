@@ -34,7 +34,8 @@ class StepOutput(AsyncModelRunnerOutput):
     discard
         bool ``[num_reqs]``: the requests whose sample doesn't count.
     cu_num_logits
-        int ``[num_reqs + 1]``: the borders between the rows of logits of requests.
+        int ``[num_reqs + 1]``: the borders between the rows of logits of requests; None if nobody
+        asks for the tokens that samples were drawn from.
 
     Attributes
     ----------
@@ -47,12 +48,12 @@ class StepOutput(AsyncModelRunnerOutput):
         output: ModelRunnerOutput,
         sampler_output: SamplerOutput,
         discard: np.ndarray,
-        cu_num_logits: np.ndarray,
+        cu_num_logits: np.ndarray | None,
         copy_stream: Any,
         note: Callable[[ModelRunnerOutput], None] | None = None,
     ) -> None:
         self._output, self._cu_num_logits, self._note = output, cu_num_logits, note
-        self._discard = np.flatnonzero(discard).tolist()
+        self._discard = discard.nonzero()[0].tolist()
         # Kept until their copies are complete (`vllm_npu_prep.runner.outputs.OutputsInFlight`)
         self._sampled_token_ids = sampler_output.sampled_token_ids
         self._logprobs_tensors = sampler_output.logprobs_tensors
@@ -72,14 +73,17 @@ class StepOutput(AsyncModelRunnerOutput):
             self._logprobs: LogprobsTensors | None = None
             if self._logprobs_tensors is not None:
                 self._logprobs = self._logprobs_tensors.to_cpu_nonblocking()
+            self._most_likely: dict[str, LogprobsTensors | None] = {}
+            self._named: dict[str, torch.Tensor] = {}
             most_likely, named = self._prompt_scores
-            self._most_likely: dict[str, LogprobsTensors | None] = {
-                req_id: None if tensors is None else tensors.to_cpu_nonblocking()
-                for req_id, tensors in most_likely.items()
-            }
-            self._named = {
-                req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()
-            }
+            if most_likely or named:  # to copy what isn't there takes as long as to copy samples
+                self._most_likely = {
+                    req_id: None if tensors is None else tensors.to_cpu_nonblocking()
+                    for req_id, tensors in most_likely.items()
+                }
+                self._named = {
+                    req_id: scores.to("cpu", non_blocking=True) for req_id, scores in named.items()
+                }
             self.async_copy_ready_event.record()
 
     def get_output(self) -> ModelRunnerOutput:
@@ -119,6 +123,7 @@ class StepOutput(AsyncModelRunnerOutput):
         counts = [len(tokens) for tokens in sampled]
         if len(of_rows.counts) == len(sampled):
             return of_rows.tolists()
+        assert self._cu_num_logits is not None
         starts = self._cu_num_logits[:-1]
         rows = np.concatenate([np.arange(*each) for each in zip(starts, starts + counts)])
         kept = (of_rows.token_ids[rows], of_rows.packed_mask[rows], of_rows.counts[rows])

@@ -25,6 +25,8 @@ class PromptScores(NamedTuple):
 
 
 def wants_scores(worker: PromptLogprobsWorker, batch: InputBatch) -> bool:
+    if not batch.has_prefill:
+        return False
     wanted = worker.uses_prompt_logprobs[batch.idx_mapping_np]
     return bool(worker.token_id_scores) or bool(wanted.any())
 

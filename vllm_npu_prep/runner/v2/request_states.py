@@ -8,6 +8,8 @@ import torch
 
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
+from vllm_npu_prep.prep.batch import NO_PREVIOUS_ROWS
+from vllm_npu_prep.prep.bookkeeping import enter_counts, place_samples, take_back_drafts
 from vllm_npu_prep.prep.layout import targets_per_row
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
 
@@ -34,6 +36,14 @@ class NPURequestState:
     ----------
     req_id_to_index
         The request row of each request.
+    arrivals
+        Number of times that a request got a row.
+    rows_of_batch, rows_of_running
+        Request rows of the batch, and of those requests of a step that are not new, in the
+        scheduler's order.
+    one_token_each, all_drafts, all_drafts_and_one
+        int32 ``[max_num_reqs]``: what a step schedules if all of its requests decode, without
+        drafts; how many drafts each has if all have as many as there can be, and how many tokens.
     token_ids
         int32 ``[max_num_reqs, max_model_len]``: prompts, and tokens generated before a preemption;
         `UNKNOWN_TOKEN` after them.
@@ -44,6 +54,8 @@ class NPURequestState:
         penalties, bad words, log-probabilities of prompts, budgets of thinking tokens.
     read_on_device
         The requests that arrive with such parameters in this step.
+    readers
+        The request rows of all requests that have such parameters.
     keeps_all_tokens
         Whether the device keeps the tokens of all requests.
     have_ids
@@ -70,6 +82,11 @@ class NPURequestState:
         self.vocab_size, self.device = vocab_size, device
         self.req_id_to_index: dict[str, int] = {}
         self.index_to_req_id: dict[int, str] = {}
+        self.arrivals = 0
+        self.rows_of_batch, self.rows_of_running = KeptRows(self), KeptRows(self)
+        self.one_token_each = np.ones(max_num_reqs, np.int32)
+        self.all_drafts = np.full(max_num_reqs, num_speculative_steps, np.int32)
+        self.all_drafts_and_one = self.all_drafts + 1
         self.free_indices = list(range(max_num_reqs))
         self.token_ids = np.full((max_num_reqs, max_model_len), UNKNOWN_TOKEN, np.int32)
         self.num_tokens = np.zeros(max_num_reqs, np.int32)
@@ -82,6 +99,7 @@ class NPURequestState:
         self.all_token_ids = StagedRows((max_num_reqs, max_model_len), torch.int32, device)
         self.total_len = StagedRows(max_num_reqs, torch.int32, device)
         self.read_on_device: set[str] = set()
+        self.readers: set[int] = set()
         self.keeps_all_tokens = use_dense_all_token_ids
         self.have_ids: dict[str, Sequence[bool]] = {}
         self.is_token_ids: np.ndarray | None = None
@@ -117,6 +135,7 @@ class NPURequestState:
         """
         request_row = self.free_indices.pop()
         self.req_id_to_index[req_id], self.index_to_req_id[request_row] = request_row, req_id
+        self.arrivals += 1
         length = len(all_token_ids)
         self.max_seq_len[request_row] = prompt_len + max_tokens
         self.prompt_len.np[request_row], self.prefill_len.np[request_row] = prompt_len, length
@@ -132,6 +151,7 @@ class NPURequestState:
                 self.is_token_ids = np.ones_like(self.token_ids, bool)
             self.is_token_ids[request_row, : len(has_id)] = has_id
         if self.keeps_all_tokens or req_id in self.read_on_device:
+            self.readers.add(request_row)
             self.all_token_ids.stage_write(request_row, 0, self.ids_at_arrival(request_row))
             self.total_len.stage_write_elem(request_row, length)
 
@@ -156,6 +176,7 @@ class NPURequestState:
             return None
         del self.index_to_req_id[request_row]
         self.free_indices.append(request_row)
+        self.readers.discard(request_row)
         self.samples.forget(request_row)
         self._num_drafts[request_row] = 0
         return request_row
@@ -186,28 +207,31 @@ class NPURequestState:
         stay; the result is int32 ``[n]``. `num_valid_tokens` has the counts of accepted tokens by
         row of the last step; it is read, and waited for, only if needed.
         """
-        counts = np.asarray(num_computed_tokens, np.int32)
-        rows = self.samples.rows[request_rows] - self.samples.num_older  # in the last step
-        drafts = self._num_drafts[request_rows]
-        verified = np.flatnonzero((rows >= 0) & (drafts > 0))
-        if len(verified):
-            rejected = drafts[verified] + 1 - num_valid_tokens.read()[rows[verified]]
-            ends = self._ends[request_rows[verified]] - rejected
-            counts[verified] = np.minimum(counts[verified], ends)
+        counts = np.fromiter(num_computed_tokens, np.int32, len(num_computed_tokens))
+        if np.count_nonzero(self._num_drafts[request_rows]):  # `any` calls Python
+            take_back_drafts(
+                request_rows,
+                counts,
+                self.samples.rows,
+                self.samples.num_older,
+                self._num_drafts,
+                self._ends,
+                num_valid_tokens.read(),
+            )
         return counts
 
     def advance(
         self, request_rows: np.ndarray, num_computed_tokens: "Sequence[int] | np.ndarray"
     ) -> None:
-        """Enter counts of computed tokens, int ``[n]``, of the requests in these request rows.
-
-        A request past its prompt has one known token more: its last sample.
-        """
-        self.num_computed_tokens_np[request_rows] = num_computed_tokens
-        computed = self.num_computed_tokens_np[request_rows]
-        prefill = self.prefill_len.np[request_rows]
-        self.num_computed_prefill_tokens[request_rows] = np.minimum(computed, prefill)
-        self.num_tokens[request_rows] = np.maximum(prefill, computed + 1)
+        """Enter counts of computed tokens, int ``[n]``, of the requests in these request rows."""
+        enter_counts(
+            request_rows,
+            np.asarray(num_computed_tokens, np.int32),
+            self.prefill_len.np,
+            self.num_computed_tokens_np,
+            self.num_computed_prefill_tokens,
+            self.num_tokens,
+        )
 
     def enter_samples(self, request_rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
         """Enter the tokens that the scheduler tells pipeline stages.
@@ -236,6 +260,28 @@ class NPURequestState:
         self.token_ids[request_rows[kept], places[kept]] = token_ids[kept]
 
 
+class KeptRows:
+    """The request rows of some requests, which are looked up when one of them may have changed.
+
+    Most steps have the requests of the last one, and to look 256 of them up takes longer than the
+    fused pass.
+    """
+
+    def __init__(self, states: NPURequestState) -> None:
+        self._states = states
+        self._req_ids: list[str] = []
+        self._arrivals = 0
+        self._request_rows = np.empty(0, np.intp)
+
+    def of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Return what `NPURequestState.rows_of` returns: for the same rows the same array."""
+        states = self._states
+        if self._arrivals != states.arrivals or self._req_ids != req_ids:
+            self._req_ids, self._arrivals = list(req_ids), states.arrivals
+            self._request_rows = states.rows_of(req_ids)
+        return self._request_rows
+
+
 class AwaitedSamples(NamedTuple):
     """The samples on the device from which a step continues, and the row of each request."""
 
@@ -251,6 +297,9 @@ class AwaitedSamples(NamedTuple):
         """Return `token_ids` as ``[num_rows, 1 + 2 * num_drafts]``; a sample begins each row."""
         assert self.token_ids is not None
         return self.token_ids.view(-1, targets_per_row(self.num_drafts))
+
+
+NOTHING_AWAITED = AwaitedSamples(None, 0, NO_PREVIOUS_ROWS)
 
 
 class Samples:
@@ -275,23 +324,32 @@ class Samples:
         self.num_drafts = num_drafts
         self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)
         self.num_older = 0
+        # Request rows of the last step, if their samples are all that there are
+        self._settled: np.ndarray | None = None
         # [num_rows], or as `AwaitedSamples.by_row` with drafts
         self._by_row = torch.empty(0, dtype=torch.int32)
 
     def forget(self, request_row: int) -> None:
         self.rows[request_row] = NO_PREVIOUS_ROW
+        self._settled = None
 
-    def find(self, request_rows: np.ndarray, is_awaited: np.ndarray) -> AwaitedSamples:
+    def find(
+        self, request_rows: np.ndarray, is_awaited: np.ndarray | None = None
+    ) -> AwaitedSamples:
         """Return the samples from which a step continues.
 
         `request_rows`, int ``[num_reqs]``, are the request rows in the order of the batch;
-        `is_awaited`, bool ``[num_reqs]``, says which requests continue from a sample.
+        `is_awaited`, bool ``[num_reqs]``, says which requests continue from a sample; None if all
+        do.
         """
-        rows = np.where(is_awaited, self.rows[request_rows], NO_PREVIOUS_ROW)
+        rows = self.rows[request_rows]
+        if is_awaited is not None:
+            rows[~is_awaited] = NO_PREVIOUS_ROW
         num_rows = self._by_row.shape[0]  # `len` of a tensor asks for tracing first
-        if not num_rows or not is_awaited.any():
+        if not num_rows or (is_awaited is not None and not is_awaited.any()):
             return AwaitedSamples(None, 0, rows)
-        return AwaitedSamples(self._by_row.view(-1), num_rows, rows, self.num_drafts)
+        token_ids = self._by_row.view(-1) if self.num_drafts else self._by_row
+        return AwaitedSamples(token_ids, num_rows, rows, self.num_drafts)
 
     def keep(
         self,
@@ -303,17 +361,26 @@ class Samples:
         """Keep a step's samples, except those of requests whose sample doesn't count."""
         if drafts is not None:
             sampled_token_ids = torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)
-        self.rows[request_rows] = NO_PREVIOUS_ROW
-        left_out = np.flatnonzero(self.rows >= 0)
-        self.num_older = len(left_out)
-        if len(left_out):
-            left_out = left_out[np.argsort(self.rows[left_out])]
-            older = _runs_of(self._by_row, self.rows[left_out])
-            sampled_token_ids = torch.cat((*older, sampled_token_ids))
-            self.rows[left_out] = np.arange(self.num_older)
+        all_count = not np.count_nonzero(discard)
+        if not (all_count and request_rows is self._settled):  # else each is where it was
+            self.num_older = place_samples(request_rows, discard, self.rows)
+            self._settled = request_rows if all_count else None
+            if self.num_older:
+                sampled_token_ids = self._after_older(sampled_token_ids, request_rows, discard)
         self._by_row = sampled_token_ids
+
+    def _after_older(
+        self, sampled_token_ids: torch.Tensor, request_rows: np.ndarray, discard: np.ndarray
+    ) -> torch.Tensor:
+        """Put the samples of requests that the step leaves out in front of the step's own."""
+        self._settled = None
+        left_out = np.flatnonzero(self.rows >= 0)
+        left_out = left_out[np.argsort(self.rows[left_out])]
+        older = _runs_of(self._by_row, self.rows[left_out])
+        self.rows[left_out] = np.arange(self.num_older)
         ends = self.num_older + np.arange(len(request_rows))
         self.rows[request_rows] = np.where(discard, NO_PREVIOUS_ROW, ends)
+        return torch.cat((*older, sampled_token_ids))
 
 
 def _runs_of(by_row: torch.Tensor, rows: np.ndarray) -> list[torch.Tensor]:

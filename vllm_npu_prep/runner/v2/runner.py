@@ -1,6 +1,5 @@
 """vLLM's V2 runner with its input preparation replaced."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -46,7 +45,7 @@ from vllm_npu_prep.runner.v2.prompt_scores import (
     score_with_adapters,
     wants_scores,
 )
-from vllm_npu_prep.runner.v2.request_states import AwaitedSamples
+from vllm_npu_prep.runner.v2.request_states import NOTHING_AWAITED, AwaitedSamples
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.setup import RunnerSetupV2
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
@@ -138,16 +137,14 @@ class NPUModelRunnerV2(RunnerSetupV2):
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         if cached.req_ids:
-            request_rows = self.req_states.rows_of(cached.req_ids)
+            request_rows = self.req_states.rows_of_running.of(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(request_rows, counts, self.num_valid_tokens)
             self.req_states.advance(request_rows, counts)
             if self.use_pp and self._host_has_samples:
                 self.req_states.enter_samples(request_rows, cached.new_token_ids)
-            for index, block_ids in enumerate(cached.new_block_ids):
-                if block_ids is not None:
-                    self.block_tables.append_block_ids(int(request_rows[index]), block_ids, False)
+            self.block_tables.append_each(request_rows, cached.new_block_ids)
         if scheduler_output.new_block_ids_to_zero:
             zero_new_blocks(self.kv_caches, scheduler_output.new_block_ids_to_zero)
         if scheduler_output.kv_cache_block_copies:
@@ -161,11 +158,10 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's method; end the step in flight if it fails or leaves nothing to sample."""
-        decisions: Any = contextlib.nullcontext()
-        if self.dp_decisions is not None:
-            decisions = v2.decisions_by(self.dp_decisions.take)
         try:
-            with decisions:
+            if self.dp_decisions is None:
+                return super().execute_model(*args, **kwargs)
+            with v2.decisions_by(self.dp_decisions.take):
                 return super().execute_model(*args, **kwargs)
         finally:
             if self.execute_model_state is None:
@@ -204,7 +200,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         samples = self._last_samples(now)
         batch = self._step_batch(scheduler_output, now, samples)
         # 1 padding: decided first, from counts alone; data-parallel ranks agree on it
-        num_loras = len(self.lora_state.get_activate_loras(now.req_ids))
+        num_loras = len(self.lora_state.get_activate_loras(now.req_ids)) if self.lora_config else 0
         decision = self.padding.decide(batch, 0, num_loras)
         # 2 layout: where each array lives, a function of the padded sizes
         layout = preparer.layout(decision.padding)
@@ -225,8 +221,9 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     def _last_samples(self, now: BatchReqState) -> AwaitedSamples:
         """Return the last samples of the step's requests, if they are on the device only."""
-        in_prompt = now.is_prefilling_np
-        are_awaited = np.zeros_like(in_prompt) if self._host_has_samples else ~in_prompt
+        if self._host_has_samples:
+            return NOTHING_AWAITED
+        are_awaited = ~now.is_prefilling_np if now.has_prefill else None
         return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
 
     def _step_batch(
@@ -268,8 +265,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
             self.model_state.positions = in_flight.staged.device.mrope_positions
         self.cudagraph_manager.decided = in_flight.dispatched[2]
         self.input_batch.now = now, samples
-        if samples.num_drafts:
-            self._draft_token_ids = samples.by_row[:, 1:]  # as checks read it
+        if samples.num_drafts and self._checks_fully:
+            self._draft_token_ids = samples.by_row[:, 1:]
 
     def _dispatch(self, batch: StepBatch, counts: DispatchKey) -> tuple[Any, ...]:
         del batch  # upstream's choice depends on the counts alone
@@ -288,9 +285,10 @@ class NPUModelRunnerV2(RunnerSetupV2):
     def prepare_attn(  # type: ignore[override]
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
-        self.graphs.check_padding(self.prepared, self.preparer)
+        in_flight = self.prepared
+        self.graphs.check_padding(in_flight, self.preparer)
         tables = self.block_tables.device_rows(input_batch.num_reqs_after_padding)
-        return tables, self.prepared.staged.device.slot_mappings
+        return tables, in_flight.staged.device.slot_mappings
 
     def prepare_dummy_attn(  # type: ignore[override]
         self, input_batch: InputBatch, valid_state_slots: bool = False
@@ -324,7 +322,6 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     # ----------------------------------------------------------------- after the forward pass
 
-    @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed
@@ -354,23 +351,25 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     def _sample_step(self, state: Any, grammar_output: Any) -> StepOutput | ModelRunnerOutput:
         batch, hidden_states = state.input_batch, state.hidden_states
-        step, staged = self.prepared.step, self.prepared.staged
-        discard = staged.np.discard_request_mask[: step.num_reqs].copy()
+        in_flight = self.prepared
+        step, staged = in_flight.step, in_flight.staged
+        discard = staged.np.discard_request_mask[: batch.num_reqs].copy()
         sampler_output, _, _ = self.sample(hidden_states, batch, grammar_output)
         scores = self._score_prompts(hidden_states, batch)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
-            req_id_to_index={req_id: index for index, req_id in enumerate(batch.req_ids)},
+            req_id_to_index=self.order.places,
             sampled_token_ids=None,  # type: ignore[arg-type]  # filled in later
             prompt_logprobs_dict=scores.most_likely,
             prompt_token_id_logprobs_dict=scores.named,
             cudagraph_stats=state.cudagraph_stats,
         )
-        borders, stream = batch.cu_num_logits_np, self.output_copy_stream
+        masks, stream = sampler_output.sampling_mask_tensors, self.output_copy_stream
+        borders = None if masks is None else batch.cu_num_logits_np
         note = None if self.recorder is None else self._note_of_samples()
         returned = StepOutput(output, sampler_output, discard, borders, stream, note)
         sampled = sampler_output.sampled_token_ids
-        discarded = staged.device.discard_request_mask[: step.num_reqs]
+        discarded = staged.device.discard_request_mask
         assert self.sampler is not None
         note_samples(self.sampler, self.req_states, batch, sampled, discarded)
         kept = batch.idx_mapping_np, discard
@@ -391,7 +390,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         elif self.pp_handler is not None:
             self.pp_handler.exchange(sampled[:, 0].to(torch.int32), batch.req_ids, *kept)
         elif not self._host_has_samples:
-            self.req_states.samples.keep(sampled[:, 0].to(torch.int32), *kept)
+            self.req_states.samples.keep(sampled.view(-1).to(torch.int32), *kept)
         output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)
         if self.use_pp or not self._host_has_samples:
             return returned

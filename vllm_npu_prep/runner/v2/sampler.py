@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -13,6 +14,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.triton.rejection_v2 import verify_drawn_drafts
 from vllm_npu_prep.runner.v2.drawing import Requests, draw, uniform
+from vllm_npu_prep.runner.v2.kept_tokens import reads_tokens
 from vllm_npu_prep.runner.v2.traces import NPUTraceReplayState
 
 
@@ -44,6 +46,33 @@ class NPUSampler(Sampler):
     """
 
     trace_replay_state: NPUTraceReplayState | None  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # By request row: parameters that were entered, if nothing depends on who has them
+        self._entered: dict[int, SamplingParams] = {}
+        self._is_sent = False
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        """Enter a request's parameters, unless its row has them of the request before it."""
+        params = sampling_params
+        # Which may have arrays, and these can't be compared
+        may_compare = params.prompt_logprob_token_ids is None and params.extra_args is None
+        if may_compare and params == self._entered.get(req_idx):
+            return
+        super().add_request(req_idx, sampling_params)
+        self._is_sent = False
+        self._entered.pop(req_idx, None)
+        processors, traces = self.logits_processors, self.trace_replay_state
+        bias: Any = processors[0]
+        reads = reads_tokens(params) or bias.use_logit_bias[req_idx] or params.logprob_token_ids
+        if may_compare and not (reads or traces or len(processors) > 3):
+            self._entered[req_idx] = params
+
+    def apply_staged_writes(self) -> None:
+        if not self._is_sent or len(self.logits_processors) > 3:
+            super().apply_staged_writes()
+            self._is_sent = True
 
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, drafts: SampledDrafts | None = None

@@ -1,5 +1,7 @@
 """A prepared step in the form that upstream's V2 code reads."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -25,6 +27,7 @@ class StepInputs:
         # Without a stride, by which kernels see that no row has drafts before it
         self._no_positions = torch.zeros(1, dtype=torch.int32, device=device).expand(max_num_reqs)
         self._logit_borders = np.arange(max_num_reqs + 1, dtype=np.int32)
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of requests
 
     def of_step(self, now: BatchReqState, in_flight: StepInFlight, structured: bool) -> InputBatch:
         """Return the step for the model, with padding, and for the sampler, without.
@@ -32,38 +35,40 @@ class StepInputs:
         `structured` says whether a request of the step has a grammar.
         """
         step, staged = in_flight.step, in_flight.staged
-        arrays, num_reqs = staged.device, step.num_reqs
-        rows = slice(num_reqs) if num_reqs < step.padding.num_reqs_padded else None
-        idx_mapping = _leading(arrays.idx_mapping, rows)
-        has_mask = step.padding.mode is not GraphMode.NONE or self._always_masks
-        logits_indices, num_logits = arrays.logits_indices, step.num_logits
-        if num_logits < len(logits_indices):
-            logits_indices = logits_indices[:num_logits]
+        arrays, padding, num_logits = staged.device, step.padding, step.num_logits
+        num_reqs, num_tokens = now.idx_mapping_np.shape[0], now.num_tokens
+        idx_mapping, seq_lens, on_host = arrays.idx_mapping, arrays.seq_lens, staged.cpu.seq_lens
+        if num_reqs < padding.num_reqs_padded:  # else no view: each takes a microsecond
+            idx_mapping, seq_lens = idx_mapping[:num_reqs], seq_lens[:num_reqs]
+            on_host = on_host[:num_reqs]
+        has_mask = padding.mode is not GraphMode.NONE or self._always_masks
+        # A slice where each token has a row of logits, so that nothing is gathered
+        logits_indices: Any = slice(num_logits)
+        if num_logits < num_tokens:
+            logits_indices = arrays.logits_indices[:num_logits]
         drafts: np.ndarray | None = None
-        borders = self._logit_borders[: num_reqs + 1]
-        if step.num_drafts:
+        num_drafts = num_logits - num_reqs
+        if num_drafts:
             drafts = step.batch.num_draft_tokens[:num_reqs]
-            borders = np.concatenate((borders[:1], np.cumsum(drafts + 1, dtype=np.int32)))
+        no_positions, one_each = self._of_size(num_reqs)
         kind = InputBatch if drafts is None else VerifiedBatch
         batch = kind(
             req_ids=now.req_ids,
             num_reqs=num_reqs,
-            num_reqs_after_padding=step.padding.num_reqs_padded,
+            num_reqs_after_padding=padding.num_reqs_padded,
             idx_mapping=idx_mapping,
             idx_mapping_np=now.idx_mapping_np,
             expanded_idx_mapping=idx_mapping,
-            expanded_local_pos=self._no_positions[:num_reqs],
             num_scheduled_tokens=now.num_scheduled_tokens,
-            num_tokens=now.num_tokens,
-            num_tokens_after_padding=step.num_input_tokens,
-            num_draft_tokens=step.num_drafts,
+            num_tokens=num_tokens,
+            num_tokens_after_padding=padding.num_input_tokens,
+            num_draft_tokens=num_drafts,
             num_draft_tokens_per_req=drafts,
             query_start_loc=arrays.query_start_loc,
             query_start_loc_np=staged.np.query_start_loc,
-            seq_lens=_leading(arrays.seq_lens, rows),
-            seq_lens_cpu_upper_bound=_leading(staged.cpu.seq_lens, rows),
-            dcp_local_seq_lens=None,
-            num_computed_tokens_np=step.num_computed_tokens,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=on_host,
+            num_computed_tokens_np=staged.np.num_computed_tokens[:num_reqs],
             prefill_len_np=now.prefill_len_np,
             num_computed_prefill_tokens_np=now.num_computed_prefill_tokens_np,
             is_prefilling_np=now.is_prefilling_np,
@@ -74,15 +79,18 @@ class StepInputs:
             # Without a graph nothing is padded
             is_padding=arrays.is_padding if has_mask else None,  # type: ignore[arg-type]
             logits_indices=logits_indices,
-            cu_num_logits=self._one_each[: num_reqs + 1],
-            cu_num_logits_np=borders,
+            cu_num_logits_np=self._logit_borders[: num_reqs + 1],
             has_structured_output_reqs=structured,
+            expanded_local_pos=no_positions,
+            dcp_local_seq_lens=None,
+            cu_num_logits=one_each,
             prompt_lens=None,
         )
         return batch.of(step, arrays) if isinstance(batch, VerifiedBatch) else batch
 
-
-def _leading(array: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    """Return the rows of real requests: `array` itself if nothing is padded, as a view takes a
-    microsecond."""
-    return array if rows is None else array[rows]
+    def _of_size(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return places and borders of rows of logits in steps of so many requests without drafts,
+        from a cache."""
+        if num_reqs not in self._kept:
+            self._kept[num_reqs] = self._no_positions[:num_reqs], self._one_each[: num_reqs + 1]
+        return self._kept[num_reqs]

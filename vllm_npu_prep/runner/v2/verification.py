@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import SpeculativeConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -15,6 +16,7 @@ from vllm_npu_prep.ops.triton.drafting import (
 )
 from vllm_npu_prep.ops.triton.rejection import lengths_of, rows_until_rejected
 from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.bookkeeping import count_accepted_tokens
 from vllm_npu_prep.runner.v2.sampler import NPUSampler, SampledDrafts
 
 
@@ -82,6 +84,16 @@ class VerifiedBatch(InputBatch):
 
     @cu_num_logits.setter
     def cu_num_logits(
+        self, _: Any
+    ) -> None: ...  # upstream's constructor assigns it; it is computed
+
+    @property
+    def cu_num_logits_np(self) -> np.ndarray:
+        """Return the same borders on the host."""
+        return np.append(np.int32(0), np.cumsum(self.step.num_sampled_tokens, dtype=np.int32))
+
+    @cu_num_logits_np.setter
+    def cu_num_logits_np(
         self, _: Any
     ) -> None: ...  # upstream's constructor assigns it; it is computed
 
@@ -195,13 +207,24 @@ class AcceptedCounts(NamedTuple):
 def count_accepted(
     sampled_token_ids: torch.Tensor, step: PreparedStep, arrays: DeviceArrays, vocab_size: int
 ) -> AcceptedCounts:
-    """Count a step's accepted tokens, with the kernels of V1's drafters.
+    """Count a step's accepted tokens, on NPUs with the kernels of V1's drafters.
 
     Upstream's V2 runner does this in ``_get_num_sampled_and_rejected_kernel``,
     ``_post_update_kernel`` and ``_prepare_prefill_inputs_kernel``. `sampled_token_ids` are int64
     ``[num_reqs, width]`` with -1 after a request's last token.
     """
+    if sampled_token_ids.is_cpu:
+        return _counted_on_host(sampled_token_ids, step)
+    return counted_on_device(sampled_token_ids, step, arrays, vocab_size)
+
+
+def counted_on_device(
+    sampled_token_ids: torch.Tensor, step: PreparedStep, arrays: DeviceArrays, vocab_size: int
+) -> AcceptedCounts:
+    """Do what `count_accepted` does, with operators of torch."""
     num_reqs, width = sampled_token_ids.shape
+    if step.num_logits == num_reqs * width and not np.count_nonzero(step.discard_request_mask):
+        return _all_verified(sampled_token_ids, arrays)
     numbers = torch.empty(4, num_reqs, dtype=torch.int32, device=sampled_token_ids.device)
     next_token_ids, num_valid, num_rejected, last_tokens = numbers.unbind()
     eagle_prepare_next_token_padded(
@@ -225,3 +248,32 @@ def count_accepted(
         num_reqs,
     )
     return AcceptedCounts(next_token_ids, num_valid, num_rejected, last_tokens)
+
+
+def _all_verified(sampled_token_ids: torch.Tensor, arrays: DeviceArrays) -> AcceptedCounts:
+    """Count accepted tokens where each request has equally many drafts, and samples that count.
+
+    Most steps are so, and this takes half as many launches.
+    """
+    num_reqs, width = sampled_token_ids.shape
+    num_valid = (sampled_token_ids >= 0).sum(1, dtype=torch.int32)
+    last = num_valid.long().sub_(1)[:, None]
+    next_token_ids = sampled_token_ids.gather(1, last).view(-1).to(torch.int32)
+    num_rejected = width - num_valid
+    last_token_indices = arrays.query_start_loc[1 : num_reqs + 1].sub(num_rejected).sub_(1)
+    return AcceptedCounts(next_token_ids, num_valid, num_rejected, last_token_indices)
+
+
+def _counted_on_host(sampled_token_ids: torch.Tensor, step: PreparedStep) -> AcceptedCounts:
+    """Count accepted tokens on the CPU fallback, whose samples the host has: by one loop."""
+    host = step.arrays
+    counted = torch.empty(4, sampled_token_ids.shape[0], dtype=torch.int32)
+    count_accepted_tokens(
+        sampled_token_ids.numpy(),
+        host.discard_request_mask,
+        step.batch.num_draft_tokens,
+        host.backup_next_token_ids,
+        host.query_start_loc,
+        counted.numpy(),
+    )
+    return AcceptedCounts(*counted.unbind())
