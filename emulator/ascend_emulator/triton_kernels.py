@@ -12,6 +12,7 @@ additions to the language.
 
 import ctypes
 import functools
+import importlib
 import inspect
 import itertools
 import sys
@@ -237,6 +238,9 @@ def install() -> None:
         return
     from triton.runtime import interpreter
 
+    # Triton imports it at the first launch. vllm-ascend puts an empty module in its place, since
+    # triton-ascend has none, unless it is there.
+    importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     interpreter.InterpretedFunction.run = run
     interpreter._interpreter = Memory(interpreter._interpreter)
     _add_driver()
