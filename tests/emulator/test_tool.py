@@ -111,7 +111,10 @@ NO_CACHE = r"file/ascend_emulator: Not a directory; set XDG_CACHE"
         ({"platform.machine": lambda: "riscv64"}, "runs on Linux on x86_64 or aarch64"),
         (installed(), "torch is not installed: pip install torch"),
         (installed(torch="2.13.0"), NO_TORCH_NPU),
-        (installed(torch="2.12.0", torch_npu="2.12.0"), "made for torch_npu .* or 2.13.0"),
+        (
+            installed(torch="2.12.0", torch_npu="2.12.0"),
+            "made for torch_npu 2.13.0 or .* but 2.12.0",
+        ),
         (installed(torch="2.14.0", torch_npu="2.13.0"), "needs torch 2.13.0, but 2.14.0 is"),
         ({"shutil.which": lambda name, path=None: None}, "install g\\+\\+ and binutils"),
         ({"_find_target": lambda: TARGET}, NO_CACHE),

@@ -262,11 +262,13 @@ class RankProbe:
 
     def _watch_draft_passes(self, passes: Any) -> None:
         """Note of each draft pass its padded tokens, 0 if it ran eagerly, and each engine's."""
+        from vllm_npu_prep.runner.v2.draft_passes import PassSize
+
         run = passes.run
         self.probe_passes: list[tuple[int, list[int]]] = []
 
         def run_pass(*args: Any) -> Any:
-            size = args[-1]
+            (size,) = (each for each in args if isinstance(each, PassSize))
             self.probe_passes.append((size.padded, size.across.tolist()))
             return run(*args)
 

@@ -66,15 +66,15 @@ def wrong(monkeypatch, verb, change):
     monkeypatch.setattr(ReferenceKernels, verb, changed)
 
 
-def uniform_average(right, self, query, key, value, cache, metadata, layer, output, *rest):
+def uniform_average(right, self, query, own, cache, metadata, layer, output, *rest):
     if metadata.causal:
-        return right(self, query, key, value, cache, metadata, layer, output, *rest)
-    return right(self, torch.zeros_like(query), key, value, cache, metadata, layer, output, *rest)
+        return right(self, query, own, cache, metadata, layer, output, *rest)
+    return right(self, torch.zeros_like(query), own, cache, metadata, layer, output, *rest)
 
 
-def ignored_mask(right, self, query, key, value, cache, metadata, *rest):
+def ignored_mask(right, self, query, own, cache, metadata, *rest):
     metadata.attn_mask = None
-    return right(self, query, key, value, cache, metadata, *rest)
+    return right(self, query, own, cache, metadata, *rest)
 
 
 def nothing_written(right, self, *args):

@@ -7,6 +7,7 @@ from pydantic import Field, TypeAdapter
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.records.settings import Count, Strict
+from vllm_npu_prep.wording import counted
 
 SUFFIX = ".samples.json"
 """The suffix of the file, in place of the record's."""
@@ -47,7 +48,7 @@ def read_samples(record: Path, num_reqs: int) -> StepSamples:
     try:
         samples = _FILE.validate_json(path.read_bytes())
         if len(samples) != num_reqs:
-            raise ValueError(f"{len(samples)} requests instead of {num_reqs}")
+            raise ValueError(f"{counted(len(samples), 'list')} for {counted(num_reqs, 'request')}")
         return samples
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
