@@ -18,6 +18,29 @@ from vllm.v1.outputs import (
 from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.utils import raise_if_nan_logits
 
+from vllm_npu_prep.observe.recorder import Sampled, StepRecorder
+from vllm_npu_prep.runner.v2.sampler import NPUSampler
+
+
+def note_of_samples(
+    sampler: Any, recorder: StepRecorder
+) -> Callable[[ModelRunnerOutput], None] | None:
+    """Return what notes a step's samples for its record.
+
+    The result is None in engines without masks of sampling and traces.
+    """
+    assert isinstance(sampler, NPUSampler)
+    traces = sampler.trace_replay_state
+    if traces is None and not sampler.return_sampling_mask:
+        return None
+    number, from_trace = recorder.steps - 1, () if traces is None else traces.replaced
+
+    def note(output: ModelRunnerOutput) -> None:
+        token_ids = [[*tokens] for tokens in output.sampled_token_ids]
+        recorder.note_sampled(number, Sampled(token_ids, from_trace, output.sampling_masks))
+
+    return note
+
 
 class StepOutput(AsyncModelRunnerOutput):
     """The samples of a step, which are copied to the host on a separate stream.

@@ -1,6 +1,6 @@
 """vLLM's V2 runner with its input preparation replaced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +23,6 @@ from vllm_npu_prep.attention.kv_cache import (
 )
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.graph.wrapper import GraphWrapper
-from vllm_npu_prep.observe.recorder import Sampled
 from vllm_npu_prep.prep.arrays import PAD_SLOT_ID
 from vllm_npu_prep.prep.batch import StepBatch, prepare_step
 from vllm_npu_prep.prep.checks import NO_LIMITS
@@ -37,7 +36,7 @@ from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
 from vllm_npu_prep.runner.v2.order import batch_of_step
-from vllm_npu_prep.runner.v2.output import PooledOutput, StepOutput
+from vllm_npu_prep.runner.v2.output import PooledOutput, StepOutput, note_of_samples
 from vllm_npu_prep.runner.v2.prompt_embeds import ids_of
 from vllm_npu_prep.runner.v2.prompt_scores import (
     PromptScores,
@@ -46,7 +45,6 @@ from vllm_npu_prep.runner.v2.prompt_scores import (
     wants_scores,
 )
 from vllm_npu_prep.runner.v2.request_states import NOTHING_AWAITED, AwaitedSamples
-from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.setup import RunnerSetupV2
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.verification import AcceptedCounts, count_accepted
@@ -366,7 +364,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         )
         masks, stream = sampler_output.sampling_mask_tensors, self.output_copy_stream
         borders = None if masks is None else batch.cu_num_logits_np
-        note = None if self.recorder is None else self._note_of_samples()
+        note = None if self.recorder is None else note_of_samples(self.sampler, self.recorder)
         returned = StepOutput(output, sampler_output, discard, borders, stream, note)
         sampled = sampler_output.sampled_token_ids
         discarded = staged.device.discard_request_mask
@@ -398,24 +396,6 @@ class NPUModelRunnerV2(RunnerSetupV2):
         samples = returned.samples[:, 0].numpy()
         self.req_states.append_samples(*kept, batch.num_scheduled_tokens, samples)
         return output
-
-    def _note_of_samples(self) -> Callable[[ModelRunnerOutput], None] | None:
-        """Return what notes a step's samples for its record.
-
-        The result is None in engines without masks of sampling and traces.
-        """
-        sampler, recorder = self.sampler, self.recorder
-        assert isinstance(sampler, NPUSampler) and recorder is not None
-        traces = sampler.trace_replay_state
-        if traces is None and not sampler.return_sampling_mask:
-            return None
-        number, from_trace = recorder.steps - 1, () if traces is None else traces.replaced
-
-        def note(output: ModelRunnerOutput) -> None:
-            token_ids = [[*tokens] for tokens in output.sampled_token_ids]
-            recorder.note_sampled(number, Sampled(token_ids, from_trace, output.sampling_masks))
-
-        return note
 
     def _draft(self, state: Any, accepted: AcceptedCounts) -> torch.Tensor:
         """Return drafts after a step's samples, int32 ``[num_reqs, num_speculative_tokens]``."""
