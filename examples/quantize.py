@@ -59,8 +59,8 @@ OUTLYING = 20
 times that of the median token. In SmolLM2 it is 25 to 2,190 times for six `down_proj`, and at most
 13 times for all other modules."""
 LOST = 0.005
-"""With one scale for all tokens, a module keeps its dtype if the expected mean square of the rounding
-error is a larger share of the mean square of the median token's inputs."""
+"""With one scale for all tokens, a module keeps its dtype if the expected mean square of the
+rounding error is a larger share of the mean square of the median token's inputs."""
 
 BOOK = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 DESCRIPTION = "quant_model_description.json"
