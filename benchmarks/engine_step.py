@@ -139,7 +139,7 @@ class ConstantSampler(torch.nn.Module):
 class ConstantSamplerV2(FreeSampler):
     """Returns the same tokens for each request, and accepts the first draft of each that has some.
 
-    All else is the sampler's that it replaces.
+    Everything else is done by the sampler that it replaces.
     """
 
     def __call__(self, logits: torch.Tensor, batch: Any, *_: Any) -> Any:
@@ -449,8 +449,8 @@ def main() -> None:
     parser.add_argument(
         "--synchronous", action="store_true", help="without asynchronous scheduling"
     )
-    parser.add_argument("--runner", choices=("V1", "V2"), default="V1", help="ours")
-    parser.add_argument("--against", choices=("V1", "V2"), help="vLLM's (default: as ours)")
+    parser.add_argument("--runner", choices=("V1", "V2"), default="V1", help="our runner")
+    parser.add_argument("--against", choices=("V1", "V2"), help="vLLM's runner (default: the same)")
     args = parser.parse_args()
     runners = args.runner, args.against or args.runner
     if "V2" in runners:

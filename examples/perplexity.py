@@ -67,7 +67,7 @@ def _fill(model: Path, form: str, how: dict[str, Any], folder: Path) -> None:
 
 
 def scores(model: Path, text: str, tokens: int, dtype: str) -> list[float]:
-    """Log-probabilities of the tokens at the beginning of a text, but of each run's first one."""
+    """Log-probabilities of the tokens at the beginning of a text, without each run's first one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # which would import vLLM once a model
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -14,9 +14,9 @@ smallest and the largest number that was seen. MTP layers and experts stay dynam
 
 First, transformers runs the model in float32 over the beginning of a text (`calibration_text`, or
 `--text`). Outliers of inputs behind norms are moved into weights (SmoothQuant). A module keeps its
-dtype if a few tokens have inputs that are many times larger than the others', as of `down_proj`:
-no scale suits both. `--plain` does neither, and rounds to nearest without a run.
-`perplexity.py` tells what a copy loses.
+dtype if a few of its tokens have inputs that are many times larger than those of the others, as
+some `down_proj` do, because no scale suits both. `--plain` does neither of the two, and rounds to
+nearest; without `--static` it needs no run. `perplexity.py` tells what a copy loses.
 """
 
 import argparse
@@ -56,10 +56,11 @@ SMOOTHED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 OUTLYING = 20
 """With a scale for each token, a module keeps its dtype if a token's largest input is this many
-times that of the median token. In SmolLM2 it is 25 to 2,190 for six `down_proj`, and else 13."""
+times that of the median token. In SmolLM2 it is 25 to 2,190 times for six `down_proj`, and at most
+13 times for all other modules."""
 LOST = 0.005
-"""With one scale for all tokens, a module keeps its dtype if rounding is expected to lose more of
-the median token: its error's mean square, as a share of that of the inputs."""
+"""With one scale for all tokens, a module keeps its dtype if the expected mean square of the
+rounding error is a larger share of the mean square of the median token's inputs."""
 
 BOOK = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 DESCRIPTION = "quant_model_description.json"
@@ -120,7 +121,7 @@ def book() -> Path | None:
 
 
 def calibration_text(model: Path) -> str:
-    """The second half of the Opticks, or nothing without the book or a tokenizer."""
+    """The second half of the Opticks; empty if the book or the model's tokenizer is missing."""
     path = book()
     if path is None or not any(model.glob("tokenizer*")):
         return ""
@@ -296,7 +297,7 @@ def quantize(
     text: str = "",
     plain: bool = False,
 ) -> list[str]:
-    """Write an int8 copy of a model; returns the modules that keep their dtype for their inputs.
+    """Write an int8 copy of a model; return the modules whose inputs make them keep their dtype.
 
     Parameters
     ----------
@@ -312,7 +313,7 @@ def quantize(
     text
         Calibrates; token ids drawn at random do if it is empty.
     plain
-        Neither smooth nor keep modules for their inputs.
+        Don't smooth, and keep no module because of its inputs.
 
     Raises
     ------
@@ -463,7 +464,7 @@ def main() -> None:
         "--text",
         type=Path,
         metavar="FILE",
-        help="calibrates (default: the second half of Newton's Opticks, or random tokens)",
+        help="calibrates (default: the second half of Newton's Opticks, else random tokens)",
     )
     parser.add_argument(
         "--keep", nargs="*", default=[], metavar="REGEX", help="modules that keep their dtype"
@@ -471,7 +472,7 @@ def main() -> None:
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="neither smooth nor keep modules for their inputs: round to nearest",
+        help="round all to nearest: don't smooth, and keep no module because of its inputs",
     )
     args = parser.parse_args()
     model = args.model
@@ -480,7 +481,7 @@ def main() -> None:
 
         model = tiny_model.make(DEFAULT_MODEL)
     if args.text and args.plain and not args.static:
-        parser.error("--text calibrates, for which --plain without --static has no use")
+        parser.error("--text is for calibration, which --plain does only with --static")
     try:
         text = args.text.read_text() if args.text else calibration_text(model)
         given = args.format, args.static, tuple(args.keep), text, args.plain
@@ -491,7 +492,7 @@ def main() -> None:
         parser.error(f"{error.filename}: {error.strerror}")
     print(f"Wrote {args.out}: vllm serve {args.out}")
     if outlying:
-        print(f"These keep their dtype, as few tokens have large inputs: {', '.join(outlying)}")
+        print(f"Modules that keep their dtype, because of large inputs: {', '.join(outlying)}")
     print("llm-compressor and msModelSlim know more models, and more ways to choose scales.")
 
 

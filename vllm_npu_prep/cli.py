@@ -162,15 +162,15 @@ def _parser() -> argparse.ArgumentParser:
         const=True,
         metavar="A:B",
         type=_tokens,
-        help="with --html of a folder: a page of each step beside it, or of steps A to B - 1, "
-        "which the run's page opens; without it, of runs of up to 500 steps",
+        help="with --html of a folder: also write a page for each step, or for steps A to B - 1, "
+        "which the run's page opens; without this option, only for runs of up to 500 steps",
     )
     explain.add_argument(
         "--no-step-pages",
         action="store_const",
         const=False,
         dest="step_pages",
-        help="with --html of a folder: no page of any step",
+        help="with --html of a folder: write no page for any step",
     )
     explain.add_argument(
         "--png",

@@ -3,11 +3,11 @@
 The task runs the kernel in Triton's interpreter, and again at each replay of a graph that captured
 it. What a kernel reads and writes is not guessed from its arguments: its loads, stores and atomics
 say so when they run, with the addresses that they use. So a pointer that a kernel finds in memory,
-in a table of pointers say, is known as exactly as one that it was given, and an address without
-memory is a fault.
+for example in a table of pointers, is known as exactly as one that it was given. An access to an
+address without memory is a fault.
 
-Triton itself (3.6) is interpreted; of triton-ascend there is what vllm-ascend imports of its
-additions to the language.
+Triton itself (3.6) is interpreted. Of triton-ascend's additions to the language, those that
+vllm-ascend imports are here.
 """
 
 import ctypes
@@ -89,7 +89,7 @@ class Memory:
 
 
 def _host_addresses(pointers: Any, mask: Any, width: int, write: bool) -> Any:
-    """Where the host sees the memory at these addresses; what is masked out is not to be read."""
+    """Where the host sees the memory at these addresses; those that are masked out are not read."""
     mask = np.broadcast_to(mask, pointers.shape)
     touched = pointers[mask]
     if not touched.size:

@@ -4,7 +4,7 @@
 #   examples/vllm_ascend_ci/run.sh VLLM_ASCEND TEST ... [-- OPTION ...]
 #
 # VLLM_ASCEND is a checkout near the release in scripts/peer.txt, whose wheel has the compiled
-# libraries; it is only read. TEST is a file in it, or what else pytest takes. OPTIONs are those of
+# libraries; it is only read. TEST is a file in it, or a test of a file. OPTIONs are those of
 # ascend-emulator: --devices 2, --delay skewed, --allow-hazard PATTERN, ...
 set -euo pipefail
 

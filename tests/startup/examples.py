@@ -683,7 +683,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     ),
     "v2-unpadded-drafter-batch": (
         Example(f"{UNPADDED} {MTP}", "or unset VLLM_USE_V2_MODEL_RUNNER: V1 has it", model=MIMO),
-        Example(f"{UNPADDED} {DRAFTS}", "drafts the same; leave the key out"),
+        Example(f"{UNPADDED} {DRAFTS}", "V1 has it, except for draft models"),
     ),
     # vllm_ascend.py
     "vllm-ascend-keys": (

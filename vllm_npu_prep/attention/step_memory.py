@@ -69,7 +69,7 @@ def step_bound(
 
 
 def attention_bytes(
-    # VLLM's layers; those without a cache of K and V or of latent rows don't count
+    # vLLM's layers; those without a cache of K and V or of latent rows don't count
     layers: Iterable[Any],
     decisions: Decisions,
     itemsize: int,  # the bytes of an element of the cache

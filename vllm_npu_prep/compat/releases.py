@@ -101,8 +101,8 @@ class SchedulerRules033(SchedulerRules):
 def _uses_drafts(scheduler: "Scheduler", output: "SchedulerOutput", req_id: str) -> bool:
     """Tell whether a decode that was scheduled may have a step after this one.
 
-    Upstream asks so before the step is entered in the request (``Scheduler._drafts_unused`` of vLLM
-    0.33.0): more placeholders than this step's are those of a step in flight.
+    Upstream asks this before the step is entered in the request (``Scheduler._drafts_unused`` of
+    vLLM 0.33.0). Placeholders beyond those of this step belong to a step in flight.
     """
     request = scheduler.requests[req_id]
     in_flight = request.num_output_placeholders > output.num_scheduled_tokens[req_id]

@@ -26,8 +26,8 @@ def replay(
     Yields
     ------
     path, differences
-        Of each record: the core's first difference and the oracle's, if there are any, and a
-        sample that can't have been drawn.
+        Of each record: the core's first difference, the oracle's, and that of its samples
+        (`sample_difference`), as far as there are any.
 
     Raises
     ------

@@ -63,7 +63,7 @@ class Written(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a step sampled, as the runner returns it; `to_bytes` of `records.step_samples`."""
+    """What a step sampled, as the runner returns it; `to_bytes` gives what is in the file."""
 
     token_ids: list[list[int]]  # of each request
     from_trace: Collection[int]  # rows of the batch
@@ -205,7 +205,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Keep other threads from the ring; nothing that fails reaches the engine."""
+        """Keep other threads from the ring; an error stops the recorder, and not the engine."""
         with self._lock:
             try:
                 yield

@@ -53,13 +53,13 @@ def place_samples(
     discard,  # [num_reqs] bool
     sample_rows,  # [max_num_reqs] int64, updated
 ):
-    """Let the samples of a step be the only ones, one row for each request, if they can be.
+    """Give each request of a step the row of its sample, unless others have samples, too.
 
     Returns
     -------
     int
-        How many requests that the step leaves out have a sample; if there are any, nothing more is
-        written than that requests of the step have none.
+        The number of requests that the step leaves out and that have a sample. If it is not 0,
+        requests of the step have no row yet, because older samples come first.
     """
     for index in range(request_rows.shape[0]):
         sample_rows[request_rows[index]] = NO_PREVIOUS_ROW

@@ -82,7 +82,7 @@ def pointer(typingctx, address):
 def prefetch(typingctx, array, index):
     """In compiled code, let the processor fetch an element of the flattened array.
 
-    It goes to the cache of a core's second level: the first one is too small for what comes next.
+    It goes to the second-level cache of the core: the first level is too small for what comes next.
     """
 
     def codegen(context, builder, signature, args):

@@ -1,7 +1,7 @@
 """Numbers of tensors in compiled code: float32, bfloat16 and float16.
 
-numba knows neither half precision on a CPU. Their elements are seen as integers and computed with
-as float32.
+numba knows neither bfloat16 nor float16 on a CPU. So compiled code sees their elements as integers,
+and computes with float32.
 """
 
 import math
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from vllm_npu_prep.prep.compiled import OPTIONS
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32, np.uint16, np.int16
-"""How compiled code sees an element of these dtypes; its loads and stores tell them apart by it."""
+"""How compiled code sees an element of these dtypes; `widen` and `narrow` tell dtypes by this."""
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 fast = njit(forceinline=True, fastmath=FAST, **OPTIONS)
@@ -84,7 +84,7 @@ def nearest(typingctx, value):
 
 @intrinsic
 def larger(typingctx, first, second):
-    """Return the larger of two float32s that are numbers; of many, LLVM takes vectors."""
+    """Return the larger of two float32s, neither of which is NaN; LLVM vectorises loops of it."""
 
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)

@@ -46,7 +46,7 @@ class Difference:
     """Where a record first differs from the step prepared again."""
 
     step: int  # its number
-    by: str  # which preparation differs, ``core`` or ``oracle``; of a sample its ``mask``
+    by: str  # ``core`` or ``oracle``, whose preparation differs; ``mask`` for a sample
     variable: str
     index: tuple[int, ...]  # empty for a scalar, or where shapes differ
     req_id: str | None  # None in padding, or if the variable has no requests
@@ -89,7 +89,7 @@ def first_difference(
 
 
 def sample_difference(record: StepRecord, samples: Sequence[RequestSamples]) -> Difference | None:
-    """Find a request with more samples than its drafts allow, or a sample that none can draw."""
+    """Find a request with too many samples for its drafts, or a sample that its mask leaves out."""
     drafts = record.batch.num_draft_tokens.tolist()
     for row, of_request in enumerate(samples):
         at = record.number, record.settings.req_ids[row]

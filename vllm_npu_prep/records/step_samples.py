@@ -1,4 +1,4 @@
-"""The file beside a record that says what its step sampled: from which tokens, or from a trace."""
+"""The file beside a record: what its step sampled, from which tokens or from which trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ Runs = list[tuple[Count, Count]]
 
 
 class RequestSamples(Strict):
-    """What a step sampled for a request: nothing after a chunk of a prompt."""
+    """What a step sampled for a request; without tokens if its prompt has not ended."""
 
     token_ids: list[Count] = Field(max_length=1 << 10)  # accepted drafts are among them
     from_trace: bool = False  # whether the tokens are those of a trace (--enable-trace-replay)

@@ -56,7 +56,7 @@ def _look_after_child() -> None:
 
 
 def ignore_sigusr1() -> None:
-    """Keep SIGUSR1, by which earlier releases were asked for records, from ending this process."""
+    """Keep SIGUSR1 from ending this process: old scripts may send it to ask for records."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    words: np.ndarray  # of `compiled_loops.FORMS`
+    words: np.ndarray  # int64, as `compiled_loops.FORMS` packs them
     factors: np.ndarray  # [2] float32: scale and soft cap
     counter: np.ndarray  # [1] int64: the next piece of work
 

@@ -46,7 +46,7 @@ def environment_findings(host: Host, num_nodes: int, cann: str | None) -> Iterat
         yield _cann_home(host, cann)
     of_hccl = [f"{n}={value}" for n, value in sorted(host.environment.items()) if n[:5] == "HCCL_"]
     if of_hccl:
-        yield ok("HCCL_*", f"{', '.join(of_hccl)} (not looked at)")
+        yield ok("HCCL_*", f"{', '.join(of_hccl)} (not checked)")
     unset = [name for name in (*VALUES, VISIBLE_DEVICES, CACHE) if name not in host.environment]
     if unset:
         yield ok("not set", ", ".join(unset))

@@ -78,7 +78,8 @@ class NPUBlockTables:
         self._arrivals = 0
         self._of_request_row = np.zeros(max_num_reqs, np.int64)
         self._of_row = np.zeros(max_num_reqs, np.int64)
-        self._followed: tuple[np.ndarray | None, int] = None, 0  # by `follow`, after which arrival
+        # The request rows of the last `follow`, and the number of arrivals then
+        self._followed: tuple[np.ndarray | None, int] = None, 0
 
     def append_block_ids(
         self, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool

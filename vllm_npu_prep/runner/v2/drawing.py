@@ -82,7 +82,7 @@ class Requests(NamedTuple):
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of the largest of each row, int64 ``[num_rows]``: the first of equal ones.
+    """Return the index of the largest number of each row, int64 ``[num_rows]``; the first if equal.
 
     On a CPU numpy's search takes a tenth of the time of torch's.
     """

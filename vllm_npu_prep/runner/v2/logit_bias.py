@@ -34,7 +34,7 @@ class LongLists:
             marks[[token for token in set(tokens) if 0 <= token < vocab_size]] = True
             return async_tensor_h2d(marks, device=device)
 
-        # Each [vocab_size]; None without
+        # Each [vocab_size]; None if the request has no such list
         self.allowed = marked(params.allowed_token_ids) if params.allowed_token_ids else None
         self.bias: torch.Tensor | None = None
         if params.logit_bias:

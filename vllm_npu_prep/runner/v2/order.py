@@ -27,8 +27,8 @@ class BatchOrder:
     Attributes
     ----------
     places
-        The place of each request in the last batch. As the list of requests, it is never changed
-        later.
+        The place of each request in the last batch. A step that changes the batch makes another
+        dict, because outputs keep this one.
     """
 
     def __init__(self, decode_threshold: int = 0) -> None:
@@ -57,11 +57,11 @@ class BatchOrder:
         return self._req_ids
 
     def _replace(self, names: list[str]) -> None:
-        """Put requests that are new where others left, then at the end: nobody has to move."""
+        """Put new requests where others left, then at the end, so that no other request moves."""
         places, req_ids = self.places.copy(), self._req_ids.copy()
         free = sorted(places.pop(req_id) for req_id in self.places.keys() - names)
         free.extend(range(len(req_ids), len(names)))
-        req_ids.extend(names[len(req_ids) :])  # to its length: all of these places are free
+        req_ids.extend(names[len(req_ids) :])  # any names: these places are filled below
         new = [req_id for req_id in names if req_id not in places]
         for place, req_id in zip(free, new, strict=True):
             places[req_id], req_ids[place] = place, req_id
@@ -116,7 +116,7 @@ def _counts(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the tokens and the drafts of each request, int32 ``[num_reqs]``; None: no drafts.
 
-    If all requests have as many as a decode can have, nobody is asked.
+    If all requests have as many as a decode can have, they are not looked up one by one.
     """
     num_scheduled = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens

@@ -99,7 +99,7 @@ class StepOutput(AsyncModelRunnerOutput):
             self._most_likely: dict[str, LogprobsTensors | None] = {}
             self._named: dict[str, torch.Tensor] = {}
             most_likely, named = self._prompt_scores
-            if most_likely or named:  # to copy what isn't there takes as long as to copy samples
+            if most_likely or named:  # two empty loops take as long as the copy of samples
                 self._most_likely = {
                     req_id: None if tensors is None else tensors.to_cpu_nonblocking()
                     for req_id, tensors in most_likely.items()

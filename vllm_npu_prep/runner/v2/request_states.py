@@ -42,8 +42,8 @@ class NPURequestState:
         Request rows of the batch, and of those requests of a step that are not new, in the
         scheduler's order.
     one_token_each, all_drafts, all_drafts_and_one
-        int32 ``[max_num_reqs]``: what a step schedules if all of its requests decode, without
-        drafts; how many drafts each has if all have as many as there can be, and how many tokens.
+        int32 ``[max_num_reqs]``, the same number for each request: the tokens of a decode without
+        drafts; the most drafts of a decode; and the tokens of a decode that has these.
     token_ids
         int32 ``[max_num_reqs, max_model_len]``: prompts, and tokens generated before a preemption;
         `UNKNOWN_TOKEN` after them.
@@ -324,7 +324,7 @@ class Samples:
         self.num_drafts = num_drafts
         self.rows = np.full(max_num_reqs, NO_PREVIOUS_ROW, np.int64)
         self.num_older = 0
-        # Request rows of the last step, if their samples are all that there are
+        # Request rows of the last step, if no other request has a sample; else None
         self._settled: np.ndarray | None = None
         # [num_rows], or as `AwaitedSamples.by_row` with drafts
         self._by_row = torch.empty(0, dtype=torch.int32)
@@ -362,7 +362,7 @@ class Samples:
         if drafts is not None:
             sampled_token_ids = torch.cat((sampled_token_ids[:, None], drafts, drafts), 1)
         all_count = not np.count_nonzero(discard)
-        if not (all_count and request_rows is self._settled):  # else each is where it was
+        if not (all_count and request_rows is self._settled):  # else rows stay as they are
             self.num_older = place_samples(request_rows, discard, self.rows)
             self._settled = request_rows if all_count else None
             if self.num_older:

@@ -49,14 +49,14 @@ class NPUSampler(Sampler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # By request row: parameters that were entered, if nothing depends on who has them
+        # By request row: parameters that were entered, if nothing else of the request matters
         self._entered: dict[int, SamplingParams] = {}
         self._is_sent = False
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Enter a request's parameters, unless its row has them of the request before it."""
+        """Enter a request's parameters, unless its row has equal ones from the request before."""
         params = sampling_params
-        # Which may have arrays, and these can't be compared
+        # These two may have arrays, which can't be compared
         may_compare = params.prompt_logprob_token_ids is None and params.extra_args is None
         if may_compare and params == self._entered.get(req_idx):
             return

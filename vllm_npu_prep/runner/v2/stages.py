@@ -1,7 +1,7 @@
 """Pipeline stages of the V2 runner: how every stage gets to know what the last one has sampled.
 
-Both classes stand in for upstream's ``PPHandler``. Between stages go hidden states, and samples
-where scheduling is asynchronous.
+Both classes stand in for upstream's ``PPHandler``. Stages send each other hidden states, and also
+samples where scheduling is asynchronous.
 """
 
 from collections import deque
@@ -62,7 +62,7 @@ class BroadcastPPHandler(SchedulerPPHandler):
         del unused
         stages = get_pp_group()
         self._last_rank, self._device = stages.last_rank, device
-        # Of its own, as upstream's: hidden states don't wait for samples
+        # A group of its own, as upstream has: hidden states don't wait for samples
         self._group = stages.make_sibling_device_group(group_desc="pp_broadcast")
         # One entry for each of the last steps; None if a step had no sample that counts
         self._in_flight: deque[SentSamples | None] = deque([None] * stages.world_size)

@@ -38,7 +38,7 @@ class StepInputs:
         arrays, padding, num_logits = staged.device, step.padding, step.num_logits
         num_reqs, num_tokens = now.idx_mapping_np.shape[0], now.num_tokens
         idx_mapping, seq_lens, on_host = arrays.idx_mapping, arrays.seq_lens, staged.cpu.seq_lens
-        if num_reqs < padding.num_reqs_padded:  # else no view: each takes a microsecond
+        if num_reqs < padding.num_reqs_padded:  # each view takes a microsecond
             idx_mapping, seq_lens = idx_mapping[:num_reqs], seq_lens[:num_reqs]
             on_host = on_host[:num_reqs]
         has_mask = padding.mode is not GraphMode.NONE or self._always_masks
@@ -89,8 +89,8 @@ class StepInputs:
         return batch.of(step, arrays) if isinstance(batch, VerifiedBatch) else batch
 
     def _of_size(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return places and borders of rows of logits in steps of so many requests without drafts,
-        from a cache."""
+        """Return the places and the borders of rows of logits for this number of requests without
+        drafts; they are made once."""
         if num_reqs not in self._kept:
             self._kept[num_reqs] = self._no_positions[:num_reqs], self._one_each[: num_reqs + 1]
         return self._kept[num_reqs]

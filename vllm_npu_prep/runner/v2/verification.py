@@ -251,9 +251,9 @@ def counted_on_device(
 
 
 def _all_verified(sampled_token_ids: torch.Tensor, arrays: DeviceArrays) -> AcceptedCounts:
-    """Count accepted tokens where each request has equally many drafts, and samples that count.
+    """Count accepted tokens where requests have equally many drafts, and all samples count.
 
-    Most steps are so, and this takes half as many launches.
+    Most steps are like that, and this takes half as many launches.
     """
     num_reqs, width = sampled_token_ids.shape
     num_valid = (sampled_token_ids >= 0).sum(1, dtype=torch.int32)
@@ -265,7 +265,7 @@ def _all_verified(sampled_token_ids: torch.Tensor, arrays: DeviceArrays) -> Acce
 
 
 def _counted_on_host(sampled_token_ids: torch.Tensor, step: PreparedStep) -> AcceptedCounts:
-    """Count accepted tokens on the CPU fallback, whose samples the host has: by one loop."""
+    """Count accepted tokens in one compiled loop; on the CPU fallback the host has the samples."""
     host = step.arrays
     counted = torch.empty(4, sampled_token_ids.shape[0], dtype=torch.int32)
     count_accepted_tokens(

@@ -41,7 +41,7 @@ class CheckedBatch:
         self._sampled = [name for name in self._sampled if name in known] + sampled
 
     def forget(self, req_ids: set[str]) -> None:
-        """Forget the samples of requests that arrive: a session comes back under its name."""
+        """Forget the samples of requests that arrive: a session comes back under the same name."""
         self._sampled = [NOBODY if name in req_ids else name for name in self._sampled]
 
     @property

@@ -234,7 +234,7 @@ FEATURES = (
         lambda c: c.config.observability_config.enable_layerwise_nvtx_tracing,
         "--enable-layerwise-nvtx-tracing",
         "NVTX works on CUDA devices only",
-        'leave the flag out; --profiler-config with "torch" names the phases of a step',
+        'leave the flag out; --profiler-config with "torch" writes a trace of the steps',
     ),
 )
 

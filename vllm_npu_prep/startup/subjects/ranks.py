@@ -133,10 +133,11 @@ RANKS = (
         lambda c: (
             _parallel(c).pipeline_parallel_size > 1
             and c.config.scheduler_config.async_scheduling
-            and not c.config.use_v2_model_runner  # with which it is switched off
+            and not c.config.use_v2_model_runner
         ),
         "--async-scheduling over pipeline stages",
         "vLLM's V1 runner does not support it",
+        "leave the flag out, or unset VLLM_USE_V2_MODEL_RUNNER: V2 has it",
     ),
     Refusal(
         "ray-data-parallel",

@@ -55,7 +55,7 @@ V1_HAS = (
         "v2-kept-kernels",
         lambda c: c.options.triton_kernels == "keep",
         "Model Runner V2 with triton_kernels keep",
-        "kernels of its sampler were tested as they are replaced",
+        "its sampler was tested with its Triton kernels replaced",
         "leave the option out, or unset VLLM_USE_V2_MODEL_RUNNER",
     ),
 )
@@ -65,9 +65,8 @@ V1_HAS_DRAFTS = (
         "v2-unpadded-drafter-batch",
         lambda c: c.speculative.disable_padded_drafter_batch,
         "Model Runner V2 with disable_padded_drafter_batch",
-        "rejected tokens stay in its first draft pass, which drafts the same",
-        "leave the key out{or_v1}",
-        lambda c: {"or_v1": "" if c.speculative.method == "draft_model" else f", or {BY_V1}"},
+        "its first draft pass includes rejected tokens, and drafts the same tokens",
+        f"leave the key out, or {BY_V1}, except for draft models",
     ),
 )
 
