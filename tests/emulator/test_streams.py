@@ -65,7 +65,7 @@ def test_a_hazard_that_is_allowed_passes_and_no_other(emulate):
         x.fill_(2)                                    # which of the two came first is a chance
     assert MISSING in sync_error()
     """,
-        allowed_hazards=("read after write*aten::mul on stream ? of",),
+        allowed_hazards=("*aten::mul on stream ? of*",),  # in either order
     )
     (allowed,), (found,) = run.report["allowed_hazards"], run.report["hazards"]
     assert "aten::mul" in allowed and "aten::fill_" in found
