@@ -1,15 +1,18 @@
 """The compiled family against a formula in float64, and against the reference family."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from tests.conftest import EXAMPLES
 from tests.helpers.attention import BATCHES, TOLERANCE, Step
 from vllm_npu_prep.attention.kernels import compiled, compiled_loops
 from vllm_npu_prep.attention.kernels.compiled import CompiledKernels
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
+from vllm_npu_prep.prep.elements import exp2
 from vllm_npu_prep.prep.mask import MaskForm
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -128,3 +131,12 @@ def test_what_an_npu_kernel_rejects_is_rejected(what, seed):
         step.metadata.block_tables = step.metadata.block_tables[:-1]
     with pytest.raises(AssertionError):
         step.run(kernels=KERNELS)
+
+
+def test_powers_of_two_are_as_exact_as_float32():
+    @njit
+    def powers(xs):
+        return np.array([exp2(x) for x in xs])
+
+    xs = np.linspace(-124, 0, 20_001).astype(np.float32)
+    np.testing.assert_allclose(powers(xs), np.exp2(xs.astype(np.float64)), rtol=4e-7)

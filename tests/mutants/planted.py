@@ -570,6 +570,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/batch.py": [
         ("a full graph takes the batch's own state", "in_full_graph = padding.mode is GraphMode.FULL", "in_full_graph = False", ("tests/prep/test_graph_padding.py",)),
     ],
+    "prep/elements.py": [
+        ("products of a row read the weights of the next one", "index = builder.add(nth_row(first_weight, weights_row, i), loop.index)", "index = builder.add(nth_row(first_weight, weights_row, min(i + 1, 3)), loop.index)", COMPILED),
+        ("sums of a row begin at 0 in each run of keys", "builder, builder.load(at, align=4)) for at in kept]", "builder, nothing) for at in kept]", COMPILED),
+        ("powers of two lose their last term", "C4 + x * (C5 + x * C6)", "C4 + x * C5", COMPILED),
+        ("a half-precision number is cut, not rounded", "builder.add(builder.add(bits, word(0x7FFF)), odd)", "bits", ("tests/ops/test_cpu.py",)),
+    ],
     "prep/bookkeeping.py": [
         ("V2: samples of requests that sit a step out are not put aside", "        sample_rows[request_rows[index]] = NO_PREVIOUS_ROW\n    left_out", "        sample_rows[:] = NO_PREVIOUS_ROW\n    left_out", V2),
         ("V2: drafts are taken back again after a pause", "counts[index] = min(counts[index], ends[request_row] - rejected)", "counts[index] -= rejected", (*V2, *SPECULATION)),
