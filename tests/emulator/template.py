@@ -7,6 +7,7 @@ answer is a JSON line: the exit code, and the reports that the script's processe
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -43,6 +44,7 @@ def become(job: dict[str, Any]) -> None:
         code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)  # what libraries have printed
     os._exit(code)  # to tear down what was imported takes longer than most scripts
 
 
