@@ -112,6 +112,7 @@ def bgmv_expand(
         ``[T, N]``.
     """
     _check(BGMV_EXPAND, x, weight, y, indices, shrinks=False)
+    _check_slice(BGMV_EXPAND, x, y, slice_offset, slice_size)
     return _expand(x, weight, indices, y, slice_offset, slice_size)
 
 
@@ -139,6 +140,7 @@ def sgmv_expand(
 ) -> torch.Tensor:
     """Do as `bgmv_expand`, with one index for each request, of as many rows as `seq_len` says."""
     _check(SGMV_EXPAND, x, weight, y, lora_indices, shrinks=False)
+    _check_slice(SGMV_EXPAND, x, y, slice_offset, slice_size)
     return _expand(x, weight, _by_row(lora_indices, seq_len, len(x)), y, slice_offset, slice_size)
 
 
@@ -157,7 +159,17 @@ def _check(
     fits = x.dim() == y.dim() == 2 and weight.dim() in (3, 4) and indices.dim() == 1
     demand("adapter shapes", fits and len(x) == len(y), f"{shape_of(x)} and {shape_of(weight)}")
     demand("adapter rank", sums.shape[1] in RANKS, sums.shape[1])
+    fits = not shrinks or x.shape[1] > y.shape[1]
+    demand("adapter width", fits, f"{shape_of(x)} for {shape_of(y)}")
     demand("adapter indices", indices.dtype == torch.int64, indices.dtype)
+
+
+def _check_slice(
+    operator: str, x: torch.Tensor, y: torch.Tensor, slice_offset: int, slice_size: int
+) -> None:
+    fits = slice_offset >= 0 and x.shape[1] <= slice_size <= y.shape[1] - slice_offset
+    given = f"{slice_size} at {slice_offset} of {shape_of(y)}, rank {x.shape[1]}"
+    Call(FAMILY, operator).demand("adapter slice", fits, given)
 
 
 def _by_row(of_requests: torch.Tensor, lengths: torch.Tensor, rows: int) -> torch.Tensor:
@@ -185,10 +197,13 @@ def _expand(
     slice_size: int,
 ) -> torch.Tensor:
     columns = slice(slice_offset, slice_offset + slice_size)
+    of_all = weight.reshape(-1, x.shape[1]).float()
     for adapter in indices.unique().tolist():
         if adapter >= 0:
             rows = indices == adapter
-            b = weight[adapter].reshape(-1, x.shape[1]).float()
+            b = of_all[adapter * slice_size :][:slice_size]  # the kernel asks for no other size
+            unknown = b.new_full((slice_size - len(b), x.shape[1]), torch.nan)
+            b = torch.cat((b, unknown))
             total = y[rows, columns].float() + x[rows].float() @ b.t()
             y[rows, columns] = total.to(y.dtype)
     return y

@@ -170,6 +170,8 @@ class FusedAttention:
         shape = tuple(self.query.shape)
         if self.input_layout == "BNSD_BSND":
             return shape[0], shape[2], shape[1], shape[3]
+        if self.input_layout == "BNSD_NBSD":
+            return shape[1], shape[0], shape[2], shape[3]
         if self.input_layout == "TND_NTD":
             return shape[1], shape[0], shape[2]
         return shape

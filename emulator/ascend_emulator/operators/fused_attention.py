@@ -38,6 +38,8 @@ def compute(fused: FusedAttention) -> tuple[torch.Tensor, torch.Tensor]:
     # The same rows as the query's, seen by request.
     if fused.input_layout == "BNSD_BSND":
         output_rows = output
+    elif fused.input_layout == "BNSD_NBSD":
+        output_rows = output.permute(1, 2, 0, 3)
     elif fused.input_layout == "TND_NTD":
         output_rows = output.transpose(0, 1)
     else:

@@ -11,7 +11,7 @@ from ascend_emulator.operators.fused_arguments import FusedAttention
 from ascend_emulator.operators.fused_kernel_checks import check_kernel
 from ascend_emulator.operators.fused_rope import check_rope
 
-RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "TND": 3, "TND_NTD": 3}
+RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "BNSD_NBSD": 4, "TND": 3, "TND_NTD": 3}
 DTYPES = (torch.float16, torch.bfloat16)
 MASK_DTYPES = (torch.bool, torch.int8, torch.uint8)
 COMPRESSED_MODES = (2, 3, 4)
@@ -176,7 +176,7 @@ def _check_cache(fused: FusedAttention) -> None:
     head_size = fused.head_size
     width = fused.kv_heads * head_size
     forms: dict[int, tuple[int, ...]] = {3: (shape[0], size, width)}
-    if fused.input_layout in ("BNSD", "BNSD_BSND", "TND", "TND_NTD"):
+    if fused.is_tnd or fused.input_layout.startswith("BNSD"):
         forms[4] = (shape[0], fused.kv_heads, size, head_size)
     expected = " or ".join(str(("num_blocks", *form[1:])) for form in forms.values())
     demand("cache form", forms.get(len(shape)) == shape, f"{shape}, expected {expected}")

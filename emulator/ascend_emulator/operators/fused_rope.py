@@ -13,6 +13,7 @@ from ascend_emulator.operators.fused_arguments import LATENT_HEAD_SIZE, FusedAtt
 NUM_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROPE_SIZE = 64
 PROJECTED_HEAD_SIZE = 128
+OF_LATENT_ROWS = ("TND_NTD", "BNSD_NBSD")
 
 
 def check_rope(fused: FusedAttention) -> None:
@@ -20,13 +21,14 @@ def check_rope(fused: FusedAttention) -> None:
     demand = fused.demand_of("rope")
     query_rope, key_rope = fused.query_rope, fused.key_rope
     if not fused.has_rope:
-        demand("layout with rope", fused.input_layout != "TND_NTD", "TND_NTD without rope")
+        layout = fused.input_layout
+        demand("layout with rope", layout not in OF_LATENT_ROWS, f"{layout} without rope")
         return
     given = ["none" if rope is None else shape_of(rope) for rope in (query_rope, key_rope)]
     demand("both ropes", query_rope is not None and key_rope is not None, given)
     assert query_rope is not None and key_rope is not None
     size = fused.head_size
-    layouts = ("TND", "TND_NTD") if size == LATENT_HEAD_SIZE else ("TND",)
+    layouts = ("TND", *OF_LATENT_ROWS) if size == LATENT_HEAD_SIZE else ("TND",)
     demand("layout with rope", fused.input_layout in layouts, repr(fused.input_layout))
     demand("head size with rope", size in (LATENT_HEAD_SIZE, PROJECTED_HEAD_SIZE), size)
     for argument, rope, whole in (

@@ -33,6 +33,16 @@ def test_rows_go_through_the_adapter_of_their_index():
     assert out is wide
 
 
+def test_a_slice_of_more_rows_than_an_adapter_has_takes_the_next_ones():
+    """As the kernel finds them; vllm-ascend passes such slices of padded logits."""
+    weight, x = random(2, 16, 8, dtype=torch.bfloat16), torch.ones(2, 8)
+    y, indices = torch.zeros(2, 24, dtype=torch.bfloat16), torch.tensor([0, 1])
+    first, second = custom.bgmv_expand(x, weight, indices, y, 0, 24)
+    rows = weight.flatten(0, 1).float().sum(1).bfloat16()
+    assert torch.equal(first, rows[:24])
+    assert torch.equal(second[:8], rows[24:]) and second[8:].isnan().all()
+
+
 def test_requests_give_their_adapter_to_all_of_their_rows():
     call = shrink() | {"x": random(6, 16, dtype=torch.bfloat16), "y": torch.zeros(6, 8)}
     indices = call.pop("indices")

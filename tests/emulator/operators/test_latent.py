@@ -30,6 +30,20 @@ def test_rows_past_a_length_are_not_read(seed):
     assert torch.equal(output, expected)
 
 
+def test_heads_before_requests_hold_the_same_rows(seed):
+    """vllm-ascend's layout of decodes: query by request and head, blocks by head."""
+    packed = absorbed([(5, 1), (130, 1)], seed) | {"atten_mask": None, "sparse_mode": 0}
+    expected, _ = fused(packed)
+    by_head = {
+        **{name: packed[name].unsqueeze(2) for name in ("query", "query_rope")},
+        **{name: packed[name].unsqueeze(1) for name in ("key", "value", "key_rope")},
+        "input_layout": "BNSD_NBSD",
+        "actual_seq_qlen": None,
+    }
+    output, _ = fused(packed | by_head)
+    assert torch.equal(output[:, :, 0], expected.transpose(0, 1))
+
+
 @pytest.mark.parametrize("update_type", [0, 1])
 def test_update(update_type):
     arguments = update_arguments(3, update_type=update_type, dtype=torch.float32)

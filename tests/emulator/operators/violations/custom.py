@@ -24,11 +24,25 @@ def shrinks(**changes):
     return lambda: custom.bgmv_shrink(**changed(shrink(), changes))
 
 
+def expands(**changes):
+    call = {"y": random(3, 40, dtype=torch.bfloat16), "slice_offset": 20, "slice_size": 16}
+    call |= {"x": torch.zeros(3, 8), "weight": random(2, 16, 8, dtype=torch.bfloat16)}
+    call |= {"indices": torch.tensor([1, -1, 0])}
+    return lambda: custom.bgmv_expand(**changed(call, changes))
+
+
 FAMILIES = {
     "custom operators": [
         ("adapter dtypes", shrinks(x=T.float), shrinks(y=T.half)),
         ("adapter shapes", shrinks(weight=lambda w: w[0, 0]), shrinks(y=lambda y: y[:2])),
         ("adapter rank", shrinks(y=torch.zeros(3, 4))),
         ("adapter indices", shrinks(indices=T.int)),
+        ("adapter width", shrinks(x=lambda x: x[:, :8])),
+        (
+            "adapter slice",
+            expands(slice_offset=25),
+            expands(slice_offset=-1),
+            expands(slice_size=4),
+        ),
     ]
 }
