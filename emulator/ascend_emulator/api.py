@@ -16,11 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ascend_emulator import calls
 from ascend_emulator.build import LAUNCHER_LIBRARY, RUNTIME_LIBRARY
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.options import LIBRARIES, REFERENCES
 
 OWN_REFERENCES = "ascend_emulator.operators"
+OF_A_GRAPH = 2  # what `emulator_in_launch` returns for a kernel that a graph has captured
 PlacementCheck = Callable[[str, Mapping[str, bool], str], None]
 
 
@@ -284,11 +286,14 @@ def _cpu_kernel(
 
     @functools.wraps(function)
     def kernel(*given: Any, **keywords: Any) -> Any:
-        if not launcher.emulator_in_launch():
+        launched = launcher.emulator_in_launch()
+        if not launched:
             raise NotImplementedError(f"{schema.name} was called with tensors of the CPU only")
         arguments = {a.name: a.default_value for a in schema.arguments}
         arguments.update(zip((a.name for a in schema.arguments), given))
         arguments.update(keywords)
+        if os.environ.get(calls.CALLS):
+            calls.record(schema, arguments, launched == OF_A_GRAPH, _is_host_memory)
         if check_placement is not None:
             check_placement(schema.name, _on_host(arguments), schema.overload_name)
         result = function(**bind(arguments))
@@ -310,6 +315,9 @@ def _checked(schema: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def checked(*given: Any, **keywords: Any) -> Any:
+        if os.environ.get(calls.CALLS):
+            named = dict(zip((argument.name for argument in schema.arguments), given)) | keywords
+            calls.record(schema, named, False, lambda tensor: tensor.device.type == "cpu")
         return _as_in_schema(schema, function(*given, **keywords), may_be_none=False)
 
     return checked
@@ -397,8 +405,12 @@ def _on_host(arguments: dict[str, Any]) -> dict[str, bool]:
     import torch
 
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    return {name: _is_host_memory(value) for name, value in tensors.items() if value.numel()}
+
+
+def _is_host_memory(tensor: Any) -> bool:
     # An empty tensor has no address that would tell.
-    return {name: not is_on_device(value) for name, value in tensors.items() if value.numel()}
+    return bool(tensor.numel()) and not is_on_device(tensor)
 
 
 def _is_default(value: Any, argument: Any) -> bool:

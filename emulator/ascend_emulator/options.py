@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_emulator import profiles
+from ascend_emulator.calls import CALLS
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.faults import FAULTS_VARIABLE
 from ascend_emulator.profiles import PROFILE, SOC
@@ -83,6 +84,8 @@ class Options:
     trace: bool = False
     report: Path | None = None
     """File for the merged JSON report."""
+    calls: Path | None = None
+    """File for the distinct calls of operators."""
     hang_seconds: int = 30
     """How long a stream may wait for an external event before it counts as hung."""
     references: tuple[str, ...] = ()
@@ -115,6 +118,7 @@ class Options:
             LIBRARIES: str(libraries),
             REFERENCES: ",".join(self.references),
             FAULTS_VARIABLE: ",".join(self.faults),
+            CALLS: str(report_folder) if self.calls else "",
         }
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ascend_emulator import __version__, faults, profiles
+from ascend_emulator import __version__, calls, faults, profiles
 from ascend_emulator.build import (
     SITE,
     acl_configuration,
@@ -134,6 +134,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", action="store_true", help="print every call and launch")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     parser.add_argument(
+        "--calls",
+        type=Path,
+        metavar="FILE",
+        help="write each distinct call of an operator with a reference as a line of JSON",
+    )
+    parser.add_argument(
         "--references",
         action="append",
         default=[],
@@ -182,6 +188,7 @@ def emulate(args: argparse.Namespace) -> int:
         allowed_hazards=tuple(args.allow_hazard),
         trace=args.trace,
         report=args.report,
+        calls=args.calls,
         hang_seconds=args.hang_seconds,
         references=tuple(args.references),
         faults=tuple(sorted(faults.check(filter(None, args.fault.split(","))))),
@@ -204,6 +211,8 @@ def emulate(args: argparse.Namespace) -> int:
         environment["PATH"] = path
         code = _run([program, *command[1:]], environment)
         report = merged_report(Path(folder), options)
+        if options.calls:
+            options.calls.write_text(merged_calls(Path(folder), options))
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n")
     if not args.quiet:
@@ -284,6 +293,14 @@ def merged_report(folder: Path, options: Options) -> dict[str, Any]:
     for name in ("hazards", "allowed_hazards", "errors", "leaks", "unreported_faults"):
         report[name] = [f"process {p['pid']}: {text}" for p in processes for text in p[name]]
     return report
+
+
+def merged_calls(folder: Path, options: Options) -> str:
+    """Merge the calls that the processes of a command wrote to `folder`, as JSON lines."""
+    lines = [line for path in folder.glob("*.calls") for line in path.read_text().splitlines()]
+    card = {"cann": options.cann, "chip": options.soc}
+    found = [json.dumps(card | call) for call in calls.merged(map(json.loads, lines))]
+    return "".join(f"{line}\n" for line in found)
 
 
 def _print_banner(options: Options) -> None:

@@ -1,5 +1,11 @@
 """Operator references written in Python run as kernels do."""
 
+import json
+
+from ascend_emulator.calls import CALLS, arguments_of
+from ascend_emulator.options import Options
+from ascend_emulator.run import merged_calls
+
 
 def test_host_arguments_are_taken_at_the_call_and_told_apart(emulate):
     emulate(
@@ -42,6 +48,40 @@ def test_references_are_for_known_operators_on_the_device(emulate):
         assert "aclnnGroupNormSilu" in error          # no reference: it fails by name
         """
     )
+
+
+def test_distinct_calls_are_written(emulate, tmp_path):
+    emulate(
+        """
+        x, table = torch.ones(4, 16).half().npu(), torch.tensor([[1], [0]], dtype=INT, device="npu")
+        for rows in (4, 2, 3):
+            torch_npu.npu_swiglu(x[:rows])
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            torch_npu.npu_swiglu(x[:, :8])
+        graph.replay()
+        lens = torch.tensor([3, 5], dtype=INT)
+        cache, out = x.new_ones(2, 128, 2, 16), x.new_ones(2, 4, 16)
+        torch_npu._npu_paged_attention(
+            query=out, key_cache=cache, value_cache=cache, num_kv_heads=2, num_heads=4,
+            scale_value=1.0, block_table=table, context_lens=lens, out=torch.empty_like(out))
+        torch.npu.synchronize()
+        """,
+        environment={CALLS: str(tmp_path)},
+    )
+    calls = [json.loads(line) for line in merged_calls(tmp_path, Options()).splitlines()]
+    mine = [call for call in calls if call["operator"] != "atb::_npu_matmul_add_fp32"]
+    paged, eager, captured = mine
+    half = {"dtype": "float16", "shape": [2, 16]}
+    card = {"cann": "9.1.0", "chip": "Ascend910B1"}
+    assert eager == card | {"operator": "npu::npu_swiglu", "arguments": {"input": half}}
+    assert captured["captured"] and captured["arguments"]["input"]["strides"] == [16, 1]
+    assert paged["arguments"]["context_lens"] == {
+        **{"dtype": "int32", "shape": [2], "host": True, "values": [3, 5]}
+    }
+    made = arguments_of(paged)
+    assert made["block_table"].tolist() == [[1], [0]] and made["num_heads"] == 4
+    assert arguments_of(captured)["input"].stride() == (16, 1)
 
 
 def test_norms_in_half_precision_have_float32_statistics(emulate):

@@ -5,7 +5,10 @@ Each test starts an engine in the environment of `make peer`; without it, all ar
 
 import json
 import os
+import re
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from tests.helpers.emulator import ROOT
 from tests.helpers.judge import bound_of, judge_of
 from tests.helpers.models import ROUTED, folder_of, is_a, prompts
+from tests.peer import facts
 
 ENVIRONMENT = ROOT / ".cache" / "vllm-ascend"
 SERVE = ROOT / "tests" / "peer" / "serve.py"
@@ -44,6 +48,9 @@ class Said(NamedTuple):
 def serve(
     model: str,
     v2: bool,
+    *,
+    adapter: str | None = None,
+    options: tuple[str, ...] = (),
     **engine: Any,
 ) -> Said:
     """Answers of an engine to the prompts of `tests.helpers.models`; hazards are errors."""
@@ -51,8 +58,10 @@ def serve(
         "engine": {"model": str(folder_of(model)), **SIZES, **engine},
         "prompts": asked(model),
         "tokens": NUM_TOKENS,
+        "adapter": adapter,
     }
-    out = run_in_environment("python", str(SERVE), given=json.dumps(job), v2=v2)
+    command = "python", str(SERVE)
+    out = run_in_environment(*command, given=json.dumps(job), v2=v2, options=options)
     said = dict(line.split(" ", 1) for line in out.splitlines() if line[:6] in LINES)
     return Said(said["RUNNER"], json.loads(said["TOKENS"]))
 
@@ -65,10 +74,13 @@ def asked(model: str) -> list[list[int]]:
     return prompts(model)[:4]
 
 
-def run_in_environment(*command: str, given: str = "", v2: bool = False) -> str:
+def run_in_environment(
+    *command: str, given: str = "", v2: bool = False, options: tuple[str, ...] = ()
+) -> str:
     """Standard output of a command on emulated cards, where hazards are errors."""
+    options = *options, "--calls", str(calls_of_test())
     done = subprocess.run(
-        [ENVIRONMENT / "bin" / "ascend-emulator", "--", *command],
+        [ENVIRONMENT / "bin" / "ascend-emulator", *options, "--", *command],
         cwd=ROOT,
         env={
             **{k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"},
@@ -85,12 +97,25 @@ def run_in_environment(*command: str, given: str = "", v2: bool = False) -> str:
     return done.stdout
 
 
-def assert_judged(model: str, said: Said) -> None:
+def calls_of_test() -> Path:
+    """File for the calls that the running test's engine makes."""
+    test = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+    facts.RECORDED.mkdir(parents=True, exist_ok=True)
+    return facts.RECORDED / f"{re.sub(r'[^A-Za-z0-9]+', '-', test).strip('-')}.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _calls_are_known() -> Iterator[None]:
+    yield
+    assert not facts.unknown(), "new calls; add them by: python -m tests.peer.facts"
+
+
+def assert_judged(model: str, said: Said, int8: str = "", **judged: Any) -> None:
     """Each token is the best one of transformers, as far as 16 bits let it be."""
-    judge = judge_of(model)
+    judge = judge_of(model, int8=int8, **judged)
     margins = [judge.margins(*each) for each in zip(asked(model), said.tokens, strict=True)]
     assert all(len(each) == NUM_TOKENS for each in margins)
-    assert max(map(max, margins)) <= bound_of("bfloat16", is_a(ROUTED, model), int8=False)
+    assert max(map(max, margins)) <= bound_of("bfloat16", is_a(ROUTED, model), int8=bool(int8))
 
 
 @pytest.mark.parametrize("mode", [EAGER, GRAPHS], ids=["eager", "graphs"])

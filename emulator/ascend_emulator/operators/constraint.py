@@ -54,6 +54,7 @@ FAMILIES = (
     "npu_scatter_nd_update",
     "npu_weight_quant_batchmatmul",
     "npu_matmul_add_fp32",
+    "npu_format_cast",
     "npu_dynamic_quant",
     "npu_quantize",
     "npu_quant_matmul",

@@ -246,6 +246,10 @@ SCHEMAS = {
         "Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int "
         "antiquant_group_size=0, int inner_precise=0, int? weight_dtype=None) -> Tensor"
     ),
+    ("npu::npu_format_cast", ""): (
+        "(Tensor self, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
+        "-> Tensor"
+    ),
     ("atb::_npu_matmul_add_fp32", ""): ("(Tensor x, Tensor weight, Tensor(a!) C) -> ()"),
     ("npu::npu_attention_update", ""): (
         "(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)"

@@ -33,7 +33,7 @@ def test_rows_go_through_the_adapter_of_their_index():
     assert out is wide
 
 
-def test_a_slice_of_more_rows_than_an_adapter_has_takes_the_next_ones():
+def test_a_slice_wider_than_an_adapter_takes_the_next_rows():
     """As the kernel finds them; vllm-ascend passes such slices of padded logits."""
     weight, x = random(2, 16, 8, dtype=torch.bfloat16), torch.ones(2, 8)
     y, indices = torch.zeros(2, 24, dtype=torch.bfloat16), torch.tensor([0, 1])

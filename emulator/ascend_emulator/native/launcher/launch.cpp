@@ -23,7 +23,9 @@ namespace {
 
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 
-thread_local bool in_launch = false;
+// What runs a kernel on the calling thread, as `emulator_in_launch` returns it.
+enum InLaunchOf : int { kNothing, kLaunch, kGraph };
+thread_local int in_launch = kNothing;
 
 struct ByName {
   bool operator()(const c10::OperatorName& a, const c10::OperatorName& b) const {
@@ -249,7 +251,7 @@ struct Kernel {
   RandomState random;
   std::vector<at::Tensor> outputs;
   std::vector<size_t> output_positions;
-  bool is_reference;
+  bool is_reference, is_captured;
 
   Stack call() const;
   void run() const;
@@ -258,7 +260,8 @@ struct Kernel {
 
 std::shared_ptr<Kernel> kernel_of(const Call& call, Accesses& accesses) {
   auto kernel = std::make_shared<Kernel>(Kernel{call.op, {}, {}, {}, {}, call.fresh_positions,
-                                                call.is_reference});
+                                                call.is_reference,
+                                                bool(emulator_is_capturing(call.stream))});
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const auto& argument = call.arguments[i];
     const bool is_host_target = call.is_written[i] && argument.isTensor() && !is_npu(argument.toTensor());
@@ -277,14 +280,14 @@ std::shared_ptr<Kernel> kernel_of(const Call& call, Accesses& accesses) {
 }
 
 struct InLaunch {
-  InLaunch() { in_launch = true; }
-  ~InLaunch() { in_launch = false; }
+  explicit InLaunch(bool of_graph) { in_launch = of_graph ? kGraph : kLaunch; }
+  ~InLaunch() { in_launch = kNothing; }
 };
 
 Stack Kernel::call() const {
   c10::InferenceMode inference(true);
   at::AutoDispatchBelowAutograd below_autograd;
-  InLaunch marker;
+  InLaunch marker(is_captured);
   Stack stack(arguments.begin(), arguments.end());
   if (generator) stack[*generator] = generator_for(random);
   op.callBoxed(&stack);
@@ -446,7 +449,8 @@ void set_paged_arguments(const c10::OperatorName& name, std::vector<std::string>
 
 }  // namespace launcher
 
-// Whether the calling thread runs a kernel: references refuse to be called with CPU tensors by hand.
+// 0 where the calling thread runs no kernel: references refuse to be called with CPU tensors by hand.
+// 2 for one that a graph has captured, else 1.
 extern "C" __attribute__((visibility("default"))) int emulator_in_launch() {
   return launcher::in_launch;
 }

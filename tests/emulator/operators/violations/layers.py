@@ -155,6 +155,12 @@ FAMILIES["npu_matmul_add_fp32"] = [
     ("sum", add(C=T.half), add(C=strided), add(C=lambda c: c[:3])),
 ]
 
+cast = of("npu::npu_format_cast", lambda: {"self": zeros(4, 8), "acl_format": 29})
+FAMILIES["npu_format_cast"] = [
+    ("format", cast(acl_format=4)),
+    ("dtypes", cast(customize_dtype=1)),
+]
+
 dynamic = of(layer_calls.DYNAMIC, layer_calls.dynamic)
 FAMILIES["npu_dynamic_quant"] = [
     ("dtype", dynamic(input=T.float)),
