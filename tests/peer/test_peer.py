@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.helpers.emulator import ROOT
-from tests.helpers.judge import bound_of, judge_of
-from tests.helpers.models import ROUTED, folder_of, is_a, prompts
+from tests.helpers.huggingface import load
+from tests.helpers.judge import bound_of, judge_of, margins_of
+from tests.helpers.models import ROUTED, adapter_of, folder_of, int8_of, is_a, prompts
+from tests.helpers.real_model import chat_prompt
 from tests.peer import facts
 
 ENVIRONMENT = ROOT / ".cache" / "vllm-ascend"
@@ -31,6 +34,8 @@ SIZES: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "kv_cache_memory_bytes": 64 << 20,
 }
+OUTPUT_OF_A_RANK = "write after read * after device-to-host copy on stream * of npu:1,"
+"""The hazard of tensor parallelism, whose reading is on the page."""
 
 pytestmark = pytest.mark.skipif(
     not (ENVIRONMENT / ".installed").exists(),
@@ -45,18 +50,23 @@ class Said(NamedTuple):
     tokens: list[list[int]]
 
 
-def serve(
-    model: str,
+def serve(name: str, v2: bool, **how: Any) -> Said:
+    """Answers of an engine to the prompts of a model of `tests.helpers.models`."""
+    return answers(asked(name), v2, **{"model": str(folder_of(name)), **how})
+
+
+def answers(
+    asked: list[list[int]],
     v2: bool,
     *,
     adapter: str | None = None,
     options: tuple[str, ...] = (),
     **engine: Any,
 ) -> Said:
-    """Answers of an engine to the prompts of `tests.helpers.models`; hazards are errors."""
+    """Answers of an engine; hazards are errors."""
     job = {
-        "engine": {"model": str(folder_of(model)), **SIZES, **engine},
-        "prompts": asked(model),
+        "engine": {**SIZES, **engine},
+        "prompts": asked,
         "tokens": NUM_TOKENS,
         "adapter": adapter,
     }
@@ -126,9 +136,57 @@ def test_a_dense_model_on_both_runners(v2, mode):
     assert_judged("Qwen3ForCausalLM", said)
 
 
-def test_experts():
-    said = serve("Qwen3MoeForCausalLM", v2=False, **GRAPHS)
+@pytest.mark.parametrize(("v2", "mode"), [(False, GRAPHS), (True, EAGER)], ids=["V1", "V2"])
+def test_experts(v2, mode):
+    said = serve("Qwen3MoeForCausalLM", v2, **mode)
     assert_judged("Qwen3MoeForCausalLM", said)
+
+
+def test_two_ranks():
+    """The one hazard is vLLM's: it drops what the other rank returns while a stream may read it."""
+    options = ("--devices", "2", "--allow-hazard", OUTPUT_OF_A_RANK)
+    said = serve("Qwen3ForCausalLM", v2=False, options=options, tensor_parallel_size=2, **EAGER)
+    assert_judged("Qwen3ForCausalLM", said)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_int8_weights(v2):
+    folder = str(int8_of("Qwen3ForCausalLM", "modelslim"))
+    said = serve("Qwen3ForCausalLM", v2, model=folder, quantization="ascend", **GRAPHS)
+    assert_judged("Qwen3ForCausalLM", said, int8="modelslim")
+
+
+def test_an_adapter():
+    adapter, lora = str(adapter_of("Qwen3ForCausalLM")), {"enable_lora": True, "max_lora_rank": 8}
+    said = serve("Qwen3ForCausalLM", v2=False, adapter=adapter, **lora, **EAGER)
+    assert_judged("Qwen3ForCausalLM", said, adapter=1)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_latent_attention(name):
+    assert_judged(name, serve(name, v2=False, **EAGER))
+
+
+def test_a_window_before_cann_91():
+    """From 9.1 on, K and V have to be contiguous, and theirs are not in layers with a window."""
+    said = serve("MistralForCausalLM", v2=False, options=("--profile", "8.5"), **EAGER)
+    assert_judged("MistralForCausalLM", said)
+
+
+def test_a_window_is_refused_from_cann_91_on():
+    with pytest.raises(AssertionError, match=r"argument value: given strides .* contiguous"):
+        serve("MistralForCausalLM", v2=False, **EAGER)
+
+
+def test_a_real_model(real_model):
+    chats = "What is the capital of France?", "List five animals that live in the sea."
+    asked = [chat_prompt(real_model, chat) for chat in chats]
+    said = answers(asked, v2=False, model=str(real_model), **GRAPHS)
+    network = load(real_model)
+    for prompt, got in zip(asked, said.tokens, strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1].double()
+        assert max(margins_of(logits, got, logits.std(1))) <= bound_of("bfloat16", False, False)
 
 
 def test_triton_kernels_are_tasks_of_streams():

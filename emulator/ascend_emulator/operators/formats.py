@@ -11,7 +11,7 @@ ND, FRACTAL_NZ = 2, 29
 
 
 def cast(
-    self: torch.Tensor,
+    input: torch.Tensor,
     acl_format: int,
     *,
     customize_dtype: int | None = None,
@@ -22,4 +22,4 @@ def cast(
     demand("format", acl_format in (ND, FRACTAL_NZ), acl_format)
     given: list[Any] = [customize_dtype, input_dtype]
     demand("dtypes", given == [None, None], given)
-    return self.clone() if acl_format == FRACTAL_NZ else self
+    return input.clone() if acl_format == FRACTAL_NZ else input

@@ -247,7 +247,7 @@ SCHEMAS = {
         "antiquant_group_size=0, int inner_precise=0, int? weight_dtype=None) -> Tensor"
     ),
     ("npu::npu_format_cast", ""): (
-        "(Tensor self, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
+        "(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
         "-> Tensor"
     ),
     ("atb::_npu_matmul_add_fp32", ""): ("(Tensor x, Tensor weight, Tensor(a!) C) -> ()"),

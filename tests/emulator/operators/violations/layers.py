@@ -155,7 +155,7 @@ FAMILIES["npu_matmul_add_fp32"] = [
     ("sum", add(C=T.half), add(C=strided), add(C=lambda c: c[:3])),
 ]
 
-cast = of("npu::npu_format_cast", lambda: {"self": zeros(4, 8), "acl_format": 29})
+cast = of("npu::npu_format_cast", lambda: {"input": zeros(4, 8), "acl_format": 29})
 FAMILIES["npu_format_cast"] = [
     ("format", cast(acl_format=4)),
     ("dtypes", cast(customize_dtype=1)),
