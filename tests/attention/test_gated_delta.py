@@ -22,6 +22,8 @@ METHODS = (
     "_decode_drafts",
     "_prefill",
     "_parts",
+    "_before",
+    "_keep",
     "_convolution",
     "_rule_inputs",
 )

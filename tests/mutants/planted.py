@@ -194,11 +194,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: flags where values are added", 'torch.float16: {MaskKind.MATRIX: float("-inf")', "torch.float16: {MaskKind.MATRIX: 1.0", ATB),
     ],
     "attention/gated_delta.py": [
-        ("a draft leaves its state in the first block", "states.index_copy_(0, targets[tokens], state", "states.index_copy_(0, targets[first[left]], state", STATE_LAYERS),
-        ("a decode begins with the state that a block's last owner left", ".float().masked_fill_(empty.unsqueeze(-1), 0)\n        given = self._rule_inputs(mixed", ".float()\n        given = self._rule_inputs(mixed", STATE_LAYERS),
-        ("a prompt begins with the state that a block's last owner left", "initial = states.index_select(0, source).float().masked_fill_(empty", "initial = states.index_select(0, source).float().masked_fill_(False & empty", STATE_LAYERS),
-        ("the convolution begins with the inputs of a block's last owner", "lasts = conv_states.index_select(0, source).masked_fill_(empty, 0)", "lasts = conv_states.index_select(0, source)", STATE_LAYERS),
-        ("a new state is written over the one that was read", "states.index_copy_(0, target, torch.stack(new_states)", "states.index_copy_(0, source.long(), torch.stack(new_states)", STATE_LAYERS),
+        ("a draft leaves its state in the first block", "self._keep(blocks[tokens], last[left]", "self._keep(blocks[first[left]], last[left]", STATE_LAYERS),
+        ("a request begins with the state that a block's last owner left", ".float().masked_fill_(empty.unsqueeze(-1), 0)", ".float()", STATE_LAYERS),
+        ("the convolution begins with the inputs of a block's last owner", "last = inputs.index_select(0, source).masked_fill_(empty, 0)", "last = inputs.index_select(0, source)", STATE_LAYERS),
+        ("a new state is written over the one that was read", "blocks = metadata.state_indices[rows].long()", "blocks = metadata.initial_state_indices[rows].long()", STATE_LAYERS),
         ("on NPUs the delta rule keeps what it derived of old weights", "            self.fused.weights.refresh(self._fused_weights())", "            self._fused_weights()", MORE_STATES_ON_NPU),
     ],
     "attention/kernels/atb.py": [
@@ -679,7 +678,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
-        ("int8: experts take each other's scales", "w13_scale[expert])(rows)", "w13_scale[expert - 1])(rows)", INT8),
+        ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
     ],
     "quantization/fused.py": [
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),

@@ -135,6 +135,24 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         inputs, states = cache
         return inputs[:, : self.conv_kernel_size - 1], states
 
+    def _before(
+        self, rows: slice, metadata: RecurrentMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both parts of the recurrent states of these requests before the step.
+
+        They are zeros where a request has none. The second part is float32.
+        """
+        inputs, states = self._parts()
+        source = metadata.initial_state_indices[rows]
+        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
+        last = inputs.index_select(0, source).masked_fill_(empty, 0)
+        return last, states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
+
+    def _keep(self, blocks: torch.Tensor, last: torch.Tensor, state: torch.Tensor) -> None:
+        """Write both parts of recurrent states to their blocks, int64 ``[n]``."""
+        for part, new in zip(self._parts(), (last, state), strict=True):
+            part.index_copy_(0, blocks, new.to(part.dtype))
+
     def _convolution(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight ``[width, kernel_size]`` and the bias of the convolution."""
         convolution: Any = self.conv1d
@@ -155,18 +173,11 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         metadata: RecurrentMetadata,
     ) -> None:
         """Compute one token of each request; in a full graph also padding, over the null block."""
-        conv_states, states = self._parts()
         rows = slice(0, metadata.num_decodes)
-        source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows]
-        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
-        weight, bias = self._convolution()
-        last = conv_states.index_select(0, source).masked_fill_(empty, 0)
-        mixed, last = gated_delta.convolve_next(mixed, weight, bias, last)
-        conv_states.index_copy_(0, target.long(), last.to(conv_states.dtype))
-        state = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
-        given = self._rule_inputs(mixed, b, a)
-        out, state = gated_delta.update_states(given, state)
-        states.index_copy_(0, target.long(), state.to(states.dtype))
+        last, state = self._before(rows, metadata)
+        mixed, last = gated_delta.convolve_next(mixed, *self._convolution(), last)
+        out, state = gated_delta.update_states(self._rule_inputs(mixed, b, a), state)
+        self._keep(metadata.state_indices[rows].long(), last, state)
         output.copy_(out)
 
     def _decode_drafts(
@@ -181,14 +192,10 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
         In a full graph, all requests have the same number of drafts.
         """
-        conv_states, states = self._parts()
         assert metadata.decode_lens is not None and metadata.token_state_indices is not None
-        lens, rows = metadata.decode_lens, slice(0, metadata.num_decodes)
-        source, targets = metadata.initial_state_indices[rows], metadata.token_state_indices.long()
-        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
+        lens, blocks = metadata.decode_lens, metadata.token_state_indices.long()
+        last, state = self._before(slice(0, metadata.num_decodes), metadata)
         weight, bias = self._convolution()
-        last = conv_states.index_select(0, source).masked_fill_(empty, 0)
-        state = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
         first = torch.tensor(lens).cumsum(0) - torch.tensor(lens)
         for place in range(max(lens)):
             left = torch.tensor([row for row, length in enumerate(lens) if length > place])
@@ -199,8 +206,7 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             given = self._rule_inputs(convolved, b[tokens], a[tokens])
             out, state[left] = gated_delta.update_states(given, state[left])
             output[tokens] = out.to(output.dtype)
-            conv_states.index_copy_(0, targets[tokens], last[left].to(conv_states.dtype))
-            states.index_copy_(0, targets[tokens], state[left].to(states.dtype))
+            self._keep(blocks[tokens], last[left], state[left])
 
     def _prefill(
         self,
@@ -210,15 +216,10 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         output: torch.Tensor,
         metadata: RecurrentMetadata,
     ) -> None:
-        conv_states, states = self._parts()
         rows = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
-        source, target = metadata.initial_state_indices[rows], metadata.state_indices[rows].long()
-        empty = ~metadata.has_initial_state[rows].view(-1, 1, 1)
         weight, bias = self._convolution()
-        lasts = conv_states.index_select(0, source).masked_fill_(empty, 0)
-        initial = states.index_select(0, source).float().masked_fill_(empty.unsqueeze(-1), 0)
         new_lasts, new_states, start = [], [], 0
-        for end, last, state in zip(metadata.prefill_ends, lasts, initial):
+        for end, last, state in zip(metadata.prefill_ends, *self._before(rows, metadata)):
             tokens = slice(start, end)
             convolved, last = gated_delta.convolve(mixed[tokens], weight, bias, last)
             given = self._rule_inputs(convolved, b[tokens], a[tokens])
@@ -227,8 +228,8 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             new_lasts.append(last)
             new_states.append(state)
             start = end
-        conv_states.index_copy_(0, target, torch.stack(new_lasts).to(conv_states.dtype))
-        states.index_copy_(0, target, torch.stack(new_states).to(states.dtype))
+        blocks = metadata.state_indices[rows].long()
+        self._keep(blocks, torch.stack(new_lasts), torch.stack(new_states))
 
 
 def register_layer() -> None:

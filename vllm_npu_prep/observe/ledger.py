@@ -7,7 +7,7 @@ way, by all tokens that are in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -203,43 +203,21 @@ class SlotLedger:
         slots = step.slot_mapping[index][first : first + end - computed].tolist()
         for offset, slot in enumerate(slots):
             position = computed + offset
-            block = blocks[position // size]
+            place = position // size
+            block = blocks[place]
+            at: dict[str, Any] = {"request": req_id, "group": index}
+            at |= {"token": first + offset, "position": position}
             expected = group.slot(block, position)
             if slot != expected:
                 wrong = group.block_of(slot)
                 if wrong == block or PAD_SLOT_ID in (slot, expected):
-                    raise given_allowed(
-                        "slot",
-                        "a slot belongs to its position",
-                        slot,
-                        expected,
-                        request=req_id,
-                        token=first + offset,
-                        position=position,
-                        group=index,
-                    )
-                raise self.owned.misplaced(
-                    "a token is written to",
-                    req_id,
-                    index,
-                    wrong,
-                    block,
-                    position // size,
-                    first + offset,
-                    position,
-                    owners,
-                )
+                    text = "a slot belongs to its position"
+                    raise given_allowed("slot", text, slot, expected, **at)
+                text = "a token is written to"
+                raise self.owned.misplaced(text, wrong, block, place, owners, **at)
             if block == NULL_BLOCK:
-                raise self.owned.misplaced(
-                    "a token is written to",
-                    req_id,
-                    index,
-                    block,
-                    "a block of its own",
-                    position // size,
-                    first + offset,
-                    position,
-                )
+                text, allowed = "a token is written to", "a block of its own"
+                raise self.owned.misplaced(text, block, allowed, place, **at)
             for other, is_cached in owners.get(block, {}).items():
                 begins = is_cached and self.requests[other].begins
                 if other != req_id and not begins:
@@ -248,10 +226,7 @@ class SlotLedger:
                         "a shared block is read only",
                         f"block {block}, also of request {other}",
                         "a block of its own",
-                        request=req_id,
-                        token=first + offset,
-                        position=position,
-                        group=index,
+                        **at,
                     )
             self.contents[block, position % size] = request.chain[position] + index
             self.states.pop(block, None)
@@ -274,9 +249,8 @@ class SlotLedger:
             )
         for place, (given, expected) in enumerate(zip(named, blocks)):
             if given != expected:
-                raise self.owned.misplaced(
-                    "a block table names", req_id, index, given, expected, place
-                )
+                at: dict[str, Any] = {"request": req_id, "group": index}
+                raise self.owned.misplaced("a block table names", given, expected, place, **at)
         if len(named) != len(blocks):
             raise given_allowed(
                 "block table",
@@ -330,9 +304,8 @@ class SlotLedger:
         block, expected = self._state_of(step, row, index, "state_indices"), request.blocks[index]
         if block != expected[place] or block == NULL_BLOCK:
             text = "a recurrent state is written to"
-            raise self.owned.misplaced(
-                text, req_id, index, block, expected[place], place, owners=owners
-            )
+            at: dict[str, Any] = {"request": req_id, "group": index}
+            raise self.owned.misplaced(text, block, expected[place], place, owners, **at)
         others = [other for other in owners.get(block, {}) if other != req_id]
         if others:
             raise given_allowed(

@@ -234,37 +234,29 @@ class BlockOwners:
     def misplaced(
         self,
         what: str,
-        req_id: str,
-        index: int,
         block: int,
         expected: object,
-        place: int,
-        token: int | None = None,
-        position: int | None = None,
-        owners: dict[int, dict[str, bool]] | None = None,
+        place: int,  # of the block among those of its request
+        owners: dict[int, dict[str, bool]] | None = None,  # see `owners`
+        *,
+        request: str,
+        group: int,
+        **where: int,  # of `given_allowed`
     ) -> StepCheckError:
-        request = self.requests[req_id]
-        others = [r for r in (owners or self.owners()).get(block, {}) if r != req_id]
+        mine = self.requests[request]
+        others = [r for r in (owners or self.owners()).get(block, {}) if r != request]
         if block == NULL_BLOCK:
             rule, given = "null block", "the null block"
-        elif block in request.former[index]:
+        elif block in mine.former[group]:
             rule, given = "stale block", f"block {block}, which it had before it was preempted"
         elif others:
             rule, given = "write into another's block", f"block {block} of request {others[0]}"
-        elif block in request.blocks[index]:
+        elif block in mine.blocks[group]:
             rule, given = "wrong block", f"block {block}, another one of its own"
         elif block in self.freed:
             rule = "write after free"
             given = f"block {block}, which request {self.freed[block]} freed"
         else:
             rule, given = "wrong block", f"block {block}, which no request was given"
-        return given_allowed(
-            rule,
-            f"{what} the request's own block at place {place}",
-            given,
-            expected,
-            request=req_id,
-            token=token,
-            position=position,
-            group=index,
-        )
+        text = f"{what} the request's own block at place {place}"
+        return given_allowed(rule, text, given, expected, request=request, group=group, **where)

@@ -27,7 +27,7 @@ from vllm_npu_prep.prep.fused_pass import (
     split_at_chunks_at,
 )
 from vllm_npu_prep.prep.latent_split import NO_LATENT_STEP, LatentStep
-from vllm_npu_prep.prep.layout import ALIGNMENT, StepArrays, StepLayout, targets_per_row
+from vllm_npu_prep.prep.layout import StepArrays, StepLayout, targets_per_row
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
@@ -303,8 +303,7 @@ def prepare_step(
     if layout is None:
         layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
     if arrays is None:
-        nbytes = layout.nbytes(batch.num_targets, len(tables.block_table_flat))
-        arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
+        arrays = layout.allocate(batch.num_targets, len(tables.block_table_flat))
     in_full_graph = padding.mode is GraphMode.FULL
     max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule = fill_step_at(
         tables.addresses,

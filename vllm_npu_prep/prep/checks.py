@@ -87,8 +87,8 @@ class Rule(IntEnum):
     )
 
 
-StepInputs = namedtuple(
-    "StepInputs",
+ScheduledStep = namedtuple(
+    "ScheduledStep",
     [
         "num_scheduled_tokens",  # [num_reqs] int32
         "num_draft_tokens",  # [num_reqs or more] int32
@@ -129,7 +129,7 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
     """
     batch, padding, arrays, shape = step.batch, step.padding, step.arrays.addresses, step.shape
     in_full_graph = padding.mode is GraphMode.FULL
-    inputs = StepInputs(
+    inputs = ScheduledStep(
         batch.num_scheduled_tokens,
         batch.num_draft_tokens,
         batch.previous_rows,
@@ -213,7 +213,7 @@ def check_step_at(
     tables,  # int64, `vllm_npu_prep.prep.tables.BatchTables.addresses`
     arrays,  # int64, `vllm_npu_prep.prep.layout.StepArrays.addresses`
     limits,  # [1 + num_groups] int64
-    step,  # a `StepInputs`
+    step,  # a `ScheduledStep`
     sizes,  # a `StepSizes`
 ):
     """Return the first rule that is broken, and where, in the order of the fields of `Fault`."""

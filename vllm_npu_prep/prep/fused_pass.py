@@ -13,7 +13,7 @@ from vllm_npu_prep.prep.arrays import (
     PAD_SLOT_ID,
     PADDING_ROWS,
 )
-from vllm_npu_prep.prep.checks import Rule, StepInputs, StepSizes, check_step_at
+from vllm_npu_prep.prep.checks import Rule, ScheduledStep, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
 from vllm_npu_prep.prep.latent_split import plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
@@ -46,7 +46,7 @@ def fill_step_at(
 
     It returns what `fill_step` returns, and the rule that the step breaks (`checks.Rule`).
     """
-    step = StepInputs(
+    step = ScheduledStep(
         num_scheduled_tokens,
         num_draft_tokens,
         previous_rows,
@@ -99,7 +99,7 @@ def fill_step(t, step, out):
         The runner's tables (`vllm_npu_prep.prep.tables.BatchTables`): row ``request_rows[req]`` is
         that of a request.
     step
-        A `StepInputs`.
+        A `ScheduledStep`.
     out
         The step's arrays (`vllm_npu_prep.prep.arrays.Arrays`), written. See
         `vllm_npu_prep.prep.padding` for the values in padding, and `vllm_npu_prep.prep.oracle` for

@@ -171,6 +171,11 @@ class StepLayout:
             )
         return StepArrays(self, buffer)
 
+    def allocate(self, num_targets: int, num_block_changes: int = 0) -> "StepArrays":
+        """Return arrays of zeros in memory of their own, with room for such a variable part."""
+        nbytes = _aligned(self.nbytes(num_targets, num_block_changes))
+        return StepArrays(self, np.zeros(nbytes, np.uint8))
+
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -29,29 +29,6 @@ from vllm_npu_prep.quantization.loaded import check_offsets, check_scales
 from vllm_npu_prep.quantization.modules import KnowsModules
 
 
-def apply_int8_experts(
-    x: torch.Tensor,  # [T, hidden_size]
-    w13: torch.Tensor,  # int8 [num_local_experts, 2 * intermediate_size, hidden_size]
-    w2: torch.Tensor,  # int8 [num_local_experts, hidden_size, intermediate_size]
-    w13_scale: torch.Tensor,  # float32 [num_local_experts, 2 * intermediate_size]
-    w2_scale: torch.Tensor,  # float32 [num_local_experts, hidden_size]
-    topk_weights: torch.Tensor,  # [T, k] float32
-    topk_ids: torch.Tensor,  # [T, k] integer, -1 for none
-    activation: MoEActivation,
-    expert_map: torch.Tensor | None = None,  # [num_experts] integer
-    apply_router_weight_on_input: bool = False,
-) -> torch.Tensor:
-    """Do what `apply_experts` of `ops.moe_method` does, by int8 weights and inputs."""
-    activate = activation_of(activation)
-
-    def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        hidden = activate(TorchInt8Linear(w13[expert].t(), w13_scale[expert])(rows))
-        return TorchInt8Linear(w2[expert].t(), w2_scale[expert])(hidden)
-
-    pairs = topk_weights, topk_ids, expert_map, apply_router_weight_on_input
-    return sum_of_experts(x, len(w13), output, *pairs)
-
-
 class NPUInt8Experts:
     """Weights of a layer's experts for grouped products; routing rounds the rows.
 
@@ -175,11 +152,13 @@ class Int8Experts(ExpertsMethod):
         del layer
 
     def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
-        return apply_int8_experts(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            layer.w13_weight_scale.squeeze(-1),
-            layer.w2_weight_scale.squeeze(-1),
-            *pairs,
-        )
+        topk_weights, topk_ids, activation, *rest = pairs
+        activate = activation_of(activation)
+        w13_scale, w2_scale = layer.w13_weight_scale.squeeze(-1), layer.w2_weight_scale.squeeze(-1)
+
+        def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            first = TorchInt8Linear(layer.w13_weight[expert].t(), w13_scale[expert])
+            second = TorchInt8Linear(layer.w2_weight[expert].t(), w2_scale[expert])
+            return second(activate(first(rows)))
+
+        return sum_of_experts(x, len(layer.w13_weight), output, topk_weights, topk_ids, *rest)

@@ -27,7 +27,6 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
 from vllm_npu_prep.prep.batch import NO_COUNTS, PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.embeds import Placeholders, takes_embeds
-from vllm_npu_prep.prep.layout import ALIGNMENT
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import Padding
 from vllm_npu_prep.prep.state import AttentionState
@@ -156,9 +155,8 @@ class StepRecord:
         """
         batch, padding = self.step_batch()
         layout = self.settings.layout
-        nbytes = -(-layout.nbytes(batch.num_targets) // ALIGNMENT) * ALIGNMENT
         try:
-            return prepare_step(batch, padding, layout, layout.views(np.zeros(nbytes, np.uint8)))
+            return prepare_step(batch, padding, layout, layout.allocate(batch.num_targets))
         except ValueError as error:
             raise PrepError(f"step {self.number} can't be prepared: {error}") from None
 
@@ -253,8 +251,7 @@ class StepRecord:
         settings, layout = self.settings, self.settings.layout
         batch, padding = self.step_batch()
         batch.takes_embeds = settings.takes_embeds
-        nbytes = layout.nbytes(batch.num_targets)
-        arrays = layout.views(np.zeros(-(-nbytes // ALIGNMENT) * ALIGNMENT, np.uint8))
+        arrays = layout.allocate(batch.num_targets)
         for name, view in staged_arrays(arrays, settings).items():
             view[...] = self._array(name, view)
         targets = arrays.variable_int64[: batch.num_targets]

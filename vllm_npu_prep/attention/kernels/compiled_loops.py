@@ -237,7 +237,7 @@ def clear(array, begin, end, columns):
 
 
 @fast
-def fill_slots(call, request, begin, end, slots):
+def list_key_rows(call, request, begin, end, slots):
     """Write the rows in which positions are, and the last one again up to a multiple of four.
 
     Returns how many were written.
@@ -309,12 +309,12 @@ def attend_piece(call, tile, kv_first, kv_heads, skipped, heads, scratch):
         end = min(seq_len, last - 1 + ahead + call.window)
     if call.causal:
         end = last + ahead
-    keys = fill_slots(call, request, begin, min(begin + KEYS, end), slots)
+    keys = list_key_rows(call, request, begin, min(begin + KEYS, end), slots)
     fetch(call.keys, kv_first, kv_heads, slots, keys)
     fetch(call.values, kv_first, kv_heads, slots, keys)
     for start in range(begin, end, KEYS):
         stop = min(start + KEYS, end)
-        next_keys = fill_slots(call, request, stop, min(stop + KEYS, end), next_slots)
+        next_keys = list_key_rows(call, request, stop, min(stop + KEYS, end), next_slots)
         for kv_head in range(kv_first, kv_first + kv_heads):
             base = (kv_head - kv_first) * rows
             rope = min(kv_head, rope_heads - 1)
