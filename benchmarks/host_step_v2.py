@@ -1,7 +1,7 @@
 """Host time of a step of Model Runner V2: ours, vLLM's own with free kernels, and our V1 runner.
 
     python benchmarks/host_step_v2.py [--json] [--steps 200] [--case step-256] [--thread-time]
-                                      [--prepare]
+                                      [--prepare | --enter]
 
 All three get every step from the scheduler's output to the sampled tokens, one after the other and
 each first in turn; model, sampler and drafter return at once. Our two must give the model the same
@@ -23,7 +23,10 @@ it gets: the cheapest there could be. What it keeps in memory that host and devi
 no copy here. All that flatters it. In ``charged_us``, and so in ``charged_ratio``, each of its
 launches costs `LAUNCH_US`; ``launches`` is their number, without those of its sampler.
 
-With ``--prepare`` only the preparation is timed: the methods in `PREPARING`, up to the metadata.
+With ``--prepare`` only the preparation is timed: the methods in `PREPARING`, up to the metadata. On
+V1, requests have been put in order when it begins; ours on V2 is timed from there on, too. With
+``--enter`` the methods in `ENTERING` are timed as well, which take in what the scheduler decided
+and put the requests in order.
 """
 
 import contextlib
@@ -73,24 +76,33 @@ CASES = {
     "drafts-256": Case(256, num_drafts=3, whole_step=True),
 }
 
+OF_V2 = ("prepare_inputs", "prepare_attn", "model_state.prepare_attn")
 PREPARING = {
-    True: (  # V1
+    "v1": (
         "_prepare_inputs",
         "_determine_batch_execution_and_padding",
         "_get_slot_mappings",
         "_build_attention_metadata",
     ),
-    False: ("gather_batch_req_state", "prepare_inputs", "prepare_attn", "model_state.prepare_attn"),
+    "ours": ("_prepare_inputs", *OF_V2),
+    "stock": ("gather_batch_req_state", *OF_V2),
 }
 """Methods of a runner that prepare a step; no one calls another."""
+ENTERED = ("finish_requests", "add_requests", "update_requests")
+ENTERING = {
+    "v1": ("_update_states", *PREPARING["v1"]),
+    "ours": (*ENTERED, "gather_batch_req_state", *OF_V2),  # which calls `_prepare_inputs`
+    "stock": (*ENTERED, *PREPARING["stock"]),
+}
+"""The same, and those before them that take in the scheduler's output."""
 
 
 class Preparation:
-    """A clock that runs while a runner prepares a step, for a runner of V1 or of V2."""
+    """A clock that runs while some methods of a runner do."""
 
-    def __init__(self, runner: Any, clock: Clock) -> None:
+    def __init__(self, runner: Any, clock: Clock, methods: tuple[str, ...]) -> None:
         self.clock, self.elapsed = clock, 0
-        for name in PREPARING[hasattr(runner, "_model_forward")]:
+        for name in methods:
             *part, method = name.split(".")
             owner = getattr(runner, part[0]) if part else runner
             setattr(owner, method, self._timed(getattr(owner, method)))
@@ -319,15 +331,24 @@ def runner_for(case: Case, folder: Path) -> Iterator[Any]:
             yield ours
 
 
-def of_case(case: Case, folder: Path, steps: int, clock: Clock, prepare: bool) -> dict[str, float]:
-    """Medians of the three runners on an engine of the case's size."""
+def of_case(
+    case: Case,
+    folder: Path,
+    steps: int,
+    clock: Clock,
+    timed: dict[str, tuple[str, ...]] | None,
+) -> dict[str, float]:
+    """Medians of the three runners on an engine of the case's size.
+
+    Only these methods of each runner are timed; None: the whole step.
+    """
     with runner_for(case, folder) as ours:
         runners = {"ours": ours, "v1": v1_of(ours), "stock": stock_of(ours)}
         free_kernels()
         for runner in runners.values():
             stub(runner)
         clocks: dict[str, Clock] = {
-            name: Preparation(runner, clock) if prepare else clock
+            name: clock if timed is None else Preparation(runner, clock, timed[name])
             for name, runner in runners.items()
         }
         collect()
@@ -341,8 +362,11 @@ def of_case(case: Case, folder: Path, steps: int, clock: Clock, prepare: bool) -
 def main() -> None:
     """Measure and print."""
     parser = parser_of(__doc__.splitlines()[0], CASES)
-    parser.add_argument("--prepare", action="store_true", help="time the preparation alone")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--prepare", action="store_true", help="time the preparation alone")
+    part.add_argument("--enter", action="store_true", help="and what comes before it")
     args = parser.parse_args()
+    timed = PREPARING if args.prepare else ENTERING if args.enter else None
     rows = []
     v2.let_it_run_without_triton()
     with tempfile.TemporaryDirectory() as name:
@@ -352,7 +376,7 @@ def main() -> None:
             try:
                 row = {
                     "case": name,
-                    **of_case(CASES[name], model, args.steps, args.clock, args.prepare),
+                    **of_case(CASES[name], model, args.steps, args.clock, timed),
                 }
             except MismatchError as error:
                 sys.exit(f"{name}: {error}; no numbers")

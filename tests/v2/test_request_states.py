@@ -144,13 +144,13 @@ def test_rows_are_looked_up_again_when_a_request_comes_back():
     states = NPURequestState(3, 16, 8, 0, 100, CPU)
     for name in "ab":
         states.add_request(name, 3, [5, 6, 7], 0, 4)
-    rows = states.rows_of_batch.of(["a", "b"])
-    assert states.rows_of_batch.of(["a", "b"]) is rows
-    assert states.rows_of_batch.of(["b"]).tolist() == [states.req_id_to_index["b"]]
+    rows = states.rows_of_batch.of(["a", "b"], states.arrivals)
+    assert states.rows_of_batch.of(["a", "b"], states.arrivals) is rows
+    assert states.rows_of_batch.of(["b"], states.arrivals).tolist() == [states.req_id_to_index["b"]]
     for name in "ba":
         states.remove_request(name)
     states.add_request("b", 3, [5, 6, 7], 0, 4)
-    assert states.rows_of_batch.of(["b"]).tolist() == [states.req_id_to_index["b"]]
+    assert states.rows_of_batch.of(["b"], states.arrivals).tolist() == [states.req_id_to_index["b"]]
 
 
 def test_samples_stay_where_they_are_until_one_is_discarded():

@@ -19,13 +19,21 @@ def enter_counts(
     """Enter the computed tokens of requests, and what follows from them.
 
     A request past its prompt has one known token more: its last sample.
+
+    Returns
+    -------
+    bool
+        Whether any of the requests still computes its prompt.
     """
+    some_prefill = False
     for index in range(request_rows.shape[0]):
         row = request_rows[index]
         computed, prefill = counts[index], prefill_len[row]
         num_computed_tokens[row] = computed
         num_computed_prefill_tokens[row] = min(computed, prefill)
         num_tokens[row] = max(prefill, computed + 1)
+        some_prefill |= computed < prefill
+    return some_prefill
 
 
 @compiled

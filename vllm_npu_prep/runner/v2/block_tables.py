@@ -140,10 +140,9 @@ class NPUBlockTables:
             return
         self._followed = request_rows, self._arrivals
         wanted, rows = self._of_request_row[request_rows], self._of_row[: len(request_rows)]
-        are_others = wanted != rows
-        if are_others.any():
-            self.num_synced_blocks[:, : len(request_rows)][:, are_others] = 0
-            rows[:] = wanted
+        others = (wanted != rows).nonzero()[0]
+        self.num_synced_blocks[:, others] = 0
+        rows[:] = wanted
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
         """Return the leading rows of the device's tables, int32 ``[num_reqs, max_num_blocks]`` per

@@ -29,6 +29,9 @@ class BatchOrder:
     places
         The place of each request in the last batch. A step that changes the batch makes another
         dict, because outputs keep this one.
+    decodes
+        The last batch, if each of its requests generates and has as many tokens as the others;
+        else None.
     """
 
     def __init__(self, decode_threshold: int = 0) -> None:
@@ -37,6 +40,7 @@ class BatchOrder:
         self._num_decodes = 0  # decodes that come first
         self._req_ids: list[str] = []  # in the order of the batch
         self.places: dict[str, int] = {}
+        self.decodes: BatchReqState | None = None
 
     def of_step(self, scheduled: Mapping[str, int]) -> list[str]:
         """Return the requests of a step in the order of the batch; the list is never changed later.
@@ -84,18 +88,26 @@ class BatchOrder:
 def batch_of_step(
     order: BatchOrder, states: NPURequestState, scheduler_output: SchedulerOutput
 ) -> BatchReqState:
-    """Return what upstream's code reads of a step's requests, in the order of the batch."""
+    """Return what upstream's code reads of a step's requests, in the order of the batch.
+
+    A step that decodes what the last one decoded gets the same object.
+    """
     req_ids = order.of_step(scheduler_output.num_scheduled_tokens)
-    request_rows = states.rows_of_batch.of(req_ids)
+    request_rows = states.rows_of_batch.of(req_ids, states.arrivals)
+    # The rows are another array if any request has arrived; all others have entered their counts
+    last, num_tokens = order.decodes, scheduler_output.total_num_scheduled_tokens
+    if last is not None and request_rows is last.idx_mapping_np and not states.some_prefill:
+        if num_tokens == last.num_tokens:
+            return last
     prefill = states.prefill_len.np[request_rows]
     computed = states.num_computed_prefill_tokens[request_rows]
     is_prefilling = computed < prefill
     has_prefill = bool(np.count_nonzero(is_prefilling))  # `any` calls Python
     counts, num_drafts = _counts(scheduler_output, req_ids, states, has_prefill)
-    return BatchReqState(
+    batch = BatchReqState(
         req_ids=req_ids,
         num_scheduled_tokens=counts,
-        num_tokens=scheduler_output.total_num_scheduled_tokens,
+        num_tokens=num_tokens,
         num_draft_tokens_np=num_drafts,
         idx_mapping_np=request_rows,
         prefill_len_np=prefill,
@@ -106,6 +118,10 @@ def batch_of_step(
         prefill_runs_as_decode_np=None,
         decode_graph_eligible=not has_prefill,
     )
+    fewest = len(req_ids)
+    are_equal = num_tokens in (fewest, fewest * (1 + states.num_speculative_steps))
+    order.decodes = batch if are_equal and not has_prefill else None
+    return batch
 
 
 def _counts(

@@ -49,6 +49,8 @@ class NPURequestState:
         `UNKNOWN_TOKEN` after them.
     num_computed_tokens_np, num_tokens
         int32 ``[max_num_reqs]``. Every sample counts as a known token.
+    some_prefill
+        Whether any of the requests whose counts were entered last still computes its prompt.
     all_token_ids, total_len
         Tokens on the device and their number, for requests whose sampling parameters read them:
         penalties, bad words, log-probabilities of prompts, budgets of thinking tokens.
@@ -95,6 +97,7 @@ class NPURequestState:
         self.num_computed_tokens = RowValues(device, max_num_reqs, torch.int32)
         self.num_computed_tokens_np = self.num_computed_tokens.np
         self.num_computed_prefill_tokens = np.zeros(max_num_reqs, np.int32)
+        self.some_prefill = True
         self.max_seq_len = np.zeros(max_num_reqs, np.int32)
         self.all_token_ids = StagedRows((max_num_reqs, max_model_len), torch.int32, device)
         self.total_len = StagedRows(max_num_reqs, torch.int32, device)
@@ -189,6 +192,8 @@ class NPURequestState:
         The arrays are int ``[num_reqs]`` in the order of the batch; `request_rows` are request
         rows, and `num_drafts` is None if no request has drafts.
         """
+        if not self.num_speculative_steps:
+            return
         self._num_drafts[:] = 0
         if num_drafts is not None:
             self._num_drafts[request_rows] = num_drafts
@@ -224,7 +229,7 @@ class NPURequestState:
         self, request_rows: np.ndarray, num_computed_tokens: "Sequence[int] | np.ndarray"
     ) -> None:
         """Enter counts of computed tokens, int ``[n]``, of the requests in these request rows."""
-        enter_counts(
+        self.some_prefill = enter_counts(
             request_rows,
             np.asarray(num_computed_tokens, np.int32),
             self.prefill_len.np,
@@ -264,7 +269,7 @@ class KeptRows:
     """The request rows of some requests, which are looked up when one of them may have changed.
 
     Most steps have the requests of the last one, and to look 256 of them up takes longer than the
-    fused pass.
+    fused pass. A request that arrives again gets another row.
     """
 
     def __init__(self, states: NPURequestState) -> None:
@@ -273,12 +278,14 @@ class KeptRows:
         self._arrivals = 0
         self._request_rows = np.empty(0, np.intp)
 
-    def of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """Return what `NPURequestState.rows_of` returns: for the same rows the same array."""
-        states = self._states
-        if self._arrivals != states.arrivals or self._req_ids != req_ids:
-            self._req_ids, self._arrivals = list(req_ids), states.arrivals
-            self._request_rows = states.rows_of(req_ids)
+    def of(self, req_ids: Sequence[str], arrivals: int = 0) -> np.ndarray:
+        """Return what `NPURequestState.rows_of` returns: for the same rows the same array.
+
+        `arrivals` is their number so far, if one of these requests may have arrived in this step.
+        """
+        if self._arrivals != arrivals or self._req_ids != req_ids:
+            self._req_ids, self._arrivals = list(req_ids), arrivals
+            self._request_rows = self._states.rows_of(req_ids)
         return self._request_rows
 
 

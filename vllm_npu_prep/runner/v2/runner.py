@@ -134,8 +134,9 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
+        # In every step: a request that has come back was missing in the step of its arrival
+        request_rows = self.req_states.rows_of_running.of(cached.req_ids)
         if cached.req_ids:
-            request_rows = self.req_states.rows_of_running.of(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(request_rows, counts, self.num_valid_tokens)
@@ -172,12 +173,14 @@ class NPUModelRunnerV2(RunnerSetupV2):
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool
     ) -> tuple[BatchReqState | None, int | None]:
-        """Prepare the step: upstream asks for its numbers here, and for its inputs only later."""
+        """Put the requests in order, and prepare the step: upstream asks for its inputs later."""
         if dummy_run:
             return super().gather_batch_req_state(scheduler_output, dummy_run)
-        return self._prepare_inputs(scheduler_output), None
+        now = batch_of_step(self.order, self.req_states, scheduler_output)
+        self._prepare_inputs(scheduler_output, now)
+        return now, None
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> BatchReqState:
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, now: BatchReqState) -> None:
         """Prepare one step; this replaces what upstream computes on the device.
 
         Parameters
@@ -185,16 +188,11 @@ class NPUModelRunnerV2(RunnerSetupV2):
         scheduler_output
             What the scheduler decided; `add_requests` and `update_requests` have already entered it
             in the request states.
-
-        Returns
-        -------
-        BatchReqState
-            The requests in the order of the batch, as upstream's `gather_batch_req_state` returns
-            them.
+        now
+            The requests in the order of the batch.
         """
         started = perf_counter()
-        preparer, states = self.preparer, self.req_states
-        now = batch_of_step(self.order, states, scheduler_output)
+        preparer = self.preparer
         samples = self._last_samples(now)
         batch = self._step_batch(scheduler_output, now, samples)
         # 1 padding: decided first, from counts alone; data-parallel ranks agree on it
@@ -206,7 +204,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         # 3 fused pass and 4 state: one pass writes every array and decides the state
         step = prepare_step(batch, decision.padding, layout, staged.np)
         if self.model_state.prompt_embeds_state is not None:
-            is_token_ids = states.is_token_ids
+            is_token_ids = self.req_states.is_token_ids
             self.model_state.prompt_embeds_state.follow(step, now.idx_mapping_np, is_token_ids)
         # 5 copy: all arrays at once; then the last step's samples are scattered on the device
         preparer.staging.send(step, samples.token_ids)
@@ -215,7 +213,6 @@ class NPUModelRunnerV2(RunnerSetupV2):
         in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
         self._begin_step(in_flight, now, samples)
         self._observe(in_flight, decision.kind, scheduler_output, started)
-        return now
 
     def _last_samples(self, now: BatchReqState) -> AwaitedSamples:
         """Return the last samples of the step's requests, if they are on the device only."""
