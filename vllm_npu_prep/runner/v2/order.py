@@ -96,9 +96,13 @@ def batch_of_step(
     request_rows = states.rows_of_batch.of(req_ids, states.arrivals)
     # The rows are another array if any request has arrived; all others have entered their counts
     last, num_tokens = order.decodes, scheduler_output.total_num_scheduled_tokens
-    if last is not None and request_rows is last.idx_mapping_np and not states.some_prefill:
-        if num_tokens == last.num_tokens:
-            return last
+    if (
+        last is not None
+        and request_rows is last.idx_mapping_np
+        and num_tokens == last.num_tokens
+        and not states.some_prefill
+    ):
+        return last
     prefill = states.prefill_len.np[request_rows]
     computed = states.num_computed_prefill_tokens[request_rows]
     is_prefilling = computed < prefill
