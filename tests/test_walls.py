@@ -226,7 +226,7 @@ WALLS = {
     # Loaders that upstream's reload can't read, how it measures graphs, and names of its V2
     "runner": (
         "attention compat.models compat.v2 compat.worker config device graph observe ops prep "
-        "quantization.fused quantization.int8 runner startup.asked"
+        "quantization.rounding quantization.int8 runner startup.asked"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": ("aclnn attention config device graph inspect.doctor ops.npu.experts prep verify"),

@@ -37,7 +37,7 @@ from vllm_npu_prep.device import (
     set_device,
     total_memory,
 )
-from vllm_npu_prep.graph import config as graph_config
+from vllm_npu_prep.graph import modes
 from vllm_npu_prep.quantization.formats import describe, find_description
 from vllm_npu_prep.scheduling.choice import choose_scheduler
 from vllm_npu_prep.server import one_line
@@ -84,7 +84,7 @@ class NPUPlatform(Platform):
     # Workers see all NPUs of their host and take the one that Ray assigned them, as under mp.
     ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     device_control_env_var = KIND.visible_env_var
-    simple_compile_backend = graph_config.COMPILE_BACKEND
+    simple_compile_backend = modes.COMPILE_BACKEND
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -209,11 +209,11 @@ class NPUPlatform(Platform):
     @classmethod
     def opaque_attention_op(cls) -> bool:
         """Tell whether attention is one operator, at which torch.compile splits the model."""
-        return graph_config.splits_at_attention()
+        return modes.splits_at_attention()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        graph_config.set_defaults(vllm_config)
+        modes.set_defaults(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -293,9 +293,9 @@ class NPUPlatform(Platform):
         notes = _settle_connector(vllm_config)
         find_description(vllm_config)
         refuse_unsupported(vllm_config, family, KIND)
-        switched_off = graph_config.settle_mode(vllm_config) + _switch_off(vllm_config)
+        switched_off = modes.settle_mode(vllm_config) + _switch_off(vllm_config)
         decisions = decisions_of(vllm_config)  # with the graph mode that was settled
-        notes += graph_config.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
+        notes += modes.settle_sizes(vllm_config, KIND) + _known_faults(vllm_config)
         notes += _rules_of_attention(vllm_config, decisions) + states_note
         if vllm_config.shutdown_timeout == 0:
             # With 0, vLLM kills the engine process at once and then reports a dead engine.
@@ -461,7 +461,7 @@ def _log_start_up(
         f"attention     {decisions.attention} kernels, {model.dtype}, block size {block_size}",
         f"mask          {decisions.mask_form.value} (dense: up to {decisions.dense_bytes:,} of "
         f"{decisions.mask_budget_bytes:,} bytes)",
-        f"graph mode    {graph_config.describe(vllm_config)}",
+        f"graph mode    {modes.describe(vllm_config)}",
         f"sizes         {counted(scheduler.max_num_seqs, 'request')}, "
         f"{scheduler.max_num_batched_tokens} tokens a step, max_model_len {model.max_model_len}",
         f"scheduling    {scheduling}",

@@ -44,7 +44,7 @@ from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.new_weights import kept_addresses
-from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 from vllm_npu_prep.sleep import SleepingMemory
 from vllm_npu_prep.verify.fused import is_right

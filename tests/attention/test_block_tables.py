@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker.block_table import MultiGroupBlockTable
 
-from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.device_block_tables import DeviceBlockTables
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW
 from vllm_npu_prep.prep.batch import BatchTables, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import StepLayout, largest_step

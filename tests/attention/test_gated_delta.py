@@ -9,7 +9,7 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from vllm_npu_prep.attention.gated_delta import AscendGatedDeltaNetAttention
-from vllm_npu_prep.attention.kernels import gated_delta
+from vllm_npu_prep.attention.kernels import torch_delta
 from vllm_npu_prep.attention.recurrent_backend import RecurrentMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -61,7 +61,7 @@ def make_layer(seed: int) -> Any:
 
 def inputs_of(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Any:
     parameters = layer.A_log, layer.dt_bias, KEY, VALUE
-    return gated_delta.rule_inputs(mixed, a, b, *parameters)
+    return torch_delta.rule_inputs(mixed, a, b, *parameters)
 
 
 def plain_reading(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> np.ndarray:
@@ -105,10 +105,10 @@ def test_both_forms_equal_transformers(num_tokens, seed):
     )
     repeats = V_HEADS // K_HEADS
     query, key = (each.repeat_interleave(repeats, 2) for each in (query, key))
-    ours = {"chunk": gated_delta.scan(given, state)}
+    ours = {"chunk": torch_delta.scan(given, state)}
     outputs, states = [], state.unsqueeze(0)
     for token in range(num_tokens):
-        output, states = gated_delta.update_states(given.of_tokens(slice(token, token + 1)), states)
+        output, states = torch_delta.update_states(given.of_tokens(slice(token, token + 1)), states)
         outputs.append(output)
     ours["recurrent"] = torch.cat(outputs), states[0]
     for form, (output, last) in ours.items():

@@ -14,7 +14,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from tests.conftest import EXAMPLES
 from tests.helpers.batches import LOCAL_GROUPS, local_step, random_batches
 from vllm_npu_prep.attention.backend import AscendAttentionBackend
-from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local_groups
+from vllm_npu_prep.attention.local_block_tables import LocalBlockTables, find_local_groups
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.prep.batch import PreparedStep

@@ -14,7 +14,7 @@ from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device import NPU_KIND, waits_for_launches
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.graph.config import settle_mode, settle_sizes
+from vllm_npu_prep.graph.modes import settle_mode, settle_sizes
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_newer_drivers_of_a3_hold_more_graphs(configure, monkeypatch, chip, driv
         "driver_version": driver,
         "cann_version": cann,
     }.items():
-        monkeypatch.setattr(f"vllm_npu_prep.graph.config.{name}", lambda kind, value=value: value)
+        monkeypatch.setattr(f"vllm_npu_prep.graph.modes.{name}", lambda kind, value=value: value)
     mode = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*range(1, 61)]}
     config = configure(max_num_seqs=60, compilation_config=mode)
     config.model_config.get_total_num_hidden_layers = lambda: 40
@@ -248,7 +248,7 @@ WITHOUT_FULL = [
 
 @pytest.mark.parametrize(("mode", "instead"), WITHOUT_FULL)
 def test_an_old_driver_has_no_full_graphs(configure, monkeypatch, mode, instead):
-    monkeypatch.setattr("vllm_npu_prep.graph.config.driver_version", lambda kind: "24.1.RC3")
+    monkeypatch.setattr("vllm_npu_prep.graph.modes.driver_version", lambda kind: "24.1.RC3")
     config = configure(compilation_config={"cudagraph_mode": mode})
     assert mode_of(config) == instead
     if instead == "PIECEWISE":
@@ -276,7 +276,7 @@ def test_waits_for_launches_are_read_as_torch_npu_reads_them(monkeypatch, value,
 
 
 def test_a_driver_that_is_not_known_keeps_full_graphs(configure, monkeypatch):
-    monkeypatch.setattr("vllm_npu_prep.graph.config.driver_version", lambda kind: "")
+    monkeypatch.setattr("vllm_npu_prep.graph.modes.driver_version", lambda kind: "")
     assert mode_of(configure(compilation_config={"cudagraph_mode": "FULL"})) == "FULL"
 
 
@@ -295,7 +295,7 @@ def test_limits_of_a_batch_leave_decodes_of_one_engine(
 ):
     """A step that breaks them runs eagerly, which several engines would have to agree on."""
     limits = BatchLimits(apply=True)
-    monkeypatch.setattr("vllm_npu_prep.graph.config.batch_limits", lambda config: limits)
+    monkeypatch.setattr("vllm_npu_prep.graph.modes.batch_limits", lambda config: limits)
     config = configure(compilation_config={"cudagraph_mode": mode}, **settings)
     assert mode_of(config) == instead
     if config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
@@ -304,7 +304,7 @@ def test_limits_of_a_batch_leave_decodes_of_one_engine(
 
 def test_full_graphs_for_too_many_requests_are_off(configure, monkeypatch):
     limits = BatchLimits(apply=True)
-    monkeypatch.setattr("vllm_npu_prep.graph.config.batch_limits", lambda config: limits)
+    monkeypatch.setattr("vllm_npu_prep.graph.modes.batch_limits", lambda config: limits)
     mode = {"cudagraph_mode": "FULL_DECODE_ONLY"}
     config = configure(max_num_seqs=4097, max_num_batched_tokens=8192, compilation_config=mode)
     assert mode_of(config) == "NONE"

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.helpers import worked_examples
 from tests.helpers.scenarios import many, small, view_of, with_an_image
-from vllm_npu_prep.inspect.drawing import axis_ticks, block_map, row_names
+from vllm_npu_prep.inspect.drawings import axis_ticks, block_map, row_names
 from vllm_npu_prep.inspect.explain import select
 from vllm_npu_prep.inspect.pictures import (
     ITEM_COLOUR,

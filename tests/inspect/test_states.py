@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.helpers.scenarios import example, view_of
 from tests.inspect.test_page import Page
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.drawing import state_map
+from vllm_npu_prep.inspect.drawings import state_map
 from vllm_npu_prep.inspect.explain import explain_json, explain_text
 from vllm_npu_prep.inspect.page import explain_html
 from vllm_npu_prep.inspect.view import StepView

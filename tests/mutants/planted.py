@@ -177,7 +177,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: slots of 64 bits", "slots = attn_metadata.slot_mapping[:num_tokens]", "slots = attn_metadata.slot_mapping[:num_tokens].long()", ATB),
         ("the mask of another group", "mask = masks.get(plan)", "mask = next(iter(masks.values()), None)", WINDOWS),
     ],
-    "attention/block_tables.py": [
+    "attention/device_block_tables.py": [
         ("real text: a preempted request comes back to the blocks of its row on the device", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = np.minimum(self.num_device_blocks[:, row_idx], [len(ids) for ids in block_ids])\n", REAL_TEXT),
         ("async: sampled tokens of other rows", "self.previous_rows[:num_reqs] = self._rows[:num_reqs]", "self.previous_rows[:num_reqs] = 0", ENGINE),
         ("a row that is replaced is not sent again", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n", CORE),
@@ -283,7 +283,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("layers of other classes than the known ones are served", "kind not in COMPUTED and not _is_ours(kind)", "False", ("tests/attention/test_layers.py",)),
         ("attention that no kernel has is left out", "        if getattr(config, name):\n", "        if False:\n", ("tests/attention/test_layers.py",)),
     ],
-    "attention/local_attention.py": [
+    "attention/local_block_tables.py": [
         ("layers with chunks keep vLLM's backend", "layer.attn_backend, layer.impl", "_, layer.impl", (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",)),
     ],
     "attention/mask_cache.py": [
@@ -399,7 +399,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("npu: staging buffer reused while its copy is in flight", "        if slot.event is not None:\n", "        if False:\n", ("tests/npu/on_device/test_staging.py",)),
         ("npu: two copies a step", "        self.submit(nbytes)\n", "        self.submit(nbytes)\n        self.submit(nbytes)\n", COUNTS),
     ],
-    "graph/config.py": [
+    "graph/modes.py": [
         ("the largest decode off the grid", "if largest not in sizes:", "if False:", GRAPHS),
         ("full graphs around layers that a connector saves", "if transfer is not None and transfer.kv", "if False and transfer.kv", TRANSFER),
         ("full graphs are replayed with waits for each launch", "    if waits_for_launches(device_type):\n", "    if False:\n", ("tests/graph/test_config.py",)),
@@ -680,7 +680,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
     ],
-    "quantization/fused.py": [
+    "quantization/rounding.py": [
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),
         ("int8: halves of latent queries are split in the order of heads", "    layer.int8 = layer.int8.ordered(order)\n", "", INT8_ON_NPU),
         ("int8: norms without a residual keep their epsilon", "self._round(x, x, 4 * epsilon)[0]", "self._round(x, x, epsilon)[0]", INT8_ON_NPU),
@@ -743,7 +743,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a reload that fails leaves layers with no weights", "            _keep_old_weights(model, model_config)\n", "", ("tests/device/test_sleep.py",)),
         ("a reload looks for layers under the names that adapters give them", "        setattr(owner, name, child.base_layer)\n", "        setattr(owner, name, child)\n", ("tests/device/test_sleep.py",)),
     ],
-    "runner/outputs.py": [
+    "runner/outputs_in_flight.py": [
         ("outputs are let go while they are copied", "while self._kept and self._kept[0][0].query():", "while self._kept:", ("tests/runner/test_outputs.py",)),
     ],
     "runner/padding.py": [
@@ -775,7 +775,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafts behind images in slots of their rotation", "        if not self.vllm_config.model_config.uses_mrope:\n            return super()._update_positions", "        if True:\n            return super()._update_positions", VISION),
         ("drafts behind images rotate by what is about to be written", "return buffer.copy_(following)", "return buffer.copy_(positions + 1)", VISION),
     ],
-    "runner/v1/inputs.py": [
+    "runner/v1/model_inputs.py": [
         ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
         ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
         ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),

@@ -4,7 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens, token_positions
+from vllm_npu_prep.prep.draft_lengths import (
+    next_draft_seq_lens,
+    num_rejected_tokens,
+    token_positions,
+)
 
 
 def scalar_rejected(num_drafts: int, num_valid: int) -> int:

@@ -5,11 +5,11 @@ from importlib import import_module
 import pytest
 import torch
 
-from vllm_npu_prep.quantization import fused
-from vllm_npu_prep.quantization.fused import two_factors
+from vllm_npu_prep.quantization import rounding
 from vllm_npu_prep.quantization.int8 import swiglu_may_round
+from vllm_npu_prep.quantization.rounding import two_factors
 
-KNOWN = fused.DECODERS | fused.ATTENTIONS | fused.LATENT_ATTENTIONS | fused.MLPS
+KNOWN = rounding.DECODERS | rounding.ATTENTIONS | rounding.LATENT_ATTENTIONS | rounding.MLPS
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

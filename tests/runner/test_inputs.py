@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_npu_prep.runner.v1.inputs import ModelInputs
+from vllm_npu_prep.runner.v1.model_inputs import ModelInputs
 
 
 class Rows:

@@ -8,7 +8,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_npu_prep.observe.watched_output import WatchedOutput
-from vllm_npu_prep.runner.outputs import OutputsInFlight
+from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
 
 
 class Event:

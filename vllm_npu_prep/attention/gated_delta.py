@@ -17,7 +17,7 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.v1.attention.backend import AttentionBackend
 
-from vllm_npu_prep.attention.kernels import gated_delta
+from vllm_npu_prep.attention.kernels import torch_delta
 from vllm_npu_prep.attention.recurrent_backend import RecurrentBackend, RecurrentMetadata
 from vllm_npu_prep.config import fused_operators
 
@@ -160,9 +160,9 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
     def _rule_inputs(
         self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
-    ) -> gated_delta.RuleInputs:
+    ) -> torch_delta.RuleInputs:
         dims = self.head_k_dim, self.head_v_dim
-        return gated_delta.rule_inputs(mixed, a, b, self.A_log, self.dt_bias, *dims)
+        return torch_delta.rule_inputs(mixed, a, b, self.A_log, self.dt_bias, *dims)
 
     def _decode(
         self,
@@ -175,8 +175,8 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """Compute one token of each request; in a full graph also padding, over the null block."""
         rows = slice(0, metadata.num_decodes)
         last, state = self._before(rows, metadata)
-        mixed, last = gated_delta.convolve_next(mixed, *self._convolution(), last)
-        out, state = gated_delta.update_states(self._rule_inputs(mixed, b, a), state)
+        mixed, last = torch_delta.convolve_next(mixed, *self._convolution(), last)
+        out, state = torch_delta.update_states(self._rule_inputs(mixed, b, a), state)
         self._keep(metadata.state_indices[rows].long(), last, state)
         output.copy_(out)
 
@@ -200,11 +200,11 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         for place in range(max(lens)):
             left = torch.tensor([row for row, length in enumerate(lens) if length > place])
             tokens = first[left] + place
-            convolved, last[left] = gated_delta.convolve_next(
+            convolved, last[left] = torch_delta.convolve_next(
                 mixed[tokens], weight, bias, last[left]
             )
             given = self._rule_inputs(convolved, b[tokens], a[tokens])
-            out, state[left] = gated_delta.update_states(given, state[left])
+            out, state[left] = torch_delta.update_states(given, state[left])
             output[tokens] = out.to(output.dtype)
             self._keep(blocks[tokens], last[left], state[left])
 
@@ -221,9 +221,9 @@ class AscendGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         new_lasts, new_states, start = [], [], 0
         for end, last, state in zip(metadata.prefill_ends, *self._before(rows, metadata)):
             tokens = slice(start, end)
-            convolved, last = gated_delta.convolve(mixed[tokens], weight, bias, last)
+            convolved, last = torch_delta.convolve(mixed[tokens], weight, bias, last)
             given = self._rule_inputs(convolved, b[tokens], a[tokens])
-            out, state = gated_delta.scan(given, state)
+            out, state = torch_delta.scan(given, state)
             output[tokens] = out.to(output.dtype)
             new_lasts.append(last)
             new_states.append(state)

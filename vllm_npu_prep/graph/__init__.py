@@ -65,7 +65,7 @@ def make_pool(device_type: str, memory_pool: Any, num_streams: int = 1) -> Graph
     """Make the pool for the kind of graph that a device has.
 
     `memory_pool` is vLLM's handle of the memory that all graphs share, None on the CPU fallback. A
-    capture takes at most `num_streams` streams of the device (`vllm_npu_prep.graph.config`).
+    capture takes at most `num_streams` streams of the device (`vllm_npu_prep.graph.modes`).
     """
     if device_type == "npu":
         return importlib.import_module(f"{__name__}.npu").NPUGraphPool(memory_pool, num_streams)

@@ -9,7 +9,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 
 from vllm_npu_prep.graph import CaptureNotBegunError, GraphCall, GraphPool, make_pool
-from vllm_npu_prep.graph.config import streams_of_a_capture
+from vllm_npu_prep.graph.modes import streams_of_a_capture
 
 
 class GraphWrapper(CUDAGraphWrapper):

@@ -17,7 +17,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from vllm_npu_prep.inspect.drawing import MaskScale, block_maps, mask_drawings, visible
+from vllm_npu_prep.inspect.drawings import MaskScale, block_maps, mask_drawings, visible
 from vllm_npu_prep.inspect.explain import (
     Selection,
     StepTable,

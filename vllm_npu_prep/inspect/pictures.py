@@ -1,6 +1,6 @@
 """A step's masks as pixels, and the colours of its requests.
 
-`vllm_npu_prep.inspect.drawing` places them in a page or a PNG file.
+`vllm_npu_prep.inspect.drawings` places them in a page or a PNG file.
 """
 
 import colorsys

@@ -1,6 +1,6 @@
 """Masks, KV blocks and recurrent states of a step as one picture: ``vllm-npu-prep explain --png``.
 
-It renders `vllm_npu_prep.inspect.drawing` with Pillow and the font that Pillow contains, so that
+It renders `vllm_npu_prep.inspect.drawings` with Pillow and the font that Pillow contains, so that
 pictures are the same on every machine.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vllm_npu_prep.inspect.drawing import (
+from vllm_npu_prep.inspect.drawings import (
     BlockDrawing,
     BlockFold,
     BlockMap,

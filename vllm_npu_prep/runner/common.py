@@ -19,7 +19,7 @@ from vllm_npu_prep.attention.backend import AscendAttentionBackend
 from vllm_npu_prep.attention.kernel_blocks import blocks_per_block
 from vllm_npu_prep.attention.kv_cache import allocate_planes, single_planes
 from vllm_npu_prep.attention.latent import describe
-from vllm_npu_prep.attention.local_attention import unwrap_backends
+from vllm_npu_prep.attention.local_block_tables import unwrap_backends
 from vllm_npu_prep.config import decisions_of, parse_config
 from vllm_npu_prep.device import Device, Memory
 from vllm_npu_prep.device.communicator import union_over_ranks
@@ -31,7 +31,7 @@ from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import models_of, replace_modules
 from vllm_npu_prep.prep.batch import warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
-from vllm_npu_prep.quantization.fused import fuse_rounding
+from vllm_npu_prep.quantization.rounding import fuse_rounding
 from vllm_npu_prep.runner.graphs import CaptureOne, Dispatcher, Graphs
 from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse

@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm_npu_prep.compat.models import name_weight_loaders
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.cpu.linear import unpacked
-from vllm_npu_prep.quantization.fused import laid_aside
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear
+from vllm_npu_prep.quantization.rounding import laid_aside
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 

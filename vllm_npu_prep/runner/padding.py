@@ -30,7 +30,7 @@ class CacheLimits(NamedTuple):
         """Return whether one call may serve a batch, with padding requests of one block each.
 
         Engines for more requests than a call takes have no full graphs at all
-        (`vllm_npu_prep.graph.config`).
+        (`vllm_npu_prep.graph.modes`).
         """
         num_reqs, rows = batch.num_reqs, padding.num_reqs_padded
         tables = batch.tables

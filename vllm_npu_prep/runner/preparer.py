@@ -12,7 +12,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import find_dcp
 from vllm_npu_prep.attention.latent import find_latent_split
-from vllm_npu_prep.attention.local_attention import LocalBlockTables, find_local_groups
+from vllm_npu_prep.attention.local_block_tables import LocalBlockTables, find_local_groups
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import AscendMLAMetadataBuilder
 from vllm_npu_prep.attention.recurrent_backend import find_recurrent_groups

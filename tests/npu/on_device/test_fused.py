@@ -29,7 +29,7 @@ from vllm_npu_prep.attention.fused_releases import version_of
 from vllm_npu_prep.config import FUSED_OPERATORS
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.npu import rotary, vision
-from vllm_npu_prep.ops.npu.sampling import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
+from vllm_npu_prep.ops.npu.top_k_top_p import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
 from vllm_npu_prep.verify.fused import is_right
 
 BUDGET = {"Qwen3": 12, "Llama": 10}

@@ -18,7 +18,7 @@ import torch
 import torch_npu
 from torch.nn import functional
 
-from vllm_npu_prep.attention.kernels.gated_delta import EPSILON
+from vllm_npu_prep.attention.kernels.torch_delta import EPSILON
 from vllm_npu_prep.attention.recurrent_backend import (
     DecodeRows,
     DraftRows,

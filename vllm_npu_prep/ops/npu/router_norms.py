@@ -11,8 +11,8 @@ transformers' code.
 
 Norms and mixtures of experts get another class (`_cast_in`). They stay the modules that they are,
 with their parameters, loaders and names, so that new weights find them; and their type says to
-everybody who asks whether a norm is vLLM's plain one (``quantization/fused.py``) that it isn't. A
-``forward`` that is set on the module would leave the type as it was.
+everybody who asks whether a norm is vLLM's plain one (``quantization/rounding.py``) that it isn't.
+A ``forward`` that is set on the module would leave the type as it was.
 """
 
 from collections.abc import Mapping

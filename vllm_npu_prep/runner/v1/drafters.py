@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_npu_prep.device.readback import ReadBack
-from vllm_npu_prep.prep.drafting import (
+from vllm_npu_prep.prep.draft_lengths import (
     next_draft_seq_lens,
     num_rejected_tokens,
     token_positions,

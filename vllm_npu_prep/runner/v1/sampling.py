@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_npu_prep.attention.fused_releases import version_of
 from vllm_npu_prep.config import fused_operators, parse_config
 from vllm_npu_prep.device import cann_version
-from vllm_npu_prep.ops.npu.sampling import (
+from vllm_npu_prep.ops.npu.top_k_top_p import (
     FusedTopKTopPSampler,
     largest_k_of,
     limit_drafts_by,

@@ -10,23 +10,23 @@ from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_npu_prep.attention.block_tables import DeviceBlockTables
+from vllm_npu_prep.attention.device_block_tables import DeviceBlockTables
 from vllm_npu_prep.attention.kv_cache import (
     encoder_only_groups,
     planes_by_layer,
     split_by_window,
 )
-from vllm_npu_prep.attention.local_attention import find_local_groups
+from vllm_npu_prep.attention.local_block_tables import find_local_groups
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.metrics import StepMetrics
-from vllm_npu_prep.ops.npu.sampling import limit_drafts_by
+from vllm_npu_prep.ops.npu.top_k_top_p import limit_drafts_by
 from vllm_npu_prep.runner.common import CommonRunner
 from vllm_npu_prep.runner.padding import Dispatch, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.step import DummyRun
 from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
 from vllm_npu_prep.runner.v1.drafters import ExactLengths, make_drafter, share_builders
-from vllm_npu_prep.runner.v1.inputs import ModelInputs
+from vllm_npu_prep.runner.v1.model_inputs import ModelInputs
 from vllm_npu_prep.runner.v1.request_updates import (
     RequestUpdates,
     request_states_are_read,

@@ -77,7 +77,7 @@ class StepOutput(AsyncModelRunnerOutput):
     ) -> None:
         self._output, self._cu_num_logits, self._note = output, cu_num_logits, note
         self._discard = discard.nonzero()[0].tolist()
-        # Kept until their copies are complete (`vllm_npu_prep.runner.outputs.OutputsInFlight`)
+        # Kept until their copies are complete (`runner.outputs_in_flight.OutputsInFlight`)
         self._sampled_token_ids = sampler_output.sampled_token_ids
         self._logprobs_tensors = sampler_output.logprobs_tensors
         self._sampling_masks = sampler_output.sampling_mask_tensors

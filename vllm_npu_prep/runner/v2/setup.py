@@ -15,7 +15,7 @@ from vllm_npu_prep.attention.kv_cache import (
     planes_by_layer,
     split_by_window,
 )
-from vllm_npu_prep.attention.local_attention import find_local_groups
+from vllm_npu_prep.attention.local_block_tables import find_local_groups
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 
 from vllm_npu_prep.device.readback import ReadBack
 from vllm_npu_prep.ops.triton.drafting import eagle_step_slot_mapping_metadata
-from vllm_npu_prep.prep.drafting import next_draft_seq_lens, num_rejected_tokens
+from vllm_npu_prep.prep.draft_lengths import next_draft_seq_lens, num_rejected_tokens
 from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
