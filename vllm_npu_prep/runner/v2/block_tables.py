@@ -121,7 +121,8 @@ class NPUBlockTables:
     def send_whole(self, places: Sequence[int]) -> None:
         """Mark rows of the device's tables, at these places of the batch, to be sent whole: another
         request has taken the place, or the request there has arrived again."""
-        self.num_synced_blocks[:, places] = 0
+        for place in places:
+            self.num_synced_blocks[:, place] = 0
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
         """Return the leading rows of the device's tables, int32 ``[num_reqs, max_num_blocks]`` per

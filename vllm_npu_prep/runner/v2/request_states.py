@@ -47,7 +47,8 @@ class NPURequestState:
     num_computed_tokens_np, num_tokens
         int32 ``[max_num_reqs]``. Every sample counts as a known token.
     some_prefill
-        Whether any of the requests whose counts were entered last still computes its prompt.
+        Whether a step has requests that still compute their prompts, apart from those that arrive
+        in the step; true if all of them arrive.
     all_token_ids, total_len
         Tokens on the device and their number, for requests whose sampling parameters read them:
         penalties, bad words, log-probabilities of prompts, budgets of thinking tokens.

@@ -135,6 +135,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         request_rows = self.req_states.rows_of_running.of(cached.req_ids)
+        self.req_states.some_prefill = not cached.req_ids  # else `advance` finds out
         if cached.req_ids:
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
@@ -217,7 +218,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
         """Return the last samples of the step's requests, if they are on the device only."""
         if self._host_has_samples:
             return NOTHING_AWAITED
-        are_awaited = ~now.is_prefilling_np if now.has_prefill else None
+        # Requests that have just arrived have no sample
+        are_awaited = ~now.is_prefilling_np if self.req_states.some_prefill else None
         return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
 
     def _step_batch(
