@@ -139,12 +139,22 @@ class ConstantSampler(torch.nn.Module):
 class ConstantSamplerV2(FreeSampler):
     """Returns the same tokens for each request, and accepts the first draft of each that has some.
 
-    Everything else is done by the sampler that it replaces.
+    Everything else is done by the sampler that it replaces. The output of a step of decodes is
+    made once for each number of requests.
     """
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler)
+        self._kept: dict[int, Any] = {}
 
     def __call__(self, logits: torch.Tensor, batch: Any, *_: Any) -> Any:
         """No sampling."""
         drafts = batch.num_draft_tokens_per_req
+        if drafts is None and not batch.has_prefill:
+            if batch.num_reqs not in self._kept:
+                self.give(torch.full((batch.num_reqs, 1), TOKEN))
+                self._kept[batch.num_reqs] = super().__call__()
+            return self._kept[batch.num_reqs]
         width = 1 if drafts is None else 1 + int(drafts.max())
         tokens = torch.full((batch.num_reqs, width), -1)
         tokens[:, 0] = TOKEN

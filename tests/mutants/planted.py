@@ -836,8 +836,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/block_tables.py": [
         ("V2: a new block takes the place of the last one", "places = self.num_blocks[0, rows]", "places = self.num_blocks[0, rows] - 1", V2),
-        ("real text, V2: a preempted request comes back to the blocks of its row on the device", "[:, others] = 0", "[:, others] = np.minimum(self.num_device_blocks[:, : len(request_rows)], self.num_blocks[:, request_rows])[:, others]", V2_REAL_TEXT),
-        ("V2: a slot's next request has the same block table on the device", "            self._arrivals += 1", "            self._arrivals += 0", V2),
     ],
     "runner/v2/buffers.py": [
         ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
@@ -879,6 +877,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: the last tokens of a request are found where they are", "is_found = places < lengths - size", "is_found = places <= lengths - size", V2),
     ],
     "runner/v2/order.py": [
+        ("V2: a slot's next request has the same block table on the device", ", self.filled = places, req_ids, free", ", _ = places, req_ids, free", V2),
+        ("V2: a request that comes back is looked for in its old row", "{*self.filled, *map(self.places.__getitem__, arrived)}", "self.filled", V2),
+        ("V2: a request that computes its prompt again still counts as a decode", "\n        and not states.some_prefill", "", V2),
+        ("V2: a step of decodes has the drafts of the one before", "\n        and num_tokens == last.num_tokens", "", V2),
         ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),
     ],
@@ -898,7 +900,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: scores of named tokens end with the first chunk of a prompt that has an adapter", "            tokens_of.update(worker.token_id_scores)", "            pass", V2_LORA),
     ],
     "runner/v2/request_states.py": [
-        ("V2: a request that comes back is looked for in its old row", "self._arrivals != arrivals or ", "", V2),
         ("V2: drafts continue a discarded sample where nothing else has changed", "if not (all_count and request_rows is self._settled):", "if request_rows is not self._settled:", V2),
         ("V2: the sample of a request that sat a step out is another slot's", "left_out = left_out[np.argsort(self.rows[left_out])]", "left_out = left_out[np.argsort(-self.rows[left_out])]", V2),
         ("V2: synchronous samples are entered a place too late", "places = self.num_computed_tokens_np[request_rows] + num_scheduled", "places = self.num_computed_tokens_np[request_rows] + num_scheduled + 1", V2),

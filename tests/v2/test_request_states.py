@@ -1,13 +1,17 @@
 """What the V2 runner keeps by slot: samples, block tables, values, and the order of a batch."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from tests.helpers.stepping import new_request, scheduler_output
 from tests.helpers.traffic import Traffic
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
-from vllm_npu_prep.runner.v2.order import BatchOrder
+from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
 from vllm_npu_prep.runner.v2.request_states import UNKNOWN_TOKEN, NPURequestState, Samples
 
 CPU = torch.device("cpu")
@@ -88,29 +92,43 @@ def block_tables() -> NPUBlockTables:
     return NPUBlockTables([4, 8], 3, 32, [6, 3], CPU)
 
 
+def decodes(*req_ids: str, arrived: str = "") -> SchedulerOutput:
+    """A step with a token for each request."""
+    output = scheduler_output(dict.fromkeys(req_ids, 1))
+    output.scheduled_new_reqs = [new_request(req_id, [5, 6, 7], [], 0) for req_id in arrived]
+    return output
+
+
 def test_a_row_is_sent_whole_to_another_request_only():
-    tables = block_tables()
-    tables.append_block_ids(0, ([1, 2], [7]), overwrite=True)
-    tables.append_block_ids(2, ([3], [8]), overwrite=True)
-    slots = np.array([2, 0])
-    tables.follow(slots)
-    tables.num_synced_blocks[:, :2] = tables.num_blocks[:, slots]
-    tables.append_block_ids(0, ([4], []), overwrite=False)
-    tables.follow(slots)
-    assert tables.num_synced_blocks[:, :2].tolist() == [[1, 2], [1, 1]]
-    tables.follow(np.array([0]))  # request 2 has gone, and 0 comes to its place
-    assert tables.num_synced_blocks[:, :2].tolist() == [[0, 2], [0, 1]]
+    states, tables, order = NPURequestState(3, 16, 8, 0, 100, CPU), block_tables(), BatchOrder()
 
+    def step(*req_ids: str, arrived: str = "") -> list[int]:
+        """The request rows of the batch; all of their blocks reach the device."""
+        for name in arrived:
+            states.remove_request(name)
+            states.add_request(name, 3, [5, 6, 7], 3, 4)
+        tables.num_synced_blocks[:] = 1
+        output = decodes(*req_ids, arrived=arrived)
+        return batch_of_step(order, states, tables, output).idx_mapping_np.tolist()
 
-def test_a_slot_with_another_request_is_another_row():
-    tables = block_tables()
-    tables.append_block_ids(1, ([1, 2], [7]), overwrite=True)
-    tables.follow(np.array([1]))
-    tables.num_synced_blocks[:, 0] = 2
-    tables.append_block_ids(1, ([3], [8]), overwrite=True)
-    tables.follow(np.array([1]))
-    assert tables.num_blocks[:, 1].tolist() == [1, 1]
-    assert tables.num_synced_blocks[:, 0].tolist() == [0, 0]
+    assert step("a", "b", arrived="ab") == [2, 1]
+    assert tables.num_synced_blocks.tolist() == [[0, 0, 1]] * 2
+    assert step("a", "b") == [2, 1]
+    assert tables.num_synced_blocks.tolist() == [[1, 1, 1]] * 2
+    assert step("b", "c", arrived="c") == [0, 1], "it takes the place of the one that left"
+    assert tables.num_synced_blocks.tolist() == [[0, 1, 1]] * 2
+    assert step("b") == [1], "the last one comes to the place of the first"
+    assert tables.num_synced_blocks.tolist() == [[0, 1, 1]] * 2
+    assert step("a", "b") == [1, 2]
+    assert tables.num_synced_blocks.tolist() == [[1, 0, 1]] * 2
+    states.remove_request("a")  # its row goes to the next that arrives
+    assert step("b", "d", arrived="d") == [1, 2]
+    assert step("b", "d", arrived="b") == [1, 2], "the same row, with other blocks"
+    assert tables.num_synced_blocks.tolist() == [[0, 1, 1]] * 2
+    for name in "db":
+        states.remove_request(name)
+    assert step("b", "d", arrived="db") == [2, 1], "another row in the same place"
+    assert tables.num_synced_blocks.tolist() == [[0, 0, 1]] * 2
 
 
 def test_more_blocks_than_a_request_can_have_are_refused():
@@ -140,21 +158,30 @@ def test_blocks_of_a_step_are_appended_together(given):
         tables.append_each(order, [*each, given])
 
 
-def test_rows_are_looked_up_again_when_a_request_comes_back():
-    states = NPURequestState(3, 16, 8, 0, 100, CPU)
+def test_a_batch_is_made_again_when_it_may_differ():
+    states, tables, order = NPURequestState(3, 16, 8, 2, 100, CPU), block_tables(), BatchOrder()
     for name in "ab":
-        states.add_request(name, 3, [5, 6, 7], 0, 4)
-    rows = states.rows_of_batch.of(["a", "b"], states.arrivals)
-    assert states.rows_of_batch.of(["a", "b"], states.arrivals) is rows
-    assert states.rows_of_batch.of(["b"], states.arrivals).tolist() == [states.req_id_to_index["b"]]
-    for name in "ba":
-        states.remove_request(name)
-    states.add_request("b", 3, [5, 6, 7], 0, 4)
-    assert states.rows_of_batch.of(["b"], states.arrivals).tolist() == [states.req_id_to_index["b"]]
+        states.add_request(name, 3, [5, 6, 7], 3, 4)
+    made = partial(batch_of_step, order, states, tables)
+    rows = states.rows_of(["a", "b"])
+    assert made(decodes("a", "b")).has_prefill is False
+    states.advance(rows, [4, 4])
+    kept = made(decodes("a", "b"))
+    assert made(decodes("a", "b")) is kept
+    with_drafts = scheduler_output({"a": 3, "b": 3})
+    with_drafts.scheduled_spec_decode_tokens = {"a": [-1, -1], "b": [-1, -1]}
+    verifying = made(with_drafts)
+    assert verifying.num_draft_tokens_np.tolist() == [2, 2]
+    assert made(with_drafts) is verifying
+    assert made(scheduler_output({"a": 2, "b": 1})).num_scheduled_tokens.tolist() == [2, 1]
+    assert made(scheduler_output({"a": 1, "b": 2})).num_scheduled_tokens.tolist() == [1, 2]
+    assert made(decodes("b")).idx_mapping_np.tolist() == [rows[1]]
+    states.advance(rows, [4, 2])  # a block was lost, and the prompt is computed again
+    assert made(decodes("b")).is_prefilling_np.tolist() == [True]
 
 
 def test_samples_stay_where_they_are_until_one_is_discarded():
-    """The rows of a batch that stays are one array, as `KeptRows` returns it."""
+    """The rows of a batch that stays are one array, as `BatchOrder` keeps it."""
     samples, batch, nobody = Samples(3), np.array([2, 0]), np.zeros(2, bool)
     for discard, rows in (
         (nobody, [0, 1]),

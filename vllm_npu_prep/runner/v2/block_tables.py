@@ -19,7 +19,7 @@ class NPUBlockTables:
     Upstream keeps the device's tables by request row and gathers the rows of the batch in each
     step. Here the device's tables are in the order of the batch already, and the step's one copy
     changes them entry by entry (`vllm_npu_prep.prep.fused_pass.list_block_changes`). A whole row is
-    sent only when another request takes its place: see `follow`.
+    sent only when another request takes its place: see `send_whole`.
 
     Parameters
     ----------
@@ -73,13 +73,6 @@ class NPUBlockTables:
         ]
         self._on_device = [part.view(num_rows, -1) for part in self.block_table_flat.split(sizes)]
         self._device_rows: dict[int, tuple[torch.Tensor, ...]] = {}
-        # Each request that arrives gets a number: those of the request rows, and those of the
-        # requests whose entries are in the device's rows
-        self._arrivals = 0
-        self._of_request_row = np.zeros(max_num_reqs, np.int64)
-        self._of_row = np.zeros(max_num_reqs, np.int64)
-        # The request rows of the last `follow`, and the number of arrivals then
-        self._followed: tuple[np.ndarray | None, int] = None, 0
 
     def append_block_ids(
         self, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
@@ -91,9 +84,6 @@ class NPUBlockTables:
         ValueError
             If a request would have more blocks than its row can hold.
         """
-        if overwrite:
-            self._arrivals += 1
-            self._of_request_row[req_index] = self._arrivals
         for group, block_ids in enumerate(new_block_ids):
             start = 0 if overwrite else int(self.num_blocks[group, req_index])
             end = start + len(block_ids)
@@ -128,21 +118,11 @@ class NPUBlockTables:
     def apply_staged_writes(self) -> None:
         """Do nothing: the step's one copy carries the new entries."""
 
-    def follow(self, request_rows: np.ndarray) -> None:
-        """Mark rows of the device's tables to be sent whole if another request takes their place.
-
-        Parameters
-        ----------
-        request_rows
-            int ``[num_reqs]``: the request row of each request, in the order of the batch.
-        """
-        if request_rows is self._followed[0] and self._arrivals == self._followed[1]:
-            return
-        self._followed = request_rows, self._arrivals
-        wanted, rows = self._of_request_row[request_rows], self._of_row[: len(request_rows)]
-        others = (wanted != rows).nonzero()[0]
-        self.num_synced_blocks[:, others] = 0
-        rows[:] = wanted
+    def send_whole(self, places: Sequence[int]) -> None:
+        """Mark rows of the device's tables, at these places of the batch, to be sent whole: another
+        request has taken the place, or the request there has arrived again."""
+        for place in places:
+            self.num_synced_blocks[:, place] = 0
 
     def device_rows(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
         """Return the leading rows of the device's tables, int32 ``[num_reqs, max_num_blocks]`` per

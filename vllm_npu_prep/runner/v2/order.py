@@ -6,6 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
+from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.request_states import NPURequestState
 
 
@@ -29,6 +30,11 @@ class BatchOrder:
     places
         The place of each request in the last batch. A step that changes the batch makes another
         dict, because outputs keep this one.
+    filled
+        The places that another request got in this step.
+    request_rows
+        intp ``[num_reqs]``: the request row of each request of the last batch; another array after
+        any change.
     decodes
         The last batch, if each of its requests generates and has as many tokens as the others;
         else None.
@@ -40,6 +46,8 @@ class BatchOrder:
         self._num_decodes = 0  # decodes that come first
         self._req_ids: list[str] = []  # in the order of the batch
         self.places: dict[str, int] = {}
+        self.filled: list[int] = []
+        self.request_rows = np.empty(0, np.intp)
         self.decodes: BatchReqState | None = None
 
     def of_step(self, scheduled: Mapping[str, int]) -> list[str]:
@@ -47,15 +55,16 @@ class BatchOrder:
 
         `scheduled` has the number of tokens of each request, in the scheduler's order.
         """
-        names, num_decodes = list(scheduled), 0
+        names, num_decodes, self.filled = list(scheduled), 0, []
         if self._decode_threshold:
             names.sort(key=lambda req_id: scheduled[req_id] > self._decode_threshold)
             num_decodes = sum(each <= self._decode_threshold for each in scheduled.values())
         if (names, num_decodes) != (self._scheduled, self._num_decodes):
             self._scheduled, self._num_decodes = names, num_decodes
             if self._decode_threshold or len(names) < len(self._req_ids):
-                self._req_ids = self._placed(names, num_decodes)
+                self._req_ids, before = self._placed(names, num_decodes), self.places
                 self.places = {req_id: place for place, req_id in enumerate(self._req_ids)}
+                self.filled = [p for req_id, p in self.places.items() if before.get(req_id) != p]
             else:
                 self._replace(names)
         return self._req_ids
@@ -69,7 +78,21 @@ class BatchOrder:
         new = [req_id for req_id in names if req_id not in places]
         for place, req_id in zip(free, new, strict=True):
             places[req_id], req_ids[place] = place, req_id
-        self.places, self._req_ids = places, req_ids
+        self.places, self._req_ids, self.filled = places, req_ids, free
+
+    def enter_rows(self, states: NPURequestState, arrived: list[str]) -> list[int]:
+        """Look up the request rows that this step changes; return the places of these requests.
+
+        `arrived` are the step's new requests: one that comes back may be where it was before.
+        """
+        changed = list({*self.filled, *map(self.places.__getitem__, arrived)})
+        num_reqs, before = len(self._req_ids), self.request_rows
+        if changed or num_reqs != len(before):
+            rows = self.request_rows = np.empty(num_reqs, np.intp)
+            rows[: len(before)] = before[:num_reqs]
+            for place in changed:  # few, as a rule: numpy's way takes longer
+                rows[place] = states.req_id_to_index[self._req_ids[place]]
+        return changed
 
     def _placed(self, names: list[str], num_decodes: int) -> list[str]:
         places = self.places
@@ -86,23 +109,29 @@ class BatchOrder:
 
 
 def batch_of_step(
-    order: BatchOrder, states: NPURequestState, scheduler_output: SchedulerOutput
+    order: BatchOrder,
+    states: NPURequestState,
+    block_tables: NPUBlockTables,
+    scheduler_output: SchedulerOutput,
 ) -> BatchReqState:
     """Return what upstream's code reads of a step's requests, in the order of the batch.
 
-    A step that decodes what the last one decoded gets the same object.
+    Rows of the block tables are sent whole where the batch has changed. A step that decodes what
+    the last one decoded gets the same object.
     """
     req_ids = order.of_step(scheduler_output.num_scheduled_tokens)
-    request_rows = states.rows_of_batch.of(req_ids, states.arrivals)
-    # The rows are another array if any request has arrived; all others have entered their counts
     last, num_tokens = order.decodes, scheduler_output.total_num_scheduled_tokens
+    arrived = scheduler_output.scheduled_new_reqs
     if (
         last is not None
-        and request_rows is last.idx_mapping_np
+        and req_ids is last.req_ids
         and num_tokens == last.num_tokens
+        and not arrived
         and not states.some_prefill
     ):
         return last
+    block_tables.send_whole(order.enter_rows(states, [new.req_id for new in arrived]))
+    request_rows = order.request_rows
     prefill = states.prefill_len.np[request_rows]
     computed = states.num_computed_prefill_tokens[request_rows]
     is_prefilling = computed < prefill

@@ -36,11 +36,8 @@ class NPURequestState:
     ----------
     req_id_to_index
         The request row of each request.
-    arrivals
-        Number of times that a request got a row.
-    rows_of_batch, rows_of_running
-        Request rows of the batch, and of those requests of a step that are not new, in the
-        scheduler's order.
+    rows_of_running
+        Request rows of those requests of a step that are not new, in the scheduler's order.
     one_token_each, all_drafts, all_drafts_and_one
         int32 ``[max_num_reqs]``, the same number for each request: the tokens of a decode without
         drafts; the most drafts of a decode; and the tokens of a decode that has these.
@@ -50,7 +47,8 @@ class NPURequestState:
     num_computed_tokens_np, num_tokens
         int32 ``[max_num_reqs]``. Every sample counts as a known token.
     some_prefill
-        Whether any of the requests whose counts were entered last still computes its prompt.
+        Whether a step has requests that still compute their prompts, apart from those that arrive
+        in the step; true if all of them arrive.
     all_token_ids, total_len
         Tokens on the device and their number, for requests whose sampling parameters read them:
         penalties, bad words, log-probabilities of prompts, budgets of thinking tokens.
@@ -84,8 +82,7 @@ class NPURequestState:
         self.vocab_size, self.device = vocab_size, device
         self.req_id_to_index: dict[str, int] = {}
         self.index_to_req_id: dict[int, str] = {}
-        self.arrivals = 0
-        self.rows_of_batch, self.rows_of_running = KeptRows(self), KeptRows(self)
+        self.rows_of_running = KeptRows(self)
         self.one_token_each = np.ones(max_num_reqs, np.int32)
         self.all_drafts = np.full(max_num_reqs, num_speculative_steps, np.int32)
         self.all_drafts_and_one = self.all_drafts + 1
@@ -138,7 +135,6 @@ class NPURequestState:
         """
         request_row = self.free_indices.pop()
         self.req_id_to_index[req_id], self.index_to_req_id[request_row] = request_row, req_id
-        self.arrivals += 1
         length = len(all_token_ids)
         self.max_seq_len[request_row] = prompt_len + max_tokens
         self.prompt_len.np[request_row], self.prefill_len.np[request_row] = prompt_len, length
@@ -266,26 +262,22 @@ class NPURequestState:
 
 
 class KeptRows:
-    """The request rows of some requests, which are looked up when one of them may have changed.
+    """The request rows of a step's running requests, looked up when these are not the last step's.
 
     Most steps have the requests of the last one, and to look 256 of them up takes longer than the
-    fused pass. A request that arrives again gets another row.
+    fused pass. A request that arrives again, and so gets another row, does not run in the step of
+    its arrival.
     """
 
     def __init__(self, states: NPURequestState) -> None:
         self._states = states
         self._req_ids: list[str] = []
-        self._arrivals = 0
         self._request_rows = np.empty(0, np.intp)
 
-    def of(self, req_ids: Sequence[str], arrivals: int = 0) -> np.ndarray:
-        """Return what `NPURequestState.rows_of` returns: for the same rows the same array.
-
-        `arrivals` is their number so far, if one of these requests may have arrived in this step.
-        """
-        if self._arrivals != arrivals or self._req_ids != req_ids:
-            self._req_ids, self._arrivals = list(req_ids), arrivals
-            self._request_rows = self._states.rows_of(req_ids)
+    def of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Return what `NPURequestState.rows_of` returns. It is called in every step."""
+        if self._req_ids != req_ids:
+            self._req_ids, self._request_rows = list(req_ids), self._states.rows_of(req_ids)
         return self._request_rows
 
 

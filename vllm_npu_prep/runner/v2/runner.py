@@ -134,8 +134,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
-        # In every step: a request that has come back was missing in the step of its arrival
         request_rows = self.req_states.rows_of_running.of(cached.req_ids)
+        self.req_states.some_prefill = not cached.req_ids  # else `advance` finds out
         if cached.req_ids:
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
@@ -176,7 +176,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         """Put the requests in order, and prepare the step: upstream asks for its inputs later."""
         if dummy_run:
             return super().gather_batch_req_state(scheduler_output, dummy_run)
-        now = batch_of_step(self.order, self.req_states, scheduler_output)
+        now = batch_of_step(self.order, self.req_states, self.block_tables, scheduler_output)
         self._prepare_inputs(scheduler_output, now)
         return now, None
 
@@ -218,7 +218,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
         """Return the last samples of the step's requests, if they are on the device only."""
         if self._host_has_samples:
             return NOTHING_AWAITED
-        are_awaited = ~now.is_prefilling_np if now.has_prefill else None
+        # Requests that have just arrived have no sample
+        are_awaited = ~now.is_prefilling_np if self.req_states.some_prefill else None
         return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
 
     def _step_batch(
@@ -228,7 +229,6 @@ class NPUModelRunnerV2(RunnerSetupV2):
         preparer, states, check = self.preparer, self.req_states, self.step_check
         request_rows, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
         preparer.tables.request_rows[: len(request_rows)] = request_rows
-        self.block_tables.follow(request_rows)
         if self.model_state.rope_state is not None:
             self.model_state.rope_state.follow(request_rows)
         states.begin_step(request_rows, now.num_scheduled_tokens, num_drafts)
