@@ -26,6 +26,7 @@ def perplexities(done) -> list[tuple[str, float]]:
     """Names and perplexities in the table with which the script ends."""
     assert done.returncode == 0, done.stderr[-2000:]
     table = done.stdout.partition("perplexity of")[2]
+    print(table)  # pages have these figures
     rows = re.findall(r"^(\S+(?: \S+)*) +([\d.]+) +[+-][\d.]+% ±", table, re.MULTILINE)
     return [(name, float(value)) for name, value in rows]
 
