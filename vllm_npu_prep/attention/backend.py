@@ -170,13 +170,12 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.dcp = find_dcp(vllm_config.parallel_config)
         model = vllm_config.model_config
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
-        values = KERNEL_FAMILIES[self.decisions.attention].mask_values
         self.masks = MaskCache(
             device,
             model.max_model_len,
             self.decisions.mask_budget_bytes,
             model.dtype,
-            values[model.dtype] if values else None,
+            KERNEL_FAMILIES[self.decisions.attention].mask_values.get(model.dtype),
         )
         count = 1 if not self.causal else blocks_per_block(vllm_config, kv_cache_spec.block_size)
         self.kernel_block_size = kv_cache_spec.block_size // count

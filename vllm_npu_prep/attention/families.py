@@ -3,7 +3,7 @@
 The module doesn't import vLLM, because the platform reads it while vLLM loads.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,7 +29,7 @@ class KernelFamily:
         The same for head sizes.
     mask_values
         The masked value of dense masks, by dtype of the model and kind of mask; the value of other
-        entries is always 0. None for bool masks, in which True means masked.
+        entries is always 0. Empty for bool masks, in which True means masked.
     """
 
     name: str  # the value of {"npu_prep": {"attention": name}}
@@ -46,11 +46,11 @@ class KernelFamily:
     lse: bool  # whether it returns the log-sum-exp, by which parts of a context are merged
     # KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`)
     kv_connectors: tuple[str, ...] = ()
-    mask_values: dict[torch.dtype, dict[MaskKind, float]] | None = None
+    mask_values: dict[torch.dtype, dict[MaskKind, float]] = field(default_factory=dict)
 
     @property
     def mask_itemsize(self) -> int:
-        return 1 if self.mask_values is None else max(dtype.itemsize for dtype in self.mask_values)
+        return max((dtype.itemsize for dtype in self.mask_values), default=1)
 
 
 COMPILED = KernelFamily(

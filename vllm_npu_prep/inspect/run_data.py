@@ -55,7 +55,6 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def _row_json(row: RequestRow) -> list[Any]:
-    """Return name, prompt tokens, spans, hits and preemptions."""
     spans: list[list[Any]] = []
     for span in row.spans:
         sizes = span.first, span.steps, span.stride, int(span.in_prompt)

@@ -186,7 +186,6 @@ class FullCheck(StepCheck):
         oracle: dict[str, np.ndarray],
         found: Difference,
     ) -> StepCheckError:
-        """Return the error for a difference from the oracle."""
         variable = found.variable
         name = variable if variable in oracle else variable.removesuffix(".shape")
         base = name.rpartition(".")[2].removesuffix("_padded")

@@ -107,6 +107,12 @@ class RequestedEngine:
         return transfer if transfer is not None and transfer.kv_connector is not None else None
 
     @property
+    def connector(self) -> "KVTransferConfig":
+        """The configuration of the KV connector, which has to be present."""
+        assert self.transfer is not None
+        return self.transfer
+
+    @property
     def speculative(self) -> "SpeculativeConfig":
         """The configuration of speculation, which has to be present."""
         speculative = self.config.speculative_config

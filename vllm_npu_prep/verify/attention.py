@@ -337,8 +337,6 @@ def constant_mask(context: RowContext) -> Outcome:
 
 
 def dense_mask(dtype: torch.dtype, context: RowContext) -> Outcome:
-    family = make_kernels("atb").family
-    assert family.mask_values is not None
     parts = []
     for state, form in ((PROMPT, "prompt"), (CHUNK, "chunk")):
         step_form = replace(FORMS[form][1], dtype=dtype, window=7, lengths=((0, 20), (0, 9)))

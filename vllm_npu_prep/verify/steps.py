@@ -445,5 +445,4 @@ def masks_for(
     family: KernelFamily, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> MaskCache:
     """Make masks as a metadata builder makes them for the family."""
-    values = family.mask_values
-    return MaskCache(device, max_seq_len, MASK_BYTES, dtype, values[dtype] if values else None)
+    return MaskCache(device, max_seq_len, MASK_BYTES, dtype, family.mask_values.get(dtype))

@@ -47,21 +47,10 @@ class FusedGeluAndMul(GeluAndMul):
         return torch.ops.npu.npu_geglu(x, -1, by_tanh, activate_left=True)[0]
 
 
-class FusedGELU(GELU):
-    """The exact GELU, without an approximation by tanh."""
+class _OneLaunch:
+    """GELU in one launch; vLLM has three layers with the formula by tanh."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_fused = is_fused("gelu")
-
-    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_fused:
-            return self.forward_native(x)
-        return torch.ops.npu.npu_gelu(x, approximate="none")
-
-
-class _ByTanh:
-    """GELU by tanh, for which vLLM has three layers with one formula."""
+    approximation = "tanh"
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,16 +59,22 @@ class _ByTanh:
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         if not self._is_fused:
             return self.forward_native(x)  # type: ignore[attr-defined]
-        return torch.ops.npu.npu_gelu(x, approximate="tanh")
+        return torch.ops.npu.npu_gelu(x, approximate=self.approximation)
 
 
-class FusedGELUTanh(_ByTanh, GELUTanh):
+class FusedGELU(_OneLaunch, GELU):
+    """The exact GELU, without an approximation by tanh."""
+
+    approximation = "none"
+
+
+class FusedGELUTanh(_OneLaunch, GELUTanh):
     """GELU by tanh, which vLLM computes by torch's function."""
 
 
-class FusedNewGELU(_ByTanh, NewGELU):
+class FusedNewGELU(_OneLaunch, NewGELU):
     """GELU by tanh, which vLLM writes out with a power of three."""
 
 
-class FusedFastGELU(_ByTanh, FastGELU):
+class FusedFastGELU(_OneLaunch, FastGELU):
     """GELU by tanh, which vLLM writes out with a square."""

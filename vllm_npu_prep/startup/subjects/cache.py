@@ -36,8 +36,7 @@ def connector_module(transfer: "KVTransferConfig") -> str | None:
 
 def _brings_its_code(asked: RequestedEngine) -> bool:
     """Tell whether the connector is the user's own."""
-    assert asked.transfer is not None
-    module = connector_module(asked.transfer)
+    module = connector_module(asked.connector)
     return (
         module not in (None, CONNECTOR_MODULE)
         and str(module).split(".")[0] not in _MADE_FOR_OTHER_CACHES
@@ -55,31 +54,22 @@ def _is_known(asked: RequestedEngine) -> bool:
 
 
 def _is(asked: RequestedEngine, connector: str) -> bool:
-    transfer = asked.transfer
-    return transfer is not None and transfer.kv_connector == connector and _is_known(asked)
+    return _is_known(asked) and asked.connector.kv_connector == connector
 
 
 def _knows_several_groups(asked: RequestedEngine) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    assert asked.transfer is not None
-    return bool(KVConnectorFactory.supports_hma_config(asked.transfer))
-
-
-def _has_no_folder(asked: RequestedEngine) -> bool:
-    transfer = asked.transfer
-    return transfer is not None and "shared_storage_path" not in transfer.kv_connector_extra_config
+    return bool(KVConnectorFactory.supports_hma_config(asked.connector))
 
 
 def _extra(asked: RequestedEngine, key: str) -> object:
-    assert asked.transfer is not None
-    return asked.transfer.kv_connector_extra_config.get(key)
+    return asked.connector.kv_connector_extra_config.get(key)
 
 
 def _words(asked: RequestedEngine) -> dict[str, object]:
-    assert asked.transfer is not None
     return {
-        "name": asked.transfer.kv_connector,
+        "name": asked.connector.kv_connector,
         "known": ", ".join(asked.family.kv_connectors) or "none",
     }
 
@@ -154,7 +144,7 @@ EXAMPLE_CONNECTOR = (
     ),
     Refusal(
         "kv-connector-folder",
-        _has_no_folder,
+        lambda c: "shared_storage_path" not in c.connector.kv_connector_extra_config,
         "KV connector {name} without a folder",
         "vLLM would use /tmp, which all users share",
         'give it "kv_connector_extra_config": {{"shared_storage_path": ...}}',
