@@ -35,6 +35,8 @@ def no_use(model: str, feature: str) -> str:
     """Why a feature isn't tried with a model: nobody refuses it, and nothing could show it."""
     if feature == IMAGES and not is_a(SEES, model):
         return "the model reads text alone"
+    if is_a(POOLS, model) and feature == "full graphs":
+        return "vLLM takes piecewise graphs in their place for models that pool"
     if is_a(POOLS, model) and feature in (*DRAFTS, STRUCTURED, "KV connector", "KV offloading"):
         return "the model generates no tokens"
     if is_a(POOLS, model) and feature in RANKS:
