@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.helpers.stepping import new_request, scheduler_output
 from tests.helpers.traffic import Traffic
+from vllm_npu_prep.runner.v2 import block_tables as block_tables_module
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
 from vllm_npu_prep.runner.v2.order import BatchOrder, batch_of_step
@@ -141,8 +142,9 @@ def test_more_blocks_than_a_request_can_have_are_refused():
 
 
 @pytest.mark.parametrize("given", [([4],), ([4, 5],), None])
-def test_blocks_of_a_step_are_appended_together(given):
+def test_blocks_of_a_step_are_appended_together(given, monkeypatch):
     """One each, or by themselves where somebody gets several."""
+    monkeypatch.setattr(block_tables_module, "TOGETHER", 4)
     tables = NPUBlockTables([16], 6, 32, [6], CPU)
     for request_row in range(6):
         tables.append_block_ids(request_row, ([1, 2, 3],), overwrite=True)

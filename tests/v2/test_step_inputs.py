@@ -1,0 +1,51 @@
+"""The inputs of a step in the form that upstream's V2 code reads."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm_npu_prep.device.staging import StagedArrays
+from vllm_npu_prep.prep.padding import GraphMode, Padding, no_padding
+from vllm_npu_prep.runner.v2.step_inputs import StepInputs
+
+DECODES = SimpleNamespace(
+    req_ids=["a", "b"],
+    num_scheduled_tokens=np.ones(2, np.int32),
+    num_tokens=2,
+    idx_mapping_np=np.array([1, 0]),
+    prefill_len_np=np.full(2, 3),
+    num_computed_prefill_tokens_np=np.full(2, 3),
+    is_prefilling_np=np.zeros(2, bool),
+    has_prefill=False,
+    decode_graph_eligible=True,
+)
+
+
+def staged() -> StagedArrays:
+    """A buffer with the arrays that are read."""
+    names = "idx_mapping", "seq_lens", "query_start_loc", "input_ids", "positions", "is_padding"
+    arrays = SimpleNamespace(**{name: torch.zeros(2, dtype=torch.int32) for name in names})
+    on_host = SimpleNamespace(query_start_loc=np.arange(3), num_computed_tokens=np.full(2, 3))
+    return StagedArrays(on_host, arrays, arrays)
+
+
+def test_inputs_are_made_once_for_a_batch_and_a_buffer():
+    inputs, buffers = StepInputs(2, torch.device("cpu")), (staged(), staged())
+    eager, in_graph = no_padding(2, 2), Padding(2, 2, mode=GraphMode.PIECEWISE)
+
+    def of(now: SimpleNamespace, buffer: StagedArrays, padding: Padding = eager, structured=False):
+        step = SimpleNamespace(padding=padding, num_logits=2)
+        return inputs.of_step(now, SimpleNamespace(step=step, staged=buffer), structured)
+
+    first, second = (of(DECODES, buffer) for buffer in buffers)
+    assert first.seq_lens is buffers[0].device.seq_lens
+    assert second.seq_lens is buffers[1].device.seq_lens
+    assert of(DECODES, buffers[0]) is first and of(DECODES, buffers[1]) is second
+    assert first.is_padding is None and not first.has_structured_output_reqs
+    again = of(DECODES, buffers[0], in_graph, structured=True)
+    assert again.is_padding is buffers[0].device.is_padding and again.has_structured_output_reqs
+    assert of(DECODES, buffers[0]).is_padding is None, "the same sizes without a graph"
+    others = SimpleNamespace(**vars(DECODES) | {"req_ids": ["b", "a"]})
+    assert of(others, buffers[0]).req_ids == ["b", "a"]
+    assert of(DECODES, buffers[0]).req_ids == ["a", "b"]
