@@ -1,7 +1,7 @@
 """This plugin beside vllm-ascend, unmodified, on the same emulated card: counts and host time.
 
     make peer                                    # once: vllm-ascend, in .cache/vllm-ascend
-    python benchmarks/peer.py [--engine V1-eager] [--rounds 3] [--json]
+    python benchmarks/peer.py [--engine V1-eager] [--case "32 decodes"] [--rounds 3]
 
 Each program is a process of its own (`peer_engine.py`), since they need other versions of vLLM and
 torch_npu. Both serve the same tiny model and the same requests, each with its own defaults, and are
@@ -18,6 +18,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -225,26 +226,28 @@ def measure(
 def row(
     engine: str, case: str, side: str, counts: dict[str, Any], times: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One program's row: counts, and medians of the rounds."""
+    """One program's row: counts, and medians of the rounds, if it was timed."""
     result = {"engine": engine, "case": case, "program": side, "scheduled": counts["scheduled"]}
     for part in ("prepare", "runner", "step"):
+        result[part] = {key: value for key, value in counts[part].items() if value}
+        if not times:
+            continue
         launched = counts[part]["launches"] + counts[part]["graph_launches"]
         host_us = median(each[part]["ns"] for each in times) / 1000
-        result[part] = {key: value for key, value in counts[part].items() if value}
         result[part]["host_us"] = round(host_us, 1)
         result[part]["with_launches_us"] = round(host_us + LAUNCH_US * launched, 1)
     return result
 
 
-COLUMNS = {  # of the table, for a part of a step
+COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of a part of a step
     "copies": lambda c: c.get("h2d_copies", 0) + c.get("d2h_copies", 0) + c.get("d2d_copies", 0),
     "of pageable memory": lambda c: c.get("staged_copies", 0),
     "bytes": lambda c: c.get("h2d_bytes", 0) + c.get("d2h_bytes", 0) + c.get("d2d_bytes", 0),
     "launches": lambda c: c.get("launches", 0) + c.get("graph_launches", 0),
     "copies of strided tensors": lambda c: c.get("hidden_copies", 0),
     "waits": lambda c: c.get("syncs", 0),
-    "host, µs": lambda c: round(c["host_us"]),
-    "with launches, µs": lambda c: round(c["with_launches_us"]),
+    "host, µs": lambda c: round(c.get("host_us", 0)),
+    "with launches, µs": lambda c: round(c.get("with_launches_us", 0)),
 }
 TABLES = {"preparation": "prepare", "step": "step"}
 
@@ -276,19 +279,26 @@ def main() -> None:
         "--rounds",
         type=int,
         default=3,
-        help="how often each program is timed (default: %(default)s)",
+        help="how often each program is timed; 0 counts alone (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        choices=CASES,
+        help="of engines without drafts; may be repeated (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print one object a line")
     args = parser.parse_args()
     if not (ENVIRONMENTS["vllm-ascend"] / ".installed").exists():
         sys.exit("vllm-ascend is not there: run make peer first")
     engines = args.engine or ENGINES
+    cases = {name: CASES[name] for name in args.case or CASES}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, engine in make_models(Path(folder), engines).items():
             number = DRAFTS.get([*name.split("-"), ""][2], 0)
             drafted = {f"32 decodes with {number} draft{'s' * (number > 1)} each": Case(32)}
-            found = measure(name, engine, drafted if number else CASES, args.rounds, Path(folder))
+            found = measure(name, engine, drafted if number else cases, args.rounds, Path(folder))
             rows += found
             for each in found:
                 if args.json:

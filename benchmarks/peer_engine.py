@@ -156,7 +156,7 @@ class Engine:
         self.engine.abort_request(running)
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        middle = median if case["timed"] else median_low
+        middle: Callable[..., Any] = median if case["timed"] else median_low
         return {
             "scheduled": {key: median_low(s[key] for s in scheduled) for key in scheduled[0]},
             **{
