@@ -168,6 +168,22 @@ def let_run() -> None:
     _runtime().emulator_let_run()
 
 
+def host_ns() -> int:
+    """Return this thread's processor time in the emulator while streams were held, in nanoseconds.
+
+    A program's own host time is its processor time (`time.thread_time_ns`) without this.
+    """
+    return int(_runtime().emulator_host_ns())
+
+
+def hold_streams(hold: bool) -> None:
+    """Let streams run only while the host waits for one, so that its own time can be measured.
+
+    A query of an event or a stream then says "not ready" until something was waited for.
+    """
+    _runtime().emulator_hold_streams(int(hold))
+
+
 def register_reference(
     name: str,
     function: Callable[..., Any],
@@ -472,6 +488,7 @@ def _runtime() -> ctypes.CDLL:
         raise EmulatorError("no emulated NPU here: run the command under ascend-emulator --")
     runtime = ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / RUNTIME_LIBRARY))
     runtime.emulator_is_alias.argtypes = [ctypes.c_void_p]
+    runtime.emulator_host_ns.restype = ctypes.c_uint64
     return runtime
 
 

@@ -127,6 +127,14 @@ def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **keywords: Any) -> N
     """Launch a kernel, as ``kernel[grid](...)`` does; stands for ``InterpretedFunction.run``."""
     if warmup:
         return
+    _runtime().emulator_enter()
+    try:
+        _launch(kernel, given, grid, keywords)
+    finally:
+        _runtime().emulator_leave()
+
+
+def _launch(kernel: Any, given: tuple[Any, ...], grid: Any, keywords: dict[str, Any]) -> None:
     keywords = {name: value for name, value in keywords.items() if name in kernel.arg_names}
     arguments = inspect.getcallargs(kernel.fn, *given, **keywords)
     tensors = dict(_tensors_in(arguments))

@@ -232,3 +232,51 @@ def test_kernel_errors_surface_at_the_next_sync(emulate):
     )
     assert "FAULT: aten::embedding" in run.err and "launch aten::embedding" in run.err
     assert run.report["kernels"]["aten::embedding"] == 1
+
+
+def test_held_streams_run_only_while_the_host_waits(emulate):
+    emulate("""
+    x, event = torch.zeros(4, device="npu"), torch.npu.Event()
+    torch.npu.synchronize()
+    emulator.hold_streams(True)
+    x.add_(1)
+    event.record()
+    assert not any(event.query() for _ in range(10_000))
+    assert x.tolist() == [1] * 4 and event.query()    # a wait, in which the stream has run
+    x.add_(1)
+    event.record()
+    emulator.hold_streams(False)
+    while not event.query():
+        pass
+    """)
+
+
+def test_host_time_in_the_emulator_leaves_out_waits_and_the_program(emulate):
+    emulate(
+        """
+    import time
+    x = torch.zeros(4, device="npu")
+    torch.npu.synchronize()
+
+    def measured(work):
+        start, before = time.thread_time_ns(), emulator.host_ns()
+        work()
+        inside = emulator.host_ns() - before
+        return inside, time.thread_time_ns() - start - inside
+
+    def launches():
+        for _ in range(20):
+            x.add_(1)
+
+    assert measured(launches)[0] == 0                 # streams aren't held
+    torch.npu.synchronize()
+    emulator.hold_streams(True)
+    inside, outside = measured(launches)
+    assert inside > 0 and outside > 0
+    inside, outside = measured(torch.npu.synchronize)  # for 20 delays of 2.4 ms
+    assert inside < 20e6
+    inside, outside = measured(lambda: sum(range(100_000)))
+    assert inside == 0 < outside
+    """,
+        delay="skewed",
+    )

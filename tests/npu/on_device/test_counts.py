@@ -3,10 +3,13 @@
 Counted from entering `_prepare_inputs` to entering the model's forward, in served traffic.
 """
 
+import importlib
+
 import numpy as np
 import pytest
 
 from tests.helpers.counting import PreparationCounts
+from tests.helpers.emulator import ROOT
 from tests.helpers.engine import LLAMA4, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import record_states
@@ -58,3 +61,26 @@ def test_a_step_is_one_copy_and_at_most_two_launches(
     # Asynchronous: samples are placed by one launch; new blocks, now and then, by another.
     assert decode_launches == {async_scheduling + chunked, async_scheduling + chunked + 1}
     assert waits == 0, "the ring waited, which is to be the exception"
+
+
+@pytest.mark.parametrize("runner_name", ["V1", "V2"])
+def test_the_benchmark_beside_vllm_ascend_counts_and_times_each_part(
+    tmp_path, monkeypatch, runner_name
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    peer_engine = importlib.import_module("peer_engine")
+    model = make_model(tmp_path / "model", num_hidden_layers=1)
+    prompts = [[5] * length for length in (3, 9, 5)]
+    case = {"decodes": prompts, "prompts": [], "longest": 100, "warm": 3, "steps": 3}
+    with engine_of(runner_name, model, dtype="float16", async_scheduling=True) as llm:
+        engine = peer_engine.Engine(llm)
+        decodes = engine.run({**case, "timed": False})
+        times = engine.run({**case, "timed": True})
+        mixed = engine.run({**case, "prompts": [[[7] * 20]], "timed": False})
+    assert decodes["scheduled"] == {"requests": 3, "tokens": 3, "drafts": 0}
+    assert mixed["scheduled"] == {"requests": 4, "tokens": 23, "drafts": 0}
+    for counts in (decodes, mixed):
+        assert counts["prepare"]["h2d_copies"] == counts["step"]["h2d_copies"] == 1
+        assert counts["prepare"]["d2h_copies"] == 0 < counts["step"]["d2h_copies"]
+        assert counts["prepare"]["launches"] <= 2 < counts["runner"]["launches"]
+    assert 0 < times["prepare"]["ns"] < times["runner"]["ns"] < times["step"]["ns"]

@@ -16,14 +16,31 @@
 
 #include <cxxabi.h>
 #include <pthread.h>
+#include <time.h>
 
 #include "memory.h"
 #include "options.h"
+#include "stream.h"
 
 namespace emulator {
 namespace {
 
 constexpr size_t kMessagesKept = 200;
+
+// Of one thread, whose calls may be nested. It counts while streams are held: reading the clock is a
+// system call.
+struct HostTime {
+  int depth = 0;
+  int64_t since = 0, inside = 0;  // nanoseconds of the thread's processor time
+};
+
+thread_local HostTime host_time;
+
+int64_t thread_ns() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return now.tv_sec * 1'000'000'000ll + now.tv_nsec;
+}
 
 struct Log {
   std::mutex mutex;
@@ -269,6 +286,16 @@ ACL_API void emulator_counters(uint64_t* out) {
   const auto* values = reinterpret_cast<const std::atomic<uint64_t>*>(&counters());
   for (int i = 0; i < kCounterCount; ++i) out[i] = values[i];
 }
+
+ACL_API void emulator_enter() {
+  if (host_time.depth++ == 0) host_time.since = streams_are_held() ? thread_ns() : 0;
+}
+
+ACL_API void emulator_leave() {
+  if (--host_time.depth == 0 && host_time.since) host_time.inside += thread_ns() - host_time.since;
+}
+
+ACL_API uint64_t emulator_host_ns() { return host_time.inside; }
 
 ACL_API void emulator_count_hidden_copy(const char* name) { count_hidden_copy(name); }
 

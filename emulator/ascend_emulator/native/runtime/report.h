@@ -36,11 +36,16 @@ class CallSite {
   std::atomic<uint64_t> count_{0};
 };
 
-#define EMULATOR_CALL()                               \
-  do {                                                \
-    static ::emulator::CallSite emulator_site(__func__); \
-    emulator_site.hit();                              \
-  } while (0)
+// The calling thread is in the emulator, which a program's own host time leaves out.
+struct Inside {
+  Inside() { emulator_enter(); }
+  ~Inside() { emulator_leave(); }
+};
+
+#define EMULATOR_CALL()                                \
+  const ::emulator::Inside emulator_inside;            \
+  static ::emulator::CallSite emulator_site(__func__); \
+  emulator_site.hit()
 
 // A failure that programs handle, out of memory say: remembered for aclGetRecentErrMsg only.
 aclError fail(acl::Status status, const std::string& message);

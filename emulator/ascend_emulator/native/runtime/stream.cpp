@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <set>
 #include <thread>
 #include <utility>
@@ -21,6 +22,7 @@ namespace emulator {
 namespace {
 
 constexpr int kDelayMicroseconds = 300;
+constexpr int kPollMicroseconds = 50;
 
 struct Streams {
   std::mutex mutex;
@@ -68,6 +70,18 @@ int delay_of(int stream_index) {
   }
   constexpr int kFactors[] = {8, 0, 3, 1};
   return kDelayMicroseconds * kFactors[stream_index % 4];
+}
+
+// Held streams run while the host waits for something, and not otherwise.
+std::atomic<bool> held{false};
+std::atomic<int> host_waits{0};
+
+bool may_run() { return !held || host_waits > 0; }
+
+void wake_streams() {
+  auto& s = streams();
+  std::lock_guard lock(s.mutex);
+  for (auto* stream : s.live) stream->wake();
 }
 
 void* (*release_hook)() = nullptr;
@@ -175,7 +189,7 @@ void Stream::push(Task task) {
   if (!started_) start_worker();
   queue_.push_back({std::move(task), Host::instance().snapshot()});
   ++enqueued_;
-  pushed_.notify_one();
+  if (may_run()) pushed_.notify_one();
 }
 
 void Stream::start_worker() {
@@ -185,7 +199,7 @@ void Stream::start_worker() {
 
 bool Stream::take(Item& item) {
   std::unique_lock lock(mutex_);
-  pushed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+  pushed_.wait(lock, [&] { return stopping_ || (!queue_.empty() && may_run()); });
   if (queue_.empty()) return false;
   item = std::move(queue_.front());
   queue_.pop_front();
@@ -221,6 +235,11 @@ void Stream::wait_until_idle() {
 Snapshot Stream::completed_clock() {
   std::lock_guard lock(mutex_);
   return completed_clock_;
+}
+
+void Stream::wake() {
+  std::lock_guard lock(mutex_);
+  pushed_.notify_all();
 }
 
 void Stream::stop() {
@@ -267,8 +286,15 @@ aclError enqueue(Stream& stream, Task task) {
   return acl::kSuccess;
 }
 
-HostWait::HostWait() : token_(release_hook ? release_hook() : nullptr) {}
+bool streams_are_held() { return held; }
+
+HostWait::HostWait() : token_(release_hook ? release_hook() : nullptr) {
+  ++host_waits;
+  if (held) wake_streams();
+}
+
 HostWait::~HostWait() {
+  --host_waits;
   if (reacquire_hook) reacquire_hook(token_);
 }
 
@@ -292,6 +318,13 @@ ACL_API aclError emulator_launch(aclrtStream handle, const char* name, void (*ru
   task.accesses.assign(accesses, accesses + access_count);
   task.run = [run, owned](Actor&) { run(owned.get()); };
   return enqueue(stream_of(handle), std::move(task));
+}
+
+// Other threads that still wait would let the streams run: they are given the time to go on.
+ACL_API void emulator_hold_streams(int hold) {
+  while (hold && host_waits > 0) usleep(kPollMicroseconds);
+  held = hold != 0;
+  wake_streams();
 }
 
 // The program learns nothing: what it does next is not ordered after what has run.

@@ -48,6 +48,7 @@ struct Stream {
   void wait_until_idle();      // for what was pushed before the call
   Snapshot completed_clock();  // what the host learns once it knows that the stream is idle
   void stop();
+  void wake();  // its worker looks again whether it may run
 
  private:
   struct Item {
@@ -66,6 +67,8 @@ struct Stream {
   bool started_ = false, stopping_ = false;
   Snapshot completed_clock_ = std::make_shared<VectorClock>();
 };
+
+bool streams_are_held();  // they run only while the host waits
 
 Stream& stream_of(aclrtStream handle);  // a null handle is the current device's default stream
 std::vector<Stream*> all_streams(int device);
