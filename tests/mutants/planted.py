@@ -836,6 +836,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/block_tables.py": [
         ("V2: a new block takes the place of the last one", "places = self.num_blocks[0, rows]", "places = self.num_blocks[0, rows] - 1", V2),
+        ("real text, V2: a preempted request comes back to the blocks of its row on the device", "self.num_synced_blocks[:, place] = 0", "self.num_synced_blocks[:, place] = self.num_device_blocks[:, place]", V2_REAL_TEXT),
     ],
     "runner/v2/buffers.py": [
         ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),
