@@ -149,10 +149,10 @@ def test_two_ranks():
     assert_judged("Qwen3ForCausalLM", said)
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
-def test_int8_weights(v2):
+@pytest.mark.parametrize(("v2", "mode"), [(False, EAGER), (True, GRAPHS)], ids=["V1", "V2"])
+def test_int8_weights(v2, mode):
     folder = str(int8_of("Qwen3ForCausalLM", "modelslim"))
-    said = serve("Qwen3ForCausalLM", v2, model=folder, quantization="ascend", **GRAPHS)
+    said = serve("Qwen3ForCausalLM", v2, model=folder, quantization="ascend", **mode)
     assert_judged("Qwen3ForCausalLM", said, int8="modelslim")
 
 
@@ -179,14 +179,15 @@ def test_a_window_is_refused_from_cann_91_on():
 
 
 def test_a_real_model(real_model):
-    chats = "What is the capital of France?", "List five animals that live in the sea."
-    asked = [chat_prompt(real_model, chat) for chat in chats]
-    said = answers(asked, v2=False, model=str(real_model), **GRAPHS)
-    network = load(real_model)
-    for prompt, got in zip(asked, said.tokens, strict=True):
-        with torch.no_grad():
-            logits = network(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1].double()
-        assert max(margins_of(logits, got, logits.std(1))) <= bound_of("bfloat16", False, False)
+    """SmolLM2, of 30 layers: few tokens in a step, as each is interpreted in each layer."""
+    prompt = chat_prompt(real_model, "What is the capital of France?")
+    few = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}
+    said = answers([prompt], v2=False, model=str(real_model), **few, **EAGER)
+    [got], network = said.tokens, load(real_model)
+    with torch.no_grad():
+        logits = network(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1].double()
+    limit = bound_of("bfloat16", routed=False, int8=False)
+    assert max(margins_of(logits, got, logits.std(1))) <= limit
 
 
 def test_triton_kernels_are_tasks_of_streams():
