@@ -181,7 +181,7 @@ def test_a_window_is_refused_from_cann_91_on():
 def test_a_real_model(real_model):
     """SmolLM2, of 30 layers: few tokens in a step, as each is interpreted in each layer."""
     prompt = chat_prompt(real_model, "What is the capital of France?")
-    few = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}
+    few: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}
     said = answers([prompt], v2=False, model=str(real_model), **few, **EAGER)
     [got], network = said.tokens, load(real_model)
     with torch.no_grad():

@@ -104,18 +104,17 @@ def grouped_matmul_swiglu_quant(
         ``[m, n / 2]`` int8 and its scales ``[m]``, float32; undefined past the last group.
     """
     demand = Call(FAMILY, GROUPED_SWIGLU_QUANT).demand
-    given = bias is not None, offset is not None, swiglu_limit
-    demand("plain swiglu", not any(given), given)
+    plain = bias is None and offset is None and not swiglu_limit
+    demand("plain swiglu", plain, f"a bias, an offset or limit {swiglu_limit}")
     fits = x.dtype == weight.dtype == torch.int8 and x_scale.dtype == torch.float32
     fits = fits and weight_scale.dtype in (*HALF, torch.float32) and group_list.dtype == torch.int64
-    told = x.dtype, weight.dtype, weight_scale.dtype, x_scale.dtype, group_list.dtype
-    demand("dtypes of groups", fits, told)
+    given = x, weight, weight_scale, x_scale, group_list
+    demand("dtypes of groups", fits, [each.dtype for each in given])
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1]
     fits = fits and shape_of(weight_scale) == (len(weight), weight.shape[2])
     fits = fits and shape_of(x_scale) == (len(x),) and shape_of(group_list) == (len(weight),)
-    told = [shape_of(each) for each in (x, weight, weight_scale, x_scale, group_list)]
     fits = fits and x.shape[1] < 65536 and weight.shape[2] <= 10240 and weight.shape[2] % 2 == 0
-    demand("shapes of groups", fits, told)
+    demand("shapes of groups", fits, [shape_of(each) for each in given])
     ends = [0, *group_list.tolist()]
     fits = ends == sorted(ends) and ends[-1] <= len(x)
     demand("ends of groups", fits, f"{ends[1:]} for {len(x)} rows")
