@@ -43,7 +43,7 @@ def test_a_slice_wider_than_an_adapter_takes_the_next_rows():
     assert torch.equal(second[:8], rows[24:]) and second[8:].isnan().all()
 
 
-def test_groups_of_int8_rows_are_multiplied_activated_and_rounded():
+def test_groups_of_int8_rows_are_activated_and_rounded():
     call = swiglu_rows()
     output, scales, _ = custom.grouped_matmul_swiglu_quant(**call)
     for row, group in enumerate((0, 1, 1, 1)):
