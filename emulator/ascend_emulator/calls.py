@@ -16,8 +16,8 @@ CALLS = "NPU_EMULATOR_CALLS"
 """Folder to which each process writes its calls, if they are recorded."""
 MOST_VALUES = 256
 """Values of an integer tensor are written up to this many; of float tensors they never are."""
-SMALL = 16
-"""Integers up to this one are taken for flags or modes, larger ones for sizes."""
+SMALL = 4
+"""Integers up to this one are taken for modes, larger ones for sizes, but for those of a type."""
 
 _shortest: dict[str, tuple[float, str]] = {}
 _writing = threading.Lock()
@@ -55,7 +55,7 @@ def merged(calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def key_of(call: dict[str, Any]) -> str:
     """What distinguishes a call from others."""
-    arguments = {name: _kind(value) for name, value in sorted(call["arguments"].items())}
+    arguments = {name: _kind(value, name) for name, value in sorted(call["arguments"].items())}
     operator = call["operator"], call.get("overload", ""), bool(call.get("captured"))
     return json.dumps([*operator, arguments])
 
@@ -93,19 +93,19 @@ def _described_tensor(tensor: Any, on_host: Callable[[Any], bool]) -> dict[str, 
     return text
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         kept = {"dtype": value["dtype"], "rank": len(value["shape"]), "host": value.get("host")}
         return {**kept, "layout": _layout(value.get("strides"))}
     if isinstance(value, list):
         if value and isinstance(value[0], (dict, bool)):
-            return [_kind(item) for item in value]
+            return [_kind(item, name) for item in value]
         return "list"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, float):
         return "float"
-    return value if abs(value) <= SMALL else "size"
+    return value if abs(value) <= SMALL or "type" in name else "size"
 
 
 def _layout(strides: list[int] | None) -> str:

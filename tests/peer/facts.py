@@ -50,5 +50,5 @@ def unknown() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = sorted([*read(), *unknown()], key=key_of)
+    found = merged([*read(), *unknown()])
     FACTS.write_text("".join(f"{json.dumps(fact)}\n" for fact in found))

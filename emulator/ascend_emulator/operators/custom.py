@@ -5,11 +5,12 @@ its sources, csrc/torch_binding.cpp and csrc/kernels/.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ascend_emulator.operators import elementwise, moe_gating
+from ascend_emulator.operators import elementwise, int8, moe_gating
 from ascend_emulator.operators.constraint import Call, shape_of
 
 ADD_RMS_NORM_BIAS = "_C_ascend::npu_add_rms_norm_bias"
@@ -19,6 +20,7 @@ BGMV_SHRINK = "_C_ascend::bgmv_shrink"
 BGMV_EXPAND = "_C_ascend::bgmv_expand"
 SGMV_SHRINK = "_C_ascend::sgmv_shrink"
 SGMV_EXPAND = "_C_ascend::sgmv_expand"
+GROUPED_SWIGLU_QUANT = "_C_ascend::grouped_matmul_swiglu_quant_weight_nz"
 FAMILY = "custom operators"
 HALF = (torch.float16, torch.bfloat16)
 RANKS = (8, 16, 32, 64)
@@ -68,6 +70,64 @@ def gating_top_k(
         total = weights.float().sum(-1, keepdim=True) / routed_scaling_factor
         weights = (weights.float() / (total + eps)).to(weights.dtype)
     return weights, ids, scores
+
+
+def grouped_matmul_swiglu_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Multiply int8 rows by their group's weight, and round ``silu(a) * b`` of the two halves.
+
+    Parameters
+    ----------
+    x
+        ``[m, k]``, int8.
+    weight
+        ``[groups, k, n]``, int8.
+    weight_scale
+        ``[groups, n]``.
+    x_scale
+        ``[m]``, float32.
+    group_list
+        ``[groups]``, int64: where each group ends.
+
+    Returns
+    -------
+    tuple
+        ``[m, n / 2]`` int8 and its scales ``[m]``, float32; undefined past the last group.
+    """
+    demand = Call(FAMILY, GROUPED_SWIGLU_QUANT).demand
+    plain = bias is None and offset is None and not swiglu_limit
+    demand("plain swiglu", plain, f"a bias, an offset or limit {swiglu_limit}")
+    fits = x.dtype == weight.dtype == torch.int8 and x_scale.dtype == torch.float32
+    fits = fits and weight_scale.dtype in (*HALF, torch.float32) and group_list.dtype == torch.int64
+    given = x, weight, weight_scale, x_scale, group_list
+    demand("dtypes of groups", fits, [each.dtype for each in given])
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1]
+    fits = fits and shape_of(weight_scale) == (len(weight), weight.shape[2])
+    fits = fits and shape_of(x_scale) == (len(x),) and shape_of(group_list) == (len(weight),)
+    fits = fits and x.shape[1] < 65536 and weight.shape[2] <= 10240 and weight.shape[2] % 2 == 0
+    demand("shapes of groups", fits, [shape_of(each) for each in given])
+    ends = [0, *group_list.tolist()]
+    fits = ends == sorted(ends) and ends[-1] <= len(x)
+    demand("ends of groups", fits, f"{ends[1:]} for {len(x)} rows")
+    output = torch.full((len(x), weight.shape[2] // 2), -128, dtype=torch.int8)
+    scales = torch.full((len(x),), torch.nan)
+    for group, (start, end) in enumerate(pairwise(ends)):
+        if start < end:
+            product = (x[start:end].double() @ weight[group].double()).float()
+            product = product * weight_scale[group].float() * x_scale[start:end, None]
+            gate, up = product.chunk(2, -1)
+            rounded = int8.round_tokens(torch.nn.functional.silu(gate) * up)
+            output[start:end], scales[start:end] = rounded
+    return output, scales, None
 
 
 def bgmv_shrink(
@@ -213,6 +273,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     ADD_RMS_NORM_BIAS: add_rms_norm_bias,
     GATING_TOP_K: gating_top_k,
     GEMMA_RMS_NORM: elementwise.gemma_rms_norm,
+    GROUPED_SWIGLU_QUANT: grouped_matmul_swiglu_quant,
     BGMV_SHRINK: bgmv_shrink,
     BGMV_EXPAND: bgmv_expand,
     SGMV_SHRINK: sgmv_shrink,

@@ -5,7 +5,7 @@ import torch
 from ascend_emulator.operators import custom, elementwise, moe_gating
 from tests.emulator.operators.formula import random
 from tests.emulator.operators.layer_calls import gating
-from tests.emulator.operators.violations.custom import shrink
+from tests.emulator.operators.violations.custom import shrink, swiglu_rows
 
 
 def test_a_norm_with_a_bias_is_the_norm_and_the_bias():
@@ -41,6 +41,20 @@ def test_a_slice_wider_than_an_adapter_takes_the_next_rows():
     rows = weight.flatten(0, 1).float().sum(1).bfloat16()
     assert torch.equal(first, rows[:24])
     assert torch.equal(second[:8], rows[24:]) and second[8:].isnan().all()
+
+
+def test_groups_of_int8_rows_are_activated_and_rounded():
+    call = swiglu_rows()
+    output, scales, _ = custom.grouped_matmul_swiglu_quant(**call)
+    for row, group in enumerate((0, 1, 1, 1)):
+        product = call["x"][row].double() @ call["weight"][group].double()
+        product = product * call["weight_scale"][group].double() * 0.25
+        wanted = torch.nn.functional.silu(product[:3]) * product[3:]
+        torch.testing.assert_close(
+            scales[row].double(), wanted.abs().max() / 127, rtol=1e-5, atol=0
+        )
+        assert (output[row].double() * scales[row] - wanted).abs().max() <= 0.51 * scales[row]
+    assert (output[4] == -128).all() and scales[4].isnan()
 
 
 def test_requests_give_their_adapter_to_all_of_their_rows():

@@ -31,11 +31,30 @@ def expands(**changes):
     return lambda: custom.bgmv_expand(**changed(call, changes))
 
 
+def swiglu_rows():
+    """Five rows of two groups; the last one belongs to nobody."""
+    return {
+        "x": torch.arange(-10, 10, dtype=torch.int8).view(5, 4),
+        "weight": torch.arange(-24, 24, dtype=torch.int8).view(2, 4, 6),
+        "weight_scale": random(2, 6, dtype=torch.bfloat16).abs(),
+        "x_scale": torch.full((5,), 0.25),
+        "group_list": torch.tensor([1, 4]),
+    }
+
+
+def groups(**changes):
+    return lambda: custom.grouped_matmul_swiglu_quant(**changed(swiglu_rows(), changes))
+
+
 FAMILIES = {
     "custom operators": [
         ("adapter dtypes", shrinks(x=T.float), shrinks(y=T.half)),
         ("adapter shapes", shrinks(weight=lambda w: w[0, 0]), shrinks(y=lambda y: y[:2])),
         ("adapter rank", shrinks(y=torch.zeros(3, 4))),
+        ("plain swiglu", groups(swiglu_limit=7.0), groups(bias=torch.zeros(2, 6))),
+        ("dtypes of groups", groups(x=T.half), groups(x_scale=T.half)),
+        ("shapes of groups", groups(weight_scale=lambda s: s[:1])),
+        ("ends of groups", groups(group_list=torch.tensor([3, 1]))),
         ("adapter indices", shrinks(indices=T.int)),
         ("adapter width", shrinks(x=lambda x: x[:, :8])),
         (
