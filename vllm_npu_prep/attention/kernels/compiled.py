@@ -57,7 +57,18 @@ class Plan(NamedTuple):
     kv_starts: np.ndarray  # [R] int32: first rows of K and V that are not in blocks
     max_rows: int
     # What `attend_rows` passes to the loop; layers of one form differ in addresses alone
-    calls: dict[tuple[Any, ...], "PackedCall"]
+    calls: dict["CallForm", "PackedCall"]
+
+
+class CallForm(NamedTuple):
+    dtype: torch.dtype
+    shapes: tuple[Any, ...]  # of the tensors that `Call` begins with
+    table: tuple[int, ...] | None  # elements and strides of the block table
+    scale: float
+    block_size: int
+    causal: bool
+    window: int | None
+    soft_cap: float | None
 
 
 class PackedCall(NamedTuple):
@@ -119,10 +130,10 @@ def attend_rows(
     assert all(tensor is None or tensor.is_contiguous() for tensor in stored)
     shapes = tuple(None if tensor is None else tensor.shape for tensor in stored)
     table = None if block_table is None else (block_table.numel(), *block_table.stride())
-    form = query.dtype, shapes, table, scale, block_size, causal, window, soft_cap
+    form = CallForm(query.dtype, shapes, table, scale, block_size, causal, window, soft_cap)
     call = plan.calls.get(form)
     if call is None:
-        call = plan.calls[form] = _pack(plan, *form)
+        call = plan.calls[form] = _pack(plan, form)
     call.counter[0] = 0
     addresses = call.words[NUM_SIZES:]
     for index, tensor in enumerate(stored):
@@ -137,22 +148,13 @@ NUM_SIZES = len(FORMS[torch.float32].dims)
 TABLE = Call._fields.index("table")
 
 
-def _pack(
-    plan: Plan,
-    dtype: torch.dtype,
-    shapes: tuple[Any, ...],  # of the tensors that `Call` begins with
-    table: tuple[int, ...] | None,  # elements and strides
-    scale: float,
-    block_size: int,
-    causal: bool,
-    window: int | None,
-    soft_cap: float | None,
-) -> PackedCall:
+def _pack(plan: Plan, form: CallForm) -> PackedCall:
     """Return a call without the addresses of tensors."""
-    query, query_rope, keys, keys_rope, values, _, lse = shapes
-    elements, row, column = table or (0, 0, 1)
+    dtype, (query, query_rope, keys, keys_rope, values, _, lse) = form.dtype, form.shapes
+    elements, row, column = form.table or (0, 0, 1)
     assert column == 1
-    factors, counter = np.array([scale, soft_cap or 0.0], np.float32), np.zeros(1, np.int64)
+    factors = np.array([form.scale, form.soft_cap or 0.0], np.float32)
+    counter = np.zeros(1, np.int64)
     arrays = {**plan._asdict(), "factors": factors, "counter": counter}
     addresses = dict.fromkeys(FORMS[dtype].arrays, 0)
     addresses |= {name: arrays[name].ctypes.data for name in addresses if name in arrays}
@@ -177,9 +179,9 @@ def _pack(
         "1": 1,
     }
     scalars = {
-        "causal": int(causal),
-        "window": window or 0,
-        "block_size": block_size,
+        "causal": int(form.causal),
+        "window": form.window or 0,
+        "block_size": form.block_size,
         "table_width": row,
         "max_rows": plan.max_rows,
         "together": keys[1] if few and KEYS * row_bytes <= NEAR_BYTES else 1,
