@@ -211,12 +211,12 @@ class Episode:
     @classmethod
     def draw_for_v2(cls, seed: int) -> "Episode":
         """Draw an engine whose runner is our V2: no drafts by chance, which it draws in another way
-        than V1, none that it refuses, and none by models of their own."""
+        than V1, and none by models of their own."""
         drawn = cls.draw(seed)
         settings = dict(drawn.settings)
         if drafts := settings.pop("speculative_config", None):
             drafts = {name: v for name, v in drafts.items() if name != "draft_sample_method"}
-            if drawn.family not in VISION and drafts["method"] != "draft_model":
+            if drafts["method"] != "draft_model":
                 settings["speculative_config"] = drafts
         return cls(seed, drawn.family, settings, int8=drawn.int8, runner="V2")
 

@@ -42,7 +42,7 @@ EPISODES_OF_V2 = {
     10: {"resumed", "cached prefix", "preempted", "dummy run", "full graph", "piecewise graphs"},
     7: {"cached prefix", "PrefillCacheHit"},
     11: {"resumed", "preempted", "full graph", "piecewise graphs", "drafts rejected"},
-    29: {"resumed", "dummy run", "piecewise graphs", "aborted"},
+    29: {"resumed", "drafts rejected", "piecewise graphs", "aborted"},
     39: {"cached prefix", "dummy run", "aborted"},
     44: {"resumed", "preempted", "requests reset", "dummy run"},
     126: {"resumed", "preempted", "requests reset", "aborted", "full graph"},

@@ -21,10 +21,12 @@ DRAFTERS = {
     "DeepseekV3ForCausalLM": ("ngram", "mtp", "mtp"),
     "Qwen3NextForCausalLM": ("ngram", "mtp", "mtp"),
     "Qwen3_5ForCausalLM": ("ngram", "mtp", "mtp"),
-    "Qwen2_5_VLForConditionalGeneration": ("ngram",),
-    "Qwen3VLForConditionalGeneration": ("ngram",),
+    "Qwen2_5_VLForConditionalGeneration": ("ngram", "eagle", "eagle3", "draft_model"),
+    "Qwen3VLForConditionalGeneration": ("ngram", "eagle", "eagle3", "draft_model"),
 }
-"""Models that are drawn, and speculative methods of each."""
+"""Models that are drawn, and speculative methods of each. V1 has no draft models beside images."""
+SEES_TOO = {"Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration"}
+"""What is drawn in place of a model every other time: images, states and MTP layers together."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"tensor_parallel_size": 2},
@@ -101,6 +103,9 @@ def draw(seed: int, device: str = CPU) -> Kind:
         return values[rng.integers(len(values))]
 
     model, runner = pick(QWEN3, QWEN3, *DRAFTERS), pick("V1", "V2")
+    methods = DRAFTERS[model]
+    if model in SEES_TOO and chance(0.5):
+        model = SEES_TOO[model]
     hybrid, latent, sees, routed = (is_a(kind, model) for kind in (HYBRID, LATENT, SEES, ROUTED))
     layout = "one rank"
     if chance(0.15) and not sees:  # engines of several ranks take long to start
@@ -115,8 +120,10 @@ def draw(seed: int, device: str = CPU) -> Kind:
     if not sees and alone and chance(0.3):
         # Files name prompts by token ids alone, and states have groups of their own
         connector = HOST if adapters or hybrid else pick(FILES, HOST)
-    if chance(0.35) and not staged and not (runner == "V2" and sees):
-        drafts = pick(*DRAFTERS[model])
+    if chance(0.35) and not staged:
+        if sees and runner == "V1":
+            methods = tuple(method for method in methods if method != "draft_model")
+        drafts = pick(*methods)
         if connector and drafts != "ngram":  # the KV cache of drafters is not stored
             drafts = "" if hybrid else "ngram"
     # vLLM empties the prefix cache when an engine sleeps, and has its connector forget: of the
