@@ -1,4 +1,4 @@
-"""The benchmark beside vllm-ascend counts and times both programs; skipped without `make peer`."""
+"""The benchmark beside vllm-ascend counts both programs; skipped without `make peer`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.peer.test_peer import LIMIT, pytestmark  # noqa: F401 - the environme
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_both_programs_take_the_same_steps(runner):
-    command = [sys.executable, "benchmarks/peer.py", "--json", "--rounds", "1"]
+    command = [sys.executable, "benchmarks/peer.py", "--json", "--rounds", "0"]
     done = subprocess.run(
         [*command, "--engine", f"{runner}-eager", "--case", "8 decodes"],
         cwd=ROOT,
@@ -30,7 +30,6 @@ def test_both_programs_take_the_same_steps(runner):
     assert set(counted) == {"vllm-ascend", "this plugin"}
     for row in counted.values():
         assert row["scheduled"] == {"requests": 8, "tokens": 8, "drafts": 0}
-        assert 0 < row["prepare"]["host_us"] < row["step"]["host_us"]
         assert 0 < row["prepare"]["h2d_copies"] <= row["step"]["h2d_copies"]
         assert row["step"]["launches"] > row["prepare"]["launches"]
     assert counted["this plugin"]["step"]["h2d_copies"] == 1

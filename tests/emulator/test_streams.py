@@ -251,7 +251,7 @@ def test_held_streams_run_only_while_the_host_waits(emulate):
     """)
 
 
-def test_host_time_in_the_emulator_leaves_out_waits_and_the_program(emulate):
+def test_host_time_in_the_emulator_leaves_out_waits(emulate):
     emulate(
         """
     import time

@@ -64,9 +64,7 @@ def test_a_step_is_one_copy_and_at_most_two_launches(
 
 
 @pytest.mark.parametrize("runner_name", ["V1", "V2"])
-def test_the_benchmark_beside_vllm_ascend_counts_and_times_each_part(
-    tmp_path, monkeypatch, runner_name
-):
+def test_the_peer_benchmark_counts_and_times_each_part(tmp_path, monkeypatch, runner_name):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     peer_engine = importlib.import_module("peer_engine")
     model = make_model(tmp_path / "model", num_hidden_layers=1)
