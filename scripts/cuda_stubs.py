@@ -1,11 +1,10 @@
-"""Make a CPU build of torch out of a CUDA build, which is all that the package index has of some.
+"""Make a CPU build of torch out of the CUDA build, which is all that the package index has of 2.10.
 
     python scripts/cuda_stubs.py SITE_PACKAGES
 
 torch's CUDA libraries, and those of CUDA that it is linked against, are replaced by libraries of
 the same names whose functions return zero: torch then finds no CUDA device, and says that it is
-a CPU build. For torch 2.10 of `make peer`, and for torch 2.14 of `tests/compat/test_torch.py`,
-whose torch nothing else uses; needs g++, nm and readelf.
+a CPU build. For `make peer` alone, whose torch nothing else uses; needs g++, nm and readelf.
 """
 
 import re
@@ -16,32 +15,13 @@ from pathlib import Path
 
 CUDA_LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_nvshmem.so")
 UNUSED = ("libtorch_cuda_linalg.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
-KEPT = (
-    *("libtorch_cpu.so", "libtorch_python.so", "libtorch.so", "libtorch_global_deps.so"),
-    *("libc10.so", "libshm.so"),
-)
+KEPT = ("libtorch_cpu.so", "libtorch_python.so", "libtorch.so", "libc10.so", "libshm.so")
 API = re.compile(r"(cu|cud|cupti|nv|nccl)[A-Z][A-Za-z_0-9]+|cu(da|dnn|pti|File|sparse)\w+")
 """Functions of CUDA's own libraries."""
 OBJECT_BYTES = 1024
 """Room for each object that torch's libraries share; those in use are smaller."""
 RETURNS_REFERENCE = "get_gil_checker"
 """A function whose result is written, so zero will not do."""
-OPTIONS = "_ZN4c10d16ProcessGroupNCCL7OptionsC1Eb"
-MAKES_OPTIONS = f"""
-#include <cstring>
-#include <malloc.h>
-extern void* vtable_of_options[] __asm__("_ZTVN4c10d7Backend7OptionsE");
-extern "C" void make_options(void* self, bool) __asm__("{OPTIONS}");
-void make_options(void* self, bool) {{
-  std::memset(self, 0, malloc_usable_size(self));
-  *static_cast<void***>(self) = vtable_of_options + 2;
-}}
-"""
-"""The constructor of NCCL's options: from torch 2.14 on, importing torch makes some and asks for
-their class, which is that of any backend's here."""
-OVERRIDES = "    registry._register_all_overrides()"
-"""A line of ``torch/_native/__init__.py`` that would replace kernels for CUDA, which aren't there
-any longer; torch 2.10 has no such file."""
 
 
 def main(site: Path) -> None:
@@ -73,10 +53,6 @@ def main(site: Path) -> None:
             compile_library(empty, lib / name, f"-Wl,--version-script,{versions}")
     for name in UNUSED:
         (lib / name).unlink(missing_ok=True)
-    native = site / "torch" / "_native" / "__init__.py"
-    if native.exists():
-        assert native.read_text().count(OVERRIDES) == 1, f"{native} is not what was known of it"
-        native.write_text(native.read_text().replace(OVERRIDES, "    pass"))
     text = re.sub(r"\+cu\d+", "+cpu", text)
     version.write_text(re.sub(r"^cuda: .*", "cuda: Optional[str] = None", text, flags=re.M))
 
@@ -105,9 +81,7 @@ def stubs(wanted: dict[str, str]) -> str:
         "struct Class { void* vtable; const char* name; };",
     ]
     for index, (name, kind) in enumerate(wanted.items()):
-        if name == OPTIONS:
-            lines.append(MAKES_OPTIONS)
-        elif name.startswith("_ZTI"):
+        if name.startswith("_ZTI"):
             lines.append(f'extern Class type_{index} __asm__("{name}");')
             lines.append(f'Class type_{index} = {{vtable_of_classes + 2, "stub{index}"}};')
         elif kind in "TWi":

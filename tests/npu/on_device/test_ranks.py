@@ -63,6 +63,7 @@ CASES = {
     "engines, experts": Case("Qwen3Moe", {DP: 2}, **HALF, more=EXPERTS),
     "engines, experts, V2": Case("Qwen3Moe", {DP: 2}, runner="V2", **HALF, more=EXPERTS),
     "engines of ranks, experts": Case("Qwen3Moe", {TP: 2, DP: 2}, **HALF, more=EXPERTS),
+    "engines of stages, V2": Case("DeepSeek V3", {PP: 2, DP: 2}, runner="V2", more=EXPERTS),
     "engines, MTP": Case("DeepSeek V3", {DP: 2}, drafts="mtp", more=EXPERTS),
     "experts in parts": Case("Qwen3Moe", {TP: 2}, "eager", waits=True, **HALF),
     "scattered experts": Case(
