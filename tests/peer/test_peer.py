@@ -146,11 +146,19 @@ def test_two_ranks():
     assert_judged("Qwen3ForCausalLM", said)
 
 
-@pytest.mark.parametrize(("v2", "mode"), [(False, EAGER), (True, GRAPHS)], ids=["V1", "V2"])
-def test_int8_weights(v2, mode):
-    folder = str(int8_of("Qwen3ForCausalLM", "modelslim"))
-    said = serve("Qwen3ForCausalLM", v2, model=folder, quantization="ascend", **mode)
-    assert_judged("Qwen3ForCausalLM", said, int8="modelslim")
+@pytest.mark.parametrize(
+    ("name", "v2", "mode"),
+    [
+        ("Qwen3ForCausalLM", False, EAGER),
+        ("Qwen3ForCausalLM", True, GRAPHS),
+        ("Qwen3MoeForCausalLM", False, EAGER),
+    ],
+    ids=["V1", "V2", "experts"],
+)
+def test_int8_weights(name, v2, mode):
+    folder = str(int8_of(name, "modelslim"))
+    said = serve(name, v2, model=folder, quantization="ascend", **mode)
+    assert_judged(name, said, int8="modelslim")
 
 
 def test_an_adapter():
