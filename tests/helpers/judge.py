@@ -74,14 +74,19 @@ class Judge:
         spread = logits.std(1)
         if form is not None:
             logits = allowed(_compiled(form), got, logits)
-        chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
-        margins: list[float] = ((logits.amax(1) - chosen) / spread).tolist()
-        return margins
+        return margins_of(logits, got, spread)
 
     @torch.no_grad()
     def embedded(self, prompt: list[int]) -> torch.Tensor:
         """Embeddings of a prompt as its first layer reads them, ``[len, hidden_size]``."""
         return self.network.get_input_embeddings()(torch.tensor(prompt))
+
+
+def margins_of(logits: torch.Tensor, got: list[int], spread: torch.Tensor) -> list[float]:
+    """How far tokens are from the best of their rows of ``[len, vocab]``, in units of ``[len]``."""
+    chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
+    margins: list[float] = ((logits.amax(1) - chosen) / spread).tolist()
+    return margins
 
 
 judge_of: Callable[..., Judge] = cache(Judge)

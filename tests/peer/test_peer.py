@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.helpers.emulator import ROOT
-from tests.helpers.judge import bound_of, judge_of
+from tests.helpers.huggingface import load
+from tests.helpers.judge import bound_of, judge_of, margins_of
 from tests.helpers.models import ROUTED, adapter_of, folder_of, int8_of, is_a, prompts
+from tests.helpers.real_model import chat_prompt
 from tests.peer import facts
 
 ENVIRONMENT = ROOT / ".cache" / "vllm-ascend"
@@ -146,11 +149,19 @@ def test_two_ranks():
     assert_judged("Qwen3ForCausalLM", said)
 
 
-@pytest.mark.parametrize(("v2", "mode"), [(False, EAGER), (True, GRAPHS)], ids=["V1", "V2"])
-def test_int8_weights(v2, mode):
-    folder = str(int8_of("Qwen3ForCausalLM", "modelslim"))
-    said = serve("Qwen3ForCausalLM", v2, model=folder, quantization="ascend", **mode)
-    assert_judged("Qwen3ForCausalLM", said, int8="modelslim")
+@pytest.mark.parametrize(
+    ("name", "v2", "mode"),
+    [
+        ("Qwen3ForCausalLM", False, EAGER),
+        ("Qwen3ForCausalLM", True, GRAPHS),
+        ("Qwen3MoeForCausalLM", False, EAGER),
+    ],
+    ids=["V1", "V2", "experts"],
+)
+def test_int8_weights(name, v2, mode):
+    folder = str(int8_of(name, "modelslim"))
+    said = serve(name, v2, model=folder, quantization="ascend", **mode)
+    assert_judged(name, said, int8="modelslim")
 
 
 def test_an_adapter():
@@ -173,6 +184,18 @@ def test_a_window_before_cann_91():
 def test_a_window_is_refused_from_cann_91_on():
     with pytest.raises(AssertionError, match=r"argument value: given strides .* contiguous"):
         serve("MistralForCausalLM", v2=False, **EAGER)
+
+
+def test_a_real_model(real_model):
+    """SmolLM2, of 30 layers: few tokens in a step, as each is interpreted in each layer."""
+    prompt = chat_prompt(real_model, "What is the capital of France?")
+    few: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}
+    said = answers([prompt], v2=False, model=str(real_model), **few, **EAGER)
+    [got], network = said.tokens, load(real_model)
+    with torch.no_grad():
+        logits = network(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1].double()
+    limit = bound_of("bfloat16", routed=False, int8=False)
+    assert max(margins_of(logits, got, logits.std(1))) <= limit
 
 
 def test_triton_kernels_are_tasks_of_streams():
