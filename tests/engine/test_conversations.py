@@ -19,8 +19,8 @@ log-probabilities are as near: sums of float32 in another order differ by some 1
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_token_of_every_turn(real_model, tmp_path, runner, part):
-    """In the first part, contexts go up to 8,000 tokens. The cache doesn't hold all requests."""
-    length, limit, blocks = (600, 2048, 160) if part else (7900, 8192, 560)
+    """In the first part, contexts go up to 8,000 tokens; in the others, the cache is too small."""
+    length, limit, blocks = (400, 640, 42) if part else (7900, 8192, 560)
     found = converse(
         *(runner, real_model, tmp_path, slice(part, PARTS * CHATS, PARTS), length),
         max_model_len=limit,
@@ -33,5 +33,5 @@ def test_every_token_of_every_turn(real_model, tmp_path, runner, part):
     assert found.cached > 0
     assert not found.drafts["otherwise"]
     assert 0 < found.drafts["kept"] < found.drafts["drafted"]
-    if len(found.turns) > 50:  # with few conversations, all requests fit into the cache
+    if part and len(found.turns) > 50:  # with few conversations, all requests fit into the cache
         assert found.preempted > 0

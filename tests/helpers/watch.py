@@ -106,7 +106,8 @@ def looked_up(runner: str, tokens: list[int], config: Any) -> list[int]:
 def count_lookups(llm: Any, runner: str) -> Counter:
     """Hold ngram drafts of all later steps against `looked_up`, by how many of them were kept.
 
-    ``"as looked up"``, or ``"otherwise"``; and ``"drafted"`` and ``"kept"`` tokens.
+    ``"as looked up"``, or ``"otherwise"``; and ``"drafted"`` and ``"kept"`` tokens. A request that
+    comes back has no drafts: vLLM's scheduler pads its rows to the shape of the others.
     """
     scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()
     config = llm.llm_engine.vllm_config.speculative_config
@@ -114,8 +115,10 @@ def count_lookups(llm: Any, runner: str) -> Counter:
 
     def counted(scheduler_output: Any, output: Any) -> Any:
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        padded = {request.req_id for request in scheduler_output.scheduled_new_reqs}  # on V2
+        padded |= scheduler_output.scheduled_cached_reqs.resumed_req_ids  # on V1
         for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
-            if tokens and (made := len(drafts.get(req_id, ()))):
+            if tokens and req_id not in padded and (made := len(drafts.get(req_id, ()))):
                 expected = looked_up(runner, list(scheduler.requests[req_id].all_token_ids), config)
                 same = [a == b for a, b in zip(expected[:made], tokens)]
                 kept = len(tokens) - 1
