@@ -17,7 +17,7 @@ CALLS = "NPU_EMULATOR_CALLS"
 MOST_VALUES = 256
 """Values of an integer tensor are written up to this many; of float tensors they never are."""
 SMALL = 4
-"""Integers up to this one are taken for modes, larger ones for sizes, but for those of a type."""
+"""Integers up to this one are modes, unless they are a number of something; others are sizes."""
 
 _shortest: dict[str, tuple[float, str]] = {}
 _writing = threading.Lock()
@@ -37,7 +37,7 @@ def record(schema: Any, arguments: dict[str, Any], captured: bool, on_host: Any)
     call["arguments"] = given
     if captured:
         call["captured"] = True
-    line, key = json.dumps(call), key_of(call)
+    line, key = json.dumps(call, default=str), key_of(call)
     with _writing:
         if (len(line), line) < _shortest.get(key, (math.inf, "")):
             _shortest[key] = len(line), line
@@ -57,7 +57,7 @@ def key_of(call: dict[str, Any]) -> str:
     """What distinguishes a call from others."""
     arguments = {name: _kind(value, name) for name, value in sorted(call["arguments"].items())}
     operator = call["operator"], call.get("overload", ""), bool(call.get("captured"))
-    return json.dumps([*operator, arguments])
+    return json.dumps([*operator, arguments], default=str)
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def _kind(value: Any, name: str) -> Any:
         return value
     if isinstance(value, float):
         return "float"
-    return value if abs(value) <= SMALL or "type" in name else "size"
+    is_mode = abs(value) <= SMALL and not name.endswith("_num")
+    return value if is_mode or "type" in name else "size"
 
 
 def _layout(strides: list[int] | None) -> str:

@@ -30,7 +30,7 @@ def profiles_of(fact):
 
 
 def refusal_of(fact):
-    """What the references say against a call, by profile."""
+    """The first refusal of a call, with its profile; empty if all profiles take it."""
     operator, overload = fact["operator"], fact.get("overload", "")
     function, arguments = FUNCTIONS[operator, overload], arguments_of(fact)
     on_host = {
