@@ -334,7 +334,11 @@ def _checked(schema: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         if os.environ.get(calls.CALLS):
             named = dict(zip((argument.name for argument in schema.arguments), given)) | keywords
             calls.record(schema, named, False, lambda tensor: tensor.device.type == "cpu")
-        return _as_in_schema(schema, function(*given, **keywords), may_be_none=False)
+        _runtime().emulator_enter()
+        try:
+            return _as_in_schema(schema, function(*given, **keywords), may_be_none=False)
+        finally:
+            _runtime().emulator_leave()
 
     return checked
 
@@ -379,12 +383,7 @@ def _is_of_type(value: Any, declared: str) -> bool:
         return isinstance(value, torch.Tensor)
     if declared.startswith("List[Tensor]"):
         return isinstance(value, (list, tuple)) and all(isinstance(v, torch.Tensor) for v in value)
-    plain: dict[str, tuple[type, ...]] = {
-        "int": (int,),
-        "float": (int, float),
-        "bool": (bool,),
-        "str": (str,),
-    }
+    plain: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
     return declared not in plain or isinstance(value, plain[declared])
 
 

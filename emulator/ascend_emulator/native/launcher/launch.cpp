@@ -399,11 +399,6 @@ bool run_overload_with_generator(const c10::OperatorHandle& op, Stack* stack) {
   return true;
 }
 
-struct Inside {  // what the caller would do to launch a kernel on a device
-  Inside() { emulator_enter(); }
-  ~Inside() { emulator_leave(); }
-};
-
 void run_and_report(const std::string& name, const std::function<void()>& body) {
   try {
     body();
@@ -436,12 +431,12 @@ void launch(void* stream, const std::string& name, const Accesses& accesses,
 }
 
 void run_as_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  const Inside inside;
+  const EmulatorInside inside;
   if (!run_overload_with_generator(op, stack)) run(op, stack, false);
 }
 
 void run_as_reference(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  const Inside inside;
+  const EmulatorInside inside;
   run(op, stack, true);
 }
 

@@ -36,14 +36,9 @@ class CallSite {
   std::atomic<uint64_t> count_{0};
 };
 
-// The calling thread is in the emulator, which a program's own host time leaves out.
-struct Inside {
-  Inside() { emulator_enter(); }
-  ~Inside() { emulator_leave(); }
-};
-
+// The first statement of a function of the runtime.
 #define EMULATOR_CALL()                                \
-  const ::emulator::Inside emulator_inside;            \
+  const EmulatorInside emulator_inside;                \
   static ::emulator::CallSite emulator_site(__func__); \
   emulator_site.hit()
 

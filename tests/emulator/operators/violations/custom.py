@@ -32,7 +32,7 @@ def expands(**changes):
 
 
 def swiglu_rows():
-    """Five rows of two groups; the last one belongs to nobody."""
+    """Five rows and two groups; the last row is in no group."""
     return {
         "x": torch.arange(-10, 10, dtype=torch.int8).view(5, 4),
         "weight": torch.arange(-24, 24, dtype=torch.int8).view(2, 4, 6),
@@ -51,9 +51,28 @@ FAMILIES = {
         ("adapter dtypes", shrinks(x=T.float), shrinks(y=T.half)),
         ("adapter shapes", shrinks(weight=lambda w: w[0, 0]), shrinks(y=lambda y: y[:2])),
         ("adapter rank", shrinks(y=torch.zeros(3, 4))),
-        ("plain swiglu", groups(swiglu_limit=7.0), groups(bias=torch.zeros(2, 6))),
-        ("dtypes of groups", groups(x=T.half), groups(x_scale=T.half)),
-        ("shapes of groups", groups(weight_scale=lambda s: s[:1])),
+        (
+            "plain swiglu",
+            groups(swiglu_limit=7.0),
+            groups(bias=torch.zeros(2, 6)),
+            groups(offset=torch.zeros(2, 6)),
+        ),
+        (
+            "dtypes of groups",
+            groups(x=T.half),
+            groups(x_scale=T.half),
+            groups(weight_scale=T.double),
+            groups(group_list=T.int),
+        ),
+        (
+            "shapes of groups",
+            groups(weight_scale=lambda s: s[:1]),
+            groups(weight=lambda w: w[..., :5], weight_scale=lambda s: s[:, :5]),
+            groups(
+                weight=torch.zeros(2, 4, 10242, dtype=torch.int8),
+                weight_scale=torch.ones(2, 10242),
+            ),
+        ),
         ("ends of groups", groups(group_list=torch.tensor([3, 1]))),
         ("adapter indices", shrinks(indices=T.int)),
         ("adapter width", shrinks(x=lambda x: x[:, :8])),

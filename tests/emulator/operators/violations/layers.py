@@ -158,7 +158,7 @@ FAMILIES["npu_matmul_add_fp32"] = [
 cast = of("npu::npu_format_cast", lambda: {"input": zeros(4, 8), "acl_format": 29})
 FAMILIES["npu_format_cast"] = [
     ("format", cast(acl_format=4)),
-    ("dtypes", cast(customize_dtype=1)),
+    ("dtypes", cast(customize_dtype=1), cast(input_dtype=1)),
 ]
 
 dynamic = of(layer_calls.DYNAMIC, layer_calls.dynamic)
