@@ -881,6 +881,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a slot's next request has the same block table on the device", ", self.filled = places, req_ids, free", ", _ = places, req_ids, free", V2),
         ("V2: a request that comes back is looked for in its old row", "{*self.filled, *map(self.places.__getitem__, arrived)}", "self.filled", V2),
         ("V2: a request that computes its prompt again still counts as a decode", "\n        and not states.some_prefill", "", V2),
+        ("V2: a request that comes back keeps the batch in which it was", "\n        and not arrived", "", V2),
+        ("V2: a batch of as many other requests is the last one", "\n        and req_ids is last.req_ids", "", V2),
         ("V2: a step of decodes has the drafts of the one before", "\n        and num_tokens == last.num_tokens", "", V2),
         ("V2: requests of a batch change places in every step", "                placed[place] = req_id", "                others.append(req_id)", V2),
         ("V2: prefills of latent attention keep places among decodes", "if place < len(names) and (place < num_decodes) == (index < num_decodes):", "if place < len(names):", V2),

@@ -162,7 +162,7 @@ def test_blocks_of_a_step_are_appended_together(given, monkeypatch):
 
 def test_a_batch_is_made_again_when_it_may_differ():
     states, tables, order = NPURequestState(3, 16, 8, 2, 100, CPU), block_tables(), BatchOrder()
-    for name in "ab":
+    for name in "abc":
         states.add_request(name, 3, [5, 6, 7], 3, 4)
     made = partial(batch_of_step, order, states, tables)
     rows = states.rows_of(["a", "b"])
@@ -170,6 +170,12 @@ def test_a_batch_is_made_again_when_it_may_differ():
     states.advance(rows, [4, 4])
     kept = made(decodes("a", "b"))
     assert made(decodes("a", "b")) is kept
+    tables.num_synced_blocks[:] = 1
+    again = made(decodes("a", "b", arrived="b"))
+    assert again is not kept, "a request that comes back has other blocks, maybe another row"
+    assert tables.num_synced_blocks[0].tolist() == [1, 0, 1]
+    assert made(decodes("b", "c")).req_ids == ["c", "b"], "as many others"
+    assert made(decodes("a", "b")).req_ids == ["a", "b"]
     with_drafts = scheduler_output({"a": 3, "b": 3})
     with_drafts.scheduled_spec_decode_tokens = {"a": [-1, -1], "b": [-1, -1]}
     verifying = made(with_drafts)
@@ -180,6 +186,21 @@ def test_a_batch_is_made_again_when_it_may_differ():
     assert made(decodes("b")).idx_mapping_np.tolist() == [rows[1]]
     states.advance(rows, [4, 2])  # a block was lost, and the prompt is computed again
     assert made(decodes("b")).is_prefilling_np.tolist() == [True]
+
+
+def test_rows_of_running_requests_are_looked_up_after_one_left():
+    states = NPURequestState(3, 16, 8, 0, 100, CPU)
+    for name in "ab":
+        states.add_request(name, 3, [5, 6, 7], 3, 4)
+    rows = states.running_rows(["a", "b"])
+    assert states.running_rows(["a", "b"]) is rows
+    assert rows.tolist() == states.rows_of(["a", "b"]).tolist()
+    for name in "ab":
+        states.remove_request(name)
+    states.add_request("b", 3, [5, 6, 7], 3, 4)
+    states.add_request("a", 3, [5, 6, 7], 3, 4)
+    assert states.running_rows(["a", "b"]).tolist() == states.rows_of(["a", "b"]).tolist()
+    assert states.running_rows(["b"]).tolist() == states.rows_of(["b"]).tolist()
 
 
 def test_samples_stay_where_they_are_until_one_is_discarded():
@@ -312,7 +333,7 @@ def test_counts_of_the_scheduler_lose_rejected_drafts():
     assert states.exact_counts(slots, [22, 31, 43], valid).tolist() == [22, 31, 43]
     assert states.exact_counts(slots[::-1], [43, 31, 24], valid).tolist() == [43, 31, 22]
     assert states.exact_counts(np.array([3]), [7], valid).tolist() == [7], "was not in the step"
-    states.index_to_req_id[2], states.req_id_to_index["a"] = "a", 2
+    states.req_id_to_index["a"] = 2
     states.remove_request("a")
     assert states.exact_counts(np.array([2]), [24], valid).tolist() == [24], "another request"
     states.begin_step(np.array([0]), np.ones(1), None)

@@ -45,7 +45,9 @@ def test_inputs_are_made_once_for_a_batch_and_a_buffer():
     assert first.is_padding is None and not first.has_structured_output_reqs
     again = of(DECODES, buffers[0], in_graph, structured=True)
     assert again.is_padding is buffers[0].device.is_padding and again.has_structured_output_reqs
-    assert of(DECODES, buffers[0]).is_padding is None, "the same sizes without a graph"
+    again = of(DECODES, buffers[0])
+    assert again.is_padding is None, "the same sizes without a graph"
+    assert not again.has_structured_output_reqs
     others = SimpleNamespace(**vars(DECODES) | {"req_ids": ["b", "a"]})
     assert of(others, buffers[0]).req_ids == ["b", "a"]
     assert of(DECODES, buffers[0]).req_ids == ["a", "b"]

@@ -175,7 +175,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             model.max_model_len,
             self.decisions.mask_budget_bytes,
             model.dtype,
-            KERNEL_FAMILIES[self.decisions.attention].mask_values.get(model.dtype),
+            KERNEL_FAMILIES[self.decisions.attention].mask_values_of(model.dtype),
         )
         count = 1 if not self.causal else blocks_per_block(vllm_config, kv_cache_spec.block_size)
         self.kernel_block_size = kv_cache_spec.block_size // count

@@ -52,6 +52,16 @@ class KernelFamily:
     def mask_itemsize(self) -> int:
         return max((dtype.itemsize for dtype in self.mask_values), default=1)
 
+    def mask_values_of(self, dtype: torch.dtype) -> dict[MaskKind, float] | None:
+        """Return the values in masks for queries of this dtype; None: masks are bool.
+
+        Raises
+        ------
+        KeyError
+            If the family has values, but none for this dtype.
+        """
+        return self.mask_values[dtype] if self.mask_values else None
+
 
 COMPILED = KernelFamily(
     name="compiled",

@@ -61,13 +61,13 @@ def place_samples(
     discard,  # [num_reqs] bool
     sample_rows,  # [max_num_reqs] int64, updated
 ):
-    """Give each request of a step the row of its sample, unless others have samples, too.
+    """Give each request of a step the row of its sample, unless the step leaves out samples.
 
     Returns
     -------
     int
-        The number of requests that the step leaves out and that have a sample. If it is not 0,
-        requests of the step have no row yet, because older samples come first.
+        The number of requests that have a sample and are not in the step. Their samples come
+        first. So if the number is not 0, the step's requests get no row here.
     """
     for index in range(request_rows.shape[0]):
         sample_rows[request_rows[index]] = NO_PREVIOUS_ROW

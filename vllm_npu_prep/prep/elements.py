@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from vllm_npu_prep.prep.compiled import OPTIONS
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32, np.uint16, np.int16
-"""How compiled code sees an element of these dtypes; `widen` and `narrow` tell dtypes by this."""
+"""The types that elements have in compiled code; `widen` and `narrow` tell dtypes apart by them."""
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 fast = njit(forceinline=True, fastmath=FAST, **OPTIONS)

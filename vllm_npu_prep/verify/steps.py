@@ -445,4 +445,4 @@ def masks_for(
     family: KernelFamily, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> MaskCache:
     """Make masks as a metadata builder makes them for the family."""
-    return MaskCache(device, max_seq_len, MASK_BYTES, dtype, family.mask_values.get(dtype))
+    return MaskCache(device, max_seq_len, MASK_BYTES, dtype, family.mask_values_of(dtype))

@@ -7,6 +7,7 @@ torch's own GELU on NPUs is always the approximation by tanh (op-plugin's docume
 from typing import Any
 
 import torch
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import (
     GELU,
     FastGELU,
@@ -47,7 +48,7 @@ class FusedGeluAndMul(GeluAndMul):
         return torch.ops.npu.npu_geglu(x, -1, by_tanh, activate_left=True)[0]
 
 
-class _OneLaunch:
+class _OneLaunch(CustomOp):
     """GELU in one launch; vLLM has three layers with the formula by tanh."""
 
     approximation = "tanh"
@@ -58,7 +59,7 @@ class _OneLaunch:
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         if not self._is_fused:
-            return self.forward_native(x)  # type: ignore[attr-defined]
+            return self.forward_native(x)
         return torch.ops.npu.npu_gelu(x, approximate=self.approximation)
 
 

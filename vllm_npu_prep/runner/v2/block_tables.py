@@ -10,8 +10,8 @@ import torch
 from vllm_npu_prep.prep.arrays import PADDING_ROWS
 
 TOGETHER = 16
-"""From so many requests on, numpy appends their blocks faster than a loop, whose code is in the
-processor's cache after the first one."""
+"""From this many requests on, numpy appends their blocks faster than a loop does. The loop's code
+is in the processor's cache after its first request."""
 
 
 class NPUBlockTables:

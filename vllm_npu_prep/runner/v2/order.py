@@ -74,7 +74,7 @@ class BatchOrder:
         places, req_ids = self.places.copy(), self._req_ids.copy()
         free = sorted(places.pop(req_id) for req_id in self.places.keys() - names)
         free.extend(range(len(req_ids), len(names)))
-        req_ids.extend(names[len(req_ids) :])  # any names: these places are filled below
+        req_ids.extend(names[len(req_ids) :])  # any names: the loop overwrites them
         new = [req_id for req_id in names if req_id not in places]
         for place, req_id in zip(free, new, strict=True):
             places[req_id], req_ids[place] = place, req_id
@@ -83,7 +83,8 @@ class BatchOrder:
     def enter_rows(self, states: NPURequestState, arrived: list[str]) -> list[int]:
         """Look up the request rows that this step changes; return the places of these requests.
 
-        `arrived` are the step's new requests: one that comes back may be where it was before.
+        `arrived` are the step's new requests. One of them may have been in the last batch, at the
+        same place, but with another request row.
         """
         changed = list({*self.filled, *map(self.places.__getitem__, arrived)})
         num_reqs, before = len(self._req_ids), self.request_rows

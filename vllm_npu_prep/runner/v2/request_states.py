@@ -36,8 +36,6 @@ class NPURequestState:
     ----------
     req_id_to_index
         The request row of each request.
-    rows_of_running
-        Request rows of those requests of a step that are not new, in the scheduler's order.
     one_token_each, all_drafts, all_drafts_and_one
         int32 ``[max_num_reqs]``, the same number for each request: the tokens of a decode without
         drafts; the most drafts of a decode; and the tokens of a decode that has these.
@@ -47,8 +45,8 @@ class NPURequestState:
     num_computed_tokens_np, num_tokens
         int32 ``[max_num_reqs]``. Every sample counts as a known token.
     some_prefill
-        Whether a step has requests that still compute their prompts, apart from those that arrive
-        in the step; true if all of them arrive.
+        Whether a request of the step that arrived in an earlier step still computes its prompt.
+        Also true if the step has no such earlier request.
     all_token_ids, total_len
         Tokens on the device and their number, for requests whose sampling parameters read them:
         penalties, bad words, log-probabilities of prompts, budgets of thinking tokens.
@@ -81,8 +79,9 @@ class NPURequestState:
         self.num_speculative_steps = num_speculative_steps
         self.vocab_size, self.device = vocab_size, device
         self.req_id_to_index: dict[str, int] = {}
-        self.index_to_req_id: dict[int, str] = {}
-        self.rows_of_running = KeptRows(self)
+        # The requests of the last call of `running_rows`, and its result
+        self._running: list[str] = []
+        self._running_rows = np.empty(0, np.intp)
         self.one_token_each = np.ones(max_num_reqs, np.int32)
         self.all_drafts = np.full(max_num_reqs, num_speculative_steps, np.int32)
         self.all_drafts_and_one = self.all_drafts + 1
@@ -120,6 +119,16 @@ class NPURequestState:
         """Return the request rows of requests, int64 ``[len(req_ids)]``."""
         return np.fromiter(map(self.req_id_to_index.__getitem__, req_ids), np.intp, len(req_ids))
 
+    def running_rows(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Return what `rows_of` returns, which is looked up if these are others than the last ones.
+
+        Most steps have the requests of the last one, and to look 256 of them up takes longer than
+        the fused pass.
+        """
+        if self._running != req_ids:
+            self._running, self._running_rows = list(req_ids), self.rows_of(req_ids)
+        return self._running_rows
+
     def add_request(
         self,
         req_id: str,
@@ -134,7 +143,7 @@ class NPURequestState:
         `num_computed_tokens` of them are in the KV cache already.
         """
         request_row = self.free_indices.pop()
-        self.req_id_to_index[req_id], self.index_to_req_id[request_row] = request_row, req_id
+        self.req_id_to_index[req_id] = request_row
         length = len(all_token_ids)
         self.max_seq_len[request_row] = prompt_len + max_tokens
         self.prompt_len.np[request_row], self.prefill_len.np[request_row] = prompt_len, length
@@ -173,7 +182,7 @@ class NPURequestState:
         request_row = self.req_id_to_index.pop(req_id, None)
         if request_row is None:
             return None
-        del self.index_to_req_id[request_row]
+        self._running = []  # the request may come back in another row
         self.free_indices.append(request_row)
         self.readers.discard(request_row)
         self.samples.forget(request_row)
@@ -261,26 +270,6 @@ class NPURequestState:
         self.token_ids[request_rows[kept], places[kept]] = token_ids[kept]
 
 
-class KeptRows:
-    """The request rows of a step's running requests, looked up when these are not the last step's.
-
-    Most steps have the requests of the last one, and to look 256 of them up takes longer than the
-    fused pass. A request that arrives again, and so gets another row, does not run in the step of
-    its arrival.
-    """
-
-    def __init__(self, states: NPURequestState) -> None:
-        self._states = states
-        self._req_ids: list[str] = []
-        self._request_rows = np.empty(0, np.intp)
-
-    def of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """Return what `NPURequestState.rows_of` returns. It is called in every step."""
-        if self._req_ids != req_ids:
-            self._req_ids, self._request_rows = list(req_ids), self._states.rows_of(req_ids)
-        return self._request_rows
-
-
 class AwaitedSamples(NamedTuple):
     """The samples on the device from which a step continues, and the row of each request."""
 
@@ -338,8 +327,8 @@ class Samples:
         """Return the samples from which a step continues.
 
         `request_rows`, int ``[num_reqs]``, are the request rows in the order of the batch;
-        `is_awaited`, bool ``[num_reqs]``, says which requests continue from a sample; None if all
-        do.
+        `is_awaited`, bool ``[num_reqs]``, says which requests continue from a sample; None: all
+        that have one.
         """
         rows = self.rows[request_rows]
         if is_awaited is not None:

@@ -134,9 +134,9 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         cached = scheduler_output.scheduled_cached_reqs
-        request_rows = self.req_states.rows_of_running.of(cached.req_ids)
         self.req_states.some_prefill = not cached.req_ids  # else `advance` finds out
         if cached.req_ids:
+            request_rows = self.req_states.running_rows(cached.req_ids)
             counts: Sequence[int] | np.ndarray = cached.num_computed_tokens
             if self.use_async_spec_decode:
                 counts = self.req_states.exact_counts(request_rows, counts, self.num_valid_tokens)
@@ -446,7 +446,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
                 pooled = self.pooling_runner.pool(hidden_states, batch, states)
                 output = ModelRunnerOutput(
                     req_ids=batch.req_ids,
-                    req_id_to_index={name: index for index, name in enumerate(batch.req_ids)},
+                    req_id_to_index=self.order.places,
                     kv_connector_output=self.kv_connector.post_forward(state.finished_req_ids),
                 )
                 return PooledOutput(output, *pooled, self.output_copy_stream)

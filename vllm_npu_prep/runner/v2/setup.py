@@ -80,7 +80,7 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
         self.dcp_size = 1  # else upstream launches a kernel that counts each rank's part
         num_drafts = self.num_speculative_steps
         self.use_async_spec_decode = bool(num_drafts and asynchronous)
-        # Synchronous steps without drafts wait for samples, which pipeline stages are told
+        # Synchronous steps without drafts wait for samples; the scheduler tells them to all stages
         self._host_has_samples = not (num_drafts or asynchronous)
         self.num_valid_tokens = ReadBack(prep_device, self.max_num_reqs, is_pin_memory_available())
         self.input_batch = CheckedBatch(self.req_states)

@@ -100,10 +100,6 @@ class NPUSpeculator(TargetDependentARSpeculator):
     def use_graphs(self, sizes: Iterable[int]) -> None:
         self.passes.use_graphs(sizes)
 
-    @property
-    def graph_sizes(self) -> Sequence[int]:
-        return self.passes.sizes
-
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
         self.inputs_embeds = None  # upstream's buffer
