@@ -24,7 +24,8 @@ no copy here. All that flatters it. In ``charged_us``, and so in ``charged_ratio
 launches costs `LAUNCH_US`; ``launches`` is their number, without those of its sampler.
 
 With ``--prepare`` only the preparation is timed: the methods in `PREPARING`, up to the metadata. On
-V1, requests have been put in order when it begins; ours on V2 is timed from there on, too. With
+V1, requests have been put in order when it begins; ours on V2 is timed from there on, too, so it is
+to be compared with V1 alone: stock V2 puts them in order in the methods that are timed. With
 ``--enter`` the methods in `ENTERING` are timed as well, which take in what the scheduler decided
 and put the requests in order.
 """
@@ -94,11 +95,11 @@ ENTERING = {
     "ours": (*ENTERED, "gather_batch_req_state", *OF_V2),  # which calls `_prepare_inputs`
     "stock": (*ENTERED, *PREPARING["stock"]),
 }
-"""The same, and those before them that take in the scheduler's output."""
+"""The methods of `PREPARING`, and those that take in the scheduler's output before them."""
 
 
 class Preparation:
-    """A clock that runs while some methods of a runner do."""
+    """A clock that runs while one of the given methods of a runner runs."""
 
     def __init__(self, runner: Any, clock: Clock, methods: tuple[str, ...]) -> None:
         self.clock, self.elapsed = clock, 0
@@ -364,7 +365,7 @@ def main() -> None:
     parser = parser_of(__doc__.splitlines()[0], CASES)
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--prepare", action="store_true", help="time the preparation alone")
-    part.add_argument("--enter", action="store_true", help="and what comes before it")
+    part.add_argument("--enter", action="store_true", help="time it and what comes before")
     args = parser.parse_args()
     timed = PREPARING if args.prepare else ENTERING if args.enter else None
     rows = []

@@ -5,7 +5,7 @@
 
 Each program is a process of its own (`peer_engine.py`), since they need other versions of vLLM and
 torch_npu. Both serve the same tiny model and the same requests, each with its own defaults, and are
-measured in turns, with one thread. Of an engine's step are counted copies, launches, and waits.
+measured in turns, with one thread. Copies, launches and waits of an engine's step are counted.
 Host time is the engine's thread without what it spent in the emulator; its streams run between
 steps. So no launch costs time here, neither one of torch_npu nor one of Triton, and the column
 "with launches" charges `LAUNCH_US` for each, on both sides.
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ LAUNCH_US = 8.68
 """Host time of a launch by Triton on a GB200's host (vllm-project/vllm#34838). What a launch costs
 on a host with NPUs was not measured."""
 EMULATOR = ("--quiet", "--hazards", "warn")
-"""A hazard is no reason to stop: a row has its counter."""
+"""Hazards don't end a run; each row has their number."""
 HEAD_SIZE = 64
 SIZES: dict[str, Any] = {
     **{"hidden_size": 256, "intermediate_size": 512, "head_dim": HEAD_SIZE},
@@ -44,7 +44,7 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 512 << 20,
 }
 OPTIONS = {"vllm-ascend": {"enable_cpu_binding": False}, "this plugin": {}}
-"""Those that one program alone has: both are measured on the processor that they are given."""
+"""Options that only one program has. Without them, vllm-ascend would choose its processors."""
 CAPTURED = [8, 32, 256]
 SHORT = 4
 LONGEST = 240
@@ -162,8 +162,13 @@ class Program:
 
     def __exit__(self, *error: object) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()  # the worker ends
-        self.process.wait()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()  # the worker ends
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def ask(self, case: dict[str, Any]) -> dict[str, Any]:
         self._write(case)

@@ -121,7 +121,7 @@ def test_no_error_is_documented_that_is_gone():
 
 
 def test_no_two_rows_document_one_message():
-    """Each row finds a message of its own; those that few rows fit choose first."""
+    """Each row has a message of its own; messages that fit the fewest rows choose first."""
     left = [code for row in ERRORS.rows for code in code_of(row[0]) if code not in ENDING_ERRORS]
     fitting = [[code for code in left if text.fullmatch(code)] for text in messages().values()]
     for codes in sorted(fitting, key=len):

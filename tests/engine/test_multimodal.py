@@ -339,8 +339,8 @@ def test_a_handle_that_is_not_sent_holds_no_shared_memory(monkeypatch):
     [("eagle", "V2"), ("eagle", "V1"), ("eagle3", "V2"), ("eagle3", "V1"), ("draft_model", "V2")],
 )
 def test_drafts_behind_images(vision_models, references, adapted, seed, tmp_path, method, runner):
-    """By heads that are always wrong, and by the model's own text; each draft's positions count
-    on. The third request has an adapter."""
+    """The heads are always wrong; the draft model is the model's own text part. The positions of
+    drafts count on from the last token. The third request has an adapter."""
     model, first = vision_models / "qwen3_vl", make_image(seed)
     requests = [
         chat(first, "to and fro and to and fro and to and fro and"),
