@@ -30,7 +30,7 @@ def server(runner, demo_model, demo_drafters, tmp_path_factory):
         *("--additional-config", json.dumps(config), "--speculative-config", json.dumps(drafts)),
         *("--structured-outputs-config", XGRAMMAR, *fields.SERVED),
         *("--cudagraph-capture-sizes", "8", "32"),
-        **FORKED | ({RUNNER_ENV_VAR: "1"} if runner == "V2" else {}),
+        **FORKED | {RUNNER_ENV_VAR: str(int(runner == "V2"))},
     )
     yield server
     server.kill()
