@@ -38,6 +38,7 @@ class Watched:
         self.logits: torch.Tensor | None = None
         self.decision: Any = None
         self.took_embeds = False
+        self.to_sample_from: Any = lambda logits: logits
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
         decide = runner._determine_batch_execution_and_padding
 
@@ -58,7 +59,7 @@ class Watched:
 
         def sample_logits(logits: torch.Tensor | None, *args: Any) -> Any:
             self.logits = None if logits is None else logits.clone()
-            return sample(logits, *args)
+            return sample(self.to_sample_from(logits), *args)
 
         runner._prepare_inputs = prepare_inputs
         runner._determine_batch_execution_and_padding = determine
@@ -153,6 +154,7 @@ class Pair:
     def __init__(self, ours: Any) -> None:
         self.ours = ours
         self._begin(UpstreamRunner(ours), Watched(ours))
+        self.watched[self.upstream].to_sample_from = self._logits_of_ours
 
     def _begin(self, upstream: UpstreamRunner, watched: Any) -> None:
         """Take the other runner, and what is noted of ours."""
@@ -233,14 +235,20 @@ class Pair:
     def _sample_both(self, grammar_output: Any) -> Any:
         for watched in self.watched.values():
             watched.passes.clear()
-        with self.running(self.upstream):
-            theirs = self.upstream.sample_tokens(copy.deepcopy(grammar_output))
+        theirs_grammar = copy.deepcopy(grammar_output)
         with self.running(self.ours):
             ours = self.ours.sample_tokens(grammar_output)
-        mine, others = (self.watched[each].logits for each in (self.ours, self.upstream))
-        self.close("logits", flat([mine]), flat([others]))
+        with self.running(self.upstream):
+            theirs = self.upstream.sample_tokens(theirs_grammar)
         self._compare_drafts()
         return self._compare_results(ours, theirs)
+
+    def _logits_of_ours(self, logits: torch.Tensor | None) -> torch.Tensor | None:
+        """What upstream's runner samples from, once its own logits were found to be as near as the
+        dtype allows: two tokens that rounding alone tells apart are no disagreement."""
+        mine = self.watched[self.ours].logits
+        self.close("logits", flat([mine]), flat([logits]))
+        return None if mine is None else mine.clone()
 
     def _compare_drafts(self) -> None:
         """What both drafters were given in each of their passes, and what they made of it."""

@@ -138,7 +138,9 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
         options = settings.get("additional_config", {}).get("npu_prep", {})
         settings["additional_config"] = {"npu_prep": {"check": CHECK, **options}}
     # An engine collects garbage some fifteen times, 0.3 s each with every module's objects to look
-    # at. Only its own are looked at now: it neither freezes them nor thaws the others.
+    # at. Only its own are looked at now: it neither freezes them nor thaws the others. What is left
+    # of the engine before is collected first: frozen, it would keep its memory for good.
+    gc.collect()
     gc.freeze()
     # vLLM adds a random tail to the id of a request, and walks through sets of ids.
     tails = (f"{number:08x}" for number in itertools.count())
@@ -159,6 +161,9 @@ def engine(model: Path, **settings: Any) -> Iterator[Any]:
             cell["features"] += came_with_requests(llm.llm_engine.engine_core.engine_core.scheduler)
         finally:
             llm.llm_engine.engine_core.shutdown()
+            # The caller still has a name for it. What is alive when another engine begins is
+            # frozen, and keeps its memory for good.
+            llm.__dict__.clear()
             del llm
             cleanup_dist_env_and_memory()
             gc.collect()

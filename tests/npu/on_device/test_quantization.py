@@ -74,8 +74,8 @@ CASES = {
     ),
     "experts": Case("Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, in_graphs=True),
     "experts, ModelSlim": Case("Qwen3Moe", "float16", MODELSLIM, 0, MIXTURE, in_graphs=True),
-    "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 1, HYBRID),
-    "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 1, HYBRID | EXPERTS),
+    "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 0, HYBRID),
+    "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 0, HYBRID | EXPERTS),
 }
 
 
