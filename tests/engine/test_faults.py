@@ -77,6 +77,23 @@ def test_a_step_that_fails_ends_the_engine_with_its_reason(
         assert generate(llm, prompts, greedy(8)) == expected
 
 
+def test_memory_of_tests_engines_comes_back(qwen3):
+    """An engine freezes what there is when it begins: on a card, memory would be gone for good."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()  # a collection by chance would hide that none is asked for
+    circle = weakref.ref(Circle())
+    assert circle() is not None
+    with engine(qwen3) as llm:
+        gc.enable()
+        assert circle() is None, "what the engine before has left"
+        runner = weakref.ref(runner_of(llm))
+    assert runner() is None, "although there is a name for its engine"
+
+
 def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(qwen3, seed, tmp_path, monkeypatch):
     """The host's clock is set a day ahead and two days back, again and again."""
     prompts, clock, jumps = prompts_of(seed, LENGTHS), time.time, count()
