@@ -19,6 +19,8 @@ test test-fast test-touched test-all matrix timing bench throughput mutants soak
 # vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
 test test-fast test-touched test-all matrix timing mutants: export OMP_NUM_THREADS := 1
 test test-fast test-touched test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
+# Processes that tests start leave byte code to the next ones, whatever the environment says.
+test test-fast test-touched test-all matrix timing mutants: export PYTHONDONTWRITEBYTECODE :=
 # vLLM walks through sets of request ids: without this, traffic of a seed is not the same every time.
 test test-fast test-touched test-all matrix timing mutants soak: export PYTHONHASHSEED := 0
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -26,20 +26,18 @@ UNDER_EVERY_PROFILE = (
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
     *("served", "shared_prefix", "tokens", "verify_device", "windows"),
 )
-LAYERS = ("experts", "fused", "hybrids", "latent", "quantization", "sleep", "tokens")
-OF_FILES = {"memory": "small", "ranks": "skewed", **dict.fromkeys(LAYERS, "layers")}
+OF_FILES = {"memory": "small", "ranks": "skewed"}
 SKEWED = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers[fia"
 """Beginning of the ids of tests that need streams of very different speed, as those of ranks do."""
 OPTIONS = {
     "equal": ("--memory", "1G", "--delay", "equal"),
-    "layers": ("--memory", "1G", "--delay", "equal"),
     "skewed": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
     "small": ("--memory", "170M", "--delay", "equal"),
     "8.5": ("--delay", "equal", "--profile", "8.5"),
     "docs": ("--delay", "equal", "--profile", "docs"),
 }
-"""Cards. Files are on the first one, or as `OF_FILES` says; ``equal`` and ``layers`` have about as
-much to do. Where streams are skewed, an operator of the first one takes eight times as long."""
+"""Cards. Files are on the first one, or as `OF_FILES` says. Where streams are skewed, an operator of
+the first one takes eight times as long."""
 SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of a phase of a test."""
 
