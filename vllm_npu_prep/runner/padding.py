@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.counts import EAGER, StepCounts
 from vllm_npu_prep.prep.batch import StepBatch
@@ -17,7 +17,8 @@ KEPT_DECISIONS = 4096
 
 
 class CacheLimits(NamedTuple):
-    """The limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
+    """The limits of one call of attention, if there are any
+    (`vllm_npu_prep.attention.fused_calls.limits_batches`).
 
     A full graph is one call for all its requests; an eager step can be split into several.
     """
@@ -241,7 +242,7 @@ def cache_limits(
     PrepError
         If the cache is too small for one request.
     """
-    if not batch_limits(vllm_config).apply:
+    if not limits_batches(vllm_config):
         return None, None
     limits = CacheLimits(num_blocks, block_size)
     if not is_profiling:

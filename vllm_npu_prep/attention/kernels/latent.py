@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_npu_prep.attention.families import KernelFamily
-from vllm_npu_prep.attention.fused_releases import BatchLimits
-from vllm_npu_prep.attention.kernels import NO_LIMITS
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 
@@ -183,7 +181,7 @@ class LatentCall:
         )
 
 
-def make_latent_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> LatentKernels:
+def make_latent_kernels(name: str, limits_batches: bool = False) -> LatentKernels:
     """Make the kernels of a family that start-up accepted; no other family is imported."""
     module, kernels = {
         "compiled": ("compiled", "LatentCompiledKernels"),
@@ -192,4 +190,4 @@ def make_latent_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> LatentKer
     }[name]
     package = __name__.rpartition(".")[0]
     made = getattr(importlib.import_module(f"{package}.{module}"), kernels)
-    return made(limits) if name == "fia" else made()
+    return made(limits_batches) if name == "fia" else made()

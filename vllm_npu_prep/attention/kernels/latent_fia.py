@@ -13,8 +13,7 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
-from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, BatchLimits
-from vllm_npu_prep.attention.kernels import NO_LIMITS
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
 from vllm_npu_prep.attention.kernels.fia import Part, plan_of, split
 from vllm_npu_prep.attention.kernels.latent import (
     Attended,
@@ -37,8 +36,8 @@ class LatentFiaKernels:
     family = FIA
     workspace_serves_all_lengths = True
 
-    def __init__(self, limits: BatchLimits = NO_LIMITS) -> None:
-        self.limits = limits
+    def __init__(self, limits_batches: bool = False) -> None:
+        self.limits_batches = limits_batches
         self._no_lse: torch.Tensor | None = None
 
     def decode_heads(self, num_heads: int) -> int:
@@ -69,7 +68,7 @@ class LatentFiaKernels:
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
         sums = self._no_lse if lse is None else lse.unsqueeze(-1)
-        if metadata.kernel_plan is None and self.limits.apply and not metadata.in_full_graph:
+        if metadata.kernel_plan is None and self.limits_batches and not metadata.in_full_graph:
             metadata.kernel_plan = split(metadata, MAX_LENGTHS, *planes.latent.shape[:2])
         for part in plan_of(metadata):
             tokens = part.tokens
