@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend, AscendMetadataBuilder
 from vllm_npu_prep.attention.fused_calls import limits_batches
+from vllm_npu_prep.attention.kernels import Attended
 from vllm_npu_prep.attention.kernels.latent import (
-    Attended,
     LatentCall,
     LatentKernels,
     LatentShape,

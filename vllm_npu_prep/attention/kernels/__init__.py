@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,6 +12,16 @@ from vllm_npu_prep.attention.metadata import AscendMetadata
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 """K and V of a step's tokens, each ``[num_attended_tokens, num_kv_heads, head_size]``."""
+
+
+class Attended(NamedTuple):
+    """Attention over some of the keys, with what is needed to merge it with attention over others.
+
+    There are ``T`` tokens and ``H`` heads, whose values have the size ``D``.
+    """
+
+    output: torch.Tensor  # [T, H, D]
+    lse: torch.Tensor  # [T, H] float32: log-sum-exp of the scores, base e; -inf if there was no key
 
 
 @dataclass(frozen=True)

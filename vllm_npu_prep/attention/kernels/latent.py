@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_npu_prep.attention.families import KernelFamily
+from vllm_npu_prep.attention.kernels import Attended
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 
@@ -41,13 +42,6 @@ class Projected(NamedTuple):
     key: torch.Tensor  # [S, N, qk_nope_head_dim]
     key_rope: torch.Tensor  # [S, 1, qk_rope_head_dim], of all heads
     value: torch.Tensor  # [S, N, v_head_dim]
-
-
-class Attended(NamedTuple):
-    """Attention over some rows, with what is needed to merge it with attention over others."""
-
-    output: torch.Tensor  # [T, N, v_head_dim]
-    lse: torch.Tensor  # [T, N] float32: log-sum-exp of the scores, base e
 
 
 def planes_of(kv_cache: torch.Tensor, shape: LatentShape) -> Planes:

@@ -14,9 +14,9 @@ import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
 from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
-from vllm_npu_prep.attention.kernels.fia import Part, plan_of, split
+from vllm_npu_prep.attention.kernels import Attended
+from vllm_npu_prep.attention.kernels.fia import CAUSAL_MODE, NO_MASK_MODE, Part, plan_of, split
 from vllm_npu_prep.attention.kernels.latent import (
-    Attended,
     LatentCall,
     LatentShape,
     Planes,
@@ -25,9 +25,6 @@ from vllm_npu_prep.attention.kernels.latent import (
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.latent_releases import HEAD_SIZE
 from vllm_npu_prep.attention.metadata import AscendMetadata
-
-NO_MASK_MODE = 0
-CAUSAL_MODE = 3  # the constant's diagonal lies on the lower right corner
 
 
 class LatentFiaKernels:
