@@ -41,13 +41,7 @@ class CacheLimits(NamedTuple):
         return blocks <= self.num_blocks
 
     def refuse_long_requests(self, max_model_len: int) -> None:
-        """Refuse a cache that is too small for one request, which can't be split.
-
-        Raises
-        ------
-        PrepError
-            It says how long requests may be.
-        """
+        """Refuse a cache that is too small for one request, which can't be split."""
         if -(-max_model_len // self.block_size) > self.num_blocks:
             raise PrepError(
                 f"--max-model-len {max_model_len}: the KV cache has {self.num_blocks} blocks of "
@@ -236,11 +230,6 @@ def cache_limits(
         The sizes of the cache; the block size is the smallest of its groups.
     is_profiling
         Whether the cache is a small one, made to measure memory.
-
-    Raises
-    ------
-    PrepError
-        If the cache is too small for one request.
     """
     if not limits_batches(vllm_config):
         return None, None
