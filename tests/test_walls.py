@@ -62,6 +62,10 @@ def foreign_names(tree: ast.AST) -> set[str]:
     }
 
 
+CHANGES = ("setattr", "delattr", "instead_of")
+"""Functions that change what their first argument has."""
+
+
 def is_changed(node: ast.AST) -> bool:
     """Whether a file assigns or deletes an attribute or an element here."""
     of_another = isinstance(node, ast.Attribute | ast.Subscript)
@@ -73,7 +77,7 @@ def patches(tree: ast.AST) -> list[str]:
     foreign, found = foreign_names(tree), []
     for node in ast.walk(tree):
         root = node if is_changed(node) else None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CHANGES:
             root = node.args[0]
         while isinstance(root, ast.Attribute | ast.Subscript):
             root = root.value

@@ -43,13 +43,7 @@ class Output:
             self._stream.flush()
 
     def finish(self) -> None:
-        """Write buffered text now: at the interpreter's end it is too late to report an error.
-
-        Raises
-        ------
-        OSError
-            If anything could not be written.
-        """
+        """Write buffered text now: at the interpreter's end it is too late to report an error."""
         self.flush()
         if self.error is not None:
             raise self.error

@@ -63,13 +63,7 @@ class RecordConfig(BaseModel):
         return steps
 
     def make_folder(self) -> Path:
-        """Make the folder ``dir`` if it doesn't exist.
-
-        Raises
-        ------
-        PrepError
-            If it can't be made or can't be written to.
-        """
+        """Make the folder ``dir`` if it doesn't exist; refuse one that can't be written to."""
         folder = Path(self.dir).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,7 @@ from vllm_npu_prep.errors import PrepError
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a path where something other than a file is.
-
-    Raises
-    ------
-    PrepError
-        If a folder or a device is there.
-    """
+    """Refuse a path where something other than a file is, such as a folder or a device."""
     if path.exists() and not path.is_file():
         raise PrepError(f"{path}: not a file that can be replaced; name another")
 

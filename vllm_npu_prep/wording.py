@@ -31,13 +31,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds of a command line, which has to be above 0 and below a million.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError
-        If it is not such a number.
-    """
+    """Parse a number of seconds of a command line, which has to be above 0 and below a million."""
     try:
         number = float(text)
     except ValueError:

@@ -15,7 +15,6 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import (
-    PartialAttention,
     attend_dcp,
     merge_over_ranks,
     merge_partials,
@@ -23,7 +22,7 @@ from vllm_npu_prep.attention.context_parallel import (
     own_of,
     rows_of,
 )
-from vllm_npu_prep.attention.kernels import LayerShape
+from vllm_npu_prep.attention.kernels import Attended, LayerShape
 from vllm_npu_prep.attention.kernels.reference import ReferenceKernels
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.latent_dcp import share_prefills
@@ -38,7 +37,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def share_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> PartialAttention:
+def share_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Attended:
     """By the definition: ``[T, H, D]`` over ``[S, D]``, in float64."""
     scores = query.double() @ key.double().T  # [T, H, S]
     weights = scores.exp()
@@ -48,7 +47,7 @@ def share_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Par
         if len(key)
         else torch.zeros(*query.shape[:2], value.shape[-1])
     )
-    return PartialAttention(output.float(), sums.log().float())
+    return Attended(output.float(), sums.log().float())
 
 
 @pytest.mark.parametrize("cuts", [[3, 4], [1, 6], [0, 2], [7, 7], [0, 0]])
@@ -63,13 +62,13 @@ def test_merged_shares_are_attention_over_all_keys(cuts):
 
 
 def test_tokens_without_any_key_get_zeros():
-    nothing = PartialAttention(torch.full((1, 2, 3), 7.0), torch.full((1, 2), NO_KEY))
+    nothing = Attended(torch.full((1, 2, 3), 7.0), torch.full((1, 2), NO_KEY))
     merged = merge_partials([nothing, nothing])
     assert (merged.output == 0).all() and (merged.lse == NO_KEY).all()
 
 
 def test_rows_of_nobody_are_left_out():
-    share = PartialAttention(torch.full((2, 1, 1), float("nan")), torch.zeros(2, 1))
+    share = Attended(torch.full((2, 1, 1), float("nan")), torch.zeros(2, 1))
     kept = only_rows(share, torch.tensor([False, True]))
     assert kept.output[0].item() == 0 and kept.output[1].isnan()
     assert kept.lse.flatten().tolist() == [NO_KEY, 0]
@@ -108,7 +107,7 @@ def test_each_rank_gets_the_merged_results_of_its_heads():
     query, key, value = drawn(0, 3, 4, 5), drawn(1, 9, 5), drawn(2, 9, 5)
     whole = share_of(query, key, value)
 
-    def of_rank(group: Group) -> PartialAttention:
+    def of_rank(group: Group) -> Attended:
         mine = slice(group.rank_in_group, None, 2)
         return merge_over_ranks(share_of(query, key[mine], value[mine]), group)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.attention.kernels import LayerShape
 from vllm_npu_prep.attention.kernels.latent import LatentShape, Planes
 from vllm_npu_prep.prep.state import AttentionState
@@ -117,7 +116,7 @@ def test_a_batch_with_too_many_blocks_is_several_calls(fia, query_lens, seq_lens
     assert len(fia.calls) == 1 and not whole.isnan().any()
     fia.calls.clear()
     metadata = step(query_lens, seq_lens)
-    kernels = fia.module.FiaKernels(BatchLimits(apply=True))
+    kernels = fia.module.FiaKernels(limits_batches=True)
     for _ in range(2):  # layers
         assert torch.equal(attend(kernels, metadata), whole)
     assert len(fia.calls) == 2 * calls
@@ -140,7 +139,7 @@ def test_latent_decodes_with_too_many_blocks_are_several_calls(fia, in_full_grap
     whole = attend_latent(fia.latent.LatentFiaKernels(), step(*lengths))
     assert len(fia.calls) == 1 and not whole.isnan().any()
     fia.calls.clear()
-    kernels = fia.latent.LatentFiaKernels(BatchLimits(apply=True))
+    kernels = fia.latent.LatentFiaKernels(limits_batches=True)
     metadata = step(*lengths, in_full_graph=in_full_graph)
     for _ in range(2):  # layers
         assert torch.equal(attend_latent(kernels, metadata), whole)
@@ -154,13 +153,13 @@ def test_prompts_are_split_by_their_number_alone(fia, monkeypatch):
     settings = {"attn_state": AttentionState.PrefillNoCache}
     whole = attend(fia.module.FiaKernels(), step(lengths, lengths, **settings))
     fia.calls.clear()
-    kernels = fia.module.FiaKernels(BatchLimits(apply=True))
+    kernels = fia.module.FiaKernels(limits_batches=True)
     assert torch.equal(attend(kernels, step(lengths, lengths, **settings)), whole)
     assert [call["ends"] for call in fia.calls] == [[9, 21], [8]]
 
 
 def test_a_full_graph_is_one_call(fia):
-    kernels = fia.module.FiaKernels(BatchLimits(apply=True))
+    kernels = fia.module.FiaKernels(limits_batches=True)
     attend(kernels, step([1] * 7, [1] * 7, in_full_graph=True))
     assert len(fia.calls) == 1
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from vllm_npu_prep.attention import mla
-from vllm_npu_prep.attention.kernels import NO_LIMITS
 from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
 from vllm_npu_prep.attention.latent import LatentArrays, split_metadata
 from vllm_npu_prep.prep.latent_split import LatentSplit
@@ -40,7 +39,7 @@ class Layer:
         monkeypatch.setattr(mla, "get_current_vllm_config", lambda: None)
         decided = SimpleNamespace(attention=family)
         monkeypatch.setattr(mla, "decisions_of", lambda config: decided)
-        monkeypatch.setattr(mla, "batch_limits", lambda config: NO_LIMITS)
+        monkeypatch.setattr(mla, "limits_batches", lambda config: False)
         self.impl = mla.AscendMLAImpl(
             num_heads=SHAPE.num_heads,
             head_size=SHAPE.kv_lora_rank + SHAPE.qk_rope_head_dim,

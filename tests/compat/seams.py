@@ -78,7 +78,8 @@ class Uses:
                 case ast.ClassDef():
                     self._overrides(node)
                 case ast.Call(
-                    func=ast.Name("getattr" | "hasattr" | "setattr"), args=[of, name, *_]
+                    func=ast.Name("getattr" | "hasattr" | "setattr" | "instead_of"),
+                    args=[of, name, *_],
                 ):
                     if isinstance(name, ast.Constant):
                         self._members(of, str(name.value))

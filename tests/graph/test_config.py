@@ -10,7 +10,6 @@ from tests.helpers.engine import engine_config, make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V2_LITE
 from tests.helpers.v2 import asked_for
 from vllm_npu_prep.attention import fused_calls
-from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.device import NPU_KIND, waits_for_launches
 from vllm_npu_prep.errors import PrepError
@@ -294,8 +293,7 @@ def test_limits_of_a_batch_leave_decodes_of_one_engine(
     configure, monkeypatch, settings, mode, instead
 ):
     """A step that breaks them runs eagerly, which several engines would have to agree on."""
-    limits = BatchLimits(apply=True)
-    monkeypatch.setattr("vllm_npu_prep.graph.modes.batch_limits", lambda config: limits)
+    monkeypatch.setattr("vllm_npu_prep.graph.modes.limits_batches", lambda config: True)
     config = configure(compilation_config={"cudagraph_mode": mode}, **settings)
     assert mode_of(config) == instead
     if config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
@@ -303,8 +301,7 @@ def test_limits_of_a_batch_leave_decodes_of_one_engine(
 
 
 def test_full_graphs_for_too_many_requests_are_off(configure, monkeypatch):
-    limits = BatchLimits(apply=True)
-    monkeypatch.setattr("vllm_npu_prep.graph.modes.batch_limits", lambda config: limits)
+    monkeypatch.setattr("vllm_npu_prep.graph.modes.limits_batches", lambda config: True)
     mode = {"cudagraph_mode": "FULL_DECODE_ONLY"}
     config = configure(max_num_seqs=4097, max_num_batched_tokens=8192, compilation_config=mode)
     assert mode_of(config) == "NONE"
@@ -319,12 +316,12 @@ def test_a_drafter_limits_batches_as_the_model_does(configure, monkeypatch, tmp_
     target = configure(
         make_model(tmp_path / "a", head_dim=128, num_attention_heads=4, num_key_value_heads=2)
     )
-    assert not fused_calls.batch_limits(target).apply
+    assert not fused_calls.limits_batches(target)
     drafter = make_model(tmp_path / "b", head_dim=192, num_attention_heads=2, num_key_value_heads=2)
-    assert fused_calls.batch_limits(configure(drafter)).apply
+    assert fused_calls.limits_batches(configure(drafter))
     draft_config = configure(drafter).model_config
     target.speculative_config = SimpleNamespace(draft_model_config=draft_config)
-    assert fused_calls.batch_limits(target).apply
+    assert fused_calls.limits_batches(target)
 
 
 def test_latent_attention_keeps_what_its_documentation_limits(configure, monkeypatch, tmp_path):
@@ -333,5 +330,5 @@ def test_latent_attention_keeps_what_its_documentation_limits(configure, monkeyp
     )
     latent = make_model(tmp_path / "latent", "DeepseekV2", **V2_LITE, **LATENT_ON_NPUS)
     documented = {"npu_prep": {"kernel_rules": "documented"}}
-    assert not fused_calls.batch_limits(configure(latent)).apply
-    assert fused_calls.batch_limits(configure(latent, additional_config=documented)).apply
+    assert not fused_calls.limits_batches(configure(latent))
+    assert fused_calls.limits_batches(configure(latent, additional_config=documented))

@@ -240,7 +240,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("context chunks on NPUs are merged as if all weighed the same", "[part.lse.reshape(-1) for part in parts]", "[part.lse.reshape(-1) * 0 for part in parts]", LATENT_ON_NPU),
         ("pieces on NPUs are read from the context's begin", "seq_offset=chunk.starts", "seq_offset=chunk.starts * 0", LATENT_ON_NPU),
         ("decodes on NPUs read latent rows past a request's length", '"actual_seq_kvlen": part.seq_lens', '"actual_seq_kvlen": [n + 1 for n in part.seq_lens]', LATENT_ON_NPU),
-        ("npu: latent decodes with too many blocks are one call", "self.limits.apply and not", "False and not", ("tests/attention/test_fused_limits.py",)),
+        ("npu: latent decodes with too many blocks are one call", "self.limits_batches and not", "False and not", ("tests/attention/test_fused_limits.py",)),
         ("joined heads on NPUs get keys that are not rotated", "torch.cat((key, key_rope), -1)", "torch.cat((key, 0 * key_rope), -1)", LATENT_ON_NPU),
     ],
     "attention/kernels/latent_reference.py": [

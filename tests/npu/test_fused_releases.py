@@ -130,17 +130,17 @@ def test_batches_are_limited_where_the_card_limits_them(profile):
         call = FusedCall(Form.CHUNK, "torch.bfloat16", 4, num_kv_heads, head_size, 128)
         shared = {"query_lens": [1] * 3, "kv_lens": [600] * 3, "num_blocks": 8}
         verdict = explain(profile, form="chunk", **sizes, **shared)
-        assert verdict.accepted != RULES[profile].limits([call]).apply, (head_size, num_kv_heads)
+        assert verdict.accepted != RULES[profile].limits_batches([call]), (head_size, num_kv_heads)
         many = {"query_lens": [1] * 4097, "kv_lens": [1] * 4097}
         verdict = explain(profile, form="chunk", **sizes, **many)
-        assert verdict.accepted != RULES[profile].limits([call]).apply
+        assert verdict.accepted != RULES[profile].limits_batches([call])
 
 
 def test_a_release_before_8_5_has_one_kernel():
     rules = FusedRules(release_of("8.3.RC1"))
     call = FusedCall(Form.DECODE, "torch.bfloat16", 8, 2, 128, 128)
     assert rules.release.kernel_of(call) is Kernel.PFA
-    assert rules.refusal(call) is None and rules.limits([call]).apply
+    assert rules.refusal(call) is None and rules.limits_batches([call])
     half = FusedCall(Form.DECODE, "torch.float16", 8, 2, 128, 128)
     assert "bfloat16" in rules.refusal(half)
     small = FusedCall(Form.DECODE, "torch.bfloat16", 8, 2, 128, 16)

@@ -28,7 +28,7 @@ from vllm_npu_prep.attention.context_parallel import (
     rows_of,
 )
 from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE, KERNEL_FAMILIES
-from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.attention.kernel_blocks import KernelBlockTables, blocks_per_block
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
@@ -402,7 +402,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
             num_heads, self.num_kv_heads, head_size, scale, logits_soft_cap
         )
         config = get_current_vllm_config()
-        self.kernels = make_kernels(decisions_of(config).attention, batch_limits(config))
+        self.kernels = make_kernels(decisions_of(config).attention, limits_batches(config))
         if self.shares_kv and not self.kernels.family.kv_sharing:
             raise PrepError(
                 f'layers that share K and V do not run with "{self.kernels.family.name}" kernels: '

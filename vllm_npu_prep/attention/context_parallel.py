@@ -10,25 +10,18 @@ the result is merged in the same way; a decode's only token is in the cache alre
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from vllm_npu_prep.attention.kernels import AttentionKernels, KeyValue, LayerShape
+from vllm_npu_prep.attention.kernels import Attended, AttentionKernels, KeyValue, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.state import AttentionState
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
-
-
-class PartialAttention(NamedTuple):
-    """Attention over some of the keys: ``T`` tokens, ``H`` heads of size ``D``."""
-
-    output: torch.Tensor  # [T, H, D]
-    lse: torch.Tensor  # [T, H] float32: log-sum-exp, base e; -inf if there was no key
 
 
 @dataclass(frozen=True)
@@ -76,14 +69,14 @@ def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(lses == float("-inf"), 0.0, weights), lse
 
 
-def merge_partials(shares: Sequence[PartialAttention]) -> PartialAttention:
+def merge_partials(shares: Sequence[Attended]) -> Attended:
     """Return the attention over the keys of all shares, which have no key in common."""
     weights, lse = weights_of(torch.stack([share.lse for share in shares]))
     parts = [share.output.float() * w.unsqueeze(-1) for share, w in zip(shares, weights)]
-    return PartialAttention(sum(parts[1:], parts[0]).to(shares[0].output.dtype), lse)
+    return Attended(sum(parts[1:], parts[0]).to(shares[0].output.dtype), lse)
 
 
-def merge_over_ranks(mine: PartialAttention, group: Any) -> PartialAttention:
+def merge_over_ranks(mine: Attended, group: Any) -> Attended:
     """Return the attention over the keys of all ranks, for this rank's heads.
 
     Parameters
@@ -97,7 +90,7 @@ def merge_over_ranks(mine: PartialAttention, group: Any) -> PartialAttention:
     weighted = mine.output.float() * weights[rank].unsqueeze(-1)
     output = group.reduce_scatter(weighted.to(mine.output.dtype), dim=1)
     heads = output.shape[1]
-    return PartialAttention(output, lse[:, rank * heads : (rank + 1) * heads])
+    return Attended(output, lse[:, rank * heads : (rank + 1) * heads])
 
 
 # ----------------------------------------------------------------- a step
@@ -177,13 +170,13 @@ def attend_dcp(
     output.copy_(merge_partials([context, new]).output)
 
 
-def _empty_share(queries: torch.Tensor, size: int) -> PartialAttention:
+def _empty_share(queries: torch.Tensor, size: int) -> Attended:
     """Allocate a result for `queries` ``[T, H, ...]``, with heads of this size."""
     lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-    return PartialAttention(queries.new_empty(*queries.shape[:2], size), lse)
+    return Attended(queries.new_empty(*queries.shape[:2], size), lse)
 
 
-def only_rows(share: PartialAttention, has_rows: torch.Tensor | None) -> PartialAttention:
+def only_rows(share: Attended, has_rows: torch.Tensor | None) -> Attended:
     """Return `share` without a key for tokens whose request has no row on this rank.
 
     The row that kernels read for such a request is not its own.
@@ -191,4 +184,4 @@ def only_rows(share: PartialAttention, has_rows: torch.Tensor | None) -> Partial
     if has_rows is None:
         return share
     output = torch.where(has_rows[:, None, None], share.output, 0.0)
-    return PartialAttention(output, torch.where(has_rows[:, None], share.lse, float("-inf")))
+    return Attended(output, torch.where(has_rows[:, None], share.lse, float("-inf")))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_npu_prep.attention.families import DEFAULT_BLOCK_SIZE
 from vllm_npu_prep.attention.fused_releases import (
     RELEASES,
-    BatchLimits,
     Form,
     FusedCall,
     FusedRules,
@@ -69,15 +68,17 @@ def rules_of(vllm_config: "VllmConfig", cann: str | None = None) -> FusedRules:
     return FusedRules(release, options.kernel_rules == "documented")
 
 
-def batch_limits(vllm_config: "VllmConfig") -> BatchLimits:
-    """Return the limits of an engine's batches; kernel families other than ``fia`` have none.
+def limits_batches(vllm_config: "VllmConfig") -> bool:
+    """Return whether an engine's calls have the limits of `FusedRules.limits_batches`.
+
+    Kernel families other than ``fia`` have none.
 
     No kernel of latent attention is known to have any, but its documentation states both: lengths
     under "TND, TND_NTD", before it tells heads of 512 from others, and blocks wherever TND is
     paged (Ascend/op-plugin, its page of ``npu_fused_infer_attention_score_v2``).
     """
     if decisions_of(vllm_config).attention != "fia":
-        return BatchLimits()
+        return False
     models: list[Any] = [vllm_config.model_config]
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.draft_model_config is not None:
@@ -86,5 +87,5 @@ def batch_limits(vllm_config: "VllmConfig") -> BatchLimits:
     calls = [call for model in models for call in calls_of(model, *sizes)]
     rules = rules_of(vllm_config)
     if rules.documented and any(model.use_mla for model in models):
-        return BatchLimits(apply=True)
-    return rules.limits(calls) if calls else BatchLimits()
+        return True
+    return bool(calls) and rules.limits_batches(calls)

@@ -189,20 +189,7 @@ class FusedRules:
             return "blocks of 128 tokens, by its documentation"
         return None
 
-    def limits(self, calls: Iterable[FusedCall]) -> "BatchLimits":
-        kernels = {self.release.kernel_of(call) for call in calls}
-        return BatchLimits(self.documented or Kernel.PFA in kernels)
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """The limits of a call that depend on the batch.
-
-    Attributes
-    ----------
-    apply
-        Whether a call may have at most `MAX_LENGTHS` requests, whose blocks together are at most
-        those of the cache, where shared blocks are counted for each request.
-    """
-
-    apply: bool = False
+    def limits_batches(self, calls: Iterable[FusedCall]) -> bool:
+        """Return whether a call may have at most `MAX_LENGTHS` requests, whose blocks together are
+        at most those of the cache, where shared blocks are counted for each request."""
+        return self.documented or any(self.release.kernel_of(call) is Kernel.PFA for call in calls)

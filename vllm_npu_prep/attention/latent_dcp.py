@@ -15,11 +15,11 @@ from vllm.distributed import get_dcp_group
 
 from vllm_npu_prep.attention.context_parallel import (
     DCPStep,
-    PartialAttention,
     merge_over_ranks,
     only_rows,
     rows_of,
 )
+from vllm_npu_prep.attention.kernels import Attended
 from vllm_npu_prep.attention.kernels.latent import (
     LatentKernels,
     LatentShape,
@@ -77,9 +77,9 @@ def attend_dcp_decodes(
     parts = gathered.split([shape.kv_lora_rank, shape.qk_rope_head_dim], -1)
     query, rope = (with_heads(part, of_all.num_heads) for part in parts)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    mine = PartialAttention(torch.empty_like(query), lse)
+    mine = Attended(torch.empty_like(query), lse)
     kernels.attend_latent(query, rope, planes, shared.rows, of_all, mine.output, lse=lse)
-    mine = only_rows(PartialAttention(mine.output[:, :heads], lse[:, :heads]), shared.has_rows)
+    mine = only_rows(Attended(mine.output[:, :heads], lse[:, :heads]), shared.has_rows)
     merged = merge_over_ranks(mine, group).output
     output = merged.new_zeros(num_rows, *merged.shape[1:])
     output[: len(merged)] = merged

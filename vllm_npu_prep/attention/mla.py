@@ -26,9 +26,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_npu_prep.attention.backend import AscendAttentionBackend, AscendMetadataBuilder
-from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_calls import limits_batches
+from vllm_npu_prep.attention.kernels import Attended
 from vllm_npu_prep.attention.kernels.latent import (
-    Attended,
     LatentCall,
     LatentKernels,
     LatentShape,
@@ -298,7 +298,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale
         )
         config = get_current_vllm_config()
-        self.kernels = make_latent_kernels(decisions_of(config).attention, batch_limits(config))
+        self.kernels = make_latent_kernels(decisions_of(config).attention, limits_batches(config))
         self.decode_shape = self.shape._replace(num_heads=self.kernels.decode_heads(num_heads))
         self._kv_cache: torch.Tensor | None = None
         # Else vLLM's layer would exchange queries and results, and merge them by Triton kernels

@@ -41,14 +41,9 @@ PINNED_THRESHOLD_MB = 64
 
 
 def check_vllm_version() -> None:
-    """Refuse a vLLM version that the plugin wasn't tested with.
+    """Refuse a vLLM version that isn't among `SUPPORTED_VLLM`, with which the plugin was tested.
 
     ``NPU_PREP_ANY_VLLM=1`` turns the refusal into a warning.
-
-    Raises
-    ------
-    PrepError
-        If the installed vLLM is not among `SUPPORTED_VLLM`.
     """
     version = installed_vllm()
     if version in SUPPORTED_VLLM:

@@ -1,11 +1,11 @@
 """Patches of vLLM's API server: it drains when stopped, and fails if its engine fails."""
 
-import functools
 import logging
 import sys
 from typing import Any
 
 from vllm_npu_prep.compat.lora import once
+from vllm_npu_prep.compat.patches import instead_of
 
 
 def let_servers_drain_and_stop_quietly() -> None:
@@ -28,10 +28,6 @@ def let_servers_drain_and_stop_quietly() -> None:
 
     from vllm_npu_prep.server.draining import drain_and_shut_down
 
-    upstream, upstream_shutdown = AsyncMPClient.get_output_async, AsyncLLM.shutdown
-    if getattr(upstream, "stops_quietly", False):
-        return
-
     class EngineStoppedError(EngineDeadError):
         """Says that the engine was told to stop, so that no log tells of its end."""
 
@@ -40,8 +36,8 @@ def let_servers_drain_and_stop_quietly() -> None:
             for handler in logging.getLogger("vllm").handlers:  # vLLM may have replaced them
                 handler.addFilter(is_news)
 
-    @functools.wraps(upstream)
-    async def get_output_async(self: AsyncMPClient) -> Any:
+    @instead_of(AsyncMPClient, "get_output_async")
+    async def get_output_async(upstream: Any, self: AsyncMPClient) -> Any:
         try:
             return await upstream(self)
         except EngineDeadError:
@@ -49,16 +45,12 @@ def let_servers_drain_and_stop_quietly() -> None:
                 raise EngineStoppedError from None
             raise
 
-    @functools.wraps(upstream_shutdown)
-    def shutdown(self: AsyncLLM, timeout: float | None = None) -> None:
-        drain_and_shut_down(self, timeout, upstream_shutdown, EngineStoppedError, _log)
+    @instead_of(AsyncLLM, "shutdown")
+    def shutdown(upstream: Any, self: AsyncLLM, timeout: float | None = None) -> None:
+        drain_and_shut_down(self, timeout, upstream, EngineStoppedError, _log)
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], EngineStoppedError))
-
-    get_output_async.stops_quietly = True  # type: ignore[attr-defined]
-    AsyncMPClient.get_output_async = get_output_async
-    AsyncLLM.shutdown = shutdown
 
 
 def let_servers_drain_and_fail_with_their_engine() -> None:
@@ -72,12 +64,11 @@ def let_servers_drain_and_fail_with_their_engine() -> None:
     from vllm_npu_prep.server.record_server import answering
 
     entry = sys.modules.get("vllm.entrypoints.launchers.api_server.entry")
-    if entry is None or hasattr(entry.serve_http, "__wrapped__"):
+    if entry is None:
         return
-    upstream = entry.serve_http
 
-    @functools.wraps(upstream)
-    async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
+    @instead_of(entry, "serve_http")
+    async def serve_http(upstream: Any, app: Any, *args: Any, **kwargs: Any) -> Any:
         engine = app.state.engine_client
         engine.drain = Drain()
         # vLLM has built the app's middleware by now, so `add_middleware` would refuse.
@@ -101,8 +92,6 @@ def let_servers_drain_and_fail_with_their_engine() -> None:
 
         return fail()
 
-    entry.serve_http = serve_http  # type: ignore[attr-defined]
-
 
 def read_adapters_once_they_are_loaded() -> None:
     """Let a server that was told to load an adapter in place do so once.
@@ -113,18 +102,15 @@ def read_adapters_once_they_are_loaded() -> None:
     """
     from vllm.entrypoints.openai.models import serving
 
-    upstream = serving.OpenAIServingModels.load_lora_adapter
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    @instead_of(serving.OpenAIServingModels, "load_lora_adapter")
+    async def load_lora_adapter(
+        upstream: Any, self: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         answer = await upstream(self, request, *args, **kwargs)
         if (adapter := self.lora_requests.get(request.lora_name)) is not None:
             self.lora_requests[request.lora_name] = once(adapter)
         return answer
 
-    serving.OpenAIServingModels.load_lora_adapter = load_lora_adapter
     serving.logger.addFilter(lambda record: not str(record.msg).startswith("Reloaded LoRA"))
 
 

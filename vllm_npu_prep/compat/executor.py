@@ -1,12 +1,12 @@
 """Patches of vLLM's executors: answers of ranks, Ray, and what ranks of several hosts share."""
 
-import functools
 import importlib.util
 import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_npu_prep.compat.patches import instead_of
 from vllm_npu_prep.errors import PrepError
 
 QUEUE_WAKE_MS = 500
@@ -48,15 +48,13 @@ def wake_who_reads_from_another_host() -> None:
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    upstream = MessageQueue.dequeue
-    if hasattr(upstream, "__wrapped__"):
-        return
-
     def until(deadline: float) -> int:
         return int(min(QUEUE_WAKE_MS, max(0.0, 1000 * (deadline - time.monotonic()))))
 
-    @functools.wraps(upstream)
-    def dequeue(self: MessageQueue, timeout: float | None = None, indefinite: bool = False) -> Any:
+    @instead_of(MessageQueue, "dequeue")
+    def dequeue(
+        upstream: Any, self: MessageQueue, timeout: float | None = None, indefinite: bool = False
+    ) -> Any:
         if self._is_remote_reader:
             deadline = math.inf if timeout is None else time.monotonic() + timeout
             while not self.remote_socket.poll(until(deadline)):
@@ -65,8 +63,6 @@ def wake_who_reads_from_another_host() -> None:
                 if time.monotonic() >= deadline:
                     raise TimeoutError
         return upstream(self, timeout, indefinite)
-
-    MessageQueue.dequeue = dequeue
 
 
 class AnswerQueue:
@@ -132,14 +128,8 @@ def keep_answers_with_their_calls() -> None:
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    upstream = MultiprocExecutor.collective_rpc
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def collective_rpc(self: MultiprocExecutor, *args: Any, **kwargs: Any) -> Any:
+    @instead_of(MultiprocExecutor, "collective_rpc")
+    def collective_rpc(upstream: Any, self: MultiprocExecutor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.response_mqs, Answers):
             self.response_mqs = Answers(self.response_mqs)
         return upstream(self, *args, **kwargs)
-
-    MultiprocExecutor.collective_rpc = collective_rpc

@@ -1,9 +1,9 @@
 """Patches of KV connectors: what they learn of a sleeping cache, and requests they can't serve."""
 
 import copy
-import functools
 from typing import Any
 
+from vllm_npu_prep.compat.patches import instead_of
 from vllm_npu_prep.compat.releases import is_since
 
 
@@ -49,12 +49,8 @@ def refuse_sessions_beside_offloading() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
-    upstream = InputProcessor.process_inputs
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def process_inputs(self: "InputProcessor", *args: Any, **settings: Any) -> Any:
+    @instead_of(InputProcessor, "process_inputs")
+    def process_inputs(upstream: Any, self: "InputProcessor", *args: Any, **settings: Any) -> Any:
         transfer = self.vllm_config.kv_transfer_config
         offloads = transfer is not None and transfer.kv_connector == "OffloadingConnector"
         if offloads and settings.get("resumable"):
@@ -64,8 +60,6 @@ def refuse_sessions_beside_offloading() -> None:
                 "the text before it, or serve without --kv-offloading-size"
             )
         return upstream(self, *args, **settings)
-
-    InputProcessor.process_inputs = process_inputs
 
 
 def let_preempted_requests_load_at_once() -> None:
@@ -80,17 +74,13 @@ def let_preempted_requests_load_at_once() -> None:
         OffloadingConnectorScheduler,
     )
 
-    upstream = OffloadingConnectorScheduler.build_connector_meta
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def build_connector_meta(self: "OffloadingConnectorScheduler", scheduler_output: Any) -> Any:
+    @instead_of(OffloadingConnectorScheduler, "build_connector_meta")
+    def build_connector_meta(
+        upstream: Any, self: "OffloadingConnectorScheduler", scheduler_output: Any
+    ) -> Any:
         loading = {job.req_id for job in self._current_batch_load_jobs.values()}
         preempted = scheduler_output.preempted_req_ids or set()
         if not loading.isdisjoint(preempted):
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.preempted_req_ids = set(preempted) - loading
         return upstream(self, scheduler_output)
-
-    OffloadingConnectorScheduler.build_connector_meta = build_connector_meta

@@ -8,7 +8,6 @@ end. The engine asks its ranks for the load before a request begins, names block
 requests begin anew whose adapter was exchanged meanwhile.
 """
 
-import functools
 import hashlib
 import logging
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_npu_prep.compat.kv_connector import forget_hashes
+from vllm_npu_prep.compat.patches import instead_of
 from vllm_npu_prep.compat.scheduler import begin_anew
 
 if TYPE_CHECKING:
@@ -229,22 +229,18 @@ def identify_loads() -> None:
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.core import kv_cache_utils
 
-    if hasattr(WorkerLoRAManager._load_adapter, "__wrapped__"):
-        return
-    read, name_blocks = WorkerLoRAManager._load_adapter, kv_cache_utils._gen_lora_extra_hash_keys
-
-    @functools.wraps(read)
-    def _load_adapter(self: "WorkerLoRAManager", lora_request: "LoRARequest") -> "LoRAModel":
+    @instead_of(WorkerLoRAManager, "_load_adapter")
+    def load_adapter(
+        read: Any, self: "WorkerLoRAManager", lora_request: "LoRARequest"
+    ) -> "LoRAModel":
         adapter: Any = read(self, lora_request)
         adapter.load = _take_and_digest(adapter)
         return adapter
 
-    @functools.wraps(name_blocks)
-    def _gen_lora_extra_hash_keys(request: "Request") -> list[tuple[str, ...]]:
+    @instead_of(kv_cache_utils, "_gen_lora_extra_hash_keys")
+    def keys_of_adapter(name_blocks: Any, request: "Request") -> list[tuple[str, ...]]:
         return [(*key, load_of(request) or "") for key in name_blocks(request)]
 
-    WorkerLoRAManager._load_adapter = _load_adapter
-    kv_cache_utils._gen_lora_extra_hash_keys = _gen_lora_extra_hash_keys  # type: ignore[assignment]
     _tell_loads_of_calls()
 
 
@@ -253,12 +249,8 @@ def _tell_loads_of_calls() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    begin, add_request = EngineCore.__init__, EngineCore.add_request
-    add_lora, remove_lora = EngineCore.add_lora, EngineCore.remove_lora
-    collective_rpc = EngineCore.collective_rpc
-
-    @functools.wraps(begin)
-    def begin_with_loads(self: Any, *args: Any, **kwargs: Any) -> None:
+    @instead_of(EngineCore, "__init__")
+    def begin_with_loads(begin: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         config = self.vllm_config.lora_config
         if config is None or not isinstance(self.scheduler, Scheduler):
@@ -273,8 +265,10 @@ def _tell_loads_of_calls() -> None:
         self.adapter_loads = loads
         self.request_block_hasher = loads.hashing(self.request_block_hasher)
 
-    @functools.wraps(add_request)
-    def add_request_with_load(self: Any, request: "Request", *args: Any, **kwargs: Any) -> None:
+    @instead_of(EngineCore, "add_request")
+    def add_request_with_load(
+        add_request: Any, self: Any, request: "Request", *args: Any, **kwargs: Any
+    ) -> None:
         adapter, loads = request.lora_request, _loads(self)
         add_request(self, request, *args, **kwargs)
         if loads is None or adapter is None or not adapter.load_inplace:
@@ -284,8 +278,8 @@ def _tell_loads_of_calls() -> None:
         except Exception as error:
             loads.refuse(request, error)
 
-    @functools.wraps(add_lora)
-    def add_lora_and_look(self: Any, lora_request: "LoRARequest") -> bool:
+    @instead_of(EngineCore, "add_lora")
+    def add_lora_and_look(add_lora: Any, self: Any, lora_request: "LoRARequest") -> bool:
         loads = _loads(self)
         try:
             added = add_lora(self, lora_request)
@@ -297,22 +291,14 @@ def _tell_loads_of_calls() -> None:
             loads.were_given(lora_request)
         return added
 
-    def and_look(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(self, *args, **kwargs)
-            finally:
-                if (loads := _loads(self)) is not None:
-                    loads.may_have_changed()
-
-        return called
-
-    EngineCore.__init__ = begin_with_loads
-    EngineCore.add_request = add_request_with_load
-    EngineCore.add_lora = add_lora_and_look
-    EngineCore.remove_lora = and_look(remove_lora)
-    EngineCore.collective_rpc = and_look(collective_rpc)
+    @instead_of(EngineCore, "remove_lora")
+    @instead_of(EngineCore, "collective_rpc")
+    def call_and_look(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            if (loads := _loads(self)) is not None:
+                loads.may_have_changed()
 
 
 def _loads(engine: Any) -> AdapterLoads | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm_npu_prep.compat.patches import instead_of
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.server.one_line import why_not_made
 
@@ -20,20 +21,19 @@ def refuse_vision_without_torchvision() -> None:
     """Say which package a vision model lacks; upstream would fail without saying why."""
     from vllm.model_executor.models.registry import _ModelRegistry
 
-    upstream = _ModelRegistry.inspect_model_cls
-    if importlib.util.find_spec("torchvision") or hasattr(upstream, "__wrapped__"):
+    if importlib.util.find_spec("torchvision"):
         return
 
-    @functools.wraps(upstream)
-    def inspect_model_cls(self: _ModelRegistry, architectures: Any, model_config: Any) -> Any:
+    @instead_of(_ModelRegistry, "inspect_model_cls")
+    def inspect_model_cls(
+        upstream: Any, self: _ModelRegistry, architectures: Any, model_config: Any
+    ) -> Any:
         if hasattr(model_config.hf_config, "vision_config"):
             raise PrepError(
                 f"{model_config.model} reads images or videos: that needs torchvision, which is "
                 f"not installed; pip install --no-deps {TORCHVISION}"
             )
         return upstream(self, architectures, model_config)
-
-    _ModelRegistry.inspect_model_cls = inspect_model_cls
 
 
 def name_weight_loaders(model: nn.Module) -> None:
@@ -55,18 +55,12 @@ def take_no_mtp_layers_for_none() -> None:
     """
     from vllm.config import SpeculativeConfig
 
-    upstream = SpeculativeConfig.hf_config_override
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)  # engines get it by its name
-    def hf_config_override(hf_config: Any, *args: Any, **kwargs: Any) -> Any:
+    @instead_of(SpeculativeConfig, "hf_config_override")
+    def hf_config_override(upstream: Any, hf_config: Any, *args: Any, **kwargs: Any) -> Any:
         changed = upstream(hf_config, *args, **kwargs)  # 0.33.0 has one argument more
         if getattr(changed, "n_predict", None) == 0:
             changed.n_predict = None
         return changed
-
-    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
 
 
 def look_at_models_before_weights(
@@ -79,12 +73,10 @@ def look_at_models_before_weights(
     """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    upstream = BaseModelLoader.create_model
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def create_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+    @instead_of(BaseModelLoader, "create_model")
+    def create_model(
+        upstream: Any, self: Any, vllm_config: Any, model_config: Any, prefix: str = ""
+    ) -> nn.Module:
         try:
             model = upstream(self, vllm_config, model_config, prefix=prefix)
         except Exception as error:
@@ -99,5 +91,3 @@ def look_at_models_before_weights(
             ) from None
         check(model, vllm_config.compilation_config.static_forward_context)
         return model
-
-    BaseModelLoader.create_model = create_model

@@ -5,13 +5,14 @@ sends an item without its data if the engine should have it cached, and a schedu
 the prefix cache covers the item. The patches here make both guesses right.
 """
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
+
+from vllm_npu_prep.compat.patches import instead_of
 
 if TYPE_CHECKING:
     from vllm.multimodal.cache import LruKeyReplicatedSenderCache, ShmObjectStoreSenderCache
@@ -41,14 +42,9 @@ def send_items_that_were_left_out() -> None:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    make = NewRequestData.from_request.__func__  # type: ignore[attr-defined]
-    update = Scheduler._update_after_schedule
-    if hasattr(update, "__wrapped__"):
-        return
-
-    @functools.wraps(make)
+    @instead_of(NewRequestData, "from_request")
     def from_request(
-        cls: type[NewRequestData], request: "Request", *args: Any, **kwargs: Any
+        make: Any, cls: type[NewRequestData], request: "Request", *args: Any, **kwargs: Any
     ) -> NewRequestData:
         new: NewRequestData = make(cls, request, *args, **kwargs)
         if request.mm_features:
@@ -57,15 +53,14 @@ def send_items_that_were_left_out() -> None:
             request.left_out = left_out  # type: ignore[attr-defined]
         return new
 
-    @functools.wraps(update)
-    def update_after_schedule(self: "Scheduler", scheduler_output: "SchedulerOutput") -> None:
+    @instead_of(Scheduler, "_update_after_schedule")
+    def update_after_schedule(
+        update: Any, self: "Scheduler", scheduler_output: "SchedulerOutput"
+    ) -> None:
         if scheduler_output.scheduled_encoder_inputs:
             step: Any = scheduler_output
             step.items_left_out = _left_out(self.requests, step.scheduled_encoder_inputs)
         update(self, scheduler_output)
-
-    NewRequestData.from_request = classmethod(from_request)  # type: ignore[assignment]
-    Scheduler._update_after_schedule = update_after_schedule
 
 
 def _left_out(
@@ -128,10 +123,10 @@ def _note_when_sent(cache: "type[LruKeyReplicatedSenderCache]") -> None:
     from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata as Entry
 
     lock = threading.Lock()  # an event loop sends, another thread processes and clears
-    clear, invalidate = cache.clear_cache, cache.invalidate
 
+    @instead_of(cache, "get_and_update_item")
     def get_and_update_item(
-        self: "LruKeyReplicatedSenderCache", mm_item: Any, mm_hash: str
+        upstream: Any, self: "LruKeyReplicatedSenderCache", mm_item: Any, mm_hash: str
     ) -> tuple[Any, Any]:
         entries: Any = self._cache
         entries._total += 1
@@ -162,28 +157,27 @@ def _note_when_sent(cache: "type[LruKeyReplicatedSenderCache]") -> None:
                 self._cache.pop(mm_hash, None)
                 self.cache_if_fits(self._cache, mm_hash, entry)
 
-    def clear_cache(self: "LruKeyReplicatedSenderCache") -> None:
+    @instead_of(cache, "clear_cache")
+    def clear_cache(upstream: Any, self: "LruKeyReplicatedSenderCache") -> None:
         with lock:
-            clear(self)
+            upstream(self)
 
-    def invalidate_item(self: "LruKeyReplicatedSenderCache", mm_hash: str) -> None:
+    @instead_of(cache, "invalidate")
+    def invalidate(upstream: Any, self: "LruKeyReplicatedSenderCache", mm_hash: str) -> None:
         with lock:
-            invalidate(self, mm_hash)
+            upstream(self, mm_hash)
 
     kind: Any = cache
-    kind.get_and_update_item = functools.wraps(cache.get_and_update_item)(get_and_update_item)
     kind.touch_sender_cache_item = touch_sender_cache_item
     kind.note_sent = note_sent
-    kind.clear_cache, kind.invalidate = clear_cache, invalidate_item
 
 
 def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
     """Take back the reference that a handle stands for if the handle is never sent."""
-    upstream = cache.get_and_update_item
 
-    @functools.wraps(upstream)
+    @instead_of(cache, "get_and_update_item")
     def get_and_update_item(
-        self: "ShmObjectStoreSenderCache", mm_item: Any, mm_hash: str
+        upstream: Any, self: "ShmObjectStoreSenderCache", mm_item: Any, mm_hash: str
     ) -> tuple[Any, Any]:
         if not hasattr(self, "unsent"):
             self.unsent = deque[int]()  # type: ignore[attr-defined]
@@ -196,7 +190,7 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
         item, updates = upstream(self, mm_item, mm_hash)
         if item is not None and "address" in item:
             written: Any = item["monotonic_id"].data
-            item.reference = finalize(item, unsent.append, written)  # type: ignore[attr-defined]
+            item.reference = finalize(item, unsent.append, written)
         return item, updates
 
     def note_sent(
@@ -207,20 +201,15 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
             if (reference := getattr(each.data, "reference", None)) is not None:
                 reference.detach()
 
-    cache.get_and_update_item = get_and_update_item
     cache.note_sent = note_sent  # type: ignore[attr-defined]
 
 
 def _tell_of_the_cache(engine: Any) -> None:
-    upstream = engine.__init__
-
-    @functools.wraps(upstream)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    @instead_of(engine, "__init__")
+    def begin(upstream: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
         cache = self.renderer.mm_processor_cache
         self.engine_core.note_sent = getattr(cache, "note_sent", None)
-
-    engine.__init__ = __init__
 
 
 def _note(client: Any, request: "EngineCoreRequest") -> None:
@@ -232,16 +221,14 @@ def _note(client: Any, request: "EngineCoreRequest") -> None:
 def _tell_what_is_sent(client: "type[SyncMPClient | AsyncMPClient]") -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
-    upstream: Any = client._send_input
-
-    @functools.wraps(upstream)
-    def send_input(self: Any, request_type: EngineCoreRequestType, request: Any, *args: Any) -> Any:
+    @instead_of(client, "_send_input")
+    def send_input(
+        upstream: Any, self: Any, request_type: EngineCoreRequestType, request: Any, *args: Any
+    ) -> Any:
         sent = upstream(self, request_type, request, *args)
         if request_type is EngineCoreRequestType.ADD:
             _note(self, request)
         return sent
-
-    client._send_input = send_input
 
 
 def _tell_what_is_handed_over(client: "type[InprocClient]") -> None:
@@ -249,23 +236,18 @@ def _tell_what_is_handed_over(client: "type[InprocClient]") -> None:
 
     There the engine's cache notes them first of all, before anything can fail.
     """
-    upstream = client.add_request
 
-    @functools.wraps(upstream)
-    def add_request(self: "InprocClient", request: "EngineCoreRequest") -> None:
+    @instead_of(client, "add_request")
+    def add_request(upstream: Any, self: "InprocClient", request: "EngineCoreRequest") -> None:
         _note(self, request)
         upstream(self, request)
-
-    client.add_request = add_request
 
 
 def _leave_no_state_of_refused_requests(engine: "type[LLMEngine]") -> None:
     from vllm.multimodal.cache import MultiModalCacheMissError
 
-    upstream = engine.add_request
-
-    @functools.wraps(upstream)
-    def add_request(self: "LLMEngine", *args: Any, **kwargs: Any) -> str:
+    @instead_of(engine, "add_request")
+    def add_request(upstream: Any, self: "LLMEngine", *args: Any, **kwargs: Any) -> str:
         states = self.output_processor.request_states
         before = len(states)
         try:
@@ -278,8 +260,6 @@ def _leave_no_state_of_refused_requests(engine: "type[LLMEngine]") -> None:
                 for mm_hash in error.mm_hashes:
                     cache.invalidate(mm_hash)
             raise
-
-    engine.add_request = add_request
 
 
 # ------------------------------------------------------------------------------- prefix cache
@@ -295,13 +275,9 @@ def tell_masks_of_embeddings_apart() -> None:
 
     from vllm.v1.core import kv_cache_utils
 
-    upstream = kv_cache_utils._gen_prompt_embeds_extra_hash_keys
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
+    @instead_of(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys")
     def keys_of_embeddings(
-        request: "Request", start_token_idx: int, end_token_idx: int
+        upstream: Any, request: "Request", start_token_idx: int, end_token_idx: int
     ) -> list[tuple[str, bytes]]:
         keys = upstream(request, start_token_idx, end_token_idx)
         is_token_ids = request.prompt_is_token_ids
@@ -309,5 +285,3 @@ def tell_masks_of_embeddings_apart() -> None:
             return keys
         mask = bytes(is_token_ids[start_token_idx:end_token_idx])
         return [(name, hashlib.sha256(digest + mask).digest()) for name, digest in keys]
-
-    kv_cache_utils._gen_prompt_embeds_extra_hash_keys = keys_of_embeddings

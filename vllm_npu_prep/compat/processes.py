@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from vllm_npu_prep.compat.patches import instead_of
 from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.one_line import OneLineErrors
@@ -26,17 +27,11 @@ def tell_of_waits_for_engines() -> None:
     """
     from vllm.v1.engine import utils
 
-    upstream = utils.wait_for_engine_startup
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
+    @instead_of(utils, "wait_for_engine_startup")
     @one_line.raising_what_was_left
-    def wait_for_engine_startup(*args: Any, **kwargs: Any) -> Any:
+    def wait_for_engine_startup(upstream: Any, *args: Any, **kwargs: Any) -> Any:
         with log_while_waiting("Waiting for the engine to start", _log):
             return upstream(*args, **kwargs)
-
-    utils.wait_for_engine_startup = wait_for_engine_startup
 
 
 def let_engines_end_by_themselves() -> None:
@@ -46,16 +41,10 @@ def let_engines_end_by_themselves() -> None:
     """
     from vllm.v1.engine import utils
 
-    upstream = utils.shutdown
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def shutdown(procs: list[Any], timeout: float | None = None) -> None:
+    @instead_of(utils, "shutdown")
+    def shutdown(upstream: Any, procs: list[Any], timeout: float | None = None) -> None:
         children: list[Any] = [Child(each) for each in procs]
         upstream(children, timeout)
-
-    utils.shutdown = shutdown
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:

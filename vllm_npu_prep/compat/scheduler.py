@@ -3,8 +3,9 @@
 A session is a request whose input comes in parts.
 """
 
-import functools
 from typing import TYPE_CHECKING, Any
+
+from vllm_npu_prep.compat.patches import instead_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -24,18 +25,12 @@ def get_our_schedulers_quietly() -> None:
     from vllm.config import SchedulerConfig
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    upstream = SchedulerConfig.get_scheduler_cls
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def get_scheduler_cls(self: SchedulerConfig) -> Any:
+    @instead_of(SchedulerConfig, "get_scheduler_cls")
+    def get_scheduler_cls(upstream: Any, self: SchedulerConfig) -> Any:
         name = self.scheduler_cls
         if isinstance(name, str) and name.startswith(PREFIX):
             return resolve_obj_by_qualname(name)
         return upstream(self)
-
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 
 def begin_parts_of_sessions_with_what_was_computed() -> None:
@@ -56,28 +51,21 @@ def begin_parts_of_sessions_with_what_was_computed() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    stop, begin = Scheduler._handle_stopped_request, Scheduler._update_request_as_session
-    if hasattr(begin, "__wrapped__"):
-        return
-
-    @functools.wraps(stop)
-    def handle_stopped_request(self: "Scheduler", request: "Request") -> bool:
+    @instead_of(Scheduler, "_handle_stopped_request")
+    def handle_stopped_request(stop: Any, self: "Scheduler", request: "Request") -> bool:
         beyond = request.num_in_flight_tokens > 0 or self.num_spec_tokens > 0
         request.begins_anew = self.has_mamba_layers and beyond  # type: ignore[attr-defined]
         return stop(self, request)
 
-    @functools.wraps(begin)
+    @instead_of(Scheduler, "_update_request_as_session")
     def update_request_as_session(
-        self: "Scheduler", session: "Request", update: "StreamingUpdate"
+        begin: Any, self: "Scheduler", session: "Request", update: "StreamingUpdate"
     ) -> None:
         kept = max(session.num_tokens - 1, session.num_prompt_tokens)  # the prompt is kept whole
         session.num_computed_tokens = min(session.num_computed_tokens, kept)
         begin(self, session, update)
         if getattr(session, "begins_anew", False):  # no answer has ended: nothing was noted
             begin_anew(self, session)
-
-    Scheduler._handle_stopped_request = handle_stopped_request
-    Scheduler._update_request_as_session = update_request_as_session
 
 
 def begin_anew(scheduler: "Scheduler", request: "Request") -> None:

@@ -22,13 +22,7 @@ FOLDER = "vllm.v1.worker.gpu"
 
 
 def read_choice() -> None:
-    """Write the choice of a runner in the environment as vLLM reads it, which takes numbers alone.
-
-    Raises
-    ------
-    PrepError
-        If it is neither of the two, nor empty.
-    """
+    """Write the choice of a runner as vLLM reads it, as a number; refuse what is none."""
     given = os.environ.pop(RUNNER_ENV_VAR, "")
     choices = {"1": "1", "true": "1", "0": "0", "false": "0", "": ""}
     chosen = choices.get(given.strip().lower())

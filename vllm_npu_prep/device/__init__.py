@@ -164,13 +164,7 @@ class Device(Memory, Protocol):
 
 
 def requested_device() -> str:
-    """Return the value of ``NPU_PREP_DEVICE``, in lower case.
-
-    Raises
-    ------
-    PrepError
-        If it is none of ``auto``, ``npu``, ``cpu``.
-    """
+    """Return the value of ``NPU_PREP_DEVICE``: ``auto``, ``npu`` or ``cpu``; refuse any other."""
     value = os.environ.get(DEVICE_ENV_VAR, "auto").strip().lower() or "auto"
     if value not in DEVICE_CHOICES:
         raise PrepError(

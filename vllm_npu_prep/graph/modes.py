@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, version_of
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
 from vllm_npu_prep.device import (
@@ -135,7 +135,7 @@ def _instead_of_full_graphs(
         return without_full, (
             f"driver {driver} can't update captured attention, {TASK_UPDATES} and newer can"
         )
-    if batch_limits(vllm_config).apply:
+    if limits_batches(vllm_config):
         # A step that breaks them runs eagerly, which ranks would have to agree on in every step.
         limits = "fused attention here limits the blocks of a batch"
         for why, applies in {

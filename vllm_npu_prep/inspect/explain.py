@@ -153,13 +153,7 @@ def select(
     # The tokens to show, as first and end (excluded); None: all
     tokens: tuple[int, int] | None = None,
 ) -> Selection:
-    """Choose what of a step is shown.
-
-    Raises
-    ------
-    PrepError
-        If there is no such request, or no such token.
-    """
+    """Choose what of a step is shown; refuse a request or a token that isn't in it."""
     step = view.step
     first, end = tokens or (0, step.total_num_scheduled_tokens)
     if not 0 <= first < end <= step.total_num_scheduled_tokens:

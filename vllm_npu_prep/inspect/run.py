@@ -81,14 +81,7 @@ class RequestRow:
     def add(self, index: int, computed: int, scheduled: int, drafts: int, begins: bool) -> None:
         """Enter the request's next step.
 
-        Parameters
-        ----------
-        index
-            Index of the step.
-        computed, scheduled, drafts
-            The request's counts in it.
-        begins
-            Whether the records hold the steps before, so that a request that is new here is new.
+        A request that is new here is new if `begins`: then the records hold the steps before.
         """
         span = self.spans[-1] if self.spans else None
         in_prompt = computed < self.num_prompt_tokens

@@ -239,13 +239,7 @@ class StepView:
 
 
 def view_of_record(file: Path) -> StepView:
-    """Return the step of a record, with its tokens' texts if the model's tokenizer is at hand.
-
-    Raises
-    ------
-    PrepError
-        One line: what is wrong with the file.
-    """
+    """Return the step of a record, with its tokens' texts if the model's tokenizer is at hand."""
     record = read_record(file)
     try:
         view = StepView.of_record(record, f"step {record.number} of {file}")

@@ -287,17 +287,7 @@ OF_VIRTUAL_REQUESTS = {
 def explain_fault(
     step: "PreparedStep", limits: np.ndarray, fault: Fault, req_ids: list[str]
 ) -> StepCheckError:
-    """Describe a fault as an error.
-
-    Parameters
-    ----------
-    step, limits
-        The arguments of `find_fault`.
-    fault
-        Its result.
-    req_ids
-        Ids of the batch's requests, in order.
-    """
+    """Describe a fault, which `find_fault` has found in this step, as an error."""
     rule, req, token, group = fault
     if req < 0 <= token < step.total_num_scheduled_tokens:
         starts = step.arrays.query_start_loc[: step.num_reqs + 1]

@@ -55,15 +55,7 @@ KINDS = {"local": "virtual requests", "latent": "latent attention", "states": "s
 
 
 class FullCheck(StepCheck):
-    """The check of every invariant, across steps.
-
-    Parameters
-    ----------
-    vocab_size, num_slots
-        See `StepCheck`.
-    ledger
-        Tracks the blocks of the engine.
-    """
+    """The check of every invariant, across steps."""
 
     def __init__(self, vocab_size: int, num_slots: list[int], ledger: SlotLedger) -> None:
         super().__init__(vocab_size, num_slots)

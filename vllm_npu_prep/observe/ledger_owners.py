@@ -83,17 +83,7 @@ class LedgerRequest:
 
 
 class BlockOwners:
-    """The requests of an engine, and the blocks that each owns.
-
-    Parameters
-    ----------
-    groups
-        The KV-cache groups, which share their blocks.
-    loads
-        Whether a KV connector may fill blocks.
-    load_of
-        Returns what an adapter of this number has been loaded as; None if it isn't.
-    """
+    """The requests of an engine, and the blocks that each owns; `SlotLedger` has the arguments."""
 
     def __init__(
         self, groups: Sequence[LedgerGroup], loads: bool, load_of: Callable[[int], object]

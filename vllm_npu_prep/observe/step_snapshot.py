@@ -154,13 +154,7 @@ class StepSnapshot:
         rows_with_embeds: Sequence[int] = (),
         times: tuple[float, float, int] | None = None,
     ) -> "StepSnapshot":
-        """Copy what is needed of a step that was just prepared.
-
-        Parameters
-        ----------
-        placeholders, modalities, rows_with_embeds, times
-            See `vllm_npu_prep.prep.embeds` and `StepSnapshot`; kept as they are.
-        """
+        """Copy what is needed of a step that was just prepared; the rest is kept as it is."""
         batch, tables = step.batch, step.batch.tables
         num_reqs, staged_size = batch.num_reqs, step.nbytes // 4
         has_samples, has_drafts = batch.num_sampled_rows > 0, step.layout.max_drafts > 0

@@ -11,13 +11,7 @@ class WatchedOutput(AsyncModelRunnerOutput):
 
     With asynchronous scheduling, a step that fails on the device does so after `execute_model` has
     returned: where its samples are waited for. With several ranks, that is in another thread.
-
-    Parameters
-    ----------
-    output
-        vLLM's output.
-    tell
-        Gets the error, which is raised afterwards.
+    `tell` gets the error, which is raised afterwards.
     """
 
     def __init__(self, output: Any, tell: Callable[[Exception], None]) -> None:

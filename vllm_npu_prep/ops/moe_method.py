@@ -175,13 +175,7 @@ class GroupedExperts:
 
 
 def refuse_other_experts(kind: str, layer: Any, moe: Any) -> None:
-    """Refuse a layer whose experts compute more than this module does.
-
-    Raises
-    ------
-    PrepError
-        For other activations than `ACTIVATIONS`, for biases, and for variants of SwiGLU.
-    """
+    """Refuse experts with other activations than `ACTIVATIONS`, biases, or a variant of SwiGLU."""
     extras = {
         f"activation {layer.activation.value}": layer.activation.without_mul() not in ACTIVATIONS,
         "biases": moe.has_bias,
@@ -239,14 +233,7 @@ class ExpertsMethod(FusedMoEMethodBase):
 
 
 class TorchMoEMethod(ExpertsMethod, UnquantizedFusedMoEMethod):
-    """vLLM's method of unquantised experts.
-
-    Raises
-    ------
-    PrepError
-        For unsupported activations, for experts with biases, and on NPUs for graphs without the
-        grouped products.
-    """
+    """vLLM's method of unquantised experts."""
 
     forward_native = ExpertsMethod.routed
 
@@ -273,13 +260,7 @@ class TorchMoEMethod(ExpertsMethod, UnquantizedFusedMoEMethod):
 
 
 def check_sync_is_possible() -> None:
-    """Refuse graphs where experts are computed in a way that reads counts back to the host.
-
-    Raises
-    ------
-    PrepError
-        On NPUs, for graphs while the switch ``experts`` is off.
-    """
+    """Refuse graphs on NPUs while ``experts`` is off: counts are read back to the host."""
     from vllm.config import CUDAGraphMode, get_current_vllm_config
 
     config = get_current_vllm_config()

@@ -206,11 +206,6 @@ def full_graph_padding(
 
     This is for batches outside an engine: the batch gets as many rows as it needs, and keeps its
     own attention state.
-
-    Parameters
-    ----------
-    num_tokens, num_reqs
-        The sizes of the real batch.
     """
     if decode_query_len:
         sizes = [size for size in capture_sizes if size % decode_query_len == 0]

@@ -52,13 +52,7 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Do what vLLM does, and then hold weights against scales.
-
-        Raises
-        ------
-        PrepError
-            If a module lacks its scales, or has wrong ones.
-        """
+        """Do what vLLM does, and then hold weights against scales."""
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
         folder = Path(model_name)
         headers = read_headers(folder)

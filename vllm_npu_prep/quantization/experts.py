@@ -82,11 +82,6 @@ class Int8Experts(ExpertsMethod):
     """vLLM's method for experts of int8 weights and inputs.
 
     ModelSlim's files have offsets of weights, compressed-tensors' don't (`has_offsets`).
-
-    Raises
-    ------
-    PrepError
-        For unsupported activations, and for experts with biases.
     """
 
     _weights: NPUInt8Experts | None = None
@@ -129,12 +124,9 @@ class Int8Experts(ExpertsMethod):
                 layer.register_parameter(f"{name}_{kind}", parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check scales, and keep them in the form by which the device multiplies.
+        """Keep scales in the form by which the device multiplies.
 
-        Raises
-        ------
-        PrepError
-            For scales that are not positive, and for weights with an offset.
+        Scales that are not positive, and weights with an offset, are refused.
         """
         for name in ("w13", "w2"):
             scale = getattr(layer, f"{name}_weight_scale").detach()

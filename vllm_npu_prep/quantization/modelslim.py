@@ -105,13 +105,7 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read the description and hold the files against it.
-
-        Raises
-        ------
-        PrepError
-            If there is no description, or if files and description differ.
-        """
+        """Read the description and hold the files against it."""
         description = read_description(model_name, revision)
         if description is None:
             raise PrepError(

@@ -51,13 +51,7 @@ def record_files(
     path: Path,
     step: int | None = None,  # number of the one step to return
 ) -> list[Path]:
-    """Return the records at a path: of a file, a run's folder, or a folder of runs.
-
-    Raises
-    ------
-    PrepError
-        If there are none.
-    """
+    """Return the records, one or more, of a file, a run's folder or a folder of runs."""
     name = "step-*" if step is None else f"step-{step:06d}"
     if path.is_file():
         if step is None or path.stem == name:
@@ -102,13 +96,7 @@ def _steps(numbers: list[int]) -> str:
 
 
 def record_of(path: Path, step: int | None = None) -> Path:
-    """Return the one record at a path; `record_files` says what the path may be.
-
-    Raises
-    ------
-    PrepError
-        If there is none, or more than one.
-    """
+    """Return the one record at a path, or refuse it; `record_files` says what the path may be."""
     files = record_files(path, step)
     if len(files) > 1:
         first, last = files[0].relative_to(path), files[-1].relative_to(path)
@@ -118,13 +106,7 @@ def record_of(path: Path, step: int | None = None) -> Path:
 
 
 def read_record(path: Path) -> StepRecord:
-    """Read and check a record.
-
-    Raises
-    ------
-    PrepError
-        One line: what is wrong with the file.
-    """
+    """Read and check a record; refuse a file that is none, in one line."""
     try:
         arrays = _read_arrays(path)
         settings = _read_settings(arrays)
@@ -152,11 +134,6 @@ def read_outline(path: Path) -> StepRecord:
     """Read and check what pages about many steps show: a record without its tokens.
 
     Of its batch only the arrays in `OUTLINED` are there, and of what was prepared the state.
-
-    Raises
-    ------
-    PrepError
-        One line: what is wrong with the file.
     """
     try:
         arrays = _read_arrays(path, OUTLINE_MEMBERS)

@@ -248,13 +248,7 @@ def _batch_of(scenario: Scenario) -> RecordBatch:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read and check a scenario file.
-
-    Raises
-    ------
-    PrepError
-        One line that names the field: what was given, what is allowed.
-    """
+    """Read and check a scenario file."""
     data = _read_json(path)
     try:
         return parse_scenario(data)
@@ -290,13 +284,7 @@ def why_not_json(error: ValueError | RecursionError) -> str:
 
 
 def parse_scenario(data: Any) -> Scenario:
-    """Check a scenario that was read from JSON.
-
-    Raises
-    ------
-    PrepError
-        One line that names the field.
-    """
+    """Check a scenario that was read from JSON; one line names the first field that is wrong."""
     if isinstance(data, dict) and "scenario" in data:
         data = data["scenario"]
     if not isinstance(data, dict):

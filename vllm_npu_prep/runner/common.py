@@ -120,13 +120,7 @@ class CommonRunner:
         )
 
     def _refuse_to_capture(self, num_reqs: int) -> None:
-        """Refuse to capture graphs beside requests.
-
-        Raises
-        ------
-        PrepError
-            If there are any: dummy runs would overwrite their cache and tables.
-        """
+        """Refuse to capture beside requests, whose cache and tables dummy runs would overwrite."""
         if num_reqs:
             raise PrepError(
                 f"graphs can't be captured with {counted(num_reqs, 'request')} in flight: capture "

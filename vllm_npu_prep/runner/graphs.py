@@ -260,13 +260,7 @@ class Graphs:
     # ----------------------------------------------------------------- steps
 
     def check_padding(self, in_flight: StepInFlight, preparer: Preparer) -> None:
-        """On the CPU fallback, check what a graph is about to read past the step.
-
-        Raises
-        ------
-        GraphSafetyError
-            It names the array, the place, the value and the rule.
-        """
+        """On the CPU fallback, check what a graph is about to read past the step."""
         step = in_flight.step
         if self.device.computes_on_host and step.padding.mode is not GraphMode.NONE:
             tables = preparer.block_tables.device_rows(step.padding.num_reqs_padded)

@@ -32,11 +32,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 def refuse(vllm_config: VllmConfig) -> None:
     """Refuse new weights beside a KV connector that can't forget keys and values of the old ones.
 
-    Raises
-    ------
-    PrepError
-        If there is a connector without a ``reset_cache`` of its own, which vLLM calls when an
-        engine sleeps or is asked to reset its prefix cache and its connector.
+    It forgets by its own ``reset_cache``, which vLLM calls when an engine sleeps, or is asked to
+    reset its prefix cache and its connector.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -115,11 +112,6 @@ def followed_by_drafter(
 
     Upstream reloads the model alone. A drafter with a checkpoint of its own stays as it is, and so
     does a drafter whose new weights can't be loaded, with a warning.
-
-    Raises
-    ------
-    PrepError
-        In the case that `kept_addresses` describes.
     """
     speculation, of_model = vllm_config.speculative_config, vllm_config.model_config
     of_drafter = None if speculation is None else speculation.draft_model_config

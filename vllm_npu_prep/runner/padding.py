@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from vllm_npu_prep.attention.fused_calls import batch_limits
+from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.counts import EAGER, StepCounts
 from vllm_npu_prep.prep.batch import StepBatch
@@ -17,7 +17,8 @@ KEPT_DECISIONS = 4096
 
 
 class CacheLimits(NamedTuple):
-    """The limits of one call of attention (`vllm_npu_prep.attention.fused_releases.BatchLimits`).
+    """The limits of one call of attention, if there are any
+    (`vllm_npu_prep.attention.fused_calls.limits_batches`).
 
     A full graph is one call for all its requests; an eager step can be split into several.
     """
@@ -40,13 +41,7 @@ class CacheLimits(NamedTuple):
         return blocks <= self.num_blocks
 
     def refuse_long_requests(self, max_model_len: int) -> None:
-        """Refuse a cache that is too small for one request, which can't be split.
-
-        Raises
-        ------
-        PrepError
-            It says how long requests may be.
-        """
+        """Refuse a cache that is too small for one request, which can't be split."""
         if -(-max_model_len // self.block_size) > self.num_blocks:
             raise PrepError(
                 f"--max-model-len {max_model_len}: the KV cache has {self.num_blocks} blocks of "
@@ -235,13 +230,8 @@ def cache_limits(
         The sizes of the cache; the block size is the smallest of its groups.
     is_profiling
         Whether the cache is a small one, made to measure memory.
-
-    Raises
-    ------
-    PrepError
-        If the cache is too small for one request.
     """
-    if not batch_limits(vllm_config).apply:
+    if not limits_batches(vllm_config):
         return None, None
     limits = CacheLimits(num_blocks, block_size)
     if not is_profiling:

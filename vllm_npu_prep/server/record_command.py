@@ -60,13 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _server(number: int | None) -> Address:
-    """Return the server that was asked for by port or process id, or the only one.
-
-    Raises
-    ------
-    PrepError
-        If there is none, or more than one.
-    """
+    """Return the server that was asked for by port or process id, or the only one there is."""
     found = {address.root: address for address in reversed(addresses())}
     if not found:
         raise PrepError(

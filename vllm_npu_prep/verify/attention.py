@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.attention.context_parallel import (
-    PartialAttention,
     merge_partials,
     only_rows,
     own_of,
     rows_of,
 )
-from vllm_npu_prep.attention.kernels import make_kernels
+from vllm_npu_prep.attention.kernels import Attended, make_kernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
@@ -212,7 +211,7 @@ def shared_contexts(dtype: torch.dtype, context: RowContext) -> Outcome:
     for rows, has_rows, cache in parts:
         query = step.query()
         lse = torch.full(query.shape[:2], float("nan"), device=query.device)
-        share = PartialAttention(torch.full_like(query, float("nan")), lse)
+        share = Attended(torch.full_like(query, float("nan")), lse)
         own = (step.own(step.keys), step.own(step.values)) if rows.causal else None
         arguments = query, own, cache, rows, form.layer, share.output
         step.kernels.attend(*arguments, lse=share.lse)

@@ -160,13 +160,7 @@ def difference(
 
 
 def expected_tokens(folder: Path) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the tokens of the CPU fallback and their leads, made once in the command's folder.
-
-    Raises
-    ------
-    RuntimeError
-        If its process failed.
-    """
+    """Return the tokens of the CPU fallback and their leads, made once in the command's folder."""
     made = folder / TOKENS
     if not made.exists():
         done = subprocess.run(

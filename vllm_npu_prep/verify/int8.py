@@ -241,14 +241,7 @@ OTHERS: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
 
 
 def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
-    """Raise unless the device rounds to int8 and multiplies int8 as formulas say.
-
-    Raises
-    ------
-    PrepError
-        If an operator differs; it names the operator. Without it, a quantised model can't be
-        served.
-    """
+    """Refuse to serve a quantised model where the device rounds or multiplies int8 wrongly."""
     for operator, probe_of in OF_LINEAR_LAYERS.values():
         outcome = probe_of(dtype).run(f"{operator}, {dtype}", put)
         if outcome.verdict.is_bad:

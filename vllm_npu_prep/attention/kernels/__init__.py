@@ -3,18 +3,25 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from vllm_npu_prep.attention.families import KernelFamily
-from vllm_npu_prep.attention.fused_releases import BatchLimits
 from vllm_npu_prep.attention.metadata import AscendMetadata
-
-NO_LIMITS = BatchLimits()
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 """K and V of a step's tokens, each ``[num_attended_tokens, num_kv_heads, head_size]``."""
+
+
+class Attended(NamedTuple):
+    """Attention over some of the keys, with what is needed to merge it with attention over others.
+
+    There are ``T`` tokens and ``H`` heads, whose values have the size ``D``.
+    """
+
+    output: torch.Tensor  # [T, H, D]
+    lse: torch.Tensor  # [T, H] float32: log-sum-exp of the scores, base e; -inf if there was no key
 
 
 @dataclass(frozen=True)
@@ -113,13 +120,13 @@ class AttentionCall:
         )
 
 
-def make_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> AttentionKernels:
+def make_kernels(name: str, limits_batches: bool = False) -> AttentionKernels:
     """Make the kernels of a family that start-up accepted; no other family is imported.
 
-    `limits` are those that each call of ``fia`` has to keep.
+    `limits_batches` is that of `vllm_npu_prep.attention.fused_calls`, for ``fia``.
     """
     if name == "fia":
-        return importlib.import_module(f"{__name__}.fia").FiaKernels(limits)
+        return importlib.import_module(f"{__name__}.fia").FiaKernels(limits_batches)
     module, kernels = {
         "compiled": ("compiled", "CompiledKernels"),
         "reference": ("reference", "ReferenceKernels"),

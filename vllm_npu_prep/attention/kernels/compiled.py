@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_npu_prep.attention.families import COMPILED
-from vllm_npu_prep.attention.kernels import AttentionCall, KeyValue, LayerShape
+from vllm_npu_prep.attention.kernels import Attended, AttentionCall, KeyValue, LayerShape
 from vllm_npu_prep.attention.kernels.compiled_loops import (
     FEW_ROWS,
     FORMS,
@@ -25,7 +25,6 @@ from vllm_npu_prep.attention.kernels.compiled_loops import (
     write_rows,
 )
 from vllm_npu_prep.attention.kernels.latent import (
-    Attended,
     LatentShape,
     Planes,
     Projected,

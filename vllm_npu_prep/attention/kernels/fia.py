@@ -15,8 +15,8 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
-from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, BatchLimits
-from vllm_npu_prep.attention.kernels import NO_LIMITS, AttentionCall, KeyValue, LayerShape
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
+from vllm_npu_prep.attention.kernels import AttentionCall, KeyValue, LayerShape
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -53,8 +53,8 @@ class FiaKernels:
     family = FIA
     workspace_serves_all_lengths = True
 
-    def __init__(self, limits: BatchLimits = NO_LIMITS) -> None:
-        self.limits = limits
+    def __init__(self, limits_batches: bool = False) -> None:
+        self.limits_batches = limits_batches
         self._kv_cache: torch.Tensor | None = None
         self._no_lse: torch.Tensor | None = None
 
@@ -122,7 +122,7 @@ class FiaKernels:
         A full graph has one call: `vllm_npu_prep.runner.padding` runs other steps eagerly.
         """
         unplanned = metadata.kernel_plan is None
-        if unplanned and self.limits.apply and not metadata.in_full_graph:
+        if unplanned and self.limits_batches and not metadata.in_full_graph:
             is_fresh = _is_fresh(own, metadata)
             sizes = () if is_fresh else self._planes(kv_cache)[0].shape[:2]
             metadata.kernel_plan = split(metadata, MAX_LENGTHS, *sizes)

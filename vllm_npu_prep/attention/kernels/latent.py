@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_npu_prep.attention.families import KernelFamily
-from vllm_npu_prep.attention.fused_releases import BatchLimits
-from vllm_npu_prep.attention.kernels import NO_LIMITS
+from vllm_npu_prep.attention.kernels import Attended
 from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.metadata import AscendMetadata
 
@@ -43,13 +42,6 @@ class Projected(NamedTuple):
     key: torch.Tensor  # [S, N, qk_nope_head_dim]
     key_rope: torch.Tensor  # [S, 1, qk_rope_head_dim], of all heads
     value: torch.Tensor  # [S, N, v_head_dim]
-
-
-class Attended(NamedTuple):
-    """Attention over some rows, with what is needed to merge it with attention over others."""
-
-    output: torch.Tensor  # [T, N, v_head_dim]
-    lse: torch.Tensor  # [T, N] float32: log-sum-exp of the scores, base e
 
 
 def planes_of(kv_cache: torch.Tensor, shape: LatentShape) -> Planes:
@@ -183,7 +175,7 @@ class LatentCall:
         )
 
 
-def make_latent_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> LatentKernels:
+def make_latent_kernels(name: str, limits_batches: bool = False) -> LatentKernels:
     """Make the kernels of a family that start-up accepted; no other family is imported."""
     module, kernels = {
         "compiled": ("compiled", "LatentCompiledKernels"),
@@ -192,4 +184,4 @@ def make_latent_kernels(name: str, limits: BatchLimits = NO_LIMITS) -> LatentKer
     }[name]
     package = __name__.rpartition(".")[0]
     made = getattr(importlib.import_module(f"{package}.{module}"), kernels)
-    return made(limits) if name == "fia" else made()
+    return made(limits_batches) if name == "fia" else made()

@@ -13,11 +13,10 @@ import torch
 import torch_npu
 
 from vllm_npu_prep.attention.families import FIA
-from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, BatchLimits
-from vllm_npu_prep.attention.kernels import NO_LIMITS
-from vllm_npu_prep.attention.kernels.fia import Part, plan_of, split
+from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS
+from vllm_npu_prep.attention.kernels import Attended
+from vllm_npu_prep.attention.kernels.fia import CAUSAL_MODE, NO_MASK_MODE, Part, plan_of, split
 from vllm_npu_prep.attention.kernels.latent import (
-    Attended,
     LatentCall,
     LatentShape,
     Planes,
@@ -27,9 +26,6 @@ from vllm_npu_prep.attention.latent import ContextChunk, Prefills
 from vllm_npu_prep.attention.latent_releases import HEAD_SIZE
 from vllm_npu_prep.attention.metadata import AscendMetadata
 
-NO_MASK_MODE = 0
-CAUSAL_MODE = 3  # the constant's diagonal lies on the lower right corner
-
 
 class LatentFiaKernels:
     """`vllm_npu_prep.attention.kernels.latent.LatentKernels` on the fused operator."""
@@ -37,8 +33,8 @@ class LatentFiaKernels:
     family = FIA
     workspace_serves_all_lengths = True
 
-    def __init__(self, limits: BatchLimits = NO_LIMITS) -> None:
-        self.limits = limits
+    def __init__(self, limits_batches: bool = False) -> None:
+        self.limits_batches = limits_batches
         self._no_lse: torch.Tensor | None = None
 
     def decode_heads(self, num_heads: int) -> int:
@@ -69,7 +65,7 @@ class LatentFiaKernels:
         if self._no_lse is None:
             self._no_lse = torch.empty(0, dtype=torch.float32, device=query.device)
         sums = self._no_lse if lse is None else lse.unsqueeze(-1)
-        if metadata.kernel_plan is None and self.limits.apply and not metadata.in_full_graph:
+        if metadata.kernel_plan is None and self.limits_batches and not metadata.in_full_graph:
             metadata.kernel_plan = split(metadata, MAX_LENGTHS, *planes.latent.shape[:2])
         for part in plan_of(metadata):
             tokens = part.tokens

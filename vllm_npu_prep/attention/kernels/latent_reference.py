@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_npu_prep.attention.context_parallel import merge_partials
 from vllm_npu_prep.attention.families import REFERENCE
+from vllm_npu_prep.attention.kernels import Attended
 from vllm_npu_prep.attention.kernels.latent import (
-    Attended,
     LatentCall,
     LatentShape,
     Planes,
@@ -115,11 +116,7 @@ class LatentReferenceKernels:
         return latent, rope
 
     def merge(self, first: Attended, second: Attended) -> Attended:
-        lse = torch.logaddexp(first.lse, second.lse)
-        outputs = [
-            part.output.float() * (part.lse - lse).exp().unsqueeze(-1) for part in (first, second)
-        ]
-        return Attended((outputs[0] + outputs[1]).to(first.output.dtype), lse)
+        return merge_partials([first, second])
 
     def workspace(
         self, call: LatentCall, metadata: object

@@ -250,12 +250,9 @@ def _takes_groups(experts: int, top_k: int, number: int, kept: int) -> bool:
 
 
 def refuse_routers(model: nn.Module) -> None:
-    """Raise for a model, made but not loaded, whose routers launch kernels of Triton.
+    """Refuse a model, made but not loaded, that has experts that compute nothing.
 
-    Raises
-    ------
-    PrepError
-        If it has experts that compute nothing, which vLLM's router adds up itself.
+    vLLM's router adds them up itself, by a kernel of Triton.
     """
     for name, module in model.named_modules():
         if isinstance(module, MoERunner) and isinstance(module.router, ZeroExpertRouter):
