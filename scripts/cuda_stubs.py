@@ -1,10 +1,11 @@
-"""Make a CPU build of torch out of the CUDA build, which is all that the package index has of 2.10.
+"""Make a CPU build of torch out of the CUDA build: of 2.10 and 2.14, the index has no other.
 
     python scripts/cuda_stubs.py SITE_PACKAGES
 
 torch's CUDA libraries, and those of CUDA that it is linked against, are replaced by libraries of
 the same names whose functions return zero: torch then finds no CUDA device, and says that it is
-a CPU build. For `make peer` alone, whose torch nothing else uses; needs g++, nm and readelf.
+a CPU build. For `make peer`, whose torch nothing else uses, and `tests/compat/test_torch.py`; needs
+g++, nm and readelf.
 """
 
 import re
@@ -15,13 +16,29 @@ from pathlib import Path
 
 CUDA_LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_nvshmem.so")
 UNUSED = ("libtorch_cuda_linalg.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
-KEPT = ("libtorch_cpu.so", "libtorch_python.so", "libtorch.so", "libc10.so", "libshm.so")
+READERS = ("libtorch_cpu.so", "libtorch_python.so", "libtorch.so", "libtorch_global_deps.so")
+"""Libraries that use what CUDA's define."""
+KEPT = (*READERS, "libc10.so", "libshm.so")
 API = re.compile(r"(cu|cud|cupti|nv|nccl)[A-Z][A-Za-z_0-9]+|cu(da|dnn|pti|File|sparse)\w+")
 """Functions of CUDA's own libraries."""
 OBJECT_BYTES = 1024
 """Room for each object that torch's libraries share; those in use are smaller."""
 RETURNS_REFERENCE = "get_gil_checker"
 """A function whose result is written, so zero will not do."""
+OPTIONS = "_ZN4c10d16ProcessGroupNCCL7OptionsC1Eb"
+CONSTRUCTOR = f"""
+#include <malloc.h>
+#include <cstring>
+extern void* options_of_backends asm("_ZTVN4c10d7Backend7OptionsE");
+extern "C" void make_options(void* self, bool) asm("{OPTIONS}");
+extern "C" void make_options(void* self, bool) {{
+  std::memset(self, 0, malloc_usable_size(self));
+  *static_cast<void***>(self) = &options_of_backends + 2;
+}}
+"""
+"""`import torch` makes options of NCCL, asks for their class, and finds that of any backend's."""
+REGISTER = "    registry._register_all_overrides()\n"
+"""In 2.14, `import torch` replaces kernels for CUDA by others."""
 
 
 def main(site: Path) -> None:
@@ -34,11 +51,12 @@ def main(site: Path) -> None:
     for name in CUDA_LIBRARIES:
         defined |= symbols("--defined-only", lib / name)
     needed: dict[str, str] = {}
-    for name in KEPT:
+    for name in READERS:
         needed |= symbols("--undefined-only", lib / name)
     for name in KEPT:
         for known in symbols("--defined-only", lib / name):
             needed.pop(known, None)
+    needed.pop(OPTIONS, None)
     wanted = sorted(name for name in needed if name in defined or API.fullmatch(name))
     missing = {library for name in KEPT for library in cuda_libraries(lib / name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +71,9 @@ def main(site: Path) -> None:
             compile_library(empty, lib / name, f"-Wl,--version-script,{versions}")
     for name in UNUSED:
         (lib / name).unlink(missing_ok=True)
+    native = site / "torch" / "_native" / "__init__.py"
+    if native.exists():
+        native.write_text(native.read_text().replace(REGISTER, "    pass\n"))
     text = re.sub(r"\+cu\d+", "+cpu", text)
     version.write_text(re.sub(r"^cuda: .*", "cuda: Optional[str] = None", text, flags=re.M))
 
@@ -91,7 +112,7 @@ def stubs(wanted: dict[str, str]) -> str:
         else:
             lines.append(f'extern char object_{index}[{OBJECT_BYTES}] __asm__("{name}");')
             lines.append(f"alignas(16) char object_{index}[{OBJECT_BYTES}];")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + CONSTRUCTOR
 
 
 def compile_library(source: Path, library: Path, *options: str) -> None:

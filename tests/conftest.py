@@ -61,7 +61,6 @@ def log(request) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def demo_model(log) -> Path:
-    """Folder of the demo model."""
     return make_demo("tiny_model.py", "tiny-qwen3", log)
 
 
@@ -82,7 +81,6 @@ def demo_drafters(demo_model, log) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_adapter(demo_model, log) -> Path:
-    """Folder of the demo model's LoRA adapter."""
     return make_demo("tiny_adapter.py", "tiny-qwen3-polite", log)
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.compat import lists
-from tests.compat.lists import Answers, Difference, differences, digest_of, told
+from tests.compat.lists import Answers, differences, digest_of, told
 from tests.compat.requirements import unmet
 from tests.compat.seams import PLUGIN, Uses, installed
 from tests.compat.source import Sources, modules
@@ -141,49 +140,6 @@ def change(folder: Path, name: str, old: str, new: str) -> None:
     (folder / name).write_text(text.replace(old, new))
 
 
-def test_a_list_is_read_as_it_was_written(small, tmp_path):
-    lists.write_seams(SEAMS, tmp_path / "seams.txt")
-    assert lists.read_seams(tmp_path / "seams.txt") == SEAMS
-    bodies = tmp_path / "bodies.txt"
-    bodies.write_text(
-        "# head\n0 vllm.config:Config.copy in a.py (b, c)\n0 vllm.kernels:reduce in d\n"
-    )
-    lists.write_bodies(small().sources, bodies)
-    digest = digest_of(small().sources, "vllm.config:Config.copy")
-    assert lists.read_bodies(bodies) == {
-        "vllm.config:Config.copy": (digest, "a.py (b, c)"),
-        "vllm.kernels:reduce": ("gone", "d"),
-    }
-
-
-def test_new_and_unused_seams_are_named(small):
-    known = SEAMS | {"vllm.kernels.spare": ": ()"}
-    del known["vllm.Config"]
-    assert lists.stale(known, small()) == [
-        "new      vllm.Config  in compat.py",
-        "unused   vllm.kernels.spare",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "name"),
-    [
-        ('package = "vllm"', "package = kernels.package", "?.kernels.scatter"),
-        ("    package =", '    prefix = "vllm"; package =', "?.scatter"),
-        ("{prefix}.scatter", "{prefix}.gone", "vllm.kernels.gone"),
-        ("{prefix}.gather", "vllm.{prefix}.gather", "vllm.vllm.kernels.gather"),
-        ("{prefix}.gather", "vllm.{sys.platform}.gather", "vllm.?.gather"),
-        ("from vllm import Config", "from vllm import Configs", "vllm.Configs"),
-    ],
-)
-def test_a_full_name_that_names_nothing_is_an_error(small, tmp_path, old, new, name):
-    change(tmp_path / PLUGIN, "compat.py", old, new)
-    uses = small()
-    assert lists.unknown({}, uses) == [f"unknown  {name}  in compat.py"]
-    assert set(lists.unknown({}, uses)) < set(lists.stale({}, uses))
-    assert lists.unknown({name: ""}, uses) == []
-
-
 def test_gone_and_changed_names_are_told_with_their_files(small, tmp_path):
     """A class that is gone is told once, for all its members."""
     members = {f"vllm.config.Config.{name}": "" for name in ("size", "copy")}
@@ -213,29 +169,6 @@ def test_rewritten_functions_are_told_but_not_their_comments(tmp_path, old, new,
     known = {"vllm:gather": digest_of(sources, "vllm:gather")}
     change(tmp_path / "vllm", "__init__.py", old, new)
     assert [each.kind for each in differences(known, sources)] == ([kind] if kind else [])
-
-
-def test_a_rewritten_function_is_told_with_what_to_look_at():
-    kernel = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:_rejection_kernel"
-    line = told(Difference("rewritten", kernel, "0"), "", ROOT)
-    assert kernel in line and "verify_drawn" in line
-
-
-def test_differences_of_another_release_keep_their_answers(tmp_path, monkeypatch):
-    """A list that is written again keeps what was answered, and what only that release has."""
-    path = tmp_path / "vllm-9.json"
-    gone, changed = Difference("gone", "a.B", ""), Difference("changed", "a.c", ": (x)")
-    only_there = Difference("new", "a.d", ": (x)", "used there")
-    known = [replace(each, answer="known") for each in (gone, changed)]
-    Answers("0", [*known, only_there]).write(path)
-    again = replace(changed, now=": (x, y)")
-    Answers("1", [gone, again]).write(path)
-    assert Answers.read(path) == Answers("1", [known[0], again, only_there])
-    monkeypatch.setattr(lists, "file_of", lambda version: path)
-    monkeypatch.setattr(
-        lists, "pinned", lambda: {"a.B": "", "a.B.member": "", "a.c": "", "a.e": ""}
-    )
-    assert lists.of_release(lists.OTHERS[0]) == {"a.c": ": (x, y)", "a.d": ": (x)", "a.e": ""}
 
 
 def test_requirements_that_are_not_met_are_named(monkeypatch):

@@ -31,21 +31,6 @@ def test_half_precision_equals_the_formula_within_tolerance(state, dtype, seed):
 
 
 @pytest.mark.parametrize("state", BATCHES)
-@pytest.mark.parametrize("block_size", [1, 2, 16, 128])
-def test_any_block_size(state, block_size, seed):
-    check(Step(state, seed, block_size=block_size))
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (12, 4)])
-@pytest.mark.parametrize(
-    "state",
-    [AttentionState.DecodeOnly, AttentionState.ChunkedPrefill, AttentionState.PrefillNoCache],
-)
-def test_grouped_query_heads(state, heads, seed):
-    check(Step(state, seed, heads=heads))
-
-
-@pytest.mark.parametrize("state", BATCHES)
 @pytest.mark.parametrize("form", MaskForm)
 def test_logits_soft_cap(state, form, seed):
     check(Step(state, seed, soft_cap=1.5, form=form))

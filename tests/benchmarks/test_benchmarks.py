@@ -29,14 +29,11 @@ ALLOWANCE = 0.1
 
 
 class Ran(NamedTuple):
-    """Outcome of a script."""
-
     code: int
     stdout: str
     stderr: str
 
     def rows(self) -> list[dict[str, Any]]:
-        """The lines that are JSON."""
         return [json.loads(line) for line in self.stdout.splitlines() if line.startswith("{")]
 
 

@@ -51,10 +51,10 @@ class Difference:
     answer: str = ""
 
 
-def read_seams(path: Path = SEAMS) -> Names:
+def read_seams() -> Names:
     """Signatures by name; the file has them a class or module at a time."""
     found, owner = {}, ""
-    for line in path.read_text().splitlines():
+    for line in SEAMS.read_text().splitlines():
         if line.startswith("    "):
             name, said = re.findall(r"^    (\w+)(.*)", line)[0]
             found[f"{owner}.{name}"] = said
@@ -70,27 +70,27 @@ def head_of(path: Path) -> str:
     return re.sub(r"vLLM \S+", f"vLLM {PINNED}", head, count=1)
 
 
-def write_seams(names: Names, path: Path = SEAMS) -> None:
+def write_seams(names: Names) -> None:
     lines, last = [head_of(SEAMS)], ""
     for full in sorted(names, key=lambda full: full.rpartition(".")[::2]):
         owner, _, name = full.rpartition(".")
         lines += [f"{owner}\n"] * (owner != last) + [f"    {name}{names[full]}\n"]
         last = owner
-    path.write_text("".join(lines))
+    SEAMS.write_text("".join(lines))
 
 
-def read_bodies(path: Path = BODIES) -> dict[str, tuple[str, str]]:
+def read_bodies() -> dict[str, tuple[str, str]]:
     """Digest of each function, and what to look at."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in BODIES.read_text().splitlines() if not line.startswith("#")]
     parts = [re.findall(r"(\w+) (\S+) in (.*)", line)[0] for line in lines]
     return {name: (digest, look_at) for digest, name, look_at in parts}
 
 
-def write_bodies(sources: Sources, path: Path = BODIES) -> None:
-    lines = [head_of(path)]
-    for name, (_, look_at) in read_bodies(path).items():
+def write_bodies(sources: Sources) -> None:
+    lines = [head_of(BODIES)]
+    for name, (_, look_at) in read_bodies().items():
         lines.append(f"{digest_of(sources, name) or 'gone'} {name} in {look_at}\n")
-    path.write_text("".join(lines))
+    BODIES.write_text("".join(lines))
 
 
 def digest_of(sources: Sources, name: str) -> str | None:

@@ -21,7 +21,6 @@ class InstanceAttributes(griffe.Extension):
     """What methods other than ``__init__``, the only one that griffe reads, assign to `self`."""
 
     def on_class_members(self, *, node: Any, cls: griffe.Class, **_: Any) -> None:
-        """Add them to a class that was read."""
         for method in node.body:
             if isinstance(method, FUNCTIONS) and method.args.args:
                 for name, annotation, value in _assigned(method):
@@ -89,14 +88,12 @@ class Sources(griffe.ModulesCollection):
         raise KeyError(name)
 
     def module(self, name: str) -> griffe.Module | None:
-        """The module of that full name."""
         if name not in self._modules:
             path = self.path_of(name)
             self._modules[name] = None if path is None else self._read(name, path)
         return self._modules[name]
 
     def path_of(self, name: str) -> Path | None:
-        """File of the module of that full name."""
         package, *parts = name.split(".")
         if package not in self.packages:
             return None

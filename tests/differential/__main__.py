@@ -35,7 +35,6 @@ class Episodes:
         self.count: Counter[str] = Counter()
 
     def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
-        """Play an episode: its outcome, and what is recorded of it."""
         from tests.differential.episodes import Episode, play
 
         draw = Episode.draw_for_device if self.on_device else Episode.draw_for_soak
@@ -54,7 +53,6 @@ class Episodes:
         return "agreed", {"family": episode.family, **counts, "states": dict(traffic.states)}
 
     def report(self) -> None:
-        """Print what happened."""
         print(", ".join(f"{self.count[name]:,} {name}" for name in sorted(self.count)))
 
 

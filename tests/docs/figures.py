@@ -50,7 +50,6 @@ def view_of(file: str) -> StepView:
 
 @cache
 def shown(command: str, part: str | None) -> str:
-    """The code block of a region."""
     file, *args = shlex.split(command)
     lines = explain_output(str(ROOT / file), *args, width=WIDTH).splitlines()
     if "--json" in args:

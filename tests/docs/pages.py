@@ -18,8 +18,6 @@ RUN_WITH = re.compile(r"<!-- run with: (?P<command>.+?) -->")
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A fenced block of a page."""
-
     page: Path
     line: int  # of its fence, from 1
     language: str  # empty if the fence names none
@@ -41,8 +39,6 @@ class Table:
 
 
 class Page:
-    """One Markdown file."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path.relative_to(ROOT))
         self.text = path.read_text()
@@ -86,7 +82,6 @@ class Page:
 
     @cached_property
     def code(self) -> list[str]:
-        """Code spans."""
         return [token.content for token in self.inline if token.type == "code_inline"]
 
     @cached_property

@@ -94,8 +94,6 @@ TEMPLATE = (
 
 @dataclass
 class Run:
-    """Outcome of a script under the emulator."""
-
     code: int
     out: str
     err: str
@@ -145,7 +143,6 @@ class Template:
         return Run(code, out.read_text(), err.read_text(), report)
 
     def end(self) -> None:
-        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(LIMIT)

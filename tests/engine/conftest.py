@@ -9,5 +9,4 @@ from tests.helpers.engine import make_model
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory) -> Path:
-    """Folder of a tiny dense model."""
     return make_model(tmp_path_factory.mktemp("qwen3"))

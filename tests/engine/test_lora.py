@@ -61,7 +61,6 @@ def case(tmp_path_factory):
 
 
 def generate(llm, case, requests, params):
-    """Outputs for pairs of adapter and prompt."""
     return llm.generate(
         [{"prompt_token_ids": prompt} for _, prompt in requests],
         params,

@@ -31,7 +31,6 @@ PIECES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Makes a model with a tokenizer."""
 
     def make(*args, **config):
         path = make_model(tmp_path_factory.mktemp("model"), *args, **config)

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams
-from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import demo
@@ -24,11 +23,6 @@ from tests.helpers.prompts import chat_prompt
 K = 3
 MAX_TOKENS = 32
 END = tiny_model.SPECIAL_TOKENS.index("<|im_end|>")
-ARCHITECTURES = {
-    "draft_model": "Qwen3ForCausalLM",
-    "eagle": "EagleLlamaForCausalLM",
-    "eagle3": "Eagle3LlamaForCausalLM",
-}
 KNOWN = [question for question, _ in tiny_model.exchanges()[::4]]
 UNKNOWN = [
     "What is a cache writer?",
@@ -170,36 +164,6 @@ def test_an_engine_accepts_exactly_the_same_drafts(
     assert metrics["vllm:spec_decode_num_drafts"].value == len(expected)
     of_engine = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
     assert of_engine == [sum(count > position for count in expected) for position in range(K)]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_vllm_finds_the_architecture(method, demo_model, demo_drafters):
-    config = SpeculativeConfig(
-        target_model_config=ModelConfig(str(demo_model), dtype="float32", max_model_len=512),
-        target_parallel_config=ParallelConfig(),
-        method=method,
-        model=str(demo_drafters / method),
-        num_speculative_tokens=K,
-    )
-    drafter = config.draft_model_config
-    assert drafter.architecture == ARCHITECTURES[method]
-    assert drafter.get_vocab_size() == config.target_model_config.get_vocab_size()
-    if method == "eagle3":
-        weights = load_file(demo_drafters / method / "model.safetensors")
-        assert drafter.hf_config.draft_vocab_size == len(weights["d2t"]) < len(weights["t2d"])
-        assert drafter.hf_config.eagle_aux_hidden_state_layer_ids == [*tiny_drafters.AUX_LAYERS]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_training_is_deterministic(method, target, tokenizer, monkeypatch):
-    monkeypatch.setattr(tiny_drafters, "MAX_EPOCHS", 1)
-    ids, labels = tiny_model.encode(tokenizer, tiny_model.exchanges())
-    weights = []
-    for _ in range(2):
-        drafter = dict(tiny_drafters.make_drafters(target, labels))[method]
-        tiny_drafters.train(drafter, target, ids[:8], labels[:8])
-        weights.append(drafter.state_dict())
-    assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
 
 
 def test_drafters_are_made_again_when_a_recipe_changes(

@@ -54,8 +54,6 @@ def conversations() -> list[list[str]]:
 
 @dataclass
 class Turn:
-    """What was asked and answered."""
-
     prompt: list[int]
     tokens: list[int]
     form: str
@@ -210,7 +208,6 @@ class Outcome:
 
     @property
     def lengths(self) -> list[int]:
-        """Of prompts."""
         return [len(turn.prompt) for turn in self.turns]
 
     def __str__(self) -> str:

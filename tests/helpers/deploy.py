@@ -70,7 +70,6 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def ran(*command: str | Path, **how: Any) -> subprocess.CompletedProcess:
-    """What a command did and said."""
     how = {"capture_output": True, "text": True, "timeout": LIMIT, **how}
     return subprocess.run([*map(str, command)], **how)
 

@@ -17,7 +17,7 @@ def save_weights(weights: dict[str, Any], folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def disturb_model(folder: Path, target: Path, share: float, seed: int = 0) -> Path:
+def disturb_model(folder: Path, target: Path, share: float) -> Path:
     """Save a model whose weights are those of `target`, each off by about so much of itself.
 
     Of its drafts the target accepts some.
@@ -26,7 +26,7 @@ def disturb_model(folder: Path, target: Path, share: float, seed: int = 0) -> Pa
     from safetensors.torch import load_file
 
     shutil.copytree(target, folder, dirs_exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     weights = load_file(target / "model.safetensors")
     for weight in weights.values():
         weight *= 1 + share * torch.randn(weight.shape, generator=generator)
@@ -35,12 +35,7 @@ def disturb_model(folder: Path, target: Path, share: float, seed: int = 0) -> Pa
 
 
 def make_eagle_head(
-    folder: Path,
-    target: Path,
-    method: str = "eagle",
-    seed: int = 0,
-    head_dim: int | None = None,
-    has_lm_head: bool = True,
+    folder: Path, target: Path, method: str = "eagle", head_dim: int | None = None
 ) -> Path:
     """Save an EAGLE or EAGLE-3 head of one layer for a tiny model.
 
@@ -52,13 +47,13 @@ def make_eagle_head(
 
     Its four heads share out the hidden size, unless ``head_dim`` gives the size of each. That of an
     EAGLE-3 head is then the hidden size: each of its heads sees all of an embedding. It also
-    has an ``lm_head``, unless ``has_lm_head`` is false; an EAGLE head has none.
+    has an ``lm_head``; an EAGLE head has none.
     """
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    config, generator = model.config, torch.Generator().manual_seed(seed)
+    config, generator = model.config, torch.Generator().manual_seed(0)
     hidden, heads = config.hidden_size, 4
     num_copies = 1 if head_dim is None else heads  # of an embedding, in the heads of EAGLE-3
     head_dim = head_dim or hidden // heads
@@ -90,8 +85,6 @@ def make_eagle_head(
             "fc.weight": random(hidden, hidden * len(AUX_LAYERS), spread=0.001),
             "lm_head.weight": model.lm_head.weight.detach().clone(),
         }
-        if not has_lm_head:
-            del weights["lm_head.weight"]
         settings["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}
     else:
         ids = torch.randint(4, config.vocab_size, (64, 48), generator=generator)

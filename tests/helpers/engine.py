@@ -194,7 +194,6 @@ def engine_config(model: Path, **settings: Any) -> Any:
 
 
 def runner_of(llm: Any) -> Any:
-    """The engine's model runner."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner
 

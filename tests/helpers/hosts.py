@@ -76,7 +76,6 @@ def run(npu_smi: Ran | None, probed: Ran):
 
 
 def write(root: Path, path: str, text: str = "") -> None:
-    """A file of a made-up host."""
     file = root / path.lstrip("/")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)

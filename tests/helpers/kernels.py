@@ -4,16 +4,35 @@ Outputs are longer than what a kernel writes where vLLM's buffers are, and fille
 what a kernel leaves alone shows, too.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode import utils
 
+from tests.helpers.triton_source import Source
+
 VOCAB = 7
 UNTOUCHED = -9
+LAUNCHERS = {
+    utils: (
+        "_eagle_step_slot_mapping_metadata",
+        "_eagle_prepare_inputs_padded",
+        "_eagle_prepare_next_token_padded",
+        "_copy_and_expand_eagle_inputs",
+    ),
+    rejection_sampler: (
+        "_rejection_greedy_sample",
+        "_rejection_random_sample",
+        "_sample_recovered_tokens",
+        "_expand",
+    ),
+}
+"""What launches a kernel, by its module; the kernel is named after it."""
 
 
 @dataclass
@@ -29,6 +48,22 @@ class Launch:
         copy = self.to("cpu")
         copy.launch()
         return {name: copy.arguments[name] for name in self.written}
+
+    def run_source(self) -> dict[str, torch.Tensor]:
+        """The same by the source of vLLM's kernels."""
+        with contextlib.ExitStack() as patches:
+            for module, names in LAUNCHERS.items():
+                for name in names:
+                    kernel = Source(module, f"{name[1:]}_kernel")
+                    launcher = getattr(module, name)
+                    patches.enter_context(mock.patch.object(launcher, "kernel", kernel))
+            return self.run()
+
+    def check(self) -> None:
+        """What was written is what the source writes."""
+        expected = self.run_source()
+        for name, values in self.run().items():
+            assert torch.equal(values, expected[name]), name
 
     def to(self, device: str) -> "Launch":
         """A copy with the arguments on a device; one that is given twice stays one."""
@@ -189,13 +224,6 @@ class Drafts:
         self.output = torch.full((len(lengths), self.max_len + 1), -1, dtype=torch.int32)
         if total:
             self.draft[int(torch.randint(0, total, (1,), generator=generator))] = -1  # padded draft
-
-    def spans(self):
-        """Request, index of its first draft, number of its drafts."""
-        start = 0
-        for row, length in enumerate(self.lengths):
-            yield row, start, length
-            start += length
 
     def greedy(self, mixed: bool) -> Launch:
         arguments = {

@@ -31,7 +31,6 @@ LAST = ("weight_scale", "weight_offset", "input_scale", "input_offset", "deq_sca
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -26,7 +26,6 @@ class Greedy(NamedTuple):
 
 @functools.cache
 def tokenizer_of(folder: Path):
-    """The model's tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)

@@ -23,8 +23,6 @@ FULL, PIECEWISE, EAGER = "full graph", "piecewise graphs", "eager: more than 32 
 
 @dataclass
 class Request:
-    """A request, and what happened to it."""
-
     name: str
     num_prompt_tokens: int
     num_tokens: int  # at its end

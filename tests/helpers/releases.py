@@ -9,7 +9,6 @@ from vllm_npu_prep.compat.releases import is_since
 
 @cache
 def serve_parser() -> Any:
-    """The parser of ``vllm serve``'s flags."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     folder = "common" if is_since("0.33.0") else "launchers"

@@ -121,7 +121,6 @@ class Reference:
 
     @torch.no_grad()
     def answer(self, request: Request, max_tokens: int) -> Answer:
-        """Greedy tokens of one request."""
         inputs, positions = self._inputs(request, max_tokens - 1)
         prompt, end = inputs.input_ids[0].tolist(), positions.shape[2]
         # Not `generate`: behind a prompt that ends with an image it counts on in each dimension
@@ -205,7 +204,6 @@ def watch(llm: Any) -> Watched:
 
 
 def serve(llm: Any, requests: list[Request], params: Any, loras: Any = None) -> list[Any]:
-    """Outputs of `LLM.generate`."""
     prompts = [request.prompt() for request in requests]
     return llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
 
@@ -231,7 +229,6 @@ def serve_with_resets(
 
 
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    """Generated token ids."""
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

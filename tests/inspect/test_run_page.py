@@ -21,7 +21,6 @@ from vllm_npu_prep.records.record_file import read_record, record_files
 
 
 def data_of(html: str) -> dict:
-    """The data of a page."""
     (text,) = re.findall(
         r'<script type="application/json" id="run">(.*?)</script>', html, re.DOTALL
     )

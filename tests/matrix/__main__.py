@@ -70,7 +70,6 @@ def ask(matrix: Matrix) -> None:
 
 
 def fill(part: Slice, processes: str, chosen: tuple[str, ...]) -> int:
-    """Run a slice."""
     package, recorder = commit()[1], Recorder(part)
     matrix, seen = Matrix.read(), lines_of(FILE)
     fresh = {line["test"] for line in (*matrix.engines, *seen) if line["package"] == package}

@@ -49,7 +49,6 @@ def quoted(message: str) -> str:
 
 
 def render(matrix: Matrix) -> str:
-    """The page."""
     told, marks = told_of(matrix), (RAN, FAILED, EMPTY)
     reasons = sorted(set(told.values()) - set(marks))
     heads = ["model", *(feature.short for feature in FEATURES)]

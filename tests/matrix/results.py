@@ -62,7 +62,6 @@ class Matrix:
 
     @classmethod
     def read(cls, path: Path = RESULTS) -> "Matrix":
-        """The results that are committed."""
         matrix = cls()
         for line in lines_of(path):
             if "test" in line:

@@ -6,9 +6,8 @@ from tests.helpers.judge import Judge
 from tests.helpers.models import MODELS
 from tests.matrix import combined
 from tests.matrix.cells import FALLBACK, FEATURES
-from tests.matrix.plan import OWN, TOGETHER, engines_of, no_use
-from tests.matrix.results import Matrix, table_of
-from vllm_npu_prep.compat.releases import installed_vllm
+from tests.matrix.plan import TOGETHER, no_use
+from tests.matrix.results import Matrix
 
 
 def test_each_feature_goes_into_one_engine():
@@ -19,22 +18,6 @@ def test_each_feature_goes_into_one_engine():
 def test_every_row_of_the_matrix_has_a_model_that_can_be_made():
     assert {line["model"] for line in Matrix.read().engines} <= set(MODELS)
     assert no_use("BertModel", "MTP") and not no_use("Qwen3ForCausalLM", "MTP")
-
-
-def test_engines_fill_what_is_served_and_still_empty():
-    own = f"{OWN}[M, CPU fallback, V1, LoRA]"
-    line = {"test": own, "outcome": "passed", "release": installed_vllm(), "device": FALLBACK}
-    line |= {"runner": "V1", "model": "Qwen3ForCausalLM", "features": ["LoRA", "float32"]}
-    matrix = Matrix([line])
-    matrix.answers[table_of(line), "Qwen3ForCausalLM"] = {
-        **{name: {} for name in ("LoRA", "float32", "ngram", "sleep mode", "EAGLE")},
-        "MTP": {"refused": ["mtp"]},
-    }
-    matrix.tried[table_of(line), "Qwen3ForCausalLM", "EAGLE"] = {"tried": "no"}
-    assert engines_of(matrix, FALLBACK) == [
-        "M, CPU fallback, V1, LoRA",
-        "Qwen3ForCausalLM, CPU fallback, V1, ngram, sleep mode",
-    ]
 
 
 def test_a_mark_comes_only_from_answers_that_agree(monkeypatch):

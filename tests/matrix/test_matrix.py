@@ -1,7 +1,6 @@
 """The matrix: cells come from engines that ran, refusals from start-up, the page from both."""
 
 import random
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,10 @@ import pytest
 from tests.helpers.engine import engine_config, graphs
 from tests.helpers.models import drafts_by, folder_of
 from tests.matrix import collect, page, results
-from tests.matrix.__main__ import ROWS, existing_tests
+from tests.matrix.__main__ import ROWS
 from tests.matrix.asked import answer, engine_for
 from tests.matrix.cells import EMULATED, FALLBACK, FEATURES, W8A8, cell_of
-from tests.matrix.plan import OWN, no_use
+from tests.matrix.plan import no_use
 from tests.matrix.results import Matrix
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 from vllm_npu_prep.startup.refusals import REFUSALS
@@ -38,17 +37,6 @@ def test_a_cell_names_a_test_that_exists(request):
     files = {nodeid.partition("::")[0] for nodeid in collected} - {ROWS}
     named = {line["test"] for line in MATRIX.engines}
     assert {test for test in named if test.partition("::")[0] in files} <= collected
-
-
-def test_tests_that_pytest_does_not_collect_are_gone(monkeypatch):
-    printed = "tests/test_a.py::test_a[1]\n\n1 test collected\n"
-    monkeypatch.setattr(
-        subprocess, "run", lambda *args, **how: subprocess.CompletedProcess(args, 0, printed)
-    )
-    names = ("tests/test_a.py::test_a[1]", "tests/test_a.py::test_a[2]")
-    names += (f"{OWN}[{QWEN3}, d, V1, LoRA]", f"{OWN}[NoModel, d, V1, LoRA]")
-    existing = existing_tests([engine_line(name) for name in names])
-    assert [name for name in names if name in existing] == [names[0], names[2]]
 
 
 def test_a_cell_is_of_a_feature_and_a_table_that_there_are():
@@ -141,37 +129,6 @@ def test_newer_lines_replace_older_ones_and_few_are_kept():
     assert outcomes == {**served, "MTP": "failed"}
     matrix.merge([engine_line("b", "ngram")], "p" * 10, tests)
     assert [each["outcome"] for each in matrix.engines] == ["passed", "passed"]
-
-
-def test_marks_and_reasons_of_the_page():
-    matrix, table = Matrix(), ("0.32.0", FALLBACK, "V1")
-    matrix.engines = [
-        engine_line("a", "LoRA", model=QWEN3),
-        engine_line("b", "float32", model="BertModel"),
-        engine_line("c", "pooling", model="BertModel", outcome="failed"),
-    ]
-    both = {f"{how}chronous scheduling": {"refused": ["x"]} for how in ("syn", "asyn")}
-    matrix.answers[table, QWEN3] = {"MTP": {"refused": ["a", "b"]}, "ngram": {"error": "`no`"}}
-    matrix.answers[table, "BertModel"] = {**both, "LoRA": {"refused": ["lora", "x"]}}
-    matrix.tried[table, "BertModel", W8A8] = {"tried": "it fell over"}
-    told, text = page.told_of(matrix), page.render(matrix)
-    expected = {
-        (QWEN3, "LoRA"): "✓",
-        (QWEN3, "MTP"): "start-up refuses it: `a`, `b`",
-        (QWEN3, "ngram"): "vLLM itself refuses it: `'no'`",
-        (QWEN3, "float32"): "-",
-        (QWEN3, "images and videos"): "no use: the model reads text alone",
-        ("BertModel", "LoRA"): "start-up refuses it: `x`",
-        ("BertModel", W8A8): "tried alone, and failed: `it fell over`",
-        ("BertModel", "float32"): "✓",
-        ("BertModel", "pooling"): "!",
-    }
-    assert {cell: told[table, *cell] for cell in expected} == expected
-    rows = [line for line in text.splitlines() if line.startswith((f"| `{QWEN3}", "| `Bert"))]
-    assert len(rows) == 2 and all(row.count("✓") == 1 for row in rows)
-    for number, reason in enumerate(sorted(set(told.values()) - {"✓", "-", "!"}), 1):
-        assert f"\n{number}. {reason}\n" in text and f"| {number} |" in text
-    assert "2 cells ran, 1 failed" in text and "## Failed\n\n- `c`" in text
 
 
 @pytest.mark.parametrize("known", [(), ("c" * 10, "p" * 10)], ids=["no commit", "commit"])

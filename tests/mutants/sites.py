@@ -184,7 +184,6 @@ class _File:
 
 @functools.cache
 def sites_of(path: str, source: bytes) -> list[Site]:
-    """All changes of a file."""
     same, sites = Counter[str](), []
     for names, start, end, text in _File(source).walk(ast.parse(source)):
         first, last = source.rfind(b"\n", 0, start) + 1, source.find(b"\n", end)

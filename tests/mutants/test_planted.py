@@ -2,12 +2,10 @@
 
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from tests.mutants import forks
-from tests.mutants.__main__ import version
 from tests.mutants.bench import Bench, Verdict, compiled_files, compiled_from, verdict_of
 from tests.mutants.planted import MUTANTS, Mutant
 
@@ -28,14 +26,6 @@ def test_names_are_distinct():
 def test_their_tests_exist():
     files = {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
-
-
-def test_a_version_changes_with_what_a_result_follows_from():
-    plain = {"name": "n", "path": "p", "before": "b", "after": "a", "tests": ("t",)}
-    others = [plain | {part: ("u",)} for part in ("path", "before", "after", "tests")]
-    bugs = [Mutant(**each) for each in (plain, dict(plain), *others)]
-    assert len({version(bug, is_drawn=False) for bug in bugs}) == 5
-    assert len({version(bug, is_drawn=True) for bug in bugs}) == 4, "tests may be added"
 
 
 HERE = "tests/mutants/test_planted.py"
@@ -99,26 +89,6 @@ def test_a_bug_is_planted_in_a_copy_and_caught_there(light):
     assert light.try_out(mutant("test_names_are_distinct")) == Verdict("missed")
 
 
-def test_a_bug_leaves_nothing_behind(light, monkeypatch):
-    path = "vllm_npu_prep/prep/arrays.py"
-    copied = light.tree / path
-    bytecode = copied.parent / "__pycache__"
-    asked = light._run
-
-    def run(*args):
-        bytecode.mkdir(exist_ok=True)
-        (bytecode / "arrays.cpython-311.pyc").touch()  # as a test that imports it leaves
-        return asked(*args)
-
-    monkeypatch.setattr(light, "_run", run)
-    light.try_out(mutant("test_names_are_distinct"))
-    assert copied.read_text() == (ROOT / path).read_text()
-    assert copied.stat().st_mtime == (ROOT / path).stat().st_mtime, "compiled code is kept by it"
-    assert list(copied.parent.glob("arrays.py?*")) == []
-    assert list(bytecode.glob("arrays.*")) == []
-    assert list(light.folder.glob("run-*")) == []
-
-
 def test_a_test_that_fails_without_the_bug_catches_nothing(light):
     here = light.tree / HERE
     text = here.read_text()
@@ -126,32 +96,6 @@ def test_a_test_that_fails_without_the_bug_catches_nothing(light):
     verdict = light.try_out(mutant("test_never_passes"))
     here.write_text(text)
     assert verdict == Verdict("broken", f"{HERE}::test_never_passes fails without the bug, too")
-
-
-@pytest.mark.parametrize("change", [{"before": "no such line"}, {"path": "no_such_file.py"}])
-def test_a_bug_whose_line_is_gone_is_stale(light, change):
-    assert light.try_out(mutant("test_names_are_distinct", **change)).outcome == "stale"
-
-
-def test_a_bug_that_never_ends_is_caught_by_the_time_limit(light):
-    verdict = light.try_out(mutant("test_names_are_distinct"), limit=0.01)
-    assert verdict == Verdict("caught", "no end within 0 min")
-
-
-def test_imported_files_are_changed_in_another_process(light, monkeypatch):
-    """A child would not see it changed otherwise."""
-    imported = {str(light.tree / "vllm_npu_prep/prep/mask.py")}
-    kinds = {
-        kind: mock.Mock(files=files, process=mock.Mock(poll=lambda: None))
-        for kind, files in (("full", imported), ("empty", set()))
-    }
-    monkeypatch.setattr(light, "kinds", tuple(kinds))
-    monkeypatch.setattr(light, "_forks", kinds)
-    assert light._forks_for("prep/state.py") is kinds["full"]
-    assert light._forks_for("prep/mask.py") is kinds["empty"]
-    monkeypatch.setattr(light, "kinds", ("full",))
-    with pytest.raises(RuntimeError, match="is imported by every process"):
-        light._forks_for("prep/mask.py")
 
 
 def test_compiled_code_of_a_changed_file_is_compiled_anew():

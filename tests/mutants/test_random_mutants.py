@@ -1,17 +1,11 @@
 """`make mutants RANDOM=50`: what it changes, what runs for a change, and what comes of it."""
 
 import ast
-from argparse import Namespace
-from unittest import mock
-
-import pytest
 
 from tests.mutants import __main__ as command
 from tests.mutants import suites
-from tests.mutants.bench import ROOT, Verdict
-from tests.mutants.sites import PACKAGE, POOLS, draw, every_site, sites_of
-from tests.resume import log
-from tests.resume.tree import TreeState
+from tests.mutants.bench import ROOT
+from tests.mutants.sites import PACKAGE, draw, every_site, sites_of
 
 SOURCE = b'''"""Numbers in texts, annotations and errors stay: 7."""
 LIMIT: "int | 1" = 3
@@ -60,26 +54,6 @@ def test_changes_of_the_package_can_be_planted():
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), site.key
 
 
-def test_each_pool_is_drawn_by_itself():
-    """Units of a run that has begun stay what they are when a folder gets a pool."""
-    folders = {
-        pool: {site.path.split("/")[0] for site in draw(seed=1, count=60, pool=pool)}
-        for pool in POOLS
-    }
-    assert folders == {
-        "steps": {"prep", "attention", "runner"},
-        "scheduling": {"scheduling"},
-        "served": {"runner", "attention", "scheduling", "ops"},
-    }
-
-
-def test_a_draw_is_the_seed_s_and_a_longer_one_begins_with_it():
-    keys = [site.key for site in draw(seed=1, count=60)]
-    assert [site.key for site in draw(seed=1, count=20)] == keys[:20]
-    assert [site.key for site in draw(seed=2, count=60)] != keys
-    assert len({site.path for site in draw(seed=1, count=60)}) > 15
-
-
 def test_keys_are_distinct_and_equivalent_ones_are_there():
     """A line of equivalent.txt whose code moved on has to be looked at again."""
     keys = [site.key for site in every_site()]
@@ -94,42 +68,3 @@ def test_the_quick_tests_that_import_a_module_come_first():
     assert {"tests/prep", "tests/differential"} <= set(tests)
     named = {f"tests/{name}" for names in suites.TESTS.values() for name in names.split()}
     assert [each for each in named if not (ROOT / each).exists()] == []
-
-
-@pytest.mark.parametrize(
-    ("missed", "told"),
-    [
-        (1, "5% of those that a test could notice survive, under 10%"),
-        (3, "14% of those that a test could notice survive, NOT under 10%"),
-    ],
-)
-def test_the_share_of_survivors_is_told(missed, told):
-    assert told in command.share({"caught": 19, "missed": missed}, 0)
-
-
-def test_a_run_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
-    """Survivors run again once a file has changed; equivalent ones never run."""
-    keys = [site.key for site in draw(seed=5, count=4)]
-    survivors, ran = [keys[1]], []
-    monkeypatch.setattr(command, "equivalent", lambda: {keys[2]: "says nothing"})
-    monkeypatch.setattr(command, "suite_for", lambda path: ("tests/prep",))
-
-    def try_out(mutant, examples):
-        ran.append(mutant.name)
-        return Verdict("missed") if mutant.name in survivors else Verdict("caught", "a test")
-
-    codes = []
-    for state, count in (("one", 3), ("one", 4), ("two", 4)):
-        monkeypatch.setattr(log, "tree_state", lambda state=state: TreeState(state, state))
-        options = Namespace(minutes=30, fresh=False, retry=False)
-        if state == "two":
-            survivors.clear()
-        with log.Slice(tmp_path / "m.jsonl", options, 5) as part:
-            mutants = command.drawn(part.seed, count, "steps")
-            bench = mock.Mock(try_out=try_out)
-            codes.append(command.resume(part, bench, mutants, count, "make mutants"))
-    assert codes == [1, 1, 0]
-    assert ran == [keys[0], keys[1], keys[3], keys[1]]
-    out = capsys.readouterr().out
-    assert "1 killed, 1 survived, 1 equivalent; 50% of" in out
-    assert "3 killed, 0 survived, 1 equivalent; 0% of" in out

@@ -1,9 +1,13 @@
-"""Budgets of thinking tokens: against a scalar reading of upstream's two kernels."""
+"""Budgets of thinking tokens: against the source of upstream's two kernels."""
+
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.gpu.sample import thinking_budget
 
+from tests.helpers.triton_source import Source
 from vllm_npu_prep.ops.triton.thinking import FORCED, Markers, end_thinking, note_markers
 
 SLOTS, VOCAB, LENGTH = 6, 12, 40
@@ -15,39 +19,25 @@ MARKERS = {
 }
 
 
-def kernels(logits, tokens, budget, markers):
-    """One row of logits, after `tokens`: both kernels of the source, token by token."""
-    last_start = last_end = -1
-    for place in range(len(tokens)):
-        if tokens[place : place + len(markers.start)] == list(markers.start):
-            last_start = place
-        if tokens[place : place + len(markers.natural_end)] == list(markers.natural_end):
-            last_end = place
-    if budget < 0 or last_start < 0 or last_start <= last_end:
-        return False
-    if len(tokens) - (last_start + len(markers.start)) < budget:
-        return False
-    forced = list(markers.forced_end)
-    begun = 0
-    for prefix_len in range(1, len(forced)):
-        if prefix_len <= len(tokens) and tokens[-prefix_len:] == forced[:prefix_len]:
-            begun = prefix_len
-    logits[forced[begun]] = 1.0e9
-    return begun + 1
-
-
 @pytest.mark.parametrize("name", MARKERS)
 @pytest.mark.parametrize("most_drafts", [0, 3])
 def test_the_end_is_forced_as_by_upstreams_kernels(seed, name, most_drafts):
     """Requests that arrive with some tokens, get more, sit steps out, and verify drafts."""
     markers, rng = MARKERS[name], np.random.default_rng(seed)
-    forced = {False: 0} | dict.fromkeys(range(1, 1 + len(markers.forced_end)), 0)
-    for _ in range(25):
+    find = Source(thinking_budget, "_update_committed_marker_cache_kernel")
+    force = Source(thinking_budget, "_thinking_budget_kernel")
+    start, end, forced_end = (
+        torch.tensor(each, dtype=torch.int32)
+        for each in (markers.start, markers.natural_end, markers.forced_end)
+    )
+    sizes, forced = (len(start), len(end)), Counter()
+    for _ in range(15):
         known = [rng.integers(1, 5, rng.integers(1, 12)).tolist() for _ in range(SLOTS)]
         budgets = rng.integers(-1, 6, SLOTS)
         table = torch.full((SLOTS, LENGTH), 1, dtype=torch.int32)  # rubbish past what is known
         last = torch.tensor([markers.last_of(np.array(tokens)) for tokens in known])
         last = last.to(torch.int32)
+        theirs = [torch.full((SLOTS,), each, dtype=torch.int32) for each in (-1, -1, 0)]
         for _ in range(6):
             for slot, tokens in enumerate(known):
                 table[slot, : len(tokens)] = torch.tensor(tokens)
@@ -61,17 +51,21 @@ def test_the_end_is_forced_as_by_upstreams_kernels(seed, name, most_drafts):
             if not most_drafts:
                 local_pos = torch.zeros(1, dtype=torch.int32).expand(len(rows))
             logits = torch.tensor(rng.normal(size=(len(rows), VOCAB)), dtype=torch.float32)
-            expected = logits.clone()
-            row = 0
-            for slot, some in zip(slots.tolist(), drafts):
-                for count in range(len(some) + 1):
-                    tokens = known[slot] + some[:count].tolist()
-                    forced[kernels(expected[row], tokens, budgets[slot], markers)] += 1
-                    row += 1
+            expected, of_rows, given = (
+                logits.clone(),
+                torch.tensor(rows),
+                torch.tensor(inputs).int(),
+            )
+            known_of = torch.tensor(budgets).int(), table, LENGTH, total
+            find[(4,)](torch.tensor(slots), *known_of, *theirs, start, end, *sizes, max(sizes), 16)
+            force[(len(rows),)](
+                *(expected, VOCAB, of_rows, *known_of, given, local_pos.contiguous()),
+                *(*theirs[:2], start, end, forced_end, *sizes, len(forced_end)),
+            )
+            forced.update(expected.argmax(1)[expected.amax(1) == FORCED].tolist())
             note_markers(last, torch.tensor(slots), table, total, markers, most_new=1 + most_drafts)
             end_thinking(
-                *(logits, torch.tensor(rows), torch.tensor(budgets, dtype=torch.int32), last),
-                *(table, total, torch.tensor(inputs, dtype=torch.int32), local_pos),
+                *(logits, of_rows, known_of[0], last, table, total, given, local_pos),
                 markers,
                 most_drafts,
             )
@@ -82,7 +76,7 @@ def test_the_end_is_forced_as_by_upstreams_kernels(seed, name, most_drafts):
                 sampled = int(logits[row + accepted].argmax()) % 5
                 known[slot] += [*some[:accepted].tolist(), sampled]
                 row += len(some) + 1
-    assert min(forced.values()) > 10 and FORCED == 1.0e9
+    assert forced.keys() == set(markers.forced_end) and min(forced.values()) > 5
 
 
 def test_markers_of_what_a_request_arrives_with():

@@ -13,7 +13,7 @@ from vllm.v1.worker import block_table
 
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
 from tests.helpers.records import beside_oracle
-from tests.helpers.triton_source import run_source
+from tests.helpers.triton_source import Source
 from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
@@ -86,8 +86,7 @@ def upstream_slots(batch: RandomBatch, step: PreparedStep, dcp: DCPRank) -> list
     positions, slots = torch.from_numpy(step.positions.copy()), torch.full((total,), -9)
     sizes = batch.block_size, dcp.world_size, dcp.rank, dcp.interleave_size, -1, 1024
     given = total, total, starts, positions, table, table.shape[1], slots, *sizes
-    kernel = block_table.ComputeSlotMappingKernel
-    run_source(block_table, kernel, step.num_reqs + 1, *given)
+    Source(block_table, "kernel")[(step.num_reqs + 1,)](*given)
     return slots.tolist()
 
 

@@ -141,28 +141,6 @@ def _relative(part: slice, step, itemsize: int) -> slice:
     return slice(part.start - start, part.stop - start)
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "rows"),
-    [(7, 8, 8), (8, 8, 8), (9, 12, 12), (12, 12, 12), (13, None, 13)],
-    ids=["one less", "exactly a size", "one more", "the largest", "above the largest"],
-)
-def test_decodes_around_a_capture_size(count, size, rows):
-    graphs = CapturedGraphs(GraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8, 12), 16)
-    padding = dispatch(graphs, count, count, uniform_decode=True)
-    assert padding.mode == (GraphMode.NONE if size is None else GraphMode.FULL)
-    assert padding.num_input_tokens == (size or count)
-    assert padding.num_reqs_padded == rows
-
-
-def test_a_full_mixed_batch_has_a_row_for_what_is_left_over():
-    """As many requests as there may be, and fewer tokens than the size."""
-    graphs = CapturedGraphs(GraphMode.FULL, (8,), max_num_seqs=3)
-    batch = step_batch(decodes(3), block_size=4, max_model_len=16)
-    step = prepare_step(batch, dispatch(graphs, 3, 3, uniform_decode=True))
-    assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 3, 8]
-    assert step.arrays.seq_lens.tolist() == [6, 6, 6, 5]
-
-
 def test_padding_requests_share_what_one_row_cannot_hold():
     graphs = CapturedGraphs(GraphMode.FULL, (24,), max_num_seqs=4)
     batch = step_batch(decodes(3), block_size=4, max_model_len=16)

@@ -35,19 +35,6 @@ def test_padded_sizes(tokens, reqs, decode_len, sizes, expected):
     assert full_graph_padding(tokens, reqs, decode_len, sizes, max_model_len=8) == expected
 
 
-def test_uniform_padding_gives_dummy_requests_a_decode_each():
-    batch = step_batch(decodes(3, drafts=1), block_size=4, max_model_len=16)
-    step = prepare_step(batch, Padding(10, 5, 2))
-    assert step.arrays.query_start_loc.tolist() == [0, 2, 4, 6, 8, 10]
-    assert step.arrays.seq_lens.tolist() == [7, 7, 7, 2, 2]
-
-
-def test_mixed_padding_gives_one_dummy_request_the_rest():
-    batch = step_batch(decodes(2), block_size=4, max_model_len=16)
-    step = prepare_step(batch, Padding(8, 5))
-    assert step.arrays.query_start_loc.tolist() == [0, 1, 2, 8, 8, 8]
-
-
 def test_uniform_query_len_tells_decodes_from_equal_prompts():
     three, none = np.array([3, 3], np.int32), np.array([0, 0], np.int32)
     assert uniform_query_len(three, none) == 0
@@ -74,12 +61,6 @@ def test_parts_of_the_tail_do_not_overlap():
     assert targets.stop == indices.start
     assert ids.start * 4 == indices.stop * 8
     assert (ids.stop - ids.start, ids.stop * 4) == (7, layout.nbytes(3, 7))
-
-
-def test_same_sizes_give_the_same_addresses():
-    buffer = np.zeros(StepLayout(64, 8).nbytes(), np.uint8)
-    first, second = (StepLayout(33, 4).views(buffer) for _ in range(2))
-    assert first.addresses.tolist() == second.addresses.tolist()
 
 
 def test_logits_are_bounded_by_tokens_and_by_requests():

@@ -59,5 +59,4 @@ def render(page: str) -> str:
 
 
 def write() -> None:
-    """Write the page."""
     PAGE.write_text(render(PAGE.read_text()))

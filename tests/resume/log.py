@@ -75,7 +75,6 @@ class Log:
 
     @property
     def latest(self) -> dict[str, Result]:
-        """The last result of each unit."""
         return {result.unit: result for result in self.results}
 
     def summary(self) -> str:

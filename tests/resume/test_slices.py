@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from tests.resume import log, seeds
-from tests.resume.log import Log, Slice, append, slice_parser
+from tests.resume import log
+from tests.resume.log import Log, Slice, slice_parser
 from tests.resume.tree import ROOT, TreeState, tree_state
 
 UNITS = dict.fromkeys("abcdef", "")
@@ -110,46 +110,10 @@ def test_a_kill_loses_the_unit_under_way_alone(path):
     assert list(Log(path).latest) == [*"abcdef"]
 
 
-def test_ctrl_c_loses_the_unit_under_way_alone(path, capsys):
-    def one(unit):
-        if unit == "c":
-            raise KeyboardInterrupt
-        part.record(unit, "passed", 1.0)
-
-    with begin(path) as part:
-        part.play(part.pending(UNITS), one)
-        assert part.finish(4, "make it") == 130
-    assert "interrupted" in capsys.readouterr().out
-    assert run_slice(path)[0] == ["c", "d", "e", "f"]
-
-
 def test_a_fresh_run_has_none_of_the_results_before_it(path):
     run_slice(path, outcomes={"b": "failed"})
     assert run_slice(path, "--fresh", stop_in="a", state="two") == (["a"], 0)
     assert run_slice(path, state="two") == (["b", "c", "d", "e", "f"], 0)
-
-
-def test_a_run_keeps_its_seed(path):
-    begin(path, "--seed=7").close()
-    with begin(path, seed=9) as part:
-        assert part.seed == 7
-    with pytest.raises(SystemExit, match=r"begun with seed 7, not 8: .*FRESH=1"):
-        begin(path, "--seed=8")
-    with begin(path, "--seed=8", "--fresh") as part:
-        assert part.seed == 8
-
-
-def test_two_slices_of_a_run_can_t_be_under_way(path):
-    with begin(path), pytest.raises(SystemExit, match="another process"):
-        begin(path)
-    begin(path).close()
-
-
-def test_files_that_change_during_a_slice_are_said(path, capsys):
-    with begin(path) as part:
-        tree.return_value = TreeState("two", "two")
-        part.finish(0, "make it")
-    assert "files were changed while this slice ran" in capsys.readouterr().out
 
 
 def test_lines_of_two_branches_may_be_merged(path):
@@ -164,43 +128,6 @@ def test_lines_of_two_branches_may_be_merged(path):
     assert len(Log(path).slices) == 3
     assert set(Log(path).latest) == set("abcd")
     assert run_slice(path)[0] == ["e", "f"]
-
-
-def test_every_line_that_is_written_can_be_read(path):
-    append(path, {"slice": "s", "run": "s", "begun": "1", "seed": 0, "settings": {}})
-    append(path, {"slice": "s", "unit": "two\nlines, « »", "outcome": "passed", "seconds": 1})
-    with path.open("a") as file:
-        file.write('{"torn')
-    append(path, {"slice": "s", "unit": "b", "outcome": "passed", "seconds": 1})
-    append(path, {"slice": "s", "ended": "2", "left": 0})  # as older versions wrote
-    assert list(Log(path).latest) == ["two\nlines, « »", "b"]
-
-
-def test_failed_seeds_are_played_before_those_that_come_next(path, capsys):
-    def play(last, *words, failing=(), **more):
-        """A slice of episodes that ends in the seed `last`: exit code, seeds that were played."""
-
-        def episode(seed, steps):
-            if seed == last:
-                part.deadline = 0
-            return ("failed" if seed in failing else "agreed"), {}
-
-        with begin(path, *words, seed=100, **more) as part:
-            code = seeds.resume(part, mock.Mock(play=episode), steps=7)
-        return code, [result.unit for result in part.played]
-
-    assert play(102, failing={101}) == (1, ["100", "101", "102"])
-    assert play(103) == (1, ["103"])
-    assert play(104, state="two") == (0, ["101", "104"])
-    out = capsys.readouterr().out
-    assert "go on with: make soak" in out and "descriptors grew by +0.0" in out
-    assert play(7, "--fresh", "--seed=7") == (0, ["7"])
-    assert play(8) == (0, ["8"])
-
-
-def test_what_grows_from_episode_to_episode_is_told():
-    assert seeds.growth([500 + 10 * n for n in range(9)]) == 30
-    assert seeds.growth([100, 700, 700, 700]) == seeds.growth([1, 2]) == 0
 
 
 def test_the_source_is_every_file_but_what_long_runs_write(tmp_path):

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.resume.log import Log
-from tests.resume.suite import results_of
 from tests.resume.tree import ROOT
 
 FILES = {
@@ -114,8 +113,3 @@ def test_a_run_is_not_complete_before_all_could_be_collected(project):
     code, _, out = run_slice(project, processes=2, STOP="1")
     assert code == 1
     assert "more left; go on with" in out
-
-
-def test_each_release_has_a_run_of_its_own():
-    assert results_of("0.32.0").name == "test-all.jsonl"
-    assert results_of("0.33.0").name == "test-all-0.33.0.jsonl"

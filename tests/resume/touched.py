@@ -3,8 +3,8 @@
 python -m tests.resume.touched [--since COMMIT] [--minutes 30] [--retry] [--list]
 
 Files of a change are those that differ from the merge base with main, from the commit before on
-main itself, or from --since, committed or not. Tests lead to them by imports, and by names of
-modules and files in strings; `tests.resume.graph` tells how. Engines reach nearly all of the
+main itself, or from --since, committed or not. Tests lead to them by imports, and by full
+names of modules in strings; `tests.resume.graph` tells how. Engines reach nearly all of the
 package, so the nearest tests come first: a slice has what matters most. Results are kept beside the
 caches until a file changes; the next slice runs the others.
 """
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from tests.resume.graph import Graph
 from tests.resume.log import Log, Slice, slice_parser
@@ -34,19 +35,22 @@ OTHERS = {
     "README.md": ("tests/docs",),
     "tests/README.md": ("tests/docs",),
     "tests/brief.txt": ("tests/resume",),
+    "tests/golden/": ("tests/test_explain",),
     "tests/soak/seeds": ("tests/soak", "tests/npu"),
+    "tests/worked_examples/": ("tests/inspect", "tests/prep", "tests/runner", "tests/test_explain"),
     "tests/helpers/demo.py": DEMOS,
     "examples/tiny_": DEMOS,
     "examples/": ("tests/examples",),
     "examples/deploy/": ("tests/deploy",),
     "scripts/": ("tests/deploy",),
     "Dockerfile": ("tests/deploy",),
-    "emulator/ascend_emulator/native/": ("tests/emulator", "tests/npu"),
-    "constraints.txt": ("tests",),
-    "pyproject.toml": ("tests",),
-    "setup.py": ("tests",),
+    "emulator/ascend_emulator/": ("tests/emulator", "tests/npu", "tests/test_walls"),
+    "vllm_npu_prep/": ("tests/mutants", "tests/test_package_data", "tests/test_walls"),
+    "constraints.txt": ("tests/",),
+    "pyproject.toml": ("tests/",),
+    "setup.py": ("tests/",),
 }
-"""What to run for files that no test names, or fixtures alone, by how their paths begin."""
+"""What to run for files that no test imports, or fixtures alone, by how their paths begin."""
 
 
 def base_of(chosen: str) -> str:
@@ -70,8 +74,10 @@ def nearest(graph: Graph, changed: Iterable[str]) -> dict[str, int]:
     changed = [file for file in changed if not file.startswith("tests/results/")]
     found = graph.distances(changed)
     folders = [f for file in changed for p, fs in OTHERS.items() if file.startswith(p) for f in fs]
+    data = [file for file in changed if re.match(r"tests/.+/.+(?<!\.py)$", file)]
+    folders += [f"{Path(file).parent}/" for file in data]
     for file in graph.files:
-        if any(file.startswith(f"{folder}/") for folder in folders):
+        if file.startswith(tuple(folders)):
             found[file] = min(found.get(file, 1), 1)
     tests = [f for f in graph.files & set(found) if re.search(r"(^|/)test_\w+\.py$", f)]
     return {file: found[file] for file in sorted(tests, key=lambda file: (found[file], file))}

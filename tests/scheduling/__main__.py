@@ -28,7 +28,6 @@ class Twins:
         self.count: Counter[str] = Counter()
 
     def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
-        """Play a seed: its outcome, and what is recorded of it."""
         from tests.scheduling.twin import play
 
         try:
@@ -44,7 +43,6 @@ class Twins:
         return "agreed", {name: twin.count[name] for name in RECORDED}
 
     def report(self) -> None:
-        """Print what was covered."""
         print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))
 
 

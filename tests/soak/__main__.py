@@ -34,7 +34,6 @@ class Engines:
         self.count, self.episodes, self.steps = Counter[str](), Counter[str](), Counter[str]()
 
     def play(self, seed: int, steps: int) -> tuple[str, dict[str, Any]]:
-        """Play a seed: its outcome, and what is recorded of it."""
         from tests.soak.engines import play
         from tests.soak.kinds import draw
 
@@ -57,7 +56,6 @@ class Engines:
         }
 
     def report(self) -> None:
-        """Print what was covered."""
         for part, steps in self.steps.most_common():
             print(f"{steps:8,} steps in {self.episodes[part]:3} episodes: {part}")
         print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))

@@ -92,7 +92,6 @@ NORMS = {
 
 
 def valid(name, overload):
-    """Arguments of a call."""
     if "fused_infer" not in name:
         return NORMS.get(name) or VALID[name, overload]()
     batch = Batch(MIXED)

@@ -27,8 +27,6 @@ from vllm_npu_prep.errors import PrepError
 
 
 class Case(NamedTuple):
-    """An engine."""
-
     model: str
     mode: str = "FULL_AND_PIECEWISE"
     runner: str = "V1"

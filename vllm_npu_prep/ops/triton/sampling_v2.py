@@ -3,7 +3,7 @@
 Arguments have the order of the Triton kernels (``vllm/v1/worker/gpu/sample/``,
 ``vllm/v1/worker/gpu/structured_outputs.py``); vLLM's dispatcher routes their launches here. Shapes
 follow from sizes that the host knows, so nothing is read back. `tests/ops/test_sampling_v2.py`
-holds each against a scalar reading of its kernel.
+holds each against the source of its kernel.
 
 Sizes in comments: rows of logits R, request rows S, vocabulary V.
 """

@@ -2,7 +2,7 @@
 
 Upstream's V2 does this by two kernels of Triton (``vllm/v1/worker/gpu/sample/thinking_budget.py``);
 this is the same in torch. Shapes follow from sizes that the host knows, so nothing is read back.
-`tests/ops/test_thinking.py` holds both against a scalar reading of the kernels.
+`tests/ops/test_thinking.py` holds both against the source of the kernels.
 
 A request thinks from its last start marker on, unless an end marker comes after it. Where the
 markers are is kept by request row; a step looks for them only in the tokens that are new since the
