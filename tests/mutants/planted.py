@@ -245,7 +245,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/kernels/latent_reference.py": [
         ("rotated halves of latent queries are not read", "heads = torch.cat((query, query_rope), -1)", "heads = torch.cat((query, query_rope * 0), -1)", LATENT),
-        ("context chunks are added without their log-sum-exp", "part.output.float() * (part.lse - lse).exp().unsqueeze(-1)", "part.output.float() / 2", LATENT),
+        ("context chunks are added without their log-sum-exp", "return merge_partials([first, second])", "return Attended((first.output + second.output) / 2, first.lse)", LATENT),
         ("latent rows are read past a piece's length", "int(start) + int(length))", "int(start) + int(length) + 1)", LATENT),
     ],
     "attention/kernels/reference.py": [

@@ -16,7 +16,7 @@ from vllm_npu_prep.compat.patches import instead_of
 
 if TYPE_CHECKING:
     from vllm.multimodal.cache import LruKeyReplicatedSenderCache, ShmObjectStoreSenderCache
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequest
@@ -187,10 +187,11 @@ def _give_references_back(cache: "type[ShmObjectStoreSenderCache]") -> None:
             number = unsent.popleft()
             if number in references:  # else the cache was cleared
                 references[number] -= 1
+        item: MultiModalKwargsItem | None
         item, updates = upstream(self, mm_item, mm_hash)
         if item is not None and "address" in item:
             written: Any = item["monotonic_id"].data
-            item.reference = finalize(item, unsent.append, written)
+            item.reference = finalize(item, unsent.append, written)  # type: ignore[union-attr]
         return item, updates
 
     def note_sent(
