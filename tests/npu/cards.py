@@ -36,8 +36,8 @@ OPTIONS = {
     "8.5": ("--delay", "equal", "--profile", "8.5"),
     "docs": ("--delay", "equal", "--profile", "docs"),
 }
-"""Cards. Files are on the first one, or as `OF_FILES` says. Where streams are skewed, an operator of
-the first one takes eight times as long."""
+"""Cards. Files are on the first one, or as `OF_FILES` says. Where streams are skewed, an operator
+of the first one takes eight times as long."""
 SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of a phase of a test."""
 
