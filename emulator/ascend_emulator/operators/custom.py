@@ -4,6 +4,7 @@ They exist once its extension is loaded: `install` registers those that it has b
 its sources, csrc/torch_binding.cpp and csrc/kernels/.
 """
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -21,9 +22,12 @@ BGMV_EXPAND = "_C_ascend::bgmv_expand"
 SGMV_SHRINK = "_C_ascend::sgmv_shrink"
 SGMV_EXPAND = "_C_ascend::sgmv_expand"
 GROUPED_SWIGLU_QUANT = "_C_ascend::grouped_matmul_swiglu_quant_weight_nz"
+DEQUANT_SWIGLU_QUANT = "_C_ascend::npu_dequant_swiglu_quant"
 FAMILY = "custom operators"
 HALF = (torch.float16, torch.bfloat16)
 RANKS = (8, 16, 32, 64)
+STEP_OF_WIDTH = 64
+"""Columns of scaled sums come in multiples of this many."""
 
 
 def add_rms_norm_bias(
@@ -128,6 +132,68 @@ def grouped_matmul_swiglu_quant(
             rounded = int8.round_tokens(torch.nn.functional.silu(gate) * up)
             output[start:end], scales[start:end] = rounded
     return output, scales, None
+
+
+def dequant_swiglu_quant(
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = True,
+    quant_mode: int = 0,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 0.0,
+    glu_alpha: float = 1.0,
+    glu_bias: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale sums of int8 products, and round ``silu(a) * b`` of the two halves.
+
+    Parameters
+    ----------
+    x
+        ``[m, 2 n]``, int32.
+    weight_scale
+        ``[2 n]`` or ``[1, 2 n]``, float32.
+    activation_scale
+        ``[m]``, float32.
+    swiglu_mode
+        1 also limits both halves, if `clamp_limit` is positive, multiplies the argument of the
+        sigmoid by `glu_alpha` and adds `glu_bias` to the second half.
+
+    Returns
+    -------
+    tuple
+        ``[m, n]`` int8 and its scales ``[m]``, float32.
+    """
+    demand = Call(FAMILY, DEQUANT_SWIGLU_QUANT).demand
+    unused = bias, quant_scale, quant_offset, group_index
+    plain = all(each is None for each in unused) and activate_left and quant_mode == 1
+    demand("plain sums", plain, f"a scale, bias or groups, {activate_left} or {quant_mode}")
+    fits = x.dim() == 2 and x.dtype == torch.int32 and x.shape[1] % STEP_OF_WIDTH == 0
+    demand("sums", fits, f"{shape_of(x)} {x.dtype}")
+    scales: dict[str, tuple[torch.Tensor | None, list[tuple[int, ...]]]] = {
+        "weight_scale": (weight_scale, [(x.shape[1],), (1, x.shape[1])]),
+        "activation_scale": (activation_scale, [(len(x),)]),
+    }
+    for name, (scale, shapes) in scales.items():
+        fits = scale is not None and scale.dtype == torch.float32 and shape_of(scale) in shapes
+        told = None if scale is None else f"{shape_of(scale)} {scale.dtype}"
+        demand("scales of sums", fits, told, name)
+    assert weight_scale is not None and activation_scale is not None
+    fits = swiglu_mode in (0, 1) and 0 <= clamp_limit < math.inf
+    fits = fits and math.isfinite(glu_alpha) and math.isfinite(glu_bias)
+    told = f"mode {swiglu_mode}, limit {clamp_limit}, {glu_alpha} and {glu_bias}"
+    demand("numbers of swiglu", fits, told)
+    gate, up = (x.float() * weight_scale.view(-1) * activation_scale[:, None]).chunk(2, -1)
+    if swiglu_mode == 1:
+        if clamp_limit:
+            gate, up = gate.clamp(max=clamp_limit), up.clamp(-clamp_limit, clamp_limit)
+        return int8.round_tokens(gate * torch.sigmoid(glu_alpha * gate) * (up + glu_bias))
+    return int8.round_tokens(torch.nn.functional.silu(gate) * up)
 
 
 def bgmv_shrink(
@@ -274,6 +340,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     GATING_TOP_K: gating_top_k,
     GEMMA_RMS_NORM: elementwise.gemma_rms_norm,
     GROUPED_SWIGLU_QUANT: grouped_matmul_swiglu_quant,
+    DEQUANT_SWIGLU_QUANT: dequant_swiglu_quant,
     BGMV_SHRINK: bgmv_shrink,
     BGMV_EXPAND: bgmv_expand,
     SGMV_SHRINK: sgmv_shrink,

@@ -5,7 +5,7 @@ import torch
 from ascend_emulator.operators import custom, elementwise, moe_gating
 from tests.emulator.operators.formula import random
 from tests.emulator.operators.layer_calls import gating
-from tests.emulator.operators.violations.custom import shrink, swiglu_rows
+from tests.emulator.operators.violations.custom import shrink, sums, swiglu_rows
 
 
 def test_a_norm_with_a_bias_is_the_norm_and_the_bias():
@@ -55,6 +55,21 @@ def test_groups_of_int8_rows_are_activated_and_rounded():
         )
         assert (output[row].double() * scales[row] - wanted).abs().max() <= 0.51 * scales[row]
     assert (output[4] == -128).all() and scales[4].isnan()
+
+
+def test_scaled_sums_are_activated_and_rounded():
+    call = sums()
+    scaled = call["x"].double() * call["weight_scale"] * call["activation_scale"][:, None]
+    gate, up = scaled.chunk(2, -1)
+    plain = torch.nn.functional.silu(gate) * up
+    limited = gate.clamp(max=7)
+    limited = limited * torch.sigmoid(1.5 * limited) * (up.clamp(-7, 7) + 0.5)
+    numbers = {"clamp_limit": 7.0, "glu_alpha": 1.5, "glu_bias": 0.5}
+    for wanted, how in (plain, {}), (plain, {"swiglu_mode": 0, **numbers}), (limited, numbers):
+        output, scales = custom.dequant_swiglu_quant(**call | how)
+        largest = wanted.abs().amax(1)
+        torch.testing.assert_close(scales.double(), largest / 127, rtol=1e-5, atol=0)
+        assert (output * scales[:, None].double() - wanted).abs().max() <= 0.51 * scales.max()
 
 
 def test_requests_give_their_adapter_to_all_of_their_rows():

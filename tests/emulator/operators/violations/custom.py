@@ -46,8 +46,45 @@ def groups(**changes):
     return lambda: custom.grouped_matmul_swiglu_quant(**changed(swiglu_rows(), changes))
 
 
+def sums():
+    """Three rows of 64 int32 sums, and float32 scales of columns and rows."""
+    return {
+        "x": torch.arange(-96, 96, dtype=torch.int32).view(3, 64),
+        "weight_scale": random(64, seed=1).float().abs(),
+        "activation_scale": torch.tensor([0.5, 0.25, 0.125]),
+        "quant_mode": 1,
+        "swiglu_mode": 1,
+    }
+
+
+def scaled(**changes):
+    return lambda: custom.dequant_swiglu_quant(**changed(sums(), changes))
+
+
 FAMILIES = {
     "custom operators": [
+        (
+            "plain sums",
+            scaled(quant_mode=0),
+            scaled(activate_left=False),
+            scaled(group_index=torch.tensor([3])),
+            scaled(bias=torch.zeros(64)),
+        ),
+        ("sums", scaled(x=T.long), scaled(x=lambda x: x[:, :32]), scaled(x=lambda x: x[0])),
+        (
+            "scales of sums",
+            scaled(weight_scale=None),
+            scaled(weight_scale=T.bfloat16),
+            scaled(weight_scale=lambda s: s[:32]),
+            scaled(activation_scale=lambda s: s[:2]),
+        ),
+        (
+            "numbers of swiglu",
+            scaled(swiglu_mode=2),
+            scaled(clamp_limit=-1.0),
+            scaled(glu_alpha=float("inf")),
+            scaled(glu_bias=float("nan")),
+        ),
         ("adapter dtypes", shrinks(x=T.float), shrinks(y=T.half)),
         ("adapter shapes", shrinks(weight=lambda w: w[0, 0]), shrinks(y=lambda y: y[:2])),
         ("adapter rank", shrinks(y=torch.zeros(3, 4))),
