@@ -749,7 +749,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/padding.py": [
         ("a full graph with more blocks than the cache", "return blocks <= self.num_blocks", "return True", ("tests/runner/test_padding.py",)),
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
-        ("padding decided for other counts", "            num_reqs,\n            max_query_len,\n            num_encoder", "            0,\n            max_query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
+        ("padding decided for other counts", "            num_reqs,\n            query_len,\n            num_encoder", "            0,\n            query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
         ("graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", GRAPHS),
         ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_GRAPHS),
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
@@ -860,7 +860,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: drafts are drawn at a temperature of 1", "logits.float() / temperature.masked_fill(temperature == 0, 1)[:, None]", "logits.float()", V2),
     ],
     "runner/v2/graphs.py": [
-        ("V2: any batch replays a graph of decodes", "max_query_len if is_uniform else None", "1", V2_GRAPHS),
+        ("V2: any batch replays a graph of decodes", "uniform = counts.query_len or None", "uniform = 1", V2_GRAPHS),
         ("V2: steps with and without adapters share a graph", "num_active_loras=desc.num_active_loras,", "num_active_loras=0,", V2_LORA),
     ],
     "runner/v2/kept_tokens.py": [
@@ -948,7 +948,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a stage takes samples in a step too late", "deque([None] * stages.world_size)", "deque([None] * (stages.world_size + 1))", V2),
     ],
     "runner/v2/step_inputs.py": [
-        ("V2: the next batch has the inputs of the one before", "if now is not self._now:", "if self._now is None:", V2),
+        ("V2: the next batch has the inputs of the one before", "if kept is None or kept[1] is not now:", "if kept is None:", V2),
         ("V2: a step has the inputs of another buffer", "self._inputs.get(staged)", "next(iter(self._inputs.values()), None)", V2),
         ("V2: logits of padding are sampled", "logits_indices: Any = slice(num_logits)", "logits_indices: Any = slice(None)", V2_GRAPHS),
     ],

@@ -28,7 +28,7 @@ class Dispatcher:
 
     def __call__(self, batch, counts):
         assert not counts.eager, "no limits of the cache"
-        asked = counts.num_reqs, counts.max_query_len, counts.num_encoder_reqs, counts.takes_embeds
+        asked = counts.num_reqs, counts.query_len, counts.num_encoder_reqs, counts.takes_embeds
         assert asked[0] == batch.num_reqs
         self.asked.append(asked)
         return (*self.answer, False, None, None)
@@ -72,10 +72,10 @@ def test_the_dispatcher_is_asked_once_for_the_same_counts():
     assert dispatcher.asked == [(3, 1, 0, False)]
     others = [
         (batch(1, 1), 0, 0),  # requests
-        (batch(1, 2), 0, 0),  # tokens, and the longest query
+        (batch(1, 2), 0, 0),  # tokens, which requests do not share evenly
         (batch(2, 2), 0, 0),
-        (batch(1, 3), 0, 0),  # as many tokens and requests, another longest query
-        (batch(2, 1, 1), 0, 0),  # as many tokens, no longer query, another request
+        (batch(1, 3), 0, 0),  # as many tokens and requests, not as many for each
+        (batch(2, 1, 1), 0, 0),  # as many tokens, another request
         (batch(1, 1, 1), 1, 0),  # an image
         (batch(1, 1, 1), 0, 1),  # an adapter
         (batch(1, 1, 1, takes_embeds=True), 0, 0),

@@ -48,6 +48,21 @@ def test_inputs_are_made_once_for_a_batch_and_a_buffer():
     again = of(DECODES, buffers[0])
     assert again.is_padding is None, "the same sizes without a graph"
     assert not again.has_structured_output_reqs
-    others = SimpleNamespace(**vars(DECODES) | {"req_ids": ["b", "a"]})
-    assert of(others, buffers[0]).req_ids == ["b", "a"]
-    assert of(DECODES, buffers[0]).req_ids == ["a", "b"]
+
+
+def test_a_batch_of_the_same_sizes_gets_the_same_object_anew():
+    inputs, buffer = StepInputs(2, torch.device("cpu")), staged()
+
+    def of(now: SimpleNamespace):
+        step = SimpleNamespace(padding=no_padding(2, 2), num_logits=len(now.req_ids))
+        return inputs.of_step(now, SimpleNamespace(step=step, staged=buffer), False)
+
+    others = SimpleNamespace(**vars(DECODES) | {"req_ids": ["b", "c"], "has_prefill": True})
+    alone = SimpleNamespace(
+        **vars(DECODES) | {"req_ids": ["c"], "num_tokens": 1, "idx_mapping_np": np.array([2])}
+    )
+    first = of(DECODES)
+    assert of(others) is first and first.req_ids == ["b", "c"] and first.has_prefill
+    assert of(DECODES) is first and first.req_ids == ["a", "b"] and not first.has_prefill
+    assert of(alone) is not first and of(alone).num_reqs == 1
+    assert of(DECODES).num_reqs == 2

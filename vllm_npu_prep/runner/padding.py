@@ -58,7 +58,7 @@ class DispatchKey(NamedTuple):
     takes_embeds: bool
     num_tokens: int
     num_reqs: int
-    max_query_len: int
+    query_len: int  # the tokens of each request; 0 if they differ
     num_encoder_reqs: int  # requests whose images or videos are encoded in this step
     num_active_loras: int
 
@@ -117,15 +117,15 @@ class StepPadding:
     ) -> PaddingDecision:
         """Decide the padding of a step and count the step."""
         num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
-        max_query_len = 1
-        if num_tokens != num_reqs:
-            max_query_len = int(batch.num_scheduled_tokens.max())
+        query_len, rest = divmod(num_tokens, num_reqs)
+        if rest or (query_len > 1 and int(batch.num_scheduled_tokens.max()) > query_len):
+            query_len = 0
         counts = (  # a plain tuple: a `DispatchKey` takes longer to make than to look up
             False,
             batch.takes_embeds,
             num_tokens,
             num_reqs,
-            max_query_len,
+            query_len,
             num_encoder_reqs,
             num_active_loras,
         )
@@ -149,9 +149,7 @@ class StepPadding:
     def _ask(self, batch: StepBatch, counts: DispatchKey) -> PaddingDecision:
         dispatched = self.dispatch(batch, counts)
         padding = self._padding_of(dispatched, counts.num_reqs)
-        is_longest = counts.max_query_len == self.decode_query_len
-        num_tokens = counts.num_tokens
-        uniform_decode = is_longest and num_tokens == counts.max_query_len * counts.num_reqs
+        num_tokens, uniform_decode = counts.num_tokens, counts.query_len == self.decode_query_len
         mode, largest = self.captured()
         kind = self.counts.kind(
             padding, num_tokens, uniform_decode, mode, largest, counts.takes_embeds

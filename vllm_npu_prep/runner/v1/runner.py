@@ -262,7 +262,7 @@ class NPUModelRunner(RunnerSetup):
             num_tokens=counts.num_tokens,
             num_reqs=num_reqs,
             num_scheduled_tokens_np=num_scheduled_tokens,
-            max_num_scheduled_tokens=counts.max_query_len,
+            max_num_scheduled_tokens=counts.query_len or counts.num_tokens,  # is it of decodes?
             num_encoder_reqs=counts.num_encoder_reqs,
             force_eager=counts.eager or counts.takes_embeds,
             allow_microbatching=self._allow_microbatching(num_reqs, num_scheduled_tokens),

@@ -66,9 +66,8 @@ class GraphManager(ModelCudaGraphManager):
         """
         num_reqs, num_tokens = counts.num_reqs, counts.num_tokens
         num_loras = counts.num_active_loras
-        # Any batch of decodes, and prompts of one token, which are padded as decodes are
-        is_uniform = num_tokens == num_reqs * counts.max_query_len
-        uniform = counts.max_query_len if is_uniform else None
+        # Of any batch of decodes, and of prompts of one token, which are padded as decodes are
+        uniform = counts.query_len or None
         if shared is not None:
             found = shared.decide(
                 self, num_reqs, num_tokens, uniform, num_loras, eager=counts.eager

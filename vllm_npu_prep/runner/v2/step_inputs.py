@@ -7,7 +7,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-from vllm_npu_prep.device.staging import StagedArrays
+from vllm_npu_prep.device.staging import CACHED_LAYOUTS, StagedArrays
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.verification import VerifiedBatch
@@ -29,32 +29,63 @@ class StepInputs:
         self._no_positions = torch.zeros(1, dtype=torch.int32, device=device).expand(max_num_reqs)
         self._logit_borders = np.arange(max_num_reqs + 1, dtype=np.int32)
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of requests
-        # The batch of which these inputs are, and the inputs by the buffers that they view
-        self._now: BatchReqState | None = None
-        self._inputs: dict[StagedArrays, InputBatch] = {}
+        # By the buffer that they view: the inputs of its last step, and their batch
+        self._inputs: dict[StagedArrays, tuple[InputBatch, BatchReqState]] = {}
 
     def of_step(self, now: BatchReqState, in_flight: StepInFlight, structured: bool) -> InputBatch:
         """Return the step for the model, with padding, and for the sampler, without.
 
-        Steps of the same batch in the same buffer get the same object, which is made once: it has
-        more than thirty fields. `structured` says whether a request of the step has a grammar.
+        Steps of the same sizes in the same buffer get the same object: of its more than thirty
+        fields, few differ between batches. `structured` says whether a request of the step has a
+        grammar.
         """
         step, staged = in_flight.step, in_flight.staged
-        if now is not self._now:
-            self._now, self._inputs = now, {}
-        batch = self._inputs.get(staged)
-        if batch is None:
-            batch = self._inputs[staged] = self._make(now, in_flight)
+        kept = self._inputs.get(staged)
+        if kept is None or kept[1] is not now:
+            last = None if kept is None else kept[0]
+            kept = self._inputs[staged] = self._of_batch(now, in_flight, last), now
+        batch = kept[0]
         has_mask = step.padding.mode is not GraphMode.NONE or self._always_masks
         # Without a graph nothing is padded
         batch.is_padding = staged.device.is_padding if has_mask else None  # type: ignore[assignment]
         batch.has_structured_output_reqs = structured
         return batch.of(step, staged.device) if isinstance(batch, VerifiedBatch) else batch
 
-    def _make(self, now: BatchReqState, in_flight: StepInFlight) -> InputBatch:
+    def _of_batch(
+        self, now: BatchReqState, in_flight: StepInFlight, last: InputBatch | None
+    ) -> InputBatch:
+        """Return the inputs of a batch: `last`, of the same buffer, if it has the same sizes."""
+        num_reqs, num_tokens = now.idx_mapping_np.shape[0], now.num_tokens
+        num_drafts = in_flight.step.num_logits - num_reqs
+        sizes = num_reqs, num_tokens, num_drafts
+        of_requests = {
+            "req_ids": now.req_ids,
+            "idx_mapping_np": now.idx_mapping_np,
+            "num_scheduled_tokens": now.num_scheduled_tokens,
+            "num_draft_tokens_per_req": now.num_draft_tokens_np if num_drafts else None,
+            "prefill_len_np": now.prefill_len_np,
+            "num_computed_prefill_tokens_np": now.num_computed_prefill_tokens_np,
+            "is_prefilling_np": now.is_prefilling_np,
+            "has_prefill": now.has_prefill,
+            "decode_graph_eligible": now.decode_graph_eligible,
+        }
+        if last is not None and sizes == (last.num_reqs, last.num_tokens, last.num_draft_tokens):
+            vars(last).update(of_requests)
+            return last
+        if len(self._inputs) >= CACHED_LAYOUTS:
+            self._inputs.clear()
+        return self._make(in_flight, *sizes, of_requests)
+
+    def _make(
+        self,
+        in_flight: StepInFlight,
+        num_reqs: int,
+        num_tokens: int,
+        num_drafts: int,
+        of_requests: dict[str, Any],
+    ) -> InputBatch:
         step, staged = in_flight.step, in_flight.staged
         arrays, padding, num_logits = staged.device, step.padding, step.num_logits
-        num_reqs, num_tokens = now.idx_mapping_np.shape[0], now.num_tokens
         idx_mapping, seq_lens, on_host = arrays.idx_mapping, arrays.seq_lens, staged.cpu.seq_lens
         if num_reqs < padding.num_reqs_padded:  # each view takes a microsecond
             idx_mapping, seq_lens = idx_mapping[:num_reqs], seq_lens[:num_reqs]
@@ -65,34 +96,22 @@ class StepInputs:
             logits_indices = arrays.logits_indices
             if num_logits < logits_indices.shape[0]:
                 logits_indices = logits_indices[:num_logits]
-        drafts: np.ndarray | None = None
-        num_drafts = num_logits - num_reqs
-        if num_drafts:
-            drafts = step.batch.num_draft_tokens[:num_reqs]
         no_positions, one_each = self._of_size(num_reqs)
-        kind = InputBatch if drafts is None else VerifiedBatch
+        kind = VerifiedBatch if num_drafts else InputBatch
         return kind(
-            req_ids=now.req_ids,
+            **of_requests,
             num_reqs=num_reqs,
             num_reqs_after_padding=padding.num_reqs_padded,
             idx_mapping=idx_mapping,
-            idx_mapping_np=now.idx_mapping_np,
             expanded_idx_mapping=idx_mapping,
-            num_scheduled_tokens=now.num_scheduled_tokens,
             num_tokens=num_tokens,
             num_tokens_after_padding=padding.num_input_tokens,
             num_draft_tokens=num_drafts,
-            num_draft_tokens_per_req=drafts,
             query_start_loc=arrays.query_start_loc,
             query_start_loc_np=staged.np.query_start_loc,
             seq_lens=seq_lens,
             seq_lens_cpu_upper_bound=on_host,
             num_computed_tokens_np=staged.np.num_computed_tokens[:num_reqs],
-            prefill_len_np=now.prefill_len_np,
-            num_computed_prefill_tokens_np=now.num_computed_prefill_tokens_np,
-            is_prefilling_np=now.is_prefilling_np,
-            has_prefill=now.has_prefill,
-            decode_graph_eligible=now.decode_graph_eligible,
             input_ids=arrays.input_ids,
             positions=arrays.positions,
             is_padding=arrays.is_padding,  # or None: `of_step` decides
