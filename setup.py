@@ -33,7 +33,7 @@ setup(
             "run.js",
         ]
     },
-    # Beside any vLLM, or none: explain, records, replay, doctor
+    # Beside any vLLM, or none: explain, records, replay, doctor, watch
     install_requires=["jinja2", "numba", "numpy", "pillow", "pydantic>=2", "rich"],
     extras_require={
         "serve": SERVE,
@@ -66,7 +66,10 @@ setup(
     },
     entry_points={
         "vllm.platform_plugins": ["npu_prep = vllm_npu_prep:register"],
-        "vllm.general_plugins": ["npu_prep = vllm_npu_prep:register_general"],
+        "vllm.general_plugins": [
+            "npu_prep = vllm_npu_prep:register_general",
+            "npu_prep_watch = vllm_npu_prep.watch:register",
+        ],
         "vllm.stat_logger_plugins": [
             "npu_prep = vllm_npu_prep.server.stat_logger:StepStatLogger",
         ],
