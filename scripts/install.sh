@@ -142,7 +142,7 @@ step_plugin() {
   heading "vllm_npu_prep${extras:+ with extras: $extras}"
   # Another vLLM than the pinned one has all pins already, and asks for some that no index has.
   PYTHONWARNINGS=ignore pip_install --no-build-isolation ${vllm:+--no-deps} $editable \
-    "$root${extras:+[$extras]}"
+    "$root[serve${extras:+,$extras}]"
   remove triton
   # numba compares times of files to the last digit, and layers of an image keep whole seconds.
   [ "$editable" ] || run - <<'PYTHON'

@@ -33,7 +33,7 @@ def test_releases_are_compared_by_their_numbers():
 def test_start_up_says_with_which_torch_a_release_was_tested():
     assert note_on_torch("0.32.0") == ""
     assert "pins torch 2.14.0" in note_on_torch("0.33.0") and TORCH in note_on_torch("0.33.0")
-    assert f"torch=={TORCH}" in (metadata.requires("vllm_npu_prep") or ())
+    assert f'torch=={TORCH}; extra == "serve"' in (metadata.requires("vllm_npu_prep") or ())
 
 
 @pytest.mark.parametrize(("interval", "begins"), [(1, []), (4, ["prefills wait"])])

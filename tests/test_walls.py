@@ -98,8 +98,10 @@ def test_torch_npu_is_imported_behind_the_device_walls_only():
     assert {name for name in importers if not name.startswith(TORCH_NPU_ALLOWED)} == set()
 
 
-def test_only_compat_patches():
+def test_only_compat_and_the_watch_patch():
+    """The watch replaces one method, by which it learns of each worker."""
     found = {name: places for name, tree in SOURCES.items() if (places := patches(tree))}
+    assert len(found.pop("watch/attach.py")) == 1
     assert {name: found[name] for name in found if not name.startswith("compat/")} == {}
     assert sum(map(len, found.values())) >= 15, "patches are not seen"
 
@@ -193,7 +195,7 @@ def test_what_is_in_flight_is_one_record_of_one_place(file):
     assert {name: names for name, names in assigned.items() if names} == IN_STEPS[file]
 
 
-ANYONE = "compat.releases errors files progress ranks wording"
+ANYONE = "chosen_platform compat.releases errors files progress ranks wording"
 """Modules that every folder but `prep/` may import."""
 
 WALLS = {
@@ -235,6 +237,8 @@ WALLS = {
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": ("aclnn attention config device graph inspect.doctor ops.npu.experts prep verify"),
     "inspect": "inspect prep records",
+    # Other runners, in environments of which this plugin's own serving knows nothing
+    "watch": "config observe prep records validation watch",
     # It asks an installation
     "inspect.doctor": (
         "aclnn attention.families attention.fused_releases config device driver inspect.doctor"
@@ -270,6 +274,18 @@ def walls_broken(module: str, used: set[str]) -> set[str]:
 def test_folders_import_what_is_theirs_to_import():
     broken = {module: walls_broken(module, used) for module, used in USED.items()}
     assert {module: found for module, found in broken.items() if found} == {}
+
+
+def test_the_watch_needs_nothing_that_serves():
+    """Nor does what it imports, and what its entry point imports: another vLLM may be there."""
+    needed, new = set(), {module for module in USED if is_in(module, "watch")}
+    while new:
+        needed |= new
+        new = {each for module in new for each in USED.get(module, ())} - needed - {""}
+    serving = ("compat", "device", "graph", "ops", "quantization", "runner", "startup", "verify")
+    assert {module for module in needed if is_in(module, *serving, *ENTRIES - {""})} == set()
+    at_first = imported_by(TREES, When.IMPORTED)
+    assert at_first["watch"] | at_first["watch.attach"] <= {""}
 
 
 FOLDERS_OF_ONE_ANOTHER = {

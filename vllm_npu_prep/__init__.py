@@ -11,16 +11,25 @@ def register() -> str | None:
 
     vLLM logs errors of platform plugins at debug level only, so they are reported from here.
     """
+    from vllm_npu_prep import chosen_platform
+
+    if chosen_platform.leaves_to_another():
+        return None
     from vllm_npu_prep.compat import activation
 
     return activation.activate_platform()
 
 
 def register_general() -> None:
-    """Do what every process of an engine needs (entry point ``vllm.general_plugins``)."""
-    from vllm_npu_prep.compat import activation
+    """Do what every process of an engine needs (entry point ``vllm.general_plugins``).
 
-    if activation.prepare_process():
+    vLLM has chosen its platform by now; if that is another one, nothing is patched.
+    """
+    from vllm_npu_prep import chosen_platform
+
+    if chosen_platform.is_ours():
         from vllm_npu_prep import quantization
+        from vllm_npu_prep.compat import activation
 
+        activation.prepare_process()
         quantization.register_formats()

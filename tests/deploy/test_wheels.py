@@ -57,6 +57,13 @@ def test_a_wheel_has_all_of_its_package_and_nothing_of_the_other(
     assert files == {Path(package) / file for file in files_of(source / package)}
     assert command in commands and "LICENSE" in info
     requirements = about.get_all("Requires-Dist")
-    torch = {"vllm_npu_prep": f"torch=={SUPPORTED_TORCH_NPU[0]}"}.get(package, "torch<2.15,>=2.10")
-    assert torch in requirements
-    assert package == "vllm_npu_prep" or len(requirements) == 1
+    always = {each for each in requirements if "extra ==" not in each}
+    if package == "ascend_emulator":
+        assert requirements == ["torch<2.15,>=2.10"]
+        return
+    # Beside another vLLM nothing is pinned, and what serves is all in one extra
+    assert always == {"jinja2", "numba", "numpy", "pillow", "pydantic>=2", "rich"}
+    serve = {each.partition(";")[0] for each in requirements if 'extra == "serve"' in each}
+    assert f"torch=={SUPPORTED_TORCH_NPU[0]}" in serve and any("vllm" in each for each in serve)
+    npu = {each.partition(";")[0] for each in requirements if 'extra == "npu"' in each}
+    assert serve < npu

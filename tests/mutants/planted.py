@@ -461,7 +461,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the ledger doesn't see that an adapter was loaded anew", "if request.adapter and (load := self.owned.load_of(request.adapter)) != request.load:", "if False:", CHECKS),
     ],
     "observe/ledger_owners.py": [
-        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
+        ("what a request of V2 had generated is unknown after a preemption", "[*prompt, *(new.prefill_token_ids or ())[length:]]", "[*prompt]", ("tests/engine/test_full_check.py::test_what_a_preempted_request_had_generated_is_known",)),
         ("preempted requests keep their blocks in the ledger", "        for req_id in output.preempted_req_ids or ():\n            self._release(req_id)\n", "", CHECKS),
         ("a block that was given back is nobody's", "            self.freed.update(dict.fromkeys(blocks, req_id))\n", "", CHECKS),
         ("V2: the ledger forgets which blocks a preempted request had", "arrived.former = before.former", "pass", ("tests/engine/test_full_check.py",)),

@@ -7,24 +7,27 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+import vllm_npu_prep
 from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.own_connector import PullingConnector
 from tests.helpers.releases import serve_parser
 from tests.helpers.v2 import asked_for
-from vllm_npu_prep import device
+from vllm_npu_prep import chosen_platform, device
 from vllm_npu_prep.compat import activation
-from vllm_npu_prep.compat.releases import is_since
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, TORCH, is_since
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR, read_choice
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.server.stat_logger import StepStatLogger
 from vllm_npu_prep.startup.refusals import REFUSALS
 from vllm_npu_prep.startup.subjects import vllm_ascend
 
@@ -74,14 +77,18 @@ def test_options_that_cannot_be_had_are_refused_in_one_line(configure, options, 
         assert part in str(error.value)
 
 
-def test_another_vllm_is_refused_unless_it_is_to_be_tried(monkeypatch, caplog):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1+empty")
-    with pytest.raises(PrepError, match=r"vLLM 0\.99\.1 is installed.*supports 0\.32\.0"):
-        activation.check_vllm_version()
+@pytest.mark.parametrize(("package", "label"), [("vllm", "vLLM"), ("torch", "torch")])
+def test_other_versions_are_refused_unless_they_are_to_be_tried(
+    package, label, monkeypatch, caplog
+):
+    installed = {"vllm": f"{SUPPORTED_VLLM[-1]}+empty", "torch": TORCH, package: "0.99.1+cpu"}
+    monkeypatch.setattr(importlib.metadata, "version", installed.get)
+    with pytest.raises(PrepError, match=rf"{label} 0\.99\.1 is installed.*vllm_npu_prep\[serve\]"):
+        activation.check_versions()
     monkeypatch.setenv("NPU_PREP_ANY_VLLM", "1")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    activation.check_vllm_version()
-    assert "vLLM 0.99.1 was not tested with vllm_npu_prep" in caplog.text
+    activation.check_versions()
+    assert f"{label} 0.99.1 was not tested with vllm_npu_prep" in caplog.text
 
 
 def test_defaults_that_start_up_decides(configure):
@@ -312,6 +319,37 @@ def test_inactive_where_another_platform_works_unless_asked(monkeypatch):
     assert activation.activate_platform() is None
     monkeypatch.setenv("NPU_PREP_DEVICE", "cpu")
     assert activation.activate_platform() == activation.PLATFORM_CLASS
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "chosen", "leaves"),
+    [
+        (["npu_prep"], "", None, False),
+        (["npu_prep", "ascend"], "", None, True),
+        (["npu_prep", "ascend"], "auto", None, True),
+        (["npu_prep", "ascend"], "npu", None, False),  # it was asked for
+        (["npu_prep", "ascend"], "", "npu_prep", False),
+        (["npu_prep", "ascend"], "", "ascend,npu_prep_watch", True),
+    ],
+)
+def test_inactive_beside_another_package_s_platform(names, device, chosen, leaves, monkeypatch):
+    entries = [SimpleNamespace(name=name) for name in names]
+    monkeypatch.setattr(chosen_platform, "entry_points", lambda group: entries)
+    monkeypatch.setattr(activation, "activate_platform", lambda: "ours")
+    monkeypatch.setenv("NPU_PREP_DEVICE", device)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if chosen:
+        monkeypatch.setenv("VLLM_PLUGINS", chosen)
+    assert vllm_npu_prep.register() == (None if leaves else "ours")
+
+
+def test_nothing_is_done_in_processes_of_another_platform(monkeypatch):
+    """Not even an import, which might need another release of vLLM."""
+    monkeypatch.setattr(chosen_platform, "is_ours", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm_npu_prep.compat", None)
+    monkeypatch.setitem(sys.modules, "vllm_npu_prep.observe.metrics", None)
+    vllm_npu_prep.register_general()
+    StepStatLogger(None, [0])
 
 
 def test_the_page_about_vllm_ascend_has_all_refused_keys():

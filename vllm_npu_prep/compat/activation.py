@@ -11,6 +11,7 @@ import os
 import sys
 
 from vllm_npu_prep import torchvision_import
+from vllm_npu_prep.chosen_platform import PLATFORM_CLASS
 from vllm_npu_prep.compat import (
     entrypoints,
     executor,
@@ -22,7 +23,7 @@ from vllm_npu_prep.compat import (
     scheduler,
     v2,
 )
-from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, TORCH, installed
 from vllm_npu_prep.compat.torch import silence_accelerator_calls
 from vllm_npu_prep.device import (
     ALLOCATOR_ENV_VAR,
@@ -35,27 +36,27 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.processes import look_after_processes
 
-PLATFORM_CLASS = "vllm_npu_prep.platform.NPUPlatform"
 ANY_VLLM_ENV_VAR = "NPU_PREP_ANY_VLLM"
 PINNED_THRESHOLD_MB = 64
 
 
-def check_vllm_version() -> None:
-    """Refuse a vLLM version that isn't among `SUPPORTED_VLLM`, with which the plugin was tested.
+def check_versions() -> None:
+    """Refuse a vLLM that isn't among `SUPPORTED_VLLM`, or a torch that isn't `TORCH`.
 
+    The extra ``serve`` pins them; what else the package does needs neither.
     ``NPU_PREP_ANY_VLLM=1`` turns the refusal into a warning.
     """
-    version = installed_vllm()
-    if version in SUPPORTED_VLLM:
-        return
-    if os.environ.get(ANY_VLLM_ENV_VAR) == "1":
+    for package, label, known in (("vllm", "vLLM", SUPPORTED_VLLM), ("torch", "torch", (TORCH,))):
+        version = installed(package)
+        if version in known:
+            continue
+        if os.environ.get(ANY_VLLM_ENV_VAR) != "1":
+            raise PrepError(
+                f"{label} {version} is installed, vllm_npu_prep serves with {', '.join(known)}: "
+                "pip install 'vllm_npu_prep[serve]' in an environment of its own"
+            )
         logging.getLogger("vllm").warning(
-            "%s=1: vLLM %s was not tested with vllm_npu_prep.", ANY_VLLM_ENV_VAR, version
-        )
-    else:
-        raise PrepError(
-            f"vLLM {version} is installed, vllm_npu_prep supports {', '.join(SUPPORTED_VLLM)}: "
-            f"pip install vllm=={SUPPORTED_VLLM[0]} as the README says"
+            "%s=1: %s %s was not tested with vllm_npu_prep.", ANY_VLLM_ENV_VAR, label, version
         )
 
 
@@ -69,7 +70,7 @@ def activate_platform() -> str | None:
         if requested_device() == "auto" and _other_platform_works():
             return None
         processes.report_errors_in_one_line()
-        check_vllm_version()
+        check_versions()
         look_after_processes()
         if choose_device() == NPU_KIND:
             # A forked process can't use a device that its parent has asked about.
@@ -89,41 +90,34 @@ def activate_platform() -> str | None:
     return PLATFORM_CLASS
 
 
-def prepare_process() -> bool:
-    """Apply the patches that every process of an engine needs, and return whether it needs them.
-
-    vLLM has chosen its platform by now; if that is another one, nothing is patched.
-    """
+def prepare_process() -> None:
+    """Apply the patches that every process of an engine with this platform needs."""
     from vllm.platforms import current_platform
 
     _freeze_modules()
-    kind = type(current_platform)
-    is_ours = f"{kind.__module__}.{kind.__qualname__}" == PLATFORM_CLASS
-    if is_ours:
-        v2.let_it_run_without_triton()
-        v2.let_platform_choose(kind)
-        models.refuse_vision_without_torchvision()
-        models.take_no_mtp_layers_for_none()
-        scheduler.get_our_schedulers_quietly()
-        scheduler.begin_parts_of_sessions_with_what_was_computed()
-        lora.identify_loads()
-        multimodal.send_items_that_were_left_out()
-        multimodal.believe_only_what_was_sent()
-        multimodal.tell_masks_of_embeddings_apart()
-        kv_connector.refuse_sessions_beside_offloading()
-        kv_connector.let_preempted_requests_load_at_once()
-        processes.tell_of_waits_for_engines()
-        processes.tell_refusals_to_the_main_process()
-        processes.let_engines_end_by_themselves()
-        executor.keep_answers_with_their_calls()
-        if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
-            entrypoints.let_servers_drain_and_stop_quietly()
-            entrypoints.let_servers_drain_and_fail_with_their_engine()
-            entrypoints.read_adapters_once_they_are_loaded()
-        executor.refuse_ray_where_it_is_missing()
-        executor.keep_addresses_on_their_host()
-        executor.wake_who_reads_from_another_host()
-    return is_ours
+    v2.let_it_run_without_triton()
+    v2.let_platform_choose(type(current_platform))
+    models.refuse_vision_without_torchvision()
+    models.take_no_mtp_layers_for_none()
+    scheduler.get_our_schedulers_quietly()
+    scheduler.begin_parts_of_sessions_with_what_was_computed()
+    lora.identify_loads()
+    multimodal.send_items_that_were_left_out()
+    multimodal.believe_only_what_was_sent()
+    multimodal.tell_masks_of_embeddings_apart()
+    kv_connector.refuse_sessions_beside_offloading()
+    kv_connector.let_preempted_requests_load_at_once()
+    processes.tell_of_waits_for_engines()
+    processes.tell_refusals_to_the_main_process()
+    processes.let_engines_end_by_themselves()
+    executor.keep_answers_with_their_calls()
+    if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:  # a server
+        entrypoints.let_servers_drain_and_stop_quietly()
+        entrypoints.let_servers_drain_and_fail_with_their_engine()
+        entrypoints.read_adapters_once_they_are_loaded()
+    executor.refuse_ray_where_it_is_missing()
+    executor.keep_addresses_on_their_host()
+    executor.wake_who_reads_from_another_host()
 
 
 def _freeze_modules() -> None:

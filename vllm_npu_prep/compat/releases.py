@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases, oldest first; the first one is pinned."""
 TORCH = "2.13.0"
-"""The torch with which all of them were tested; setup.py pins it."""
+"""The torch with which all of them were tested; the extra ``serve`` of setup.py pins it."""
 OTHER_TORCH = {"0.33.0": "2.14.0"}
 """The torch that a supported release pins itself, where that is another one."""
 
 
+def installed(package: str) -> str:
+    """Return the release of an installed package, without the kind of its build."""
+    return metadata.version(package).partition("+")[0]
+
+
 def installed_vllm() -> str:
-    """Return the release of the installed vLLM, without the kind of its build."""
-    return metadata.version("vllm").partition("+")[0]
+    return installed("vllm")
 
 
 def note_on_torch(version: str | None = None) -> str:

@@ -184,7 +184,11 @@ def summary(view: StepView) -> list[tuple[str, str]]:
     """Return state, masks, graph and padding with their reasons, each as a name and a text."""
     step, padding = view.step, view.step.padding
     lines = [("state", f"{step.attn_state.name}: {view.state_reason}")]
-    for index, plan in enumerate(view.plans):
+    other = view.settings.runner
+    if other is not None:
+        differs = "".join(f"; {each}" for each in other.differs)
+        lines.append(("runner", f"{other.name} ({other.version}){differs}"))
+    for index, plan in enumerate(view.plans if other is None else ()):
         mask = "none" if plan.shape is None else f"{plan.kind.value} {list(plan.shape)}"
         size = f", {view.mask_bytes(index):,} bytes" if plan.shape else ""
         where = f"group {index}: " if len(view.groups) > 1 else ""

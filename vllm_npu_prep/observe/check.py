@@ -48,10 +48,14 @@ class StepCheck:
         shape = step.batch.tables.shape
         if step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups:
             return  # virtual requests and states are written after that pass
+        # A dummy run has no requests
+        self.check_rules(step, runner.input_batch.req_ids if step.num_reqs else [])
+
+    def check_rules(self, step: "PreparedStep", req_ids: list[str]) -> None:
+        """Check a step of any runner; `req_ids` has its requests, in order."""
         limits = self.limits_with_embeds if step.batch.takes_embeds else self.limits
         fault = find_fault(step, limits)
         if fault is not None:
-            req_ids = runner.input_batch.req_ids if step.num_reqs else []  # a dummy run has none
             raise explain_fault(step, limits, fault, req_ids)
 
 

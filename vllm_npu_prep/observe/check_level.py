@@ -12,17 +12,21 @@ from vllm_npu_prep.observe.ledger import SlotLedger
 from vllm_npu_prep.observe.ledger_owners import LedgerGroup
 from vllm_npu_prep.prep.checks import NO_SLOTS
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
+from vllm_npu_prep.prep.tables import BatchTables
 
 
-def make_check(level: str, runner: Any) -> StepCheck | None:
-    """Return the check of a runner whose KV cache is allocated; None for the level ``"off"``."""
+def make_check(level: str, runner: Any, tables: BatchTables | None = None) -> StepCheck | None:
+    """Return the check of a runner whose KV cache is allocated; None for the level ``"off"``.
+
+    `tables` are those of its steps, by default the ones from which it prepares them.
+    """
     if level == "off":
         return None
     vocab_size, cache = runner.model_config.get_vocab_size(), runner.kv_cache_config
+    tables = runner.preparer.tables if tables is None else tables
     # Groups of encoder-only layers come after the groups that have tables.
-    block_sizes = runner.preparer.tables.block_sizes.tolist()
+    block_sizes, shape = tables.block_sizes.tolist(), tables.shape
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups[: len(block_sizes)]]
-    shape = runner.preparer.tables.shape
     num_slots = [
         NO_SLOTS if group in shape.states.groups else cache.num_blocks * spec.block_size
         for group, spec in enumerate(specs)

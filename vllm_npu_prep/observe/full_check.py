@@ -7,6 +7,7 @@ compared with the prepared step. The owner and writer of each slot are tracked f
 
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -77,16 +78,47 @@ class FullCheck(StepCheck):
         num_kept: dict[str, int] = {}
         if runner.use_async_spec_decode:
             num_kept = dict(zip(self._req_ids, runner.num_valid_tokens.read().tolist()))
-        self._req_ids = req_ids = list(runner.input_batch.req_ids)
-        for row, req_id in enumerate(req_ids):
-            told = scheduler_output.num_scheduled_tokens.get(req_id)
-            expect("scheduled tokens", int(step.query_lens[row]), told, request=req_id)
+        self._req_ids = list(runner.input_batch.req_ids)
+        self._check_scheduled(step, scheduler_output)
         input_ids = staged.device.input_ids.cpu().numpy()[: step.total_num_scheduled_tokens]
         self._check_samples(runner, step, input_ids)
-        self.ledger.verify(step, req_ids, input_ids, num_kept)
-        self._check_oracle(runner, step, input_ids)
+        self.ledger.verify(step, self._req_ids, input_ids, num_kept)
+        self._check_oracle(step, recorded_groups(runner.preparer.builders), input_ids, runner)
         self._check_device(step, staged)
         self.check_layers(runner, step, runner.in_flight.metadata)
+
+    def verify_watched(
+        self,
+        step: "PreparedStep",
+        req_ids: list[str],
+        scheduler_output: "SchedulerOutput",
+        groups: tuple[LayerGroup, ...],
+        num_kept: Mapping[str, int],
+    ) -> None:
+        """Check a step of another runner, whose arrays are those that its device has.
+
+        Parameters
+        ----------
+        step
+            Has the runner's own arrays in place of what the core prepared.
+        req_ids
+            The requests, in the order of the batch.
+        groups
+            What layers see of a step.
+        num_kept
+            See `SlotLedger.verify`.
+        """
+        self.ledger.check_tables(step, req_ids)  # before slots are held against them
+        self.check_rules(step, req_ids)
+        self._req_ids = req_ids
+        self._check_scheduled(step, scheduler_output)
+        self.ledger.verify(step, req_ids, step.input_ids, num_kept)
+        self._check_oracle(step, groups, step.input_ids)
+
+    def _check_scheduled(self, step: "PreparedStep", scheduler_output: "SchedulerOutput") -> None:
+        for row, req_id in enumerate(self._req_ids):
+            told = scheduler_output.num_scheduled_tokens.get(req_id)
+            expect("scheduled tokens", int(step.query_lens[row]), told, request=req_id)
 
     def _check_staging(self, staging: Any, nbytes: int) -> None:
         """Check that the last step's staging buffer is unchanged; its copy may still be running."""
@@ -123,8 +155,14 @@ class FullCheck(StepCheck):
                     made = runner._draft_token_ids[last, : len(drafts)].clamp(min=0).tolist()
                     expect("last step's drafts", drafts, made, **where)
 
-    def _check_oracle(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
-        record = self._record(runner, step)
+    def _check_oracle(
+        self,
+        step: "PreparedStep",
+        groups: tuple[LayerGroup, ...],
+        input_ids: np.ndarray,
+        runner: Any = None,  # whose requests have the M-RoPE positions, where there are any
+    ) -> None:
+        record = self._record(step, groups)
         record.prepared["input_ids"] = input_ids  # the last step's samples are on the device only
         requests = partial(self._oracle_requests, runner, record)
         for layers, expected in oracle_arrays(record, requests, sys.maxsize):
@@ -145,9 +183,8 @@ class FullCheck(StepCheck):
                 request=self._req_ids[row],
             )
 
-    def _record(self, runner: Any, step: "PreparedStep") -> StepRecord:
+    def _record(self, step: "PreparedStep", groups: tuple[LayerGroup, ...]) -> StepRecord:
         """Return the step as a record, in which a request is named by its row."""
-        groups = recorded_groups(runner.preparer.builders)
         names = list(map(str, range(step.num_reqs)))
         blocks = step.batch.tables.device_block_table_flat()
         # Masks are compared where layers get them

@@ -82,6 +82,12 @@ class LedgerRequest:
             self.chain.append(hash((before, what)) % LARGEST_CONTENT + 1)
 
 
+def prompt_length(new: "NewRequestData") -> int:
+    """Return the tokens of a prompt, given as ids or as vectors; older vLLMs don't say it."""
+    given = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
+    return 0 if given is None else len(given)
+
+
 class BlockOwners:
     """The requests of an engine, and the blocks that each owns; `SlotLedger` has the arguments."""
 
@@ -142,8 +148,9 @@ class BlockOwners:
     def _arrived(self, new: "NewRequestData") -> LedgerRequest:
         adapter = 0 if new.lora_request is None else new.lora_request.lora_int_id
         contents: dict[int, int] = {}
-        is_token_ids = new.prompt_is_token_ids or [new.prompt_embeds is None] * new.prompt_len
-        prompt = list(new.prompt_token_ids or [UNKNOWN] * new.prompt_len)
+        length = prompt_length(new)
+        is_token_ids = new.prompt_is_token_ids or [new.prompt_embeds is None] * length
+        prompt = list(new.prompt_token_ids or [UNKNOWN] * length)
         if new.prompt_embeds is not None:
             for position, is_id in enumerate(is_token_ids):
                 if not is_id:
@@ -157,7 +164,7 @@ class BlockOwners:
         empty: list[list[int]] = [[] for _ in self.groups]
         arrived = LedgerRequest(adapter, prompt, contents, empty, [set() for _ in self.groups])
         # A request that Model Runner V2 gets anew after a preemption has generated tokens already
-        arrived.tokens = [*prompt, *(new.prefill_token_ids or ())[new.prompt_len :]]
+        arrived.tokens = [*prompt, *(new.prefill_token_ids or ())[length:]]
         return arrived
 
     def _begin(self, req_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> None:

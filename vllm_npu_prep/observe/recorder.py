@@ -40,7 +40,7 @@ from vllm_npu_prep.wording import counted, runs_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_npu_prep.config import Decisions, RecordConfig
+    from vllm_npu_prep.config import RecordConfig
     from vllm_npu_prep.runner.preparer import Builders
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
@@ -107,6 +107,8 @@ class StepRecorder:
         Versions and settings of the engine, for `MANIFEST`.
     suffix
         What is appended to the folder's name.
+    asked_by
+        What writes the last steps, in the line that says so at start-up.
 
     Raises
     ------
@@ -121,6 +123,7 @@ class StepRecorder:
         recorded: Recorded,
         manifest: dict[str, Any] | None = None,
         suffix: str = "",
+        asked_by: str = "`vllm-npu-prep record` or dump_steps",
     ) -> None:
         self.config, self.tables, self.recorded = config, tables, recorded
         self.manifest = manifest or {}
@@ -142,8 +145,9 @@ class StepRecorder:
         self._sampled: dict[int, Sampled] = {}  # by step of the ring
         if self._span is None:
             logger.info(
-                "Recording the last %s; `vllm-npu-prep record` or dump_steps writes them to %s.",
+                "Recording the last %s; %s writes them to %s.",
                 counted(config.last, "step"),
+                asked_by,
                 self.folder.parent,
             )
 
@@ -321,6 +325,8 @@ def make_recorder(
     if config is None:
         return None
     decisions, parallel = decisions_of(vllm_config), vllm_config.parallel_config
+    facts = engine_facts(vllm_config, num_blocks)
+    facts |= {"attention": decisions.attention, "mask": decisions.mask_form.value}
     suffix = f"-rank{rank_across_engines(parallel)}" if is_one_of_several(parallel) else ""
     return StepRecorder(
         config,
@@ -330,20 +336,20 @@ def make_recorder(
             decisions.mask_form,
             KERNEL_FAMILIES[decisions.attention].mask_itemsize,
         ),
-        {"versions": _versions(), "config": _facts(vllm_config, decisions, num_blocks)},
+        {"versions": installed_versions(), "config": facts},
         suffix,
     )
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "vllm_npu_prep": __version__}
-    for name in ("vllm", "torch", "torch_npu", "numpy", "numba"):
+    for name in ("vllm", "vllm-ascend", "torch", "torch_npu", "numpy", "numba"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
 
 
-def _facts(vllm_config: "VllmConfig", decisions: "Decisions", num_blocks: int) -> dict[str, Any]:
+def engine_facts(vllm_config: "VllmConfig", num_blocks: int) -> dict[str, Any]:
     """Return the parts of an engine's config that decide how steps are prepared."""
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     speculative = vllm_config.speculative_config
@@ -362,6 +368,4 @@ def _facts(vllm_config: "VllmConfig", decisions: "Decisions", num_blocks: int) -
         "cudagraph_mode": compilation.cudagraph_mode.name if compilation.cudagraph_mode else None,
         "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
         "device_type": vllm_config.device_config.device_type,
-        "attention": decisions.attention,
-        "mask": decisions.mask_form.value,
     }

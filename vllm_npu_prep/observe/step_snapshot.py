@@ -21,6 +21,7 @@ from vllm_npu_prep.records.settings import (
     LayerGroup,
     RecordSettings,
     StepTimes,
+    WatchedRunner,
 )
 
 
@@ -31,6 +32,7 @@ class Recorded:
     groups: tuple[LayerGroup, ...]
     mask: MaskForm
     mask_itemsize: int  # bytes of a cell of dense masks
+    runner: WatchedRunner | None = None  # who prepared them, if that is another runner
 
 
 def recorded_groups(builders: Iterable[tuple[int, Any, Any]]) -> tuple[LayerGroup, ...]:
@@ -249,6 +251,7 @@ class StepSnapshot:
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
             times=times,
+            runner=recorded.runner,
         )
         placed, parts = self.placeholders, self.parts()
         del parts["staged"]

@@ -107,8 +107,9 @@ class StepRecord:
         return self._array("attn_state").tobytes().decode("ascii", "replace")
 
     def to_bytes(self) -> bytes:
-        settings = np.frombuffer(self.settings.model_dump_json().encode(), np.uint8)
-        arrays = {"settings": settings, **self.prepared}
+        unused = {"runner"} if self.settings.runner is None else set()
+        settings = self.settings.model_dump_json(exclude=unused).encode()
+        arrays = {"settings": np.frombuffer(settings, np.uint8), **self.prepared}
         arrays |= {f"batch.{f.name}": getattr(self.batch, f.name) for f in fields(RecordBatch)}
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:

@@ -99,6 +99,15 @@ class RecordDCP(Strict):
         return DCPRank(self.world_size, self.rank, self.interleave_size)
 
 
+class WatchedRunner(Strict):
+    """The other runner that prepared a step (`vllm_npu_prep.watch`)."""
+
+    name: Text
+    version: Text
+    # What it does in another way than this plugin's runners, on purpose; a sentence each
+    differs: list[Text]
+
+
 class RecordSettings(Strict):
     """All but the arrays: sizes of the engine's tables and of the step, and the padding."""
 
@@ -130,6 +139,7 @@ class RecordSettings(Strict):
     latent: RecordLatent | None = None  # None without latent attention
     dcp: RecordDCP | None = None  # None without decode context parallelism
     times: StepTimes | None = None  # None in records that older versions wrote
+    runner: WatchedRunner | None = None  # None for this plugin's own runners
 
     @model_validator(mode="after")
     def _agrees(self) -> "RecordSettings":

@@ -1,0 +1,79 @@
+"""What the watch asks of a runner: where a step's arrays are, and when they are ready."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from vllm_npu_prep.watch.runner_step import RunnerStep
+
+
+class Wraps:
+    """Methods of objects that are wrapped until `undo`; classes are left as they are."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def put(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Any]) -> None:
+        """Replace a method of one object by what `around` makes of it."""
+        own, method = vars(owner), getattr(owner, name)
+        before = own.get(name)
+
+        def undo() -> None:
+            if before is None:
+                own.pop(name, None)
+            else:
+                own[name] = before
+
+        own[name] = around(method)
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+class RunnerAdapter(Protocol):
+    """Reads the steps of one kind of runner, and changes nothing.
+
+    Attributes
+    ----------
+    name
+        The runner, for people.
+    differs
+        What it does in another way than this plugin's runners, on purpose: sentences.
+    """
+
+    name: str
+    differs: tuple[str, ...]
+
+    def __init__(self, runner: Any) -> None: ...
+
+    def tables(self) -> tuple[list[int], list[int]]:
+        """Return the block size and the columns of each group's block table."""
+
+    def before_forward(self, wraps: Wraps, see: Callable[[], None]) -> None:
+        """Have `see` called in each step once its inputs are on the device or on their way."""
+
+    def read(self, output: Any) -> RunnerStep:
+        """Read the step that has just been prepared for a scheduler's output."""
+
+
+def on_device(buffer: Any) -> torch.Tensor:
+    """Return the device's tensor of one of vLLM's pairs of buffers, or the tensor itself."""
+    return getattr(buffer, "gpu", buffer)
+
+
+def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return copies of a step's arrays as int64, by one copy and one wait.
+
+    The copy is in the order of the stream that the step runs on, so it has what the model gets.
+    """
+    flat = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors.values()])
+    parts = np.split(flat.cpu().numpy(), np.cumsum([t.numel() for t in tensors.values()])[:-1])
+    return {name: p.reshape(t.shape) for (name, t), p in zip(tensors.items(), parts)}
+
+
+KINDS = {"FULL": "full graph", "PIECEWISE": "piecewise graphs"}
+NO_GRAPH = "eager: no graph for it"

@@ -1,0 +1,118 @@
+"""Where vLLM's V2 runner, and those made from it, keep a step's arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.watch.adapter import KINDS, NO_GRAPH, Wraps, on_device, to_host
+from vllm_npu_prep.watch.runner_step import RunnerStep
+
+
+class V2Adapter:
+    """``GPUModelRunner`` of ``vllm.v1.worker.gpu.model_runner``.
+
+    A request keeps its row of `req_states` and of the block tables; `prepare_inputs` returns a
+    batch with the step's arrays, and `prepare_attn` the tables in the order of the batch.
+    """
+
+    name = "vLLM's V2 runner"
+    differs: tuple[str, ...] = (
+        "input_ids and positions of padding tokens are left over from earlier steps",
+        "padding requests of full graphs have no tokens and length 0",
+    )
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self._kind = ""
+        self._attention: Any = None  # batch, block tables, slots
+        self._sampled: Any = None  # requests of the last step, and how many tokens each got
+
+    def tables(self) -> tuple[list[int], list[int]]:
+        tables = self.runner.block_tables
+        widths = [table.shape[1] for table in tables.input_block_tables]
+        # Of the blocks that kernels see, where a page of the cache is several of them
+        return list(getattr(tables, "kernel_block_sizes", tables.block_sizes)), widths
+
+    def before_forward(self, wraps: Wraps, see: Callable[[], None]) -> None:
+        def choosing(prepare: Callable[..., Any]) -> Any:
+            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+                modes = [each.cg_mode.name for each in args if hasattr(each, "cg_mode")]
+                self._kind = KINDS.get(modes[0] if modes else "", NO_GRAPH)
+                return prepare(*args, **kwargs)
+
+            return prepare_inputs
+
+        def noting(prepare: Callable[..., Any]) -> Any:
+            def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
+                prepared = prepare(batch, *args, **kwargs)
+                self._attention = batch, *prepared
+                return prepared
+
+            return prepare_attn
+
+        def seen(prepare: Callable[..., Any]) -> Any:
+            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+                if self._attention is not None:  # a dummy run has none
+                    see()
+                    self._attention = None
+                return prepare(*args, **kwargs)
+
+            return prepare_inputs
+
+        def sampling(sample: Callable[..., Any]) -> Any:
+            def sample_batch(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+                sampled = sample(hidden_states, batch, *args, **kwargs)
+                self._sampled = list(batch.req_ids), sampled[1].clone()
+                return sampled
+
+            return sample_batch
+
+        wraps.put(self.runner, "prepare_inputs", choosing)
+        wraps.put(self.runner, "prepare_attn", noting)
+        wraps.put(self.runner.model_state, "prepare_inputs", seen)
+        if self.runner.num_speculative_steps:
+            wraps.put(self.runner, "sample", sampling)
+
+    def read(self, output: Any) -> RunnerStep:
+        batch, block_tables, slots = self._attention
+        rows, num_reqs, num_tokens = batch.idx_mapping_np, batch.num_reqs, batch.num_tokens
+        num_blocks = self.runner.block_tables.num_blocks.np[:, rows]
+        states = self.runner.req_states
+        tensors: dict[str, torch.Tensor] = {
+            "input_ids": batch.input_ids[:num_tokens],
+            "positions": batch.positions[:num_tokens],
+            "query_start_loc": batch.query_start_loc[: num_reqs + 1],
+            "seq_lens": batch.seq_lens[:num_reqs],
+            "num_computed_tokens": on_device(states.num_computed_tokens)[batch.idx_mapping],
+            "logits_indices": batch.logits_indices,
+            "slot_mapping": slots[:, : batch.num_tokens_after_padding],
+        }
+        for group, table in enumerate(block_tables):
+            columns = max(0, int(num_blocks[group].max(initial=0)))
+            tensors[f"table {group}"] = table[:num_reqs, :columns]
+        sampled, counts = self._sampled or ([], None)
+        if counts is not None:
+            tensors["kept"] = counts
+        read = to_host(tensors)
+        kept = read.pop("kept", ())
+        tables = [read.pop(f"table {group}") for group in range(len(block_tables))]
+        return RunnerStep(
+            req_ids=list(batch.req_ids),
+            num_input_tokens=batch.num_tokens_after_padding,
+            kind=self._kind,
+            num_blocks=num_blocks,
+            block_tables=tables,
+            num_kept={req_id: int(count) for req_id, count in zip(sampled, kept)},
+            **read,
+        )
+
+
+class AscendV2Adapter(V2Adapter):
+    """``NPUModelRunner`` of ``vllm_ascend.worker.v2.model_runner``: the same names."""
+
+    name = "vllm-ascend's V2 runner"
+    differs: tuple[str, ...] = (
+        "input_ids and positions of padding tokens are left over from earlier steps",
+        "padding requests of full graphs have the padding tokens, and length 0",
+    )
