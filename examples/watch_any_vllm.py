@@ -19,7 +19,12 @@ BROKEN_STEP = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="a folder with a model")
-    parser.add_argument("--records", type=Path, default=Path(".cache/watched-steps"))
+    parser.add_argument(
+        "--records",
+        type=Path,
+        default=Path(".cache/watched-steps"),
+        help="the folder for the steps (default: %(default)s)",
+    )
     args = parser.parse_args()
     record = {"dir": str(args.records), "steps": "last 64"}
     os.environ["NPU_PREP_WATCH"] = json.dumps({"record": record, "check": "full"})
