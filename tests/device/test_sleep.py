@@ -214,6 +214,17 @@ def test_a_rank_wakes_what_it_put_to_sleep_if_another_could_not(memory, monkeypa
     assert next(said, None) is None
 
 
+def test_a_rank_sleeps_on_if_another_has_no_memory(memory, monkeypatch):
+    awake_with_a_cache(memory, 1 << 20)
+    memory.unmap(1)
+    asleep = memory.state()
+    monkeypatch.setattr(ranks, "_first_of_ranks", lambda mine: "the other rank has no room")
+    parallel = SimpleNamespace(world_size=2, rank=0)
+    NPUWorker.wake_up(SimpleNamespace(_sleeping=memory, parallel_config=parallel))
+    assert not any(region.is_mapped for tag in TAGS for region in memory._regions[tag])
+    assert memory.state() == asleep
+
+
 @pytest.mark.parametrize("failure", ["an error", "the end of the file"])
 def test_weights_that_cannot_be_read_back_sleep_on(memory, monkeypatch, failure):
     layer, _, before = awake_with_a_cache(memory, 1 << 20)

@@ -42,9 +42,6 @@ OFFLOADING_ON_NPU = (
     "tests/npu/on_device/test_offloading.py::test_prompts_that_were_evicted_come_back_from_the_host"
     "[fia]",
 )
-SLEEP_ON_RANKS = (
-    "tests/npu/on_device/test_ranks.py::test_ranks_sleep_together_and_wake_up_together",
-)
 TRANSFER_ON_NPU = (
     "tests/npu/on_device/test_kv_transfer.py::test_one_engine_computes_prompts_and_another_decodes_them"
     "[latent]",
@@ -90,7 +87,7 @@ V2_SEES = ("tests/engine/test_multimodal.py::test_mtp_layers_read_images_on_v2_a
 V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
 V2_SHARES = (
-    "tests/engine/test_context_parallel.py::test_tokens_are_those_of_transformers[pieces-V2]",
+    "tests/engine/test_context_parallel.py::test_tokens_are_those_of_transformers[eager-V2]",
 )
 THINKING = ("tests/ops/test_thinking.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
@@ -169,7 +166,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a trace is one token ahead", "ends - self._prompt_len[request_rows]", "ends - self._prompt_len[request_rows] + 1", V2_ENGINE),
     ],
     "aclnn.py": [
-        ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/npu/test_start_up.py::test_what_an_npu_cannot_run_is_refused_in_one_line",)),
+        ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/startup/test_device_settings.py",)),
     ],
     "attention/backend.py": [
         ("metadata keeps the mask of another state", "self._plan(step.attn_state, num_input_tokens", "self._plan(type(step.attn_state)(0), num_input_tokens", ENGINE),
@@ -374,7 +371,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
+        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", V2_ENGINES),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
@@ -1121,7 +1118,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "worker.py": [
         ("models without a cache are first traced over a step", "        if not self.model_runner.kv_caches:", "        if False:", POOLING),
-        ("a rank without memory to wake up leaves the other one awake", "                sleeping.release(mapped)\n", "                sleeping.release(())\n", SLEEP_ON_RANKS),
+        ("a rank without memory to wake up leaves the other one awake", "                sleeping.release(mapped)\n", "                sleeping.release(())\n", ("tests/device/test_sleep.py",)),
         ("a sleep that failed also wakes what slept before it", "                memory.restore(slept)\n", "                memory.resume()\n", ("tests/device/test_sleep.py",)),
         ("tokens wait while free memory is returned", "if nobody_runs and self._tokens_since_return", "if self._tokens_since_return", ("tests/device/test_cpu_memory.py",)),
         ("the allocator keeps what long prompts left", "            self.prep_device.return_free_memory()\n", "            self.prep_device.memory_in_use()\n", ("tests/device/test_cpu_memory.py",)),
