@@ -371,7 +371,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", V2_ENGINES),
+        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
@@ -587,11 +587,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("sizes whose padding fits no row are captured", "if size - fewest_tokens <= max_model_len:", "if True:", ("tests/prep/test_graph_padding.py",)),
     ],
     "prep/checks.py": [
-        ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", SHARDS),
+        ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", CHECKS),
         ("states are checked at a request's place in the batch, not in its row", "row = first_entry + t.request_rows[req] * t.max_num_blocks[group]", "row = first_entry + req * t.max_num_blocks[group]", STATES),
         ("a decode's wrong position goes unnoticed", "is_wrong = out.positions[start] != first or token_id < 0", "is_wrong = token_id < 0", CHECKS),
         ("rows of logits out of order go unnoticed", "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]", "is_wrong |= False", CHECKS),
-        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", STATES),
+        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", CHECKS),
     ],
     "prep/embeds.py": [
         ("embeddings of a prompt's start in every chunk", "return token_indices, reqs[token_indices], positions[token_indices]", "return token_indices, reqs[token_indices], step.query_pos[token_indices]", EMBEDS),

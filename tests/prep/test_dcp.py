@@ -14,9 +14,8 @@ from vllm.v1.worker import block_table
 from tests.helpers.batches import RandomBatch, random_batches, step_batch
 from tests.helpers.records import beside_oracle
 from tests.helpers.triton_source import Source
-from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.checks import Rule, find_fault
+from vllm_npu_prep.prep.checks import find_fault
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest
@@ -124,29 +123,6 @@ def test_slots_of_a_small_step():
     assert small_step(1).slot_mapping[0].tolist() == [21, -1, -1, 22, 23, -1]
     lens = [(s.dcp_local_seq_lens[0], s.dcp_local_context_lens[0]) for s in map(small_step, (0, 1))]
     assert lens == [(5, 2), (4, 1)]
-
-
-@pytest.mark.parametrize(
-    ("array", "place", "value", "rule", "told"),
-    [
-        ("slot_mapping", (0, 0), 21, Rule.SHARDED_SLOTS, "21 on rank 0"),
-        ("slot_mapping", (0, 1), -1, Rule.SHARDED_SLOTS, "22, in its block 5"),
-        ("slot_mapping", (0, 1), 23, Rule.SHARDED_SLOTS, "22, in its block 5"),
-        ("dcp_local_seq_lens", 0, 9, Rule.SHARDED_LENS, "9, 2 of them computed"),
-        ("dcp_local_context_lens", 0, 3, Rule.SHARDED_LENS, "3 of them computed"),
-        # Of a request and of tokens of padding
-        ("dcp_local_seq_lens", 1, 3, Rule.SHARDED_LENS, ""),
-        ("dcp_local_context_lens", 1, 3, Rule.SHARDED_LENS, ""),
-        ("slot_mapping", (0, 7), 22, Rule.PADDING_TOKENS, ""),
-    ],
-)
-def test_a_value_of_the_wrong_rank_is_caught(array, place, value, rule, told):
-    step = small_step(padding=(1, 2))
-    assert find_fault(step, LIMITS) is None
-    getattr(step.arrays, array)[place] = value
-    fault = find_fault(step, LIMITS)
-    assert fault is not None and fault.rule == rule
-    assert told in str(explain_fault(step, LIMITS, fault, ["a request"]))
 
 
 def test_other_engines_carry_nothing():

@@ -42,6 +42,16 @@ class Drawn:
         return found
 
 
+def test_a_slot_forgets_the_sample_of_its_former_request():
+    drawn = Drawn(3)
+    drawn.step([0, 1], prompts={0, 1})
+    drawn.samples.forget(1)
+    drawn.step([0])
+    assert drawn.samples.num_older == 0, "nothing is kept of the former request"
+    drawn.step([1, 0], prompts={1})
+    drawn.step([0, 1])
+
+
 def test_random_traffic_finds_every_sample(seed):
     traffic, drawn = Traffic(seed), Drawn(12)
     for _ in range(300):
@@ -59,6 +69,14 @@ def test_random_traffic_finds_every_sample(seed):
 def placed(order: BatchOrder, **scheduled: int) -> str:
     """Names of a step's requests in the order of the batch."""
     return "".join(order.of_step(scheduled))
+
+
+def test_requests_that_stay_keep_their_places():
+    order = BatchOrder()
+    assert placed(order, a=9, b=1, c=1, d=1) == "abcd"
+    assert placed(order, a=1, c=1, d=1) == "adc", "the last fills the hole"
+    assert placed(order, a=1, c=1, d=7, e=1, f=1) == "adcef"
+    assert placed(order, f=1, e=1, d=1, c=1, a=1) == "adcef"
 
 
 def test_decodes_come_first_and_keep_their_places():
@@ -80,6 +98,38 @@ def decodes(*req_ids: str, arrived: str = "") -> SchedulerOutput:
     output = scheduler_output(dict.fromkeys(req_ids, 1))
     output.scheduled_new_reqs = [new_request(req_id, [5, 6, 7], [], 0) for req_id in arrived]
     return output
+
+
+def test_a_row_is_sent_whole_to_another_request_only():
+    states, tables, order = NPURequestState(3, 16, 8, 0, 100, CPU), block_tables(), BatchOrder()
+
+    def step(*req_ids: str, arrived: str = "") -> list[int]:
+        """The request rows of the batch; all of their blocks reach the device."""
+        for name in arrived:
+            states.remove_request(name)
+            states.add_request(name, 3, [5, 6, 7], 3, 4)
+        tables.num_synced_blocks[:] = 1
+        output = decodes(*req_ids, arrived=arrived)
+        return batch_of_step(order, states, tables, output).idx_mapping_np.tolist()
+
+    assert step("a", "b", arrived="ab") == [2, 1]
+    assert tables.num_synced_blocks.tolist() == [[0, 0, 1]] * 2
+    assert step("a", "b") == [2, 1]
+    assert tables.num_synced_blocks.tolist() == [[1, 1, 1]] * 2
+    assert step("b", "c", arrived="c") == [0, 1], "it takes the place of the one that left"
+    assert tables.num_synced_blocks.tolist() == [[0, 1, 1]] * 2
+    assert step("b") == [1], "the last one comes to the place of the first"
+    assert tables.num_synced_blocks.tolist() == [[0, 1, 1]] * 2
+    assert step("a", "b") == [1, 2]
+    assert tables.num_synced_blocks.tolist() == [[1, 0, 1]] * 2
+    states.remove_request("a")  # its row goes to the next that arrives
+    assert step("b", "d", arrived="d") == [1, 2]
+    assert step("b", "d", arrived="b") == [1, 2], "the same row, with other blocks"
+    assert tables.num_synced_blocks.tolist() == [[0, 1, 1]] * 2
+    for name in "db":
+        states.remove_request(name)
+    assert step("b", "d", arrived="db") == [2, 1], "another row in the same place"
+    assert tables.num_synced_blocks.tolist() == [[0, 0, 1]] * 2
 
 
 def test_more_blocks_than_a_request_can_have_are_refused():
@@ -267,6 +317,27 @@ class Counts:
 
     def read(self) -> np.ndarray:
         return self.values
+
+
+def test_counts_of_the_scheduler_lose_rejected_drafts():
+    """Whether the scheduler has waited for the step or not; requests without drafts keep theirs."""
+    states = NPURequestState(4, 64, 32, 3, 100, CPU)
+    slots = np.array([2, 0, 1])
+    states.num_computed_tokens_np[slots] = 20, 30, 40
+    scheduled, drafts = np.array([4, 1, 3]), np.array([3, 0, 2], np.int32)
+    states.begin_step(slots, scheduled, drafts)
+    kept = torch.zeros(3, dtype=torch.int32), slots, np.zeros(3, bool)
+    states.samples.keep(*kept, torch.zeros(3, 3, dtype=torch.int32))
+    valid = Counts(2, 1, 3)  # one draft of three, none of none, both
+    assert states.exact_counts(slots, [24, 31, 43], valid).tolist() == [22, 31, 43]
+    assert states.exact_counts(slots, [22, 31, 43], valid).tolist() == [22, 31, 43]
+    assert states.exact_counts(slots[::-1], [43, 31, 24], valid).tolist() == [43, 31, 22]
+    assert states.exact_counts(np.array([3]), [7], valid).tolist() == [7], "was not in the step"
+    states.req_id_to_index["a"] = 2
+    states.remove_request("a")
+    assert states.exact_counts(np.array([2]), [24], valid).tolist() == [24], "another request"
+    states.begin_step(np.array([0]), np.ones(1), None)
+    assert states.exact_counts(np.array([1]), [43], valid).tolist() == [43], "an older step"
 
 
 def test_counts_are_those_of_a_last_step_that_left_some_out():
