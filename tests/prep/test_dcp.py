@@ -111,10 +111,10 @@ def test_slots_and_lengths_of_ranks_are_upstream_s(given_dcp):
     assert (has_slot.sum(axis=0) == 1).all()
 
 
-def small_step(rank: int = 0, padding: tuple[int, int] = (0, 0)) -> PreparedStep:
+def small_step(rank: int) -> PreparedStep:
     request = OracleRequest(3, 6, 9, list(range(9)), [5, 7])
     batch = RandomBatch([request], 4, 32, None, None, True)
-    return shared_step(batch, DCPRank(2, rank, 2), *padding)
+    return shared_step(batch, DCPRank(2, rank, 2))
 
 
 def test_slots_of_a_small_step():
