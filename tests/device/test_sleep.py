@@ -127,14 +127,6 @@ def test_what_a_drafter_has_for_itself_is_kept_at_level_2(memory):
     assert not layer.weight.any()
 
 
-def test_released_caches_keep_the_weights(memory):
-    layer, cache, before = awake_with_a_cache(memory, 1 << 20)
-    memory.discard(("kv_cache",))
-    assert torch.equal(layer.weight, before)
-    memory.resume(["kv_cache"])
-    assert not cache.any()
-
-
 def test_a_wake_up_without_memory_keeps_what_slept(memory, monkeypatch):
     layers = [Layer(), Layer()]
     before = layers[0].weight.clone()
