@@ -137,7 +137,7 @@ def test_shards_that_cannot_be_are_refused(world, rank, size):
 
 
 def test_a_block_is_whole_runs():
-    tables = small_step().batch.tables
+    tables = small_step(0).batch.tables
     with pytest.raises(ValueError, match="whole runs"):
         dataclasses.replace(tables, shape=EngineShape(dcp=DCPRank(2, 0, 3)))
 
