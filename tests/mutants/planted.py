@@ -86,9 +86,6 @@ V2_ENGINE = ("tests/engine/test_v2.py",)
 V2_SEES = ("tests/engine/test_multimodal.py::test_mtp_layers_read_images_on_v2_as_on_v1",)
 V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
-V2_SHARES = (
-    "tests/engine/test_context_parallel.py::test_tokens_are_those_of_transformers[eager-V2]",
-)
 THINKING = ("tests/ops/test_thinking.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
@@ -752,7 +749,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
-        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", V2_SHARES),
+        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", SHARDS),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [
