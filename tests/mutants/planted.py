@@ -368,7 +368,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
+        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/ops/test_experts.py",)),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
