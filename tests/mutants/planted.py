@@ -879,6 +879,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/order.py": [
         ("V2: a slot's next request has the same block table on the device", ", self.filled = places, req_ids, free", ", _ = places, req_ids, free", V2),
+        ("V2: the fused pass reads the tables of a place's former request", "rows[place] = self._in_tables[place] = row", "rows[place] = row", V2),
         ("V2: a request that comes back is looked for in its old row", "{*self.filled, *map(self.places.__getitem__, arrived)}", "self.filled", V2),
         ("V2: a request that computes its prompt again still counts as a decode", "\n        and not states.some_prefill", "", V2),
         ("V2: a request that comes back keeps the batch in which it was", "\n        and not arrived", "", V2),
