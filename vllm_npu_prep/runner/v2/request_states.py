@@ -314,10 +314,11 @@ class Samples:
         self.num_older = 0
         # Request rows of the last step, if no other request has a sample; else None
         self._settled: np.ndarray | None = None
-        # [num_rows], or as `AwaitedSamples.by_row` with drafts; to ask the tensor for its size takes
-        # longer than to look a batch's samples up
+        # [num_rows], or as `AwaitedSamples.by_row` with drafts
         self._by_row = torch.empty(0, dtype=torch.int32)
-        self._num_rows = 0
+        self._num_rows = (
+            0  # kept, as to ask a tensor for its size takes longer than to find samples
+        )
 
     def forget(self, request_row: int) -> None:
         self.rows[request_row] = NO_PREVIOUS_ROW
