@@ -1000,6 +1000,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("statistics go to the last client", "next(iter(joined.values()))", "next(reversed(joined.values()))", SCHEDULING),
     ],
     "scheduling/requests.py": [
+        ("a decode without news gets a token past its last one", "request.stop_length - 1,", "request.stop_length + 1,", SCHEDULING),
+        ("structured output goes unseen in decodes without news", "    if not request.traits & GRAMMAR:\n", "    if True:\n", SCHEDULING),
         ("requests with log-probabilities are plain", "        or params.num_logprobs is not None\n", "", SCHEDULING),
         ("repetitions are not looked for", "        or params.repetition_detection is not None\n", "", SCHEDULING),
         ("streamed input is plain", "        or request.resumable\n        or request.spec", "        or request.spec", SCHEDULING),
@@ -1014,7 +1016,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("decodes past the token budget", "            if new > budget:\n", "            if False:\n", SCHEDULING),
         ("no blocks for the tokens that drafters look ahead", "computed + new + lookahead > request.blocks_until", "computed + new > request.blocks_until", SCHEDULING),
         ("a full block is cached a step late", "computed + 1 - placeholders >= request.cached_until", "computed - placeholders >= request.cached_until", SCHEDULING),
-        ("blocks stay when they leave the window", "                or computed - in_flight >= request.window_until\n", "", SCHEDULING),
+        ("blocks stay when they leave the window", "                    or computed - in_flight >= request.window_until\n", "", SCHEDULING),
         ("a step does not tell of its grammars", "                taken.grammar = True\n", "                taken.grammar = False\n", SCHEDULING),
         ("a step does not wait for the tokens of its grammars", "taken.grammar_pending |= asynchronous and placeholders > 0", "taken.grammar_pending |= False", SCHEDULING),
         ("outputs under way are not counted", "add_output(len(request._output_token_ids) + placeholders)", "add_output(len(request._output_token_ids))", SCHEDULING),

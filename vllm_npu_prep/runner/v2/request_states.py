@@ -316,9 +316,7 @@ class Samples:
         self._settled: np.ndarray | None = None
         # [num_rows], or as `AwaitedSamples.by_row` with drafts
         self._by_row = torch.empty(0, dtype=torch.int32)
-        self._num_rows = (
-            0  # kept, as to ask a tensor for its size takes longer than to find samples
-        )
+        self._num_rows = 0  # to ask the tensor takes longer than to find a batch's samples
 
     def forget(self, request_row: int) -> None:
         self.rows[request_row] = NO_PREVIOUS_ROW
