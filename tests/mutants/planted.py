@@ -873,6 +873,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/order.py": [
         ("V2: a slot's next request has the same block table on the device", ", self.filled = places, req_ids, free", ", _ = places, req_ids, free", V2),
+        ("V2: the fused pass reads the tables of a place's former request", "rows[place] = self._in_tables[place] = row", "rows[place] = row", V2),
         ("V2: a request that comes back is looked for in its old row", "{*self.filled, *map(self.places.__getitem__, arrived)}", "self.filled", V2),
         ("V2: a request that computes its prompt again still counts as a decode", "\n        and not states.some_prefill", "", V2),
         ("V2: a request that comes back keeps the batch in which it was", "\n        and not arrived", "", V2),
@@ -993,6 +994,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("statistics go to the last client", "next(iter(joined.values()))", "next(reversed(joined.values()))", SCHEDULING),
     ],
     "scheduling/requests.py": [
+        ("a decode without news gets a token past its last one", "request.stop_length - 1,", "request.stop_length + 1,", SCHEDULING),
+        ("structured output goes unseen in decodes without news", "    if not request.traits & GRAMMAR:\n", "    if True:\n", SCHEDULING),
         ("requests with log-probabilities are plain", "        or params.num_logprobs is not None\n", "", SCHEDULING),
         ("repetitions are not looked for", "        or params.repetition_detection is not None\n", "", SCHEDULING),
         ("streamed input is plain", "        or request.resumable\n        or request.spec", "        or request.spec", SCHEDULING),
@@ -1007,7 +1010,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("decodes past the token budget", "            if new > budget:\n", "            if False:\n", SCHEDULING),
         ("no blocks for the tokens that drafters look ahead", "computed + new + lookahead > request.blocks_until", "computed + new > request.blocks_until", SCHEDULING),
         ("a full block is cached a step late", "computed + 1 - placeholders >= request.cached_until", "computed - placeholders >= request.cached_until", SCHEDULING),
-        ("blocks stay when they leave the window", "                or computed - in_flight >= request.window_until\n", "", SCHEDULING),
+        ("blocks stay when they leave the window", "                    or computed - in_flight >= request.window_until\n", "", SCHEDULING),
         ("a step does not tell of its grammars", "                taken.grammar = True\n", "                taken.grammar = False\n", SCHEDULING),
         ("a step does not wait for the tokens of its grammars", "taken.grammar_pending |= asynchronous and placeholders > 0", "taken.grammar_pending |= False", SCHEDULING),
         ("outputs under way are not counted", "add_output(len(request._output_token_ids) + placeholders)", "add_output(len(request._output_token_ids))", SCHEDULING),
