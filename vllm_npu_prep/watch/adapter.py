@@ -1,6 +1,7 @@
 """What the watch asks of a runner: where a step's arrays are, and when they are ready."""
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,6 +74,46 @@ def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     flat = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors.values()])
     parts = np.split(flat.cpu().numpy(), np.cumsum([t.numel() for t in tensors.values()])[:-1])
     return {name: p.reshape(t.shape) for (name, t), p in zip(tensors.items(), parts)}
+
+
+def time_to_read(device: torch.device, num_tokens: int) -> float:
+    """Return the seconds that `to_host` takes for as many tokens, once it has run before."""
+    arrays = {str(n): torch.zeros(num_tokens, dtype=torch.int64, device=device) for n in range(3)}
+    to_host(arrays)
+    started = perf_counter()
+    to_host(arrays)
+    return perf_counter() - started
+
+
+class LastSamples:
+    """What the last step sampled, kept on the device until the next step is read."""
+
+    def __init__(self) -> None:
+        self._req_ids: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def note(self, req_ids: list[str], tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Note tokens ``[R, 1 + drafts]``, of which each request got the first `counts`."""
+        self._req_ids = list(req_ids)
+        self.tensors = {"sampled": tokens.clone(), "counts": counts.clone()}
+
+    def take(self, read: dict[str, np.ndarray]) -> dict[str, list[int]]:
+        """Take out of what was read the tokens that each request got."""
+        rows = zip(self._req_ids, read.pop("sampled", ()), read.pop("counts", ()))
+        return {req_id: tokens[:count].tolist() for req_id, tokens, count in rows}
+
+
+def host_lists(metadata: Any, num_reqs: int) -> dict[str, np.ndarray]:
+    """Return the lists of ``AscendMetadata``, from which kernels take lengths and ends of queries.
+
+    They are numbers on the host, and in a full graph replayed with it: no tensor of the device.
+    """
+    for layer in (metadata or {}).values():
+        if getattr(layer, "seq_lens_list", None) is not None:
+            ends = [0, *layer.actual_seq_lengths_q[:num_reqs]]
+            lengths = layer.seq_lens_list[:num_reqs]
+            return {"query_start_loc": np.array(ends), "seq_lens": np.array(lengths)}
+    return {}
 
 
 KINDS = {"FULL": "full graph", "PIECEWISE": "piecewise graphs"}

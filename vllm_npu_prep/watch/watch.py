@@ -17,7 +17,7 @@ from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.settings import LayerGroup, WatchedRunner
 from vllm_npu_prep.watch.adapter import RunnerAdapter, Wraps
 from vllm_npu_prep.watch.config import WatchConfig
-from vllm_npu_prep.watch.runner_step import StepMaker
+from vllm_npu_prep.watch.runner_step import StepMaker, check_lists
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -142,9 +142,12 @@ class Watch:
             self.recorder.keep(step, given.kind, given.req_ids)
         if isinstance(self.check, FullCheck):
             names, groups = given.req_ids, self._groups
-            self.check.verify_watched(step, names, output, groups, given.num_kept)
+            kept = {req_id: len(tokens) for req_id, tokens in given.sampled.items()}
+            self.check.verify_watched(step, names, output, groups, kept)
         elif self.check is not None:
             self.check.check_rules(step, given.req_ids)
+        if self.check is not None:
+            check_lists(given, step)
         self._times.append(perf_counter() - started)
         if len(self._times) == TIMED_STEPS:
             logger.info("The watch takes %.1f ms of a step.", 1e3 * median(self._times))
