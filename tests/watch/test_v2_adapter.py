@@ -56,8 +56,12 @@ def run_step(runner: Any) -> None:
     runner.sample("hidden", BATCH)
 
 
+def call(do: Any, *args: Any) -> None:
+    do(*args)
+
+
 def steps_of(kind: type[V2Adapter], runner: Any, count: int) -> list[RunnerStep]:
-    adapter, wraps, seen = kind(runner), Wraps(), []
+    adapter, wraps, seen = kind(runner), Wraps(call), []
     adapter.before_forward(wraps, lambda: seen.append(adapter.read(None)))
     for _ in range(count):
         run_step(runner)
@@ -94,7 +98,7 @@ def test_lists_that_attention_gets_from_the_host_are_read():
 
 def test_a_dummy_run_is_not_read_and_all_is_undone():
     runner = stand_in()
-    before, seen, wraps = dict(vars(runner)), [], Wraps()
+    before, seen, wraps = dict(vars(runner)), [], Wraps(call)
     V2Adapter(runner).before_forward(wraps, lambda: seen.append(1))
     runner.model_state.prepare_inputs(BATCH, runner.req_states)
     assert seen == [] and vars(runner) != before

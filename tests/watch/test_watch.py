@@ -194,9 +194,15 @@ def test_a_planted_fault_is_named_and_recorded(
     assert "step-000006" not in str(sorted(tmp_path.rglob("*.npz")))
 
 
-def test_a_watch_that_fails_says_so_once_and_is_off(llm, runner, lines):
+@pytest.mark.parametrize("part", ["read", "samples"])
+def test_a_watch_that_fails_says_so_once_and_is_off(part, llm, runner, lines):
     class Fails(V1Adapter):
-        def read(self, output):
+        def __init__(self, runner):
+            super().__init__(runner)
+            setattr(self, part, self.fail if part == "read" else SimpleNamespace(note=self.fail))
+            self.samples.tensors, self.samples.take = {}, lambda read: {}
+
+        def fail(self, *args):
             raise RuntimeError("no such\narray")
 
     watch = Watch(runner, Fails(runner), parse_watch("{}"), "0.32.0")
@@ -230,7 +236,7 @@ def test_this_plugins_own_runners_are_watched(which, tmp_path, lines):
         runner._observe = broken
         generate(llm, PROMPTS[:1], greedy(2))
         [found] = filter(None, map(FAULT.fullmatch, lines()))
-        assert (found["rule"], found["token"]) == ("table", "0")
+        assert (found["rule"], found["token"]) == ("slot", "0")
         assert int(found["given"]) == int(found["allowed"].split(",")[0]) + 1
 
 

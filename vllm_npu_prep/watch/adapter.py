@@ -11,9 +11,16 @@ from vllm_npu_prep.watch.runner_step import RunnerStep
 
 
 class Wraps:
-    """Methods of objects that are wrapped until `undo`; classes are left as they are."""
+    """Methods of objects that are wrapped until `undo`; classes are left as they are.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    safely
+        Calls what is called beside a method, so that its errors don't reach the runner.
+    """
+
+    def __init__(self, safely: Callable[..., None]) -> None:
+        self._safely = safely
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Any]) -> None:
@@ -29,6 +36,31 @@ class Wraps:
 
         own[name] = around(method)
         self._undo.append(undo)
+
+    def before(self, owner: Any, name: str, look: Callable[..., None]) -> None:
+        """Have `look` called with the arguments of a method before it."""
+
+        def around(method: Callable[..., Any]) -> Any:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                self._safely(look, *args)
+                return method(*args, **kwargs)
+
+            return watched
+
+        self.put(owner, name, around)
+
+    def after(self, owner: Any, name: str, look: Callable[..., None]) -> None:
+        """Have `look` called with the result and the arguments of a method after it."""
+
+        def around(method: Callable[..., Any]) -> Any:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                result = method(*args, **kwargs)
+                self._safely(look, result, *args)
+                return result
+
+            return watched
+
+        self.put(owner, name, around)
 
     def undo(self) -> None:
         while self._undo:
@@ -92,10 +124,16 @@ class LastSamples:
         self._req_ids: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def note(self, req_ids: list[str], tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Note tokens ``[R, 1 + drafts]``, of which each request got the first `counts`."""
+    def note(
+        self, req_ids: list[str], tokens: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> None:
+        """Note tokens ``[R, 1 + drafts]``, of which each request got the first `counts`.
+
+        Without counts there is -1 in place of the others.
+        """
         self._req_ids = list(req_ids)
-        self.tensors = {"sampled": tokens.clone(), "counts": counts.clone()}
+        counts = (tokens >= 0).sum(1) if counts is None else counts.clone()
+        self.tensors = {"sampled": tokens.clone(), "counts": counts}
 
     def take(self, read: dict[str, np.ndarray]) -> dict[str, list[int]]:
         """Take out of what was read the tokens that each request got."""
@@ -108,11 +146,12 @@ def host_lists(metadata: Any, num_reqs: int) -> dict[str, np.ndarray]:
 
     They are numbers on the host, and in a full graph replayed with it: no tensor of the device.
     """
-    for layer in (metadata or {}).values():
-        if getattr(layer, "seq_lens_list", None) is not None:
-            ends = [0, *layer.actual_seq_lengths_q[:num_reqs]]
-            lengths = layer.seq_lens_list[:num_reqs]
-            return {"query_start_loc": np.array(ends), "seq_lens": np.array(lengths)}
+    for layer in metadata.values() if isinstance(metadata, dict) else ():
+        lengths = getattr(layer, "seq_lens_list", None)
+        ends = getattr(layer, "actual_seq_lengths_q", None)
+        if lengths is not None and ends is not None:
+            starts = np.array([0, *ends[:num_reqs]])
+            return {"query_start_loc": starts, "seq_lens": np.array(lengths[:num_reqs])}
     return {}
 
 

@@ -45,34 +45,15 @@ class V1Adapter:
         return [table.block_size for table in self._tables], widths
 
     def before_forward(self, wraps: Wraps, see: Callable[[], None]) -> None:
-        def noting(prepare: Callable[..., Any]) -> Any:
-            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-                prepared = prepare(*args, **kwargs)
-                self._logits_indices = prepared[0]
-                return prepared
+        def note_rows(prepared: Any, *args: Any) -> None:
+            self._logits_indices = prepared[0]
 
-            return prepare_inputs
+        def note_samples(sampled: Any, *args: Any) -> None:
+            self.samples.note(self.runner.input_batch.req_ids, sampled.sampled_token_ids)
 
-        def seen(forward: Callable[..., Any]) -> Any:
-            def model_forward(*args: Any, **kwargs: Any) -> Any:
-                see()
-                return forward(*args, **kwargs)
-
-            return model_forward
-
-        def sampling(sample: Callable[..., Any]) -> Any:
-            def sample_batch(*args: Any, **kwargs: Any) -> Any:
-                sampled = sample(*args, **kwargs)
-                batch = self.runner.input_batch
-                tokens = sampled.sampled_token_ids
-                self.samples.note(batch.req_ids, tokens, (tokens >= 0).sum(1))  # -1 if rejected
-                return sampled
-
-            return sample_batch
-
-        wraps.put(self.runner, "_prepare_inputs", noting)
-        wraps.put(self.runner, "_model_forward", seen)
-        wraps.put(self.runner, "_sample", sampling)
+        wraps.after(self.runner, "_prepare_inputs", note_rows)
+        wraps.before(self.runner, "_model_forward", lambda *args: see())
+        wraps.after(self.runner, "_sample", note_samples)
 
     def read(self, output: Any) -> RunnerStep:
         from vllm.forward_context import get_forward_context

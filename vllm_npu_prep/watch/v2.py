@@ -43,43 +43,28 @@ class V2Adapter:
         return list(getattr(tables, "kernel_block_sizes", tables.block_sizes)), widths
 
     def before_forward(self, wraps: Wraps, see: Callable[[], None]) -> None:
-        def choosing(prepare: Callable[..., Any]) -> Any:
-            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-                modes = [each.cg_mode.name for each in args if hasattr(each, "cg_mode")]
-                self._kind = KINDS.get(modes[0] if modes else "", NO_GRAPH)
-                return prepare(*args, **kwargs)
+        def note_graph(*args: Any) -> None:
+            modes = [each.cg_mode.name for each in args if hasattr(each, "cg_mode")]
+            self._kind = KINDS.get(modes[0] if modes else "", NO_GRAPH)
 
-            return prepare_inputs
+        def note_attention(prepared: Any, batch: Any, *args: Any) -> None:
+            self._attention = batch, *prepared
 
-        def noting(prepare: Callable[..., Any]) -> Any:
-            def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
-                prepared = prepare(batch, *args, **kwargs)
-                self._attention = batch, *prepared
-                return prepared
+        def look(*args: Any) -> None:
+            if self._attention is None:  # a dummy run
+                return
+            try:
+                see()
+            finally:
+                self._attention = None
 
-            return prepare_attn
+        def note_samples(sampled: Any, hidden_states: Any, batch: Any, *args: Any) -> None:
+            self.samples.note(batch.req_ids, sampled[0].sampled_token_ids, sampled[1])
 
-        def seen(prepare: Callable[..., Any]) -> Any:
-            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-                if self._attention is not None:  # a dummy run has none
-                    see()
-                    self._attention = None
-                return prepare(*args, **kwargs)
-
-            return prepare_inputs
-
-        def sampling(sample: Callable[..., Any]) -> Any:
-            def sample_batch(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-                sampled = sample(hidden_states, batch, *args, **kwargs)
-                self.samples.note(batch.req_ids, sampled[0].sampled_token_ids, sampled[1])
-                return sampled
-
-            return sample_batch
-
-        wraps.put(self.runner, "prepare_inputs", choosing)
-        wraps.put(self.runner, "prepare_attn", noting)
-        wraps.put(self.runner.model_state, "prepare_inputs", seen)
-        wraps.put(self.runner, "sample", sampling)
+        wraps.before(self.runner, "prepare_inputs", note_graph)
+        wraps.after(self.runner, "prepare_attn", note_attention)
+        wraps.before(self.runner.model_state, "prepare_inputs", look)
+        wraps.after(self.runner, "sample", note_samples)
 
     def read(self, output: Any) -> RunnerStep:
         batch, block_tables, slots = self._attention

@@ -48,7 +48,7 @@ class Watch:
         self, runner: Any, adapter: RunnerAdapter, config: WatchConfig, version: str
     ) -> None:
         self.runner, self.adapter = runner, adapter
-        self._wraps, self._output = Wraps(), None
+        self._wraps, self._output = Wraps(self._safely), None
         self._steps, self._times, self._is_off = 0, list[float](), False
         engine = runner.vllm_config
         self._groups = layer_groups(runner.kv_cache_config, engine.parallel_config)
@@ -83,7 +83,7 @@ class Watch:
     def attach(self) -> None:
         """Begin to look at each step."""
         self._wraps.put(self.runner, "execute_model", self._around_execute)
-        self.adapter.before_forward(self._wraps, lambda: self._safely(self._look))
+        self.adapter.before_forward(self._wraps, self._look)
 
     def detach(self) -> None:
         """Leave the runner as it was."""
