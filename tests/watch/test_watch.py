@@ -13,8 +13,9 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.differential.upstream import UpstreamRunner
 from tests.helpers.engine import engine, generate, greedy, make_model
-from tests.helpers.v2 import asked_for
+from tests.helpers.v2 import RUNNERS, asked_for, engine_of
 from tests.helpers.watch import count_preemptions, record_cached
+from vllm_npu_prep import __version__
 from vllm_npu_prep import watch as entry
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
@@ -25,7 +26,7 @@ from vllm_npu_prep.watch.watch import Watch, layer_groups
 
 PROMPTS = [list(range(2, 40)), list(range(2, 90)), list(range(50, 60)), list(range(2, 40))]
 FAULT = re.compile(
-    r"Step (?P<step>\d+) of vLLM's V1 runner: step check \"(?P<rule>.+?)\": .+?: "
+    r"Step (?P<step>\d+) of .+? runner: step check \"(?P<rule>.+?)\": .+?: "
     r"request (?P<request>[\w-]+)(, token (?P<token>\d+))?.*: given (?P<given>.+), "
     r"allowed (?P<allowed>.+)"
 )
@@ -130,6 +131,13 @@ def another_row_of_the_table(runner: Any) -> Planted:
     )
 
 
+def another_token(runner: Any) -> Planted:
+    """A decode gets another token than the one that was sampled for it."""
+    right = int(runner.input_ids.gpu[1])
+    runner.input_ids.gpu[1] = wrong = (right + 1) % 512
+    return Planted("input_ids", 1, 1, f"{wrong}", f"{right}")
+
+
 def position_not_advanced(runner: Any) -> Planted:
     right = int(runner.positions[1])
     runner.positions[1] -= 1
@@ -149,6 +157,7 @@ FAULTS = (
     slot_off_by_one,
     stale_seq_lens,
     another_row_of_the_table,
+    another_token,
     position_not_advanced,
     computed_not_advanced,
 )
@@ -185,9 +194,15 @@ def test_a_planted_fault_is_named_and_recorded(
     assert "step-000006" not in str(sorted(tmp_path.rglob("*.npz")))
 
 
-def test_a_watch_that_fails_says_so_once_and_is_off(llm, runner, lines):
+@pytest.mark.parametrize("part", ["read", "samples"])
+def test_a_watch_that_fails_says_so_once_and_is_off(part, llm, runner, lines):
     class Fails(V1Adapter):
-        def read(self, output):
+        def __init__(self, runner):
+            super().__init__(runner)
+            setattr(self, part, self.fail if part == "read" else SimpleNamespace(note=self.fail))
+            self.samples.tensors, self.samples.take = {}, lambda read: {}
+
+        def fail(self, *args):
             raise RuntimeError("no such\narray")
 
     watch = Watch(runner, Fails(runner), parse_watch("{}"), "0.32.0")
@@ -198,6 +213,31 @@ def test_a_watch_that_fails_says_so_once_and_is_off(llm, runner, lines):
         "The watch has failed and is off; the engine goes on: RuntimeError: no such array"
     ]
     assert "execute_model" not in vars(runner)
+
+
+@pytest.mark.parametrize("which", RUNNERS)
+def test_this_plugins_own_runners_are_watched(which, tmp_path, lines):
+    model = make_model(tmp_path, num_hidden_layers=1)
+    sizes = {"block_size": 16, "num_gpu_blocks_override": 14, "max_model_len": 160}
+    with engine_of(which, model, **sizes) as llm:
+        assert known.watch_worker(worker_of(llm), "{}") is not None
+        generate(llm, PROMPTS, greedy(40))
+        assert [line.split(" takes")[0].split(" (")[0] for line in lines()] == [
+            f"Watching vllm_npu_prep's {which} runner",
+            "The watch",
+        ]
+        runner = worker_of(llm).model_runner
+        observe = runner._observe
+
+        def broken(*args, **kwargs):
+            observe(*args, **kwargs)
+            runner.prepared.staged.device.slot_mapping[0, 0] += 1
+
+        runner._observe = broken
+        generate(llm, PROMPTS[:1], greedy(2))
+        [found] = filter(None, map(FAULT.fullmatch, lines()))
+        assert (found["rule"], found["token"]) == ("slot", "0")
+        assert int(found["given"]) == int(found["allowed"].split(",")[0]) + 1
 
 
 # ----------------------------------------------------------------- without an engine
@@ -216,7 +256,8 @@ def test_a_worker_is_watched_once_it_has_its_cache(monkeypatch, lines):
     wrapper = SimpleNamespace(worker=SimpleNamespace(model_runner=object()))
     assert WorkerWrapperBase.initialize_from_config(wrapper, ["config"]) == ["config"]
     [line] = lines()
-    names = "vLLM's V1 runner, vLLM's V2 runner, vllm-ascend's V1 runner, vllm-ascend's V2 runner"
+    packages = "vLLM", "vllm-ascend", "vllm_npu_prep"
+    names = ", ".join(f"{package}'s V{n} runner" for package in packages for n in (1, 2))
     assert line == f"Not watching: runner builtins.object is not known; known: {names}"
 
 
@@ -226,7 +267,8 @@ def as_of(module: str, *bases: type) -> Any:
 
 
 def test_runners_are_known_by_their_classes(monkeypatch):
-    monkeypatch.setattr(known, "version_of", {"vllm": "0.32.0", "vllm_ascend": "9.9"}.get)
+    versions = {"vllm": "0.32.0", "vllm_ascend": "9.9", "vllm_npu_prep": __version__}
+    monkeypatch.setattr(known, "version_of", versions.get)
     base = type(as_of("vllm.v1.worker.gpu_model_runner"))
     adapter, version = known.adapter_of(as_of("vllm.v1.worker.cpu_model_runner", base))
     assert (adapter.name, version) == ("vLLM's V1 runner", "0.32.0")
@@ -237,8 +279,8 @@ def test_runners_are_known_by_their_classes(monkeypatch):
         known.adapter_of(ascend)
     monkeypatch.setenv("NPU_PREP_ANY_VLLM", "1")
     assert known.adapter_of(ascend)[0].name == "vllm-ascend's V1 runner"
-    with pytest.raises(PrepError, match="records and checks its own steps"):
-        known.adapter_of(as_of("vllm_npu_prep.runner.v1.runner", base))
+    adapter, _ = known.adapter_of(as_of("vllm_npu_prep.runner.v1.runner", base))
+    assert adapter.name == "vllm_npu_prep's V1 runner"
     with pytest.raises(PrepError, match=r"other\.runner\.Runner is not known"):
         known.adapter_of(as_of("other.runner", base))
 

@@ -5,9 +5,11 @@ import os
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from vllm_npu_prep import __version__
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.watch.adapter import RunnerAdapter
+from vllm_npu_prep.watch.adapter import RunnerAdapter, time_to_read
 from vllm_npu_prep.watch.config import parse_watch
+from vllm_npu_prep.watch.own import OwnV1Adapter, OwnV2Adapter
 from vllm_npu_prep.watch.v1 import AscendV1Adapter, V1Adapter
 from vllm_npu_prep.watch.v2 import AscendV2Adapter, V2Adapter
 from vllm_npu_prep.watch.watch import Watch
@@ -24,12 +26,14 @@ class KnownRunner(NamedTuple):
     versions: tuple[str, ...]  # with which it was tried
 
 
-VLLM, ASCEND = ("0.32.0",), ("0.26.0rc1",)
+VLLM, ASCEND, OWN = ("0.32.0",), ("0.26.0rc1",), (__version__,)
 KNOWN = (
     KnownRunner("vllm.v1.worker.gpu_model_runner", V1Adapter, "vllm", VLLM),
     KnownRunner("vllm.v1.worker.gpu.model_runner", V2Adapter, "vllm", VLLM),
     KnownRunner("vllm_ascend.worker.model_runner_v1", AscendV1Adapter, "vllm_ascend", ASCEND),
     KnownRunner("vllm_ascend.worker.v2.model_runner", AscendV2Adapter, "vllm_ascend", ASCEND),
+    KnownRunner("vllm_npu_prep.runner.v1.runner", OwnV1Adapter, "vllm_npu_prep", OWN),
+    KnownRunner("vllm_npu_prep.runner.v2.runner", OwnV2Adapter, "vllm_npu_prep", OWN),
 )
 
 
@@ -51,10 +55,12 @@ def watch_worker(worker: Any, text: str) -> Watch | None:
         return None
     worker.dump_steps = watch.dump_steps
     logger.info(
-        "Watching %s (%s), check %s: a debug mode, in which each step waits for the device.",
+        "Watching %s (%s), check %s: a debug mode, in which each step waits until it is read from "
+        "the device, for a full step %.1f ms here, and checked.",
         adapter.name,
         version,
         config.check,
+        1e3 * time_to_read(runner.device, runner.max_num_tokens),
     )
     return watch
 
@@ -69,11 +75,6 @@ def adapter_of(runner: Any) -> tuple[RunnerAdapter, str]:
     """
     kind = type(runner)
     package = kind.__module__.partition(".")[0]
-    if package == "vllm_npu_prep":
-        raise PrepError(
-            "vllm_npu_prep records and checks its own steps: write --additional-config "
-            '\'{"npu_prep": {"record": {"dir": "steps"}, "check": "full"}}\''
-        )
     modules = [each.__module__ for each in kind.__mro__]
     known = [each for each in KNOWN if each.package == package and each.module in modules]
     if not known:

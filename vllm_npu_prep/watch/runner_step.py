@@ -4,7 +4,7 @@
 batch. What comes after it is the code that looks at this plugin's own steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +40,9 @@ class RunnerStep:
     logits_indices: np.ndarray  # [rows of logits]
     num_blocks: np.ndarray  # [G, R], entries of each row of the block tables
     block_tables: list[np.ndarray]  # of each group, [R, columns that are used]
-    # Tokens that the last step sampled for each request in it, where the scheduler may not know it
-    num_kept: dict[str, int]
+    sampled: dict[str, list[int]]  # by the last step for each request in it, drafts included
+    # Lists that attention gets from the host, by the array whose beginning they repeat
+    of_layers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -201,5 +202,25 @@ class StepMaker:
             ids = given.input_ids[start : start + count].clip(INT32.min, INT32.max)
             tables.token_ids[row, first : first + count] = ids
             told = request.tokens[first : first + count]
+            if first >= request.num_known:  # it goes on from what was sampled
+                told = given.sampled.get(req_id, [])[-1:]
             tables.token_ids[row, first : first + len(told)] = told
             start += count
+
+
+def check_lists(given: RunnerStep, step: PreparedStep) -> None:
+    """Check that attention gets from the host what the device has.
+
+    Raises
+    ------
+    StepCheckError
+        Names the first request for which it does not.
+    """
+    for name, told in given.of_layers.items():
+        text = f"attention gets the {name} that the device has"
+        own = getattr(step, name)[: len(told)]
+        for index in np.flatnonzero(told != own)[:1].tolist():
+            row = index if name == "seq_lens" else max(index - 1, 0)
+            request = given.req_ids[row]
+            rule, values = f"{name} of layers", (int(told[index]), int(own[index]))
+            raise given_allowed(rule, text, *values, request=request)

@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_npu_prep.watch.adapter import KINDS, NO_GRAPH, Wraps, on_device, to_host
+from vllm_npu_prep.watch.adapter import (
+    KINDS,
+    NO_GRAPH,
+    LastSamples,
+    Wraps,
+    host_lists,
+    on_device,
+    to_host,
+)
 from vllm_npu_prep.watch.runner_step import RunnerStep
 
 
@@ -26,6 +34,7 @@ class V1Adapter:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self._logits_indices: torch.Tensor | None = None
+        self.samples = LastSamples()
 
     @property
     def _tables(self) -> list[Any]:
@@ -36,23 +45,15 @@ class V1Adapter:
         return [table.block_size for table in self._tables], widths
 
     def before_forward(self, wraps: Wraps, see: Callable[[], None]) -> None:
-        def noting(prepare: Callable[..., Any]) -> Any:
-            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-                prepared = prepare(*args, **kwargs)
-                self._logits_indices = prepared[0]
-                return prepared
+        def note_rows(prepared: Any, *args: Any) -> None:
+            self._logits_indices = prepared[0]
 
-            return prepare_inputs
+        def note_samples(sampled: Any, *args: Any) -> None:
+            self.samples.note(self.runner.input_batch.req_ids, sampled.sampled_token_ids)
 
-        def seen(forward: Callable[..., Any]) -> Any:
-            def model_forward(*args: Any, **kwargs: Any) -> Any:
-                see()
-                return forward(*args, **kwargs)
-
-            return model_forward
-
-        wraps.put(self.runner, "_prepare_inputs", noting)
-        wraps.put(self.runner, "_model_forward", seen)
+        wraps.after(self.runner, "_prepare_inputs", note_rows)
+        wraps.before(self.runner, "_model_forward", lambda *args: see())
+        wraps.after(self.runner, "_sample", note_samples)
 
     def read(self, output: Any) -> RunnerStep:
         from vllm.forward_context import get_forward_context
@@ -75,10 +76,7 @@ class V1Adapter:
         for group, table in enumerate(self._tables):
             columns = max(0, int(num_blocks[group].max(initial=0)))
             tensors[f"table {group}"] = on_device(table.block_table)[:num_reqs, :columns]
-        kept = runner.valid_sampled_token_count_gpu if runner.use_async_spec_decode else None
-        if kept is not None:
-            tensors["kept"] = kept
-        read = to_host(tensors)
+        read = to_host(tensors | self.samples.tensors)
         tables = [read.pop(f"table {group}") for group in range(len(self._tables))]
         return RunnerStep(
             req_ids=list(batch.req_ids[:num_reqs]),
@@ -86,15 +84,9 @@ class V1Adapter:
             kind=KINDS.get(context.cudagraph_runtime_mode.name, NO_GRAPH),
             num_blocks=num_blocks,
             block_tables=tables,
-            num_kept=self._num_kept(read.pop("kept", None)),
+            sampled=self.samples.take(read),
             **read,
         )
-
-    def _num_kept(self, counts: np.ndarray | None) -> dict[str, int]:
-        rows = self.runner.input_batch.prev_req_id_to_index or {}
-        if counts is None:
-            return {}
-        return {req_id: int(counts[row]) for req_id, row in rows.items() if row < len(counts)}
 
 
 class AscendV1Adapter(V1Adapter):
@@ -105,3 +97,10 @@ class AscendV1Adapter(V1Adapter):
         "input_ids and positions of padding tokens are left over from earlier steps",
         "padding requests of full graphs have the padding tokens, and length 0",
     )
+
+    def read(self, output: Any) -> RunnerStep:
+        from vllm.forward_context import get_forward_context
+
+        given = super().read(output)
+        given.of_layers = host_lists(get_forward_context().attn_metadata, len(given.req_ids))
+        return given

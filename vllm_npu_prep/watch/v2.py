@@ -5,7 +5,15 @@ from typing import Any
 
 import torch
 
-from vllm_npu_prep.watch.adapter import KINDS, NO_GRAPH, Wraps, on_device, to_host
+from vllm_npu_prep.watch.adapter import (
+    KINDS,
+    NO_GRAPH,
+    LastSamples,
+    Wraps,
+    host_lists,
+    on_device,
+    to_host,
+)
 from vllm_npu_prep.watch.runner_step import RunnerStep
 
 
@@ -26,7 +34,7 @@ class V2Adapter:
         self.runner = runner
         self._kind = ""
         self._attention: Any = None  # batch, block tables, slots
-        self._sampled: Any = None  # requests of the last step, and how many tokens each got
+        self.samples = LastSamples()
 
     def tables(self) -> tuple[list[int], list[int]]:
         tables = self.runner.block_tables
@@ -35,44 +43,28 @@ class V2Adapter:
         return list(getattr(tables, "kernel_block_sizes", tables.block_sizes)), widths
 
     def before_forward(self, wraps: Wraps, see: Callable[[], None]) -> None:
-        def choosing(prepare: Callable[..., Any]) -> Any:
-            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-                modes = [each.cg_mode.name for each in args if hasattr(each, "cg_mode")]
-                self._kind = KINDS.get(modes[0] if modes else "", NO_GRAPH)
-                return prepare(*args, **kwargs)
+        def note_graph(*args: Any) -> None:
+            modes = [each.cg_mode.name for each in args if hasattr(each, "cg_mode")]
+            self._kind = KINDS.get(modes[0] if modes else "", NO_GRAPH)
 
-            return prepare_inputs
+        def note_attention(prepared: Any, batch: Any, *args: Any) -> None:
+            self._attention = batch, *prepared
 
-        def noting(prepare: Callable[..., Any]) -> Any:
-            def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
-                prepared = prepare(batch, *args, **kwargs)
-                self._attention = batch, *prepared
-                return prepared
+        def look(*args: Any) -> None:
+            if self._attention is None:  # a dummy run
+                return
+            try:
+                see()
+            finally:
+                self._attention = None
 
-            return prepare_attn
+        def note_samples(sampled: Any, hidden_states: Any, batch: Any, *args: Any) -> None:
+            self.samples.note(batch.req_ids, sampled[0].sampled_token_ids, sampled[1])
 
-        def seen(prepare: Callable[..., Any]) -> Any:
-            def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-                if self._attention is not None:  # a dummy run has none
-                    see()
-                    self._attention = None
-                return prepare(*args, **kwargs)
-
-            return prepare_inputs
-
-        def sampling(sample: Callable[..., Any]) -> Any:
-            def sample_batch(hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-                sampled = sample(hidden_states, batch, *args, **kwargs)
-                self._sampled = list(batch.req_ids), sampled[1].clone()
-                return sampled
-
-            return sample_batch
-
-        wraps.put(self.runner, "prepare_inputs", choosing)
-        wraps.put(self.runner, "prepare_attn", noting)
-        wraps.put(self.runner.model_state, "prepare_inputs", seen)
-        if self.runner.num_speculative_steps:
-            wraps.put(self.runner, "sample", sampling)
+        wraps.before(self.runner, "prepare_inputs", note_graph)
+        wraps.after(self.runner, "prepare_attn", note_attention)
+        wraps.before(self.runner.model_state, "prepare_inputs", look)
+        wraps.after(self.runner, "sample", note_samples)
 
     def read(self, output: Any) -> RunnerStep:
         batch, block_tables, slots = self._attention
@@ -91,11 +83,7 @@ class V2Adapter:
         for group, table in enumerate(block_tables):
             columns = max(0, int(num_blocks[group].max(initial=0)))
             tensors[f"table {group}"] = table[:num_reqs, :columns]
-        sampled, counts = self._sampled or ([], None)
-        if counts is not None:
-            tensors["kept"] = counts
-        read = to_host(tensors)
-        kept = read.pop("kept", ())
+        read = to_host(tensors | self.samples.tensors)
         tables = [read.pop(f"table {group}") for group in range(len(block_tables))]
         return RunnerStep(
             req_ids=list(batch.req_ids),
@@ -103,7 +91,7 @@ class V2Adapter:
             kind=self._kind,
             num_blocks=num_blocks,
             block_tables=tables,
-            num_kept={req_id: int(count) for req_id, count in zip(sampled, kept)},
+            sampled=self.samples.take(read),
             **read,
         )
 
@@ -116,3 +104,8 @@ class AscendV2Adapter(V2Adapter):
         "input_ids and positions of padding tokens are left over from earlier steps",
         "padding requests of full graphs have the padding tokens, and length 0",
     )
+
+    def read(self, output: Any) -> RunnerStep:
+        given = super().read(output)
+        given.of_layers = host_lists(self.runner.model_state.attn_metadata, len(given.req_ids))
+        return given

@@ -17,7 +17,7 @@ from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.settings import LayerGroup, WatchedRunner
 from vllm_npu_prep.watch.adapter import RunnerAdapter, Wraps
 from vllm_npu_prep.watch.config import WatchConfig
-from vllm_npu_prep.watch.runner_step import StepMaker
+from vllm_npu_prep.watch.runner_step import StepMaker, check_lists
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -48,7 +48,7 @@ class Watch:
         self, runner: Any, adapter: RunnerAdapter, config: WatchConfig, version: str
     ) -> None:
         self.runner, self.adapter = runner, adapter
-        self._wraps, self._output = Wraps(), None
+        self._wraps, self._output = Wraps(self._safely), None
         self._steps, self._times, self._is_off = 0, list[float](), False
         engine = runner.vllm_config
         self._groups = layer_groups(runner.kv_cache_config, engine.parallel_config)
@@ -83,7 +83,7 @@ class Watch:
     def attach(self) -> None:
         """Begin to look at each step."""
         self._wraps.put(self.runner, "execute_model", self._around_execute)
-        self.adapter.before_forward(self._wraps, lambda: self._safely(self._look))
+        self.adapter.before_forward(self._wraps, self._look)
 
     def detach(self) -> None:
         """Leave the runner as it was."""
@@ -142,9 +142,12 @@ class Watch:
             self.recorder.keep(step, given.kind, given.req_ids)
         if isinstance(self.check, FullCheck):
             names, groups = given.req_ids, self._groups
-            self.check.verify_watched(step, names, output, groups, given.num_kept)
+            kept = {req_id: len(tokens) for req_id, tokens in given.sampled.items()}
+            self.check.verify_watched(step, names, output, groups, kept)
         elif self.check is not None:
             self.check.check_rules(step, given.req_ids)
+        if self.check is not None:
+            check_lists(given, step)
         self._times.append(perf_counter() - started)
         if len(self._times) == TIMED_STEPS:
             logger.info("The watch takes %.1f ms of a step.", 1e3 * median(self._times))
