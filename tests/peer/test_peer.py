@@ -17,7 +17,15 @@ import torch
 from tests.helpers.emulator import ROOT
 from tests.helpers.huggingface import load
 from tests.helpers.judge import bound_of, judge_of, margins_of
-from tests.helpers.models import ROUTED, adapter_of, folder_of, int8_of, is_a, prompts
+from tests.helpers.models import (
+    ROUTED,
+    adapter_of,
+    drafts_by,
+    folder_of,
+    int8_of,
+    is_a,
+    prompts,
+)
 from tests.helpers.real_model import chat_prompt
 from tests.peer import facts
 
@@ -176,6 +184,12 @@ def test_int8_weights_of_latent_attention():
     folder = str(int8_of(name, "modelslim", keep))
     said = serve(name, v2=False, model=folder, quantization="ascend", **EAGER)
     assert_judged(name, said, int8="modelslim", keep=keep)
+
+
+def test_drafts_by_prompt_lookup():
+    drafts = drafts_by("Qwen3ForCausalLM", "ngram")
+    said = serve("Qwen3ForCausalLM", v2=False, speculative_config=drafts, **EAGER)
+    assert_judged("Qwen3ForCausalLM", said)
 
 
 def test_an_adapter():
