@@ -38,8 +38,9 @@ def bound_of(dtype: str, routed: bool, int8: bool) -> float:
 class Judge:
     """A model of `tests.helpers.models` by transformers, in float32.
 
-    `int8` names the format of a copy that the engine has. `ranks` of tensor parallelism round their
-    slices of inputs of int8 layers. `adapter` is the number of one, 0 for none.
+    `int8` names the format of a copy that the engine has, `keep` what is not rounded in it. `ranks`
+    of tensor parallelism round their slices of inputs of int8 layers. `adapter` is the number of
+    one, 0 for none.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Judge:
         ranks: int = 1,
         adapter: int = 0,
         one_kv_head: bool = False,
+        keep: tuple[str, ...] = (),
     ) -> None:
         folder = _merged(name, adapter) if adapter else folder_of(name, one_kv_head)
         self.reference = Reference(folder) if is_a(SEES, name) else None
         how = {"experts_implementation": "eager"} if int8 else {}
         self.network = self.reference.model if self.reference else load(folder, **how)
         if int8:
-            round_modules(self.network, tensors_in(int8_of(name, int8)), ranks=ranks)
+            round_modules(self.network, tensors_in(int8_of(name, int8, keep)), ranks=ranks)
 
     @torch.no_grad()
     def margins(self, prompt: Any, got: list[int], form: str | None = None) -> list[float]:
