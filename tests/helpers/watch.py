@@ -118,8 +118,11 @@ def count_lookups(llm: Any, runner: str) -> Counter:
         padded = {request.req_id for request in scheduler_output.scheduled_new_reqs}  # on V2
         padded |= scheduler_output.scheduled_cached_reqs.resumed_req_ids  # on V1
         for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+            request = scheduler.requests.get(req_id)
+            if request is None or request.num_stale_output_tokens:
+                continue  # it ended, or was preempted, while the step was under way
             if tokens and req_id not in padded and (made := len(drafts.get(req_id, ()))):
-                expected = looked_up(runner, list(scheduler.requests[req_id].all_token_ids), config)
+                expected = looked_up(runner, list(request.all_token_ids), config)
                 same = [a == b for a, b in zip(expected[:made], tokens)]
                 kept = len(tokens) - 1
                 count["as looked up" if kept == [*same, False].index(False) else "otherwise"] += 1

@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED
+from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED, BatchedRequest
 
 RUNNING = RequestStatus.RUNNING
 
@@ -72,8 +72,8 @@ class Rows:
         client: int | None = None
         placeholders = 0
         outputs: list[EngineCoreOutput] = []
-        scheduled: Any = self.step.num_scheduled_tokens
-        for (request_id, num_scheduled), request in zip(scheduled.items(), map(find, scheduled)):
+        for request_id, num_scheduled in self.step.num_scheduled_tokens.items():
+            request: BatchedRequest | None = find(request_id)
             if (
                 request is None
                 or request.status is not RUNNING
