@@ -118,18 +118,21 @@ mutants: install ## plant bugs one at a time, in slices; the suite has to catch 
 	$(PY) -m tests.mutants $(if $(RANDOM),--random $(RANDOM) $(if $(SEED),--seed $(SEED)) $(if $(POOL),--pool $(POOL))) $(SLICE)
 
 INSTALLED = $(shell $(PY) -c 'from importlib.metadata import version; print(version("vllm").partition("+")[0])' 2>/dev/null)
-compat: ## another release of vLLM: seams gone or changed, does it start; VLLM=0.33.0
+compat: ## another release of vLLM: names gone or changed, functions rewritten, does it start; VLLM=0.33.0
 	@[ -n "$(VLLM)" ] || { echo "compat: name a release: make compat VLLM=0.33.0" >&2; exit 2; }
 	@$(MAKE) --no-print-directory install .cache/tiny-qwen3 VLLM=$(INSTALLED)
 	@mkdir -p .cache/compat && venv=$(VENV); \
 	if [ "$(VLLM)" != "$(INSTALLED)" ]; then \
 	  venv=.cache/compat/$(VLLM); PYTHON=$(PY) scripts/compat.sh $(VLLM) $$venv || exit; fi; \
-	MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy $$venv/bin/python -m tests.compat; seams=$$?; \
+	MYPY_CACHE_DIR=.cache/compat/$(VLLM).mypy $$venv/bin/python -m mypy; names=$$?; \
+	$$venv/bin/python -m tests.compat; bodies=$$?; \
 	NPU_PREP_ANY_VLLM=1 NPU_PREP_DEVICE=cpu timeout 900 $$venv/bin/python -m tests.compat.start .cache/tiny-qwen3 \
-	  2>.cache/compat/$(VLLM).log && exit $$seams
+	  2>.cache/compat/$(VLLM).log && exit $$((names + bodies))
 
-seams: install ## write tests/compat/seams.txt, when the code uses other names of vLLM or the pin moved
+seams: install ## the plugin beside the sources of all supported releases: digests of tests/compat, and mypy
 	@$(PY) -m tests.compat --write
+	@for source in .cache/sources/vllm-*; do \
+	  MYPYPATH=$$source MYPY_CACHE_DIR=.cache/mypy-$${source##*/} $(VENV)/bin/mypy || exit; done
 
 BASE ?= .cache/image/base
 image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plain folders with chroot and tried; as root; BASE=, ARGS="--secret pip.conf"

@@ -47,7 +47,6 @@ setup(
         "ray": ["ray"],
         "test": [
             *(
-                "griffelib",
                 "hypothesis",
                 "mypy",
                 "pytest",

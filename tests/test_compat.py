@@ -1,4 +1,4 @@
-"""Seams between the plugin and vLLM: the pinned one has them all, and what is missing is named."""
+"""Functions of vLLM whose rules the plugin repeats are what they were; other releases."""
 
 import ast
 import os
@@ -8,36 +8,28 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.compat import lists
-from tests.compat.lists import Answers, differences, digest_of, told
+from tests.compat import bodies
+from tests.compat.bodies import BODIES, PINNED, digest_of, folder_of, modules
 from tests.compat.requirements import unmet
-from tests.compat.seams import PLUGIN, Uses, installed
-from tests.compat.source import Sources, modules
 from vllm_npu_prep.compat.releases import installed_vllm, is_since
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = installed_vllm()
 
 
-def test_the_installed_vllm_has_all_that_the_code_uses():
-    """The lists hold just what the text uses, and each name and function is as they say."""
-    uses, known = Uses.of_environment(), lists.of_release(INSTALLED)
-    assert lists.stale(known, uses) == [], "run: make seams"
-    plugin = uses.sources.packages[PLUGIN]
-    found = [told(each, known[each.name], plugin) for each in differences(known, uses.sources)]
-    assert found == []
+def test_functions_of_the_installed_vllm_are_as_their_list_says():
+    assert bodies.rewritten(folder_of("vllm"), INSTALLED) == []
 
 
-@pytest.mark.parametrize("version", lists.OTHERS)
+@pytest.mark.parametrize("version", bodies.OTHERS)
 def test_each_difference_of_another_release_has_an_answer(version):
-    answers = Answers.read(lists.file_of(version))
-    assert answers.looked_up == lists.digest_of_lists(), "run: make seams"
-    unanswered = [each.name for each in answers.differences if not each.answer]
-    assert unanswered == [], f"write what answers these in {lists.file_of(version).name}"
+    path = bodies.list_of(version)
+    assert path.read_text().startswith(bodies.looked_up()), "run: make seams"
+    unanswered = [name for name, (_, answer) in bodies.read(path).items() if not answer]
+    assert unanswered == [], f"write what answers these in {path.name}"
 
 
 NO_KERNEL = {
@@ -58,8 +50,8 @@ if is_since("0.33.0"):
 
 
 def test_kernels_of_v2_that_are_replaced_are_watched():
-    watched = lists.read_bodies()
-    folder = installed()["vllm"] / "v1/worker/gpu"
+    watched = bodies.read(BODIES)
+    folder = folder_of("vllm") / "v1/worker/gpu"
     kernels = [
         f"{module.removeprefix('vllm.v1.worker.gpu.')}:{node.name}"
         for module, path in modules("vllm.v1.worker.gpu", folder)
@@ -77,104 +69,28 @@ def test_kernels_of_v2_that_are_replaced_are_watched():
     assert set(NO_KERNEL) == set().union(*of_each.values()), "a line of NO_KERNEL is stale"
 
 
-PATCHES = """
-import sys
-import torch
-from vllm import Config
-
-def patch():
-    entry = sys.modules.get("vllm.server")
-    entry.serve = None
-    torch.accelerator.synchronize = None
-    prefix = "vllm.kernels"
-    return {f"{prefix}.gather": None}
-
-def patch_others(kernels):
-    package = "vllm"
-    prefix = f"{package}.kernels"
-    kernels.override_triton_kernels({f"{prefix}.scatter": None})
-"""
-UPSTREAM = {
-    "__init__.py": "from .config import *",
-    "config.py": "class Config:\n    size: int\n    def copy(self, *, deep=True): ...\n",
-    "server.py": "async def serve(app, port=80): ...",
-    "kernels.py": "def gather(): ...\ndef scatter(x): ...\ndef spare(): ...",
-}
-SEAMS = {
-    "torch.accelerator.synchronize": ": (device=None)",
-    "vllm.Config": ": class",
-    "vllm.kernels": ": module",
-    "vllm.kernels.gather": ": ()",
-    "vllm.kernels.scatter": ": (x)",
-    "vllm.server": ": module",
-    "vllm.server.serve": ": async (app, port=80)",
-}
-NO_TYPES = SimpleNamespace(owners=lambda *_: (), constructed=lambda *_: None)
-"""For what is found without mypy, which takes a minute: the list of the installed vLLM has that."""
-
-
-def package(folder: Path, files: dict[str, str]) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return folder
-
-
-@pytest.fixture
-def small(tmp_path):
-    """What a small plugin uses of packages that it rests on."""
-    accelerator = {"__init__.py": "def synchronize(device=None): ..."}
-    package(package(tmp_path / "torch", {"__init__.py": ""}) / "accelerator", accelerator)
-    package(tmp_path / "vllm", UPSTREAM)
-    package(tmp_path / PLUGIN, {"__init__.py": "", "compat.py": PATCHES})
-    return lambda: Uses(Sources({n: tmp_path / n for n in ("vllm", "torch", PLUGIN)}), NO_TYPES)
-
-
-def test_names_in_imports_strings_and_patches_are_seams(small):
-    assert small().signatures == SEAMS
-
-
-def change(folder: Path, name: str, old: str, new: str) -> None:
-    text = (folder / name).read_text()
-    assert old in text
-    (folder / name).write_text(text.replace(old, new))
-
-
-def test_gone_and_changed_names_are_told_with_their_files(small, tmp_path):
-    """A class that is gone is told once, for all its members."""
-    members = {f"vllm.config.Config.{name}": "" for name in ("size", "copy")}
-    change(tmp_path / "vllm", "config.py", "class Config", "class Configs")
-    change(tmp_path / "vllm", "server.py", "port=80", "port=81")
-    found = differences(SEAMS | members, small().sources)
-    lines = [told(each, SEAMS.get(each.name, ""), tmp_path / PLUGIN) for each in found]
-    assert [" ".join(line.split()) for line in lines] == [
-        "gone vllm.Config in compat.py",
-        "changed vllm.server.serve was port=80) is port=81) in compat.py",
-        "gone vllm.config.Config in compat.py",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "kind"),
+    ("old", "new", "is_known"),
     [
-        ("return x", "return x + 1", "rewritten"),
-        ("def gather", "def collect", "gone"),
-        ("# in order", "# at once", None),
-        ("Rows", "Columns", None),
+        ("return x", "return x + 1", False),
+        ("def gather", "def collect", False),
+        ("# in order", "# at once", True),
+        ("Rows", "Columns", True),
     ],
 )
-def test_rewritten_functions_are_told_but_not_their_comments(tmp_path, old, new, kind):
+def test_rewritten_functions_are_told_but_not_their_comments(tmp_path, old, new, is_known):
     text = 'def gather(x):\n    """Rows."""\n    # in order\n    return x\n'
-    sources = Sources({"vllm": package(tmp_path / "vllm", {"__init__.py": text})})
-    known = {"vllm:gather": digest_of(sources, "vllm:gather")}
-    change(tmp_path / "vllm", "__init__.py", old, new)
-    assert [each.kind for each in differences(known, sources)] == ([kind] if kind else [])
+    digests = []
+    for written in (text, text.replace(old, new)):
+        (tmp_path / "kernels.py").write_text(written)
+        digests.append(digest_of(tmp_path, "vllm.kernels:gather"))
+    assert (digests[0] == digests[1]) is is_known
 
 
 def test_requirements_that_are_not_met_are_named(monkeypatch):
     # vLLM 0.33.0 asks for a certifi that is newer than any that index and pins agree on
     assert {each.partition(">")[0] for each in unmet()} <= (
-        set() if INSTALLED == lists.PINNED else {"certifi"}
+        set() if INSTALLED == PINNED else {"certifi"}
     )
     asked = ["numpy>=999", "no-such-package>1", "torch>=2", 'pip>999; extra == "more"']
     monkeypatch.setattr(metadata, "requires", lambda package: asked)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -78,15 +77,6 @@ def test_masks_are_listed_where_they_are_no_constant(name, change, mask):
 DRAFTS = {"num_scheduled_tokens": 3, "num_draft_tokens": 2, "draft_token_ids": [8, 9]}
 
 
-def test_drafts_are_scheduled_after_the_known_tokens():
-    scenario = small()
-    scenario["requests"] = [scenario["requests"][0] | DRAFTS | {"block_ids": [1, 2, 5]}]
-    step = explained(scenario)
-    assert step["attn_state"] == "SpecDecoding"
-    assert step["input_ids"] == [1003, 8, 9]
-    assert step["logits_indices"] == [0, 1, 2]
-
-
 def test_the_first_request_that_decides_the_state_is_named():
     scenario = small()
     first, _, third = scenario["requests"]
@@ -152,32 +142,6 @@ def test_images_mrope_and_groups_are_explained():
     assert full["block_offsets"] == [3, 4, 5, 6, 7, 4]
     assert window["attn_mask"]["masked"][-1] == [1] * 9 + [0] * 4
     assert full["attn_mask"]["masked"][-1] == [0] * 13
-
-
-def test_a_step_of_text_reads_token_ids():
-    scenario = with_an_image()
-    scenario["requests"][0]["num_computed_tokens"] = 6
-    scenario["requests"][0]["num_scheduled_tokens"] = 2
-    step = explained(scenario)
-    assert step["model_input"] == "input_ids"
-    assert [span["tokens"] for span in step["multimodal"]] == [None, None]
-
-
-def test_tables_show_images_mrope_and_groups(capsys):
-    explain_text(view_of(with_an_image()), Console(width=200))
-    text = capsys.readouterr().out
-    for part in (
-        "group 0: rows [6, 13], 78 bytes: a row of the causal matrix for each token",
-        "; a window of 4 narrows it",
-        "group 1: rows [6, 13], 78 bytes: a row",
-        "input   inputs_embeds",
-        "images and videos",
-        "0:3",
-        "group 1 (block size 8)",
-        "9 10",
-        "84",
-    ):
-        assert part in text, part
 
 
 def test_virtual_requests_of_local_attention_are_explained(capsys):
@@ -397,10 +361,3 @@ def test_long_names_of_requests_stay_whole(width):
     for line in lines:  # longer than the terminal only where it has a word that is
         longest = max(map(len, line.split()), default=0)
         assert len(line) <= max(width, longest + 24), line
-
-
-def test_no_color_is_kept_on_a_terminal():
-    path = str(worked_examples.path_of("chunked-prefill"))
-    shown = explain_output(path, FORCE_COLOR="1")
-    assert "\x1b[1m" in shown  # bold is no colour
-    assert not re.search(r"\x1b\[[0-9;]*(3|4|9)[0-9]", shown)

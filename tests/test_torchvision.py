@@ -101,24 +101,6 @@ def test_a_build_whose_library_does_not_load_can_be_imported(python, tmp_path):
     assert "torchvision::nms does not exist" in run.stderr, "what it would be without"
 
 
-def test_a_build_that_fits_is_left_alone(python, tmp_path):
-    write_torchvision(tmp_path, FITS)
-    run = python(
-        WITH_HOOK, "import torch, torchvision\nprint(hasattr(torch.ops.torchvision, 'nms'))"
-    )
-    assert run.stdout == "False\n", run.stderr
-
-
-def test_operators_that_somebody_defined_are_left_alone(python, tmp_path):
-    schema = "(Tensor a, Tensor b) -> Tensor"
-    write_torchvision(tmp_path, UNFIT)
-    (tmp_path / "torchvision" / "__init__.py").write_text("")
-    own = f"import torch\ntorch.library.define('torchvision::nms', {schema!r})"
-    show = "import torchvision\nprint(torch.ops.torchvision.nms.default._schema)"
-    run = python(WITH_HOOK, own, show)
-    assert run.stdout.strip() == f"torchvision::nms{schema}", run.stderr
-
-
 @pytest.fixture
 def environment(tmp_path) -> Path:
     """An environment with this one's torch, where pip does nothing; returns its site-packages."""

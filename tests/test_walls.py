@@ -3,11 +3,20 @@
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.imports import When, circle, imported_by, imports, module_of, with_packages
+from tests.helpers.imports import (
+    Graph,
+    When,
+    circle,
+    imported_by,
+    imports,
+    module_of,
+    with_packages,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_npu_prep"
@@ -25,6 +34,7 @@ TORCH_NPU_ALLOWED = (
 PATCHABLE = {"torch", "vllm", "sys"}
 
 
+@cache
 def parsed(folder: str) -> dict[str, ast.Module]:
     """Files in a folder by their paths in it, parsed."""
     root = ROOT / folder
@@ -34,7 +44,14 @@ def parsed(folder: str) -> dict[str, ast.Module]:
     }
 
 
-SOURCES, EMULATOR = map(parsed, ("vllm_npu_prep", "emulator/ascend_emulator"))
+def sources() -> dict[str, ast.Module]:
+    return parsed("vllm_npu_prep")
+
+
+def emulator() -> dict[str, ast.Module]:
+    return parsed("emulator/ascend_emulator")
+
+
 TESTS = {
     path.relative_to(ROOT / "tests").as_posix(): path.read_text()
     for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -89,33 +106,33 @@ def patches(tree: ast.AST) -> list[str]:
 def test_pure_core_imports_itself_numpy_and_numba_only():
     # llvmlite is a part of numba, with which its intrinsics are written
     allowed = {"numpy", "numba", "llvmlite", "vllm_npu_prep", *sys.stdlib_module_names}
-    core = {name: tree for name, tree in SOURCES.items() if name.startswith("prep/")}
+    core = {name: tree for name, tree in sources().items() if name.startswith("prep/")}
     assert {n: found for n, tree in core.items() if (found := top_level(tree) - allowed)} == {}
 
 
 def test_torch_npu_is_imported_behind_the_device_walls_only():
-    importers = {name for name, tree in SOURCES.items() if "torch_npu" in top_level(tree)}
+    importers = {name for name, tree in sources().items() if "torch_npu" in top_level(tree)}
     assert {name for name in importers if not name.startswith(TORCH_NPU_ALLOWED)} == set()
 
 
 def test_only_compat_and_the_watch_patch():
     """The watch replaces one method, by which it learns of each worker."""
-    found = {name: places for name, tree in SOURCES.items() if (places := patches(tree))}
+    found = {name: places for name, tree in sources().items() if (places := patches(tree))}
     assert len(found.pop("watch/attach.py")) == 1
     assert {name: found[name] for name in found if not name.startswith("compat/")} == {}
     assert sum(map(len, found.values())) >= 15, "patches are not seen"
 
 
 def test_the_plugin_neither_imports_nor_asks_for_the_emulator():
-    importers = {n for n, tree in SOURCES.items() if "ascend_emulator" in top_level(tree)}
-    askers = {n for n in SOURCES if "emulat" in (PACKAGE / n).read_text().lower()}
+    importers = {n for n, tree in sources().items() if "ascend_emulator" in top_level(tree)}
+    askers = {n for n in sources() if "emulat" in (PACKAGE / n).read_text().lower()}
     # The command `vllm-npu-prep emulate` starts the emulator's own.
     assert (importers, askers) == (set(), {"cli.py"})
 
 
 def test_the_emulator_and_its_tests_know_nothing_of_the_plugin():
     allowed = {"ascend_emulator", "torch", "torch_npu", *sys.stdlib_module_names}
-    outside = {n: found for n, tree in EMULATOR.items() if (found := top_level(tree) - allowed)}
+    outside = {n: found for n, tree in emulator().items() if (found := top_level(tree) - allowed)}
     assert outside == {"triton_kernels.py": {"triton", "numpy"}}  # whose interpreter computes so
     tests = parsed("tests/emulator").items()
     assert {n for n, tree in tests if {"vllm", "vllm_npu_prep"} & top_level(tree)} == set()
@@ -142,7 +159,7 @@ def knows_a_runner(tree: ast.AST) -> set[str]:
 
 
 def test_parts_of_the_runner_know_no_runner():
-    parts = {n: tree for n, tree in SOURCES.items() if n.startswith("runner/")}
+    parts = {n: tree for n, tree in sources().items() if n.startswith("runner/")}
     for version in ("v1", "v2"):
         del parts[f"runner/{version}/runner.py"], parts[f"runner/{version}/setup.py"]
     assert {n: found for n, tree in parts.items() if (found := knows_a_runner(tree))} == {}
@@ -189,7 +206,7 @@ IN_STEPS = {
 @pytest.mark.parametrize("file", IN_STEPS)
 def test_what_is_in_flight_is_one_record_of_one_place(file):
     """No mailbox: nothing else is left in an attribute for a later callback."""
-    (runner,) = [node for node in SOURCES[file].body if isinstance(node, ast.ClassDef)]
+    (runner,) = [node for node in sources()[file].body if isinstance(node, ast.ClassDef)]
     methods = [node for node in runner.body if isinstance(node, ast.FunctionDef)]
     assigned = {m.name: assigned_in(m) for m in methods if m.name not in START_UP}
     assert {name: names for name, names in assigned.items() if names} == IN_STEPS[file]
@@ -249,8 +266,15 @@ WALLS = {
 ENTRIES = {"", "cli", "platform", "worker"}
 """What vLLM and the shell start: these may import anything."""
 
-TREES = {module_of(name): tree for name, tree in SOURCES.items()}
-USED = imported_by(TREES, When.IMPORTED, When.CALLED)
+
+@cache
+def trees() -> dict[str, ast.AST]:
+    return {module_of(name): tree for name, tree in sources().items()}
+
+
+@cache
+def uses() -> Graph:
+    return imported_by(trees(), When.IMPORTED, When.CALLED)
 
 
 def is_in(module: str, *folders: str) -> bool:
@@ -272,19 +296,19 @@ def walls_broken(module: str, used: set[str]) -> set[str]:
 
 
 def test_folders_import_what_is_theirs_to_import():
-    broken = {module: walls_broken(module, used) for module, used in USED.items()}
+    broken = {module: walls_broken(module, used) for module, used in uses().items()}
     assert {module: found for module, found in broken.items() if found} == {}
 
 
 def test_the_watch_needs_nothing_that_serves():
     """Nor does what it imports, and what its entry point imports: another vLLM may be there."""
-    needed, new = set(), {module for module in USED if is_in(module, "watch")}
+    needed, new = set(), {module for module in uses() if is_in(module, "watch")}
     while new:
         needed |= new
-        new = {each for module in new for each in USED.get(module, ())} - needed - {""}
+        new = {each for module in new for each in uses().get(module, ())} - needed - {""}
     serving = ("compat", "device", "graph", "ops", "quantization", "runner", "startup", "verify")
     assert {module for module in needed if is_in(module, *serving, *ENTRIES - {""})} == set()
-    at_first = imported_by(TREES, When.IMPORTED)
+    at_first = imported_by(trees(), When.IMPORTED)
     assert at_first["watch"] | at_first["watch.attach"] <= {""}
 
 
@@ -295,10 +319,10 @@ FOLDERS_OF_ONE_ANOTHER = {
 
 
 def test_no_two_folders_import_from_each_other():
-    folders = {module.partition(".")[0] for module in USED if "." in module}
+    folders = {module.partition(".")[0] for module in uses() if "." in module}
     imports = {
         (module.partition(".")[0], other.partition(".")[0])
-        for module, used in USED.items()
+        for module, used in uses().items()
         for other in used
     }
     both_ways = {(a, b) for a, b in imports if {a, b} <= folders and a < b and (b, a) in imports}
@@ -306,7 +330,7 @@ def test_no_two_folders_import_from_each_other():
 
 
 def test_walls_allow_nothing_that_nobody_uses():
-    used = {row: set().union(*(USED[m] for m in USED if row_of(m) == row)) for row in WALLS}
+    used = {row: set().union(*(uses()[m] for m in uses() if row_of(m) == row)) for row in WALLS}
     idle = {
         (row, each)
         for row, allowed in WALLS.items()
@@ -322,7 +346,7 @@ def missing_imports(tree: ast.Module) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_npu_prep"):
             path = "/".join(node.module.split(".")[1:])
-            source = SOURCES.get(f"{path}.py") or SOURCES.get(f"{path}/__init__.py".lstrip("/"))
+            source = sources().get(f"{path}.py") or sources().get(f"{path}/__init__.py".lstrip("/"))
             has = {
                 getattr(each, key, None)
                 for each in (ast.walk(source) if source else ())
@@ -330,7 +354,10 @@ def missing_imports(tree: ast.Module) -> list[str]:
             }
             for name in (each.name for each in node.names):
                 inner = f"{path}/{name}".lstrip("/")
-                if name not in has and not {f"{inner}.py", f"{inner}/__init__.py"} & SOURCES.keys():
+                if (
+                    name not in has
+                    and not {f"{inner}.py", f"{inner}/__init__.py"} & sources().keys()
+                ):
                     missing.append(f"{node.module}.{name}")
     return missing
 
@@ -349,7 +376,7 @@ def test_benchmarks_and_examples_import_what_the_package_has():
 
 
 def test_a_module_needs_none_that_waits_for_it():
-    assert circle(with_packages(imported_by(TREES, When.IMPORTED))) == []
+    assert circle(with_packages(imported_by(trees(), When.IMPORTED))) == []
 
 
 ANNOTATIONS = {("prep.checks", "prep.batch"): "a step is checked by the module that makes it"}
@@ -358,7 +385,7 @@ ANNOTATIONS = {("prep.checks", "prep.batch"): "a step is checked by the module t
 
 def test_imports_go_in_one_direction():
     """Those in functions and for annotations, too: a circle of them hides one thing in two."""
-    graph = imported_by(TREES, *When)
+    graph = imported_by(trees(), *When)
     for module, other in ANNOTATIONS:
         assert circle({module: {other}, other: graph[other]}), "no circle any more"
         graph[module].remove(other)
@@ -379,8 +406,8 @@ LONG = {
 
 def test_a_long_file_says_what_its_one_job_is():
     """A second job, else give the reason in `LONG`."""
-    files = [*(PACKAGE / name for name in SOURCES)]
-    files += [ROOT / "emulator/ascend_emulator" / name for name in EMULATOR]
+    files = [*(PACKAGE / name for name in sources())]
+    files += [ROOT / "emulator/ascend_emulator" / name for name in emulator()]
     long = {path for path in files if len(path.read_text().splitlines()) > 500}
     assert long == {PACKAGE / name for name in LONG}
 

@@ -14,7 +14,11 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 checkout=$(cd "$1" && pwd)
 shift
 tests=()
-while [ $# -gt 0 ] && [ "$1" != -- ]; do tests+=("$checkout/$1"); shift; done
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+  [ -e "$checkout/${1%%::*}" ] || { echo "run.sh: $checkout has no ${1%%::*}" >&2; exit 2; }
+  tests+=("$checkout/$1")
+  shift
+done
 [ $# -eq 0 ] || shift
 
 make --no-print-directory -C "$root" peer

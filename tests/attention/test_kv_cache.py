@@ -104,25 +104,6 @@ def test_groups_in_one_region_agree_on_the_bytes_of_a_block(window):
     assert not windowed[:, [0, 1, 2, 4]].any()
 
 
-def test_groups_of_other_heads_may_share_blocks_of_equal_bytes():
-    narrow = SlidingWindowSpec(
-        **{**SHAPE, "num_kv_heads": 4, "head_size": 4, "block_size": 4}, sliding_window=8
-    )
-    caches = allocate_planes(config(FullAttentionSpec(**SHAPE), narrow, layers=1), CPUDevice())
-    full, windowed = caches.values()
-    full[1, 3] = 7
-    assert (windowed[1, 3] == 7).all()
-    assert windowed.sum() == full.sum() == 7 * full[1, 3].numel()
-
-
-def test_zeroing_touches_the_blocks_it_is_told_in_both_planes():
-    (cache,) = allocate_planes(config(FullAttentionSpec(**SHAPE), layers=1), CPUDevice()).values()
-    cache.fill_(1)
-    zero_blocks(list(cache), [1, 4])
-    assert not cache[:, [1, 4]].any()
-    assert (cache[:, [0, 2, 3]] == 1).all()
-
-
 def test_groups_that_split_bytes_differently_are_refused():
     wide = FullAttentionSpec(**{**SHAPE, "block_size": 8})
     # As many bytes in a page, but latent rows fill it alone

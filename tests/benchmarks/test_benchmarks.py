@@ -113,20 +113,6 @@ def test_a_benchmark_prints_one_object_a_line(which):
             assert row["requests_per_s"] < 2 * 4 * 1000 / row["ttft_ms"]
 
 
-def test_engine_step_prints_the_parts_of_both_sides():
-    result = run("engine_step.py --json --markdown --parts --steps 3 --case decode-32")
-    assert result.code == 0, result.stderr[-2000:]
-    (row,), (_, *table) = result.rows(), result.stdout.splitlines()
-    sides = [cell.split(" | ") for cell in table]
-    assert [cells[0] for cells in sides] == ["| 32 decodes, vLLM", "| 32 decodes, ours"]
-    assert sides[1][-1] == f"{row['ratio']:.2f} |"
-    for cells, side in zip(sides, ("upstream", "ours"), strict=True):
-        assert cells[1] == f"{row[f'{side}_schedule_us']:,.0f}"
-        assert cells[5] == f"{row[f'{side}_us']:,.0f}"
-        parts = [row[f"{side}_{part}_us"] for part in ("schedule", "runner", "update", "rest")]
-        assert min(parts) > 0
-
-
 SERVED = {
     **{"completed": 8, "total_output_tokens": 64, "request_throughput": 2.0},
     **dict.fromkeys(("median_itl_ms", "p99_itl_ms", "median_ttft_ms"), 1.0),

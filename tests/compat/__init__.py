@@ -1,1 +1,1 @@
-"""Seams between the plugin and vLLM: a list of them, and what another release did to it."""
+"""What another release of vLLM has otherwise than the pinned one, where the plugin relies on it."""

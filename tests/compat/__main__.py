@@ -1,36 +1,25 @@
-"""What the installed vLLM has lost or changed of the names and functions that the plugin uses."""
+"""Functions of the installed vLLM that are not as their list says; mypy tells of its names."""
 
 import argparse
 import sys
 
-from tests.compat import lists
-from tests.compat.requirements import unmet
-from tests.compat.seams import PLUGIN, Uses
+from tests.compat import bodies
 from vllm_npu_prep.compat.releases import installed_vllm
 
 
 def main() -> int:
-    """Print the list; 1 if there is anything in it."""
+    """Print them; 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
     parser.add_argument("--write", action="store_true", help="make the lists anew")
     options = parser.parse_args()
-    version, uses = installed_vllm(), Uses.of_environment()
-    if options.write and version != lists.PINNED:
-        parser.error(f"vLLM {version} is installed; the lists are those of {lists.PINNED}")
-    known = uses.signatures if options.write else lists.of_release(version)
-    unknown = lists.unknown(known, uses)
-    print(*unknown, sep="\n", end="\n" * bool(unknown))
+    version = installed_vllm()
+    if options.write and version != bodies.PINNED:
+        parser.error(f"vLLM {version} is installed; the list is that of {bodies.PINNED}")
     if options.write:
-        if not unknown:
-            lists.write(uses)
-        return int(bool(unknown))
-    for requirement, there in unmet().items():
-        print(f"needs     {requirement}, and {there or 'nothing'} is installed")
-    found = lists.differences(known, uses.sources)
-    for each in found:
-        print(lists.told(each, known.get(each.name, ""), uses.sources.packages[PLUGIN]))
-    print(f"vLLM {version}: {len(found)} of {len(known)} names and functions are gone or changed")
-    return int(bool(found or unknown))
+        bodies.write()
+    found = bodies.rewritten(bodies.folder_of("vllm"), version)
+    print(*found, f"vLLM {version}: {len(found)} functions are gone or rewritten", sep="\n")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import traceback
 from collections import defaultdict
 from pathlib import Path
 
-from tests.compat.seams import PLUGIN, installed
-from tests.compat.source import modules
+from tests.compat.bodies import folder_of, modules
 
+PLUGIN = "vllm_npu_prep"
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 100)]
 """Longer together than a step may be."""
 
@@ -20,7 +20,7 @@ PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 100)]
 def failing_imports() -> list[str]:
     """Modules that don't import, by their error; those that need torch_npu are left out."""
     by_error: dict[str, list[str]] = defaultdict(list)
-    for name, _ in modules(PLUGIN, installed()[PLUGIN]):
+    for name, _ in modules(PLUGIN, folder_of(PLUGIN)):
         try:
             importlib.import_module(name)
         except Exception as error:

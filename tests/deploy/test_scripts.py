@@ -1,7 +1,6 @@
 """The scripts that layers and containers run, in folders of their own."""
 
 import os
-import re
 import shutil
 import signal
 import stat
@@ -70,25 +69,6 @@ def test_a_failure_ends_it_before_a_model_loads(image, how, code, said):
     assert (done.returncode, (image / "loaded").exists()) == (code, code == 0)
     assert said in done.stderr
     assert ("no device nodes" in done.stdout) == (how.get("NPU_PREP_DOCTOR", "show") == "show")
-
-
-@pytest.mark.parametrize(("status", "code"), [("WARNING", 0), ("FAILURE", 2)])
-def test_a_failure_that_the_doctor_finds_ends_the_entry_point(image, status, code):
-    script = (
-        "import sys; from vllm_npu_prep import cli; from vllm_npu_prep.inspect import doctor\n"
-        "from vllm_npu_prep.inspect.doctor.finding import Finding, Status\n"
-        f"finding = Finding('device nodes', Status.{status}, 'none', 'mount them')\n"
-        "doctor.examine = lambda host: [finding]\n"
-        "sys.exit(cli.main(sys.argv[1:]))"
-    )
-    (image / "doctor.py").write_text(script)
-    write_command(
-        image / "bin" / "vllm-npu-prep", f'exec "{sys.executable}" {image / "doctor.py"} "$@"'
-    )
-    done = start(image, "echo", "served", PYTHONPATH=str(ROOT))
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "mount them" in done.stdout
-    assert ("served" in done.stdout) == (code == 0)
 
 
 def test_variables_of_cann_reach_doctor_and_command(image):
@@ -174,21 +154,6 @@ def test_a_soc_is_one_that_cann_has_images_for():
     assert image_sh("sco", "a3").returncode == 1
 
 
-def test_packages_of_build_tools_are_removed_and_nothing_else(tmp_path):
-    tools = {"gcc": "gcc-11", "cc": "gcc-11", "make": "make", "ld": "binutils"}
-    for name in tools:
-        write_command(tmp_path / name, "")
-    cases = "".join(f'*/{name}) echo "{package}: $2" ;; ' for name, package in tools.items())
-    write_command(tmp_path / "dpkg", f"case $2 in {cases} *) exit 1 ;; esac")
-    write_command(tmp_path / "apt-get", f'echo "$@" >{tmp_path}/log')
-    for name in ("readlink", "sort", "cut", "dirname", "env", "bash"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    assert image_sh("remove-build-tools", PATH=str(tmp_path)).returncode == 0
-    assert (tmp_path / "log").read_text().split() == [
-        *("purge", "--yes", "--quiet", "binutils", "gcc-11", "make"),
-    ]
-
-
 @pytest.mark.parametrize("steps", ["plugin", "plugin,caches"])
 def test_the_layers_of_the_plugin_hold_in_a_clean_folder(steps, tmp_path):
     """The libraries are this environment's; the rest comes from a copy of the image's context."""
@@ -245,44 +210,3 @@ found = [one for one in found if one.py_func.__module__.startswith("vllm_npu_pre
 misses = sum(sum(one.stats.cache_misses.values()) for one in found)
 print(batch.__file__, misses, sum(bool(one.stats.cache_hits) for one in found))
 """
-
-
-def test_all_is_installed_by_the_constraints_and_tools_go(tmp_path):
-    # A Python that notes what it is asked for, and nothing else.
-    log, python = tmp_path / "log", tmp_path / "python"
-    note = f'echo "$VLLM_TARGET_DEVICE|$*" >>{log}'
-    write_command(
-        python,
-        f'[ "$2" = venv ] || exit 0\nmkdir -p "$3/bin"\n'
-        f"printf '%s\\n' '#!/bin/sh' '{note}' >\"$3/bin/python\"\n"
-        'chmod +x "$3/bin/python"',
-    )
-    install = SCRIPTS / "install.sh"
-    all_steps = re.search(r"^all_steps=(\S+)", install.read_text(), re.MULTILINE)[1]
-    steps = f"{all_steps},trim"
-    ran(install, "--venv", tmp_path / "venv", "--python", python, "--steps", steps, check=True)
-    calls = [line.partition("|") for line in log.read_text().splitlines()]
-    pip = [(device, call.split()[2:]) for device, _, call in calls if call.startswith("-m pip ")]
-    installed = [(device, words) for device, words in pip if words[0] == "install"]
-    assert len(installed) == 7
-    for _, words in installed:
-        assert words[words.index("--constraint") + 1] == str(ROOT / "constraints.txt")
-    [(device, vllm)] = [one for one in installed if one[1][-1].startswith("vllm==")]
-    assert device == "empty" and {"--no-build-isolation", "--no-binary"} <= set(vllm)
-
-    tools = next(words for _, words in installed if "ninja" in words)
-    removed = {words[-1] for _, words in pip if words[0] == "uninstall"}
-    # The plugin itself is built by setuptools, in the image; packaging and jinja2 are imported.
-    kept = {"setuptools", "packaging", "jinja2"}
-    names = {word.partition("==")[0] for word in tools[3:] if not word.startswith("-")}
-    assert names - {str(ROOT / "constraints.txt"), "torch"} - kept <= removed
-    assert "triton" in removed
-    # Nothing is installed beside that.
-    assert not re.search(r"\bpip3? install\b", (ROOT / "Dockerfile").read_text())
-
-
-def test_an_unknown_step_is_refused(tmp_path):
-    steps = ("--venv", tmp_path / "venv", "--steps", "torch,caches,vlm")
-    done = ran(SCRIPTS / "install.sh", *steps)
-    assert done.returncode == 1 and "unknown step vlm; steps are environment," in done.stderr
-    assert not (tmp_path / "venv").exists()

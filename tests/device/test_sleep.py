@@ -127,14 +127,6 @@ def test_what_a_drafter_has_for_itself_is_kept_at_level_2(memory):
     assert not layer.weight.any()
 
 
-def test_released_caches_keep_the_weights(memory):
-    layer, cache, before = awake_with_a_cache(memory, 1 << 20)
-    memory.discard(("kv_cache",))
-    assert torch.equal(layer.weight, before)
-    memory.resume(["kv_cache"])
-    assert not cache.any()
-
-
 def test_a_wake_up_without_memory_keeps_what_slept(memory, monkeypatch):
     layers = [Layer(), Layer()]
     before = layers[0].weight.clone()
@@ -212,6 +204,17 @@ def test_a_rank_wakes_what_it_put_to_sleep_if_another_could_not(memory, monkeypa
     assert torch.equal(layer.weight, before)
     assert memory.state() == "SUSPENDED"
     assert next(said, None) is None
+
+
+def test_a_rank_sleeps_on_if_another_has_no_memory(memory, monkeypatch):
+    awake_with_a_cache(memory, 1 << 20)
+    memory.unmap(1)
+    asleep = memory.state()
+    monkeypatch.setattr(ranks, "_first_of_ranks", lambda mine: "the other rank has no room")
+    parallel = SimpleNamespace(world_size=2, rank=0)
+    NPUWorker.wake_up(SimpleNamespace(_sleeping=memory, parallel_config=parallel))
+    assert not any(region.is_mapped for tag in TAGS for region in memory._regions[tag])
+    assert memory.state() == asleep
 
 
 @pytest.mark.parametrize("failure", ["an error", "the end of the file"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.docs import figures, step_parts
+from tests.docs import figures
 
 PAGES = figures.pages()
 WORKED = [page for page in PAGES if "<!-- end -->" in page.read_text()]
@@ -87,11 +87,3 @@ def test_a_translation_has_the_same_parts(page):
 
 def without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-
-
-def test_the_picture_of_a_steps_parts_is_drawn_from_its_table():
-    """Drawn anew by ``python -m tests.docs.step_parts``."""
-    page = step_parts.PAGE.read_text()
-    assert len(step_parts.bars(page)) > 0
-    assert f"(../pictures/{step_parts.PICTURE.name})" in page
-    assert step_parts.PICTURE.read_text() == step_parts.draw(page)

@@ -55,14 +55,6 @@ def test_every_page_is_there_and_no_other_host_is_asked(site):
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", style.read_text()), style
 
 
-def test_it_is_light_and_dark_and_is_searched_without_a_server(site):
-    index = (site / "index.html").read_text()
-    assert {"default", "slate"} == set(re.findall(r'data-md-color-scheme="(\w+)"', index)) - {""}
-    assert "assets/iframe-worker.js" in index, "workers don't start from a file"
-    words = (site / "search" / "search_index.js").read_text()
-    assert words.startswith("var __index = ") and "query_start_loc" in words
-
-
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_searches_it_as_files_and_asks_nobody(site, network, dark):

@@ -2,7 +2,6 @@
 
 import gc
 import re
-import time
 import weakref
 from itertools import count
 
@@ -12,13 +11,10 @@ import torch
 from tests.helpers.engine import engine, generate, greedy, runner_of
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
-from tests.inspect.test_metrics import scraped
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.observe.metrics import FOLDER_ENV_VAR, SHARED_ENV_VAR, share_folder
 from vllm_npu_prep.records.record_file import record_files
 
 LENGTHS = [30, 5, 41, 17, 90, 9]
-DAY = 24 * 3600.0
 OUT_OF_MEMORY = "NPU out of memory. Tried to allocate 9.00 GiB\nMore of it"
 TOLD = (
     r"out of memory in a step with \d+ tokens of \d+ requests \(NPU out of memory. Tried to "
@@ -92,24 +88,3 @@ def test_memory_of_tests_engines_comes_back(qwen3):
         assert circle() is None, "what the engine before has left"
         runner = weakref.ref(runner_of(llm))
     assert runner() is None, "although there is a name for its engine"
-
-
-def test_a_clock_that_jumps_changes_neither_tokens_nor_metrics(qwen3, seed, tmp_path, monkeypatch):
-    """The host's clock is set a day ahead and two days back, again and again."""
-    prompts, clock, jumps = prompts_of(seed, LENGTHS), time.time, count()
-    monkeypatch.delenv(SHARED_ENV_VAR, raising=False)
-    share_folder()  # a process that has one of its own takes the test's as it is
-    monkeypatch.setenv(FOLDER_ENV_VAR, str(tmp_path))
-    with engine(qwen3) as llm:
-        expected = generate(llm, prompts, greedy(8))
-    for file in tmp_path.iterdir():
-        file.unlink()
-    monkeypatch.setattr(time, "time", lambda: clock() + (DAY, -DAY)[next(jumps) % 2])
-    began = time.perf_counter()
-    with engine(qwen3, disable_log_stats=False) as llm:
-        assert generate(llm, prompts, greedy(8)) == expected
-    took = time.perf_counter() - began
-    assert next(jumps) > 8, "somebody asked for the time"
-    sums = {name: value for name, value in scraped(tmp_path).items() if "seconds_sum" in name}
-    (seconds,) = [value for name, value in sums.items() if "prepare_time" in name]
-    assert 0 < seconds < took

@@ -113,7 +113,7 @@ class SlotSteps(Steps):
 
         runner.sample = sevens
         self.run(scheduler_output({}, finished=set(runner.req_states.req_id_to_index)))
-        runner.order = BatchOrder()
+        runner.order = BatchOrder(runner.preparer.tables.request_rows)
 
     def run(self, output):
         self.runner.execute_model(output)

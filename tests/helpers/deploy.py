@@ -38,10 +38,9 @@ class Stage(NamedTuple):
         return [value for name, value in self.instructions if name in names]
 
 
-def read_dockerfile() -> tuple[dict[str, str], dict[str, Stage]]:
-    """Arguments before the first stage, and the stages by name."""
+def read_dockerfile() -> dict[str, Stage]:
+    """The stages by name."""
     text = (ROOT / "Dockerfile").read_bytes()
-    arguments: dict[str, str] = {}
     stages: dict[str, Stage] = {}
     stage = None
     for part in DockerfileParser(fileobj=io.BytesIO(text)).structure:
@@ -53,11 +52,7 @@ def read_dockerfile() -> tuple[dict[str, str], dict[str, Stage]]:
             stage = stages[name] = Stage(base, [])
         elif stage is not None:
             stage.instructions.append((name, value))
-        else:
-            assert name == "ARG"
-            key, _, default = value.partition("=")
-            arguments[key] = expanded(default, arguments)
-    return arguments, stages
+    return stages
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 NAME = "vllm_npu_prep"
@@ -24,8 +25,13 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("__init__").removesuffix("/").replace("/", ".")
 
 
-def imports(tree: ast.AST, when: When = When.IMPORTED) -> Iterator[tuple[str, str, When]]:
+@cache
+def imports(tree: ast.AST) -> tuple[tuple[str, str, When], ...]:
     """Module, name in it (empty for the module itself) and time of each import of a file."""
+    return tuple(_imports(tree, When.IMPORTED))
+
+
+def _imports(tree: ast.AST, when: When) -> Iterator[tuple[str, str, When]]:
     for node in ast.iter_child_nodes(tree):
         then = when
         if isinstance(node, ast.Import):
@@ -36,7 +42,7 @@ def imports(tree: ast.AST, when: When = When.IMPORTED) -> Iterator[tuple[str, st
             then = When.ANNOTATED
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and when is When.IMPORTED:
             then = When.CALLED
-        yield from imports(node, then)
+        yield from _imports(node, then)
 
 
 def imported_by(trees: dict[str, ast.AST], *times: When) -> Graph:

@@ -1,10 +1,8 @@
 """Logits of each step of an engine, and how far those of two engines lie apart."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.helpers.engine import generate, greedy, runner_of
@@ -67,27 +65,3 @@ def difference(ours: Steps, theirs: Steps, bound: float) -> Difference:
                     out.wrong.append((prompt, step))
                 break
     return out
-
-
-def close_calls(
-    logits_of: Callable[[list[int]], np.ndarray],
-    prompts: list[list[int]],
-    ours: list[list[int]],
-    theirs: list[list[int]],
-    bound: float,
-) -> int:
-    """Number of prompts whose tokens part where the model itself hardly prefers one of the two.
-
-    `logits_of` is the model in float32, `bound` in standard deviations of its logits. Tokens that
-    part anywhere else are an AssertionError.
-    """
-    parted = 0
-    for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
-        if mine == other:
-            continue
-        step = next(i for i, pair in enumerate(zip(mine, other)) if pair[0] != pair[1])
-        logits = logits_of(prompt + mine[:step])[-1]
-        margin = abs(logits[mine[step]] - logits[other[step]]) / logits.std()
-        assert margin < bound, f"step {step}: {mine[step]}, not {other[step]}: {margin:.3f} apart"
-        parted += 1
-    return parted

@@ -14,8 +14,8 @@ from tests.helpers.records import record_of
 from tests.helpers.scenarios import small, view_of, with_an_image
 from tests.inspect.test_record import NAMES, scenario_of
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.inspect.explain import explain_json, summary, token_table
-from vllm_npu_prep.inspect.view import StepView, view_of_record
+from vllm_npu_prep.inspect.explain import explain_json, summary
+from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import read_record
@@ -60,14 +60,6 @@ def test_images_of_a_record_are_shown():
     record = recorded(scenario, placeholders=Placeholders.of_rows(runs))
     shown = [span | {"req_id": None} for span in StepView.of_record(record, "a step").spans()]
     assert shown and shown == [span | {"req_id": None} for span in expected.spans()]
-
-
-def test_dense_masks_have_the_bytes_of_their_kernels():
-    record = recorded(small())
-    settings = record.settings.model_copy(update={"mask_itemsize": 2})
-    view = StepView.of_record(StepRecord(settings, record.batch, record.prepared), "a step")
-    assert view.mask_bytes(0) == 2 * 5 * 8
-    assert dict(summary(view))["mask"].startswith("rows [5, 8], 80 bytes: ")
 
 
 def test_layers_without_a_cache_have_no_blocks(tmp_path, capsys, monkeypatch):
@@ -188,16 +180,3 @@ def test_without_a_tokenizer_explain_says_nothing_of_texts(manifest, tmp_path, c
     assert main(["explain", str(tmp_path)]) == 0
     told = capsys.readouterr()
     assert "slot_mapping" in told.out and "input_texts" not in told.out and not told.err
-
-
-def test_tokens_that_the_host_did_not_know_have_no_text(tmp_path):
-    save_words(tmp_path, {1003: "Paris", 2002: "is"})
-    record = recorded(small())
-    on_device = np.zeros(5, bool)
-    on_device[0] = True
-    prepared = record.prepared | {"is_on_device": on_device}
-    path = tmp_path / "step-000000.npz"
-    path.write_bytes(StepRecord(record.settings, record.batch, prepared).to_bytes())
-    view = view_of_record(path)
-    assert view.input_texts[:2] == [None, "is"]
-    assert token_table(view, [0, 1]).rows[0][6] == "-"

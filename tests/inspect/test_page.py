@@ -79,26 +79,6 @@ class Page(HTMLParser):
         return [np.array(Image.open(io.BytesIO(picture)))[..., 3] == 0 for picture in pictures]
 
 
-def axis(page_html: str, side: str) -> list[tuple[float, str]]:
-    """Numbers beside (``top``) and below (``left``) a mask, with their places in percent."""
-    found = re.findall(rf'<span style="{side}:([\d.]+)%">(\d+)</span>', page_html)
-    return [(float(place), number) for place, number in found]
-
-
-def test_the_sides_of_masks_say_what_they_are():
-    html = explain_html(view_of(small()))
-    texts = Page(html).texts
-    assert "query tokens by request" in texts and "key positions" in texts
-    assert axis(html, "top") == [(10.0 + 20 * row, str(row)) for row in range(5)]
-    assert axis(html, "left") == [(6.25 + 12.5 * column, str(column)) for column in range(8)]
-    names = re.findall(r'<div style="top:([\d.]+)%" title="(\w+)">', html)
-    assert names == [("0.000", "0"), ("20.000", "1"), ("40.000", "2")]
-    assert "key positions in their chunk" in page_of(in_chunks()).texts
-    assert "query positions" in page_of(worked_examples.load("all-prefill")[0]).texts
-    some = explain_html(view_of(small()), None, (2, 4))
-    assert [number for _, number in axis(some, "top")] == ["2", "3"], "tokens of the step"
-
-
 def page_of(scenario: dict, *args) -> Page:
     return Page(explain_html(view_of(scenario), *args))
 
@@ -147,22 +127,6 @@ def test_the_constant_is_drawn_as_what_tokens_see():
     constant = page_of(small() | {"mask": "compressed"})
     assert np.array_equal(rows, constant.masks())
     assert any("the mask is a constant, this is what they see" in text for text in constant.texts)
-
-
-def test_slots_that_the_step_writes_are_drawn_where_they_are():
-    """Blocks of 2 slots."""
-    drawn: dict[str, list[str]] = {}
-    for _, attributes in page_of(small()).elements:
-        if "data-at" in attributes:
-            own = drawn[attributes["data-at"]] = [attributes["title"].partition("writes ")[2]]
-        elif attributes.get("class") in ("computed", "written") and drawn:
-            own.append(f"{attributes['class']} {attributes['style']}")
-    left, right = "left:0.000%;width:50.000%", "left:50.000%;width:50.000%"
-    whole = "left:0.000%;width:100.000%"
-    assert drawn["0-0-1"] == ["", f"computed {whole}"]
-    assert drawn["0-0-2"] == ["5 to 5", f"computed {left}", f"written {right}"]
-    assert drawn["0-2-6"] == ["13 to 13", f"computed {left}", f"written {right}"]
-    assert drawn["0-2-8"] == ["16 to 17", f"written {whole}"]
 
 
 def test_groups_images_mrope_and_padding_are_on_the_page():

@@ -34,18 +34,3 @@ def test_a_mark_comes_only_from_answers_that_agree(monkeypatch):
             combined.agrees(*asked)
     (cell,) = combined.agrees(*asked)
     assert cell["model"] == asked[0] and set(asked[3]) <= set(cell["features"])
-
-
-def test_a_pooling_model_with_another_result_leaves_no_mark(monkeypatch):
-    of_transformers = combined.pooled_by_transformers
-
-    def off(*args):
-        task, rows = of_transformers(*args)
-        return task, [*rows[:-1], rows[-1] + 0.01]
-
-    with monkeypatch.context() as planted:
-        planted.setattr(combined, "pooled_by_transformers", off)
-        with pytest.raises(AssertionError, match="not close"):
-            combined.agrees("BertModel", FALLBACK, "V1", [])
-    (cell,) = combined.agrees("BertModel", FALLBACK, "V1", [])
-    assert "pooling" in cell["features"]

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.engine import engine_config, graphs
-from tests.helpers.models import drafts_by, folder_of
+from tests.helpers.engine import engine_config
 from tests.matrix import collect, page, results
 from tests.matrix.__main__ import ROWS
 from tests.matrix.asked import answer, engine_for
-from tests.matrix.cells import EMULATED, FALLBACK, FEATURES, W8A8, cell_of
+from tests.matrix.cells import EMULATED, FALLBACK, FEATURES, W8A8
 from tests.matrix.plan import no_use
 from tests.matrix.results import Matrix
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
@@ -65,30 +64,6 @@ def test_start_up_still_says_what_the_page_says(seed):
     assert len(asked) > 10
     for cell, told in [*asked.values(), *random.Random(seed).sample(accepted, 20)]:
         assert answer(*cell) == told, cell
-
-
-def test_features_are_read_from_the_configuration():
-    model = folder_of(QWEN3)
-    plain = cell_of(engine_config(model, enforce_eager=True))
-    told = plain["model"], plain["device"], plain["runner"], plain["release"]
-    assert told == (QWEN3, FALLBACK, "V2", installed_vllm())
-    always = {"float32", "asynchronous scheduling", "chunked prefill", "prefix caching"}
-    assert set(plain["features"]) == always | {"without graphs"}
-    more = engine_config(
-        model,
-        **graphs("FULL_AND_PIECEWISE", 4),
-        enable_lora=True,
-        max_lora_rank=8,
-        async_scheduling=False,
-        enable_prefix_caching=False,
-        tensor_parallel_size=2,
-        kv_offloading_size=1,
-        speculative_config=drafts_by(QWEN3, "ngram"),
-        dtype="bfloat16",
-    )
-    asked_for = {"LoRA", "ngram", "tensor parallelism", "KV offloading", "bfloat16"}
-    asked_for |= {"piecewise graphs", "full graphs", "synchronous scheduling", "chunked prefill"}
-    assert set(cell_of(more)["features"]) == asked_for
 
 
 def test_every_feature_is_one_that_can_be_asked_for():

@@ -42,9 +42,6 @@ OFFLOADING_ON_NPU = (
     "tests/npu/on_device/test_offloading.py::test_prompts_that_were_evicted_come_back_from_the_host"
     "[fia]",
 )
-SLEEP_ON_RANKS = (
-    "tests/npu/on_device/test_ranks.py::test_ranks_sleep_together_and_wake_up_together",
-)
 TRANSFER_ON_NPU = (
     "tests/npu/on_device/test_kv_transfer.py::test_one_engine_computes_prompts_and_another_decodes_them"
     "[latent]",
@@ -89,9 +86,6 @@ V2_ENGINE = ("tests/engine/test_v2.py",)
 V2_SEES = ("tests/engine/test_multimodal.py::test_mtp_layers_read_images_on_v2_as_on_v1",)
 V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
-V2_SHARES = (
-    "tests/engine/test_context_parallel.py::test_tokens_are_those_of_transformers[pieces-V2]",
-)
 THINKING = ("tests/ops/test_thinking.py",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
@@ -169,7 +163,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a trace is one token ahead", "ends - self._prompt_len[request_rows]", "ends - self._prompt_len[request_rows] + 1", V2_ENGINE),
     ],
     "aclnn.py": [
-        ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/npu/test_start_up.py::test_what_an_npu_cannot_run_is_refused_in_one_line",)),
+        ("an operator counts as there although CANN lacks its function", "    return bool(libraries) and not has_it\n", "    return False\n", ("tests/startup/test_device_settings.py",)),
     ],
     "attention/backend.py": [
         ("metadata keeps the mask of another state", "self._plan(step.attn_state, num_input_tokens", "self._plan(type(step.attn_state)(0), num_input_tokens", ENGINE),
@@ -374,7 +368,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/engine/test_ranks.py::test_engines_that_share_experts_step_together[experts]",)),
+        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/ops/test_experts.py",)),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
@@ -590,11 +584,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("sizes whose padding fits no row are captured", "if size - fewest_tokens <= max_model_len:", "if True:", ("tests/prep/test_graph_padding.py",)),
     ],
     "prep/checks.py": [
-        ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", SHARDS),
+        ("contexts on several ranks: the check takes slots of the wrong rank", "if run % world_size != rank:", "if run % world_size < 0:", CHECKS),
         ("states are checked at a request's place in the batch, not in its row", "row = first_entry + t.request_rows[req] * t.max_num_blocks[group]", "row = first_entry + req * t.max_num_blocks[group]", STATES),
         ("a decode's wrong position goes unnoticed", "is_wrong = out.positions[start] != first or token_id < 0", "is_wrong = token_id < 0", CHECKS),
         ("rows of logits out of order go unnoticed", "is_wrong |= out.logits_indices[index] >= out.logits_indices[index + 1]", "is_wrong |= False", CHECKS),
-        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", STATES),
+        ("a shared state goes unnoticed", "                return Rule.STATE_SHARED, writers[order[place]], -1, group", "                return Rule.HOLDS, writers[order[place]], -1, group", CHECKS),
     ],
     "prep/embeds.py": [
         ("embeddings of a prompt's start in every chunk", "return token_indices, reqs[token_indices], positions[token_indices]", "return token_indices, reqs[token_indices], step.query_pos[token_indices]", EMBEDS),
@@ -755,7 +749,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
-        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", V2_SHARES),
+        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", SHARDS),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [
@@ -879,6 +873,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/order.py": [
         ("V2: a slot's next request has the same block table on the device", ", self.filled = places, req_ids, free", ", _ = places, req_ids, free", V2),
+        ("V2: the fused pass reads the tables of a place's former request", "rows[place] = self._in_tables[place] = row", "rows[place] = row", V2),
         ("V2: a request that comes back is looked for in its old row", "{*self.filled, *map(self.places.__getitem__, arrived)}", "self.filled", V2),
         ("V2: a request that computes its prompt again still counts as a decode", "\n        and not states.some_prefill", "", V2),
         ("V2: a request that comes back keeps the batch in which it was", "\n        and not arrived", "", V2),
@@ -999,6 +994,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("statistics go to the last client", "next(iter(joined.values()))", "next(reversed(joined.values()))", SCHEDULING),
     ],
     "scheduling/requests.py": [
+        ("a decode without news gets a token past its last one", "request.stop_length - 1,", "request.stop_length + 1,", SCHEDULING),
+        ("structured output goes unseen in decodes without news", "    if not request.traits & GRAMMAR:\n", "    if True:\n", SCHEDULING),
         ("requests with log-probabilities are plain", "        or params.num_logprobs is not None\n", "", SCHEDULING),
         ("repetitions are not looked for", "        or params.repetition_detection is not None\n", "", SCHEDULING),
         ("streamed input is plain", "        or request.resumable\n        or request.spec", "        or request.spec", SCHEDULING),
@@ -1013,7 +1010,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("decodes past the token budget", "            if new > budget:\n", "            if False:\n", SCHEDULING),
         ("no blocks for the tokens that drafters look ahead", "computed + new + lookahead > request.blocks_until", "computed + new > request.blocks_until", SCHEDULING),
         ("a full block is cached a step late", "computed + 1 - placeholders >= request.cached_until", "computed - placeholders >= request.cached_until", SCHEDULING),
-        ("blocks stay when they leave the window", "                or computed - in_flight >= request.window_until\n", "", SCHEDULING),
+        ("blocks stay when they leave the window", "                    or computed - in_flight >= request.window_until\n", "", SCHEDULING),
         ("a step does not tell of its grammars", "                taken.grammar = True\n", "                taken.grammar = False\n", SCHEDULING),
         ("a step does not wait for the tokens of its grammars", "taken.grammar_pending |= asynchronous and placeholders > 0", "taken.grammar_pending |= False", SCHEDULING),
         ("outputs under way are not counted", "add_output(len(request._output_token_ids) + placeholders)", "add_output(len(request._output_token_ids))", SCHEDULING),
@@ -1121,7 +1118,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "worker.py": [
         ("models without a cache are first traced over a step", "        if not self.model_runner.kv_caches:", "        if False:", POOLING),
-        ("a rank without memory to wake up leaves the other one awake", "                sleeping.release(mapped)\n", "                sleeping.release(())\n", SLEEP_ON_RANKS),
+        ("a rank without memory to wake up leaves the other one awake", "                sleeping.release(mapped)\n", "                sleeping.release(())\n", ("tests/device/test_sleep.py",)),
         ("a sleep that failed also wakes what slept before it", "                memory.restore(slept)\n", "                memory.resume()\n", ("tests/device/test_sleep.py",)),
         ("tokens wait while free memory is returned", "if nobody_runs and self._tokens_since_return", "if self._tokens_since_return", ("tests/device/test_cpu_memory.py",)),
         ("the allocator keeps what long prompts left", "            self.prep_device.return_free_memory()\n", "            self.prep_device.memory_in_use()\n", ("tests/device/test_cpu_memory.py",)),

@@ -3,8 +3,6 @@
 import ast
 
 from tests.mutants import __main__ as command
-from tests.mutants import suites
-from tests.mutants.bench import ROOT
 from tests.mutants.sites import PACKAGE, draw, every_site, sites_of
 
 SOURCE = b'''"""Numbers in texts, annotations and errors stay: 7."""
@@ -59,12 +57,3 @@ def test_keys_are_distinct_and_equivalent_ones_are_there():
     keys = [site.key for site in every_site()]
     assert len(set(keys)) == len(keys) > 4000
     assert set(command.equivalent()) - set(keys) == set()
-
-
-def test_the_quick_tests_that_import_a_module_come_first():
-    tests = suites.suite_for("prep/state.py")
-    assert tests.index("tests/prep/test_state.py") < tests.index("tests/prep")
-    assert list(tests) == sorted(tests, key=suites.slowness)
-    assert {"tests/prep", "tests/differential"} <= set(tests)
-    named = {f"tests/{name}" for names in suites.TESTS.values() for name in names.split()}
-    assert [each for each in named if not (ROOT / each).exists()] == []

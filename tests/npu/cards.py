@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.emulator import ROOT
-
+ROOT = Path(__file__).parents[2]
 ON_A_CARD = "NPU_EMULATOR_DEVICES" in os.environ or os.environ.get("NPU_PREP_DEVICE") == "npu"
 """Whether this process is on one already: then its own pytest runs these tests."""
 FOLDERS = {"on_device": "", "on_8_5": "8.5", "on_docs": "docs"}

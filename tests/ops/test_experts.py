@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 
+from vllm_npu_prep.device.communicator import NPUCommunicator
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.moe_method import TorchMoEMethod, apply_experts
 from vllm_npu_prep.ops.moe_topk import register_operators
@@ -107,6 +109,29 @@ def test_padding_is_routed_to_no_expert(name, seed):
     assert (ids[2:] == -1).all()
     assert weights[:2].sum(1).tolist() == pytest.approx([1, 1])
     assert not weights[2:].any()
+
+
+def test_padding_of_other_ranks_is_gathered_once():
+    """In the first expert layer of a forward pass: those of all ranks, in their order."""
+    asked = []
+
+    def gather(mine, dim, sizes):
+        asked.append((mine.tolist(), dim, sizes))
+        return torch.cat([mine, torch.tensor([1, 0], dtype=mine.dtype)])
+
+    group = SimpleNamespace(all_gatherv=gather)
+    communicator = object.__new__(NPUCommunicator)
+    communicator.all2all_manager = SimpleNamespace(
+        _get_comm_group=lambda is_sequence_parallel: group,
+        _get_sizes=lambda num_tokens, group: [num_tokens, 2],
+    )
+    mine = torch.tensor([False, False, True])
+    context = SimpleNamespace(is_padding=mine, additional_kwargs={})
+    with override_forward_context(context):
+        for _ in range(2):
+            communicator._gather_padding(3, is_sequence_parallel=False)
+    assert asked == [([0, 0, 1], 0, [3, 2])]
+    assert context.is_padding.tolist() == [False, False, True, True, False]
 
 
 def scalar_experts(x, w13, w2, topk_weights, topk_ids, activation, on_input):

@@ -1,4 +1,7 @@
-"""States of linear attention: the oracle's, upstream's, and what the check says of wrong ones."""
+"""States of linear attention are those of the oracle and of upstream.
+
+What the check says of wrong ones: `tests/inspect/test_cheap_check.py`.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -21,10 +24,9 @@ from tests.helpers.batches import (
     state_step,
 )
 from tests.prep.test_latent_split import sorted_batch
-from vllm_npu_prep.observe.check import explain_fault
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
-from vllm_npu_prep.prep.checks import NO_SLOTS, Rule, find_fault
+from vllm_npu_prep.prep.checks import NO_SLOTS, find_fault
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_state_step
 from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
@@ -342,103 +344,17 @@ def test_sizes_that_make_no_sense_are_refused(sizes, message):
         RecurrentGroups((0,), *sizes)
 
 
-# ------------------------------------------------------------------- the check
-
-
-def request(
-    computed: int, scheduled: int, blocks: list[int], *, prompt=4, drafts=0, accepted=1
-) -> OracleRequest:
+def request(computed: int, scheduled: int, blocks: list[int], drafts: int = 0) -> OracleRequest:
     return OracleRequest(
         num_computed_tokens=computed,
         num_scheduled_tokens=scheduled,
-        num_prompt_tokens=prompt,
-        token_ids=list(range(2, 2 + max(computed + scheduled, prompt) - drafts)),
+        num_prompt_tokens=4,
+        token_ids=list(range(2, 2 + max(computed + scheduled, 4) - drafts)),
         block_ids=blocks,
         num_draft_tokens=drafts,
         draft_token_ids=[9] * drafts,
-        num_accepted_tokens=accepted,
+        num_accepted_tokens=1,
     )
-
-
-def plain() -> PreparedStep:
-    """A decode, a chunk of a prompt that crosses a block, and a prompt; padded to five requests."""
-    requests = [
-        request(7, 1, [3, 5]),
-        request(4, 3, [9, 2], prompt=9),
-        request(0, 2, [7], prompt=2),
-    ]
-    step = state_step(RandomBatch(requests, 4, 16, [8], None, True), 1, keeps_states=True)
-    step.batch.tables.num_blocks[:] = 4
-    return step
-
-
-def drafted() -> PreparedStep:
-    """Two decodes of a token and a draft, and a prompt; padded by three tokens."""
-    requests = [
-        request(7, 2, [3, 5], drafts=1, accepted=2),
-        request(6, 2, [9, 2], drafts=1),
-        request(0, 4, [7, 4]),
-    ]
-    step = drafts_step(requests, MAX_MODEL_LEN, 1)
-    step.batch.tables.num_blocks[:] = 4
-    return step
-
-
-LIMITS = {
-    plain: np.array([100, NO_SLOTS, 4 * 40, NO_SLOTS], np.int64),
-    drafted: np.array([100, NO_SLOTS, 1 << 20, NO_SLOTS], np.int64),
-}
-
-
-def test_right_steps_are_accepted():
-    step, with_drafts = plain(), drafted()
-    assert step.initial_state_indices[0].tolist() == [5, 9, 0]
-    assert step.state_indices[0].tolist() == [5, 2, 7]
-    assert with_drafts.initial_state_indices[0].tolist() == [5, 9, 0]
-    assert with_drafts.token_state_indices[0].tolist() == [3, 5, 9, 2, 0, 0, 0, 0]
-    assert find_fault(step, LIMITS[plain]) is find_fault(with_drafts, LIMITS[drafted]) is None
-
-
-WRONG = [  # the step, what is wrong of it; the rule, request, token and group of the fault
-    (plain, "state_indices", (0, 1), 3, (Rule.STATE_BLOCKS, 1, -1, 0)),
-    (plain, "state_indices", (1, 2), 1008, (Rule.STATE_BLOCKS, 2, -1, 2)),
-    (plain, "initial_state_indices", (0, 0), 3, (Rule.STATE_BLOCKS, 0, -1, 0)),
-    (plain, "initial_state_indices", (0, 1), 2, (Rule.STATE_BLOCKS, 1, -1, 0)),
-    (plain, "has_initial_state", (2,), True, (Rule.STATE_BEGINS, 2, -1, -1)),
-    (plain, "has_initial_state", (0,), False, (Rule.STATE_BEGINS, 0, -1, -1)),
-    (plain, "state_indices", (0, 3), 4, (Rule.STATE_PADDING, 3, -1, 0)),
-    (plain, "slot_mapping", (2, 1), 9, (Rule.NO_SLOT, -1, 1, 2)),
-    (drafted, "num_accepted_tokens", (0,), 1, (Rule.STATE_ACCEPTED, 0, -1, -1)),
-    (drafted, "num_accepted_tokens", (2,), 2, (Rule.STATE_ACCEPTED, 2, -1, -1)),
-    (drafted, "num_accepted_tokens", (3,), 2, (Rule.STATE_PADDING, 3, -1, -1)),
-    (drafted, "initial_state_indices", (0, 0), 3, (Rule.STATE_BLOCKS, 0, -1, 0)),
-    (drafted, "token_state_indices", (0, 1), 3, (Rule.STATE_BLOCKS, 0, 1, 0)),
-    (drafted, "token_state_indices", (1, 2), 1002, (Rule.STATE_BLOCKS, 1, 2, 2)),
-    (drafted, "token_state_indices", (0, 4), 7, (Rule.STATE_PADDING, -1, 4, 0)),
-]
-
-
-@pytest.mark.parametrize(("make", "name", "place", "value", "fault"), WRONG)
-def test_a_wrong_value_is_found(make, name, place, value, fault):
-    step, limits = make(), LIMITS[make]
-    getattr(step.arrays, name)[place] = value
-    found = find_fault(step, limits)
-    assert found == fault
-    said = str(explain_fault(step, limits, found, ["a", "b", "c"]))
-    assert said.startswith(f'step check "{fault[0].title}": ') and "\n" not in said
-
-
-@pytest.mark.parametrize("reads", [True, False], ids=["one reads it", "both write it"])
-def test_a_shared_state_is_found(reads):
-    """The tables themselves are wrong: two requests have the same block."""
-    step = plain()
-    table = step.batch.tables.block_table(0)
-    place, name = ((1, 0), "initial_state_indices") if reads else ((1, 1), "state_indices")
-    table[place] = 5  # the state of the first request
-    getattr(step.arrays, name)[0, 1] = 5
-    fault = find_fault(step, LIMITS[plain])
-    assert fault is not None
-    assert (fault.rule, fault.group) == (Rule.STATE_SHARED, 0)
 
 
 def test_a_step_that_can_not_be_is_refused():
@@ -447,8 +363,3 @@ def test_a_step_that_can_not_be_is_refused():
         drafts_step([dataclasses.replace(decode, num_accepted_tokens=3)], MAX_MODEL_LEN, 1)
     with pytest.raises(ValueError, match="drafts of a request after the decodes"):
         drafts_step([request(0, 9, [3, 5]), decode], MAX_MODEL_LEN, 1)
-
-
-def test_every_rule_of_states_is_broken_above():
-    of_states = {rule for rule in Rule if rule is Rule.NO_SLOT or rule.name.startswith("STATE_")}
-    assert of_states == {fault[0] for *_, fault in WRONG} | {Rule.STATE_SHARED}

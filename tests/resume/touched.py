@@ -45,7 +45,7 @@ OTHERS = {
     "scripts/": ("tests/deploy",),
     "Dockerfile": ("tests/deploy",),
     "emulator/ascend_emulator/": ("tests/emulator", "tests/npu", "tests/test_walls"),
-    "vllm_npu_prep/": ("tests/mutants", "tests/test_package_data", "tests/test_walls"),
+    "vllm_npu_prep/": ("tests/deploy/test_wheels", "tests/mutants", "tests/test_walls"),
     "constraints.txt": ("tests/",),
     "pyproject.toml": ("tests/",),
     "setup.py": ("tests/",),

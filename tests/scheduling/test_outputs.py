@@ -12,6 +12,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from tests.scheduling.engines import draw, hasher, make
+from vllm_npu_prep.compat.releases import is_since
 from vllm_npu_prep.scheduling.outputs import Rows, UpstreamRow
 from vllm_npu_prep.scheduling.requests import SPECIAL, note
 from vllm_npu_prep.scheduling.running import DecodeBatch
@@ -99,6 +100,7 @@ def test_a_row_of_a_request_that_does_not_run_is_upstream_s(status):
     assert list(Rows(scheduler, step, sampled).items()) == [("r", 1)]
 
 
+@pytest.mark.skipif(is_since("0.33.0"), reason="parts of vLLM 0.33's sessions follow answers only")
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_session_that_sampled_nothing_keeps_its_whole_prompt(ours):
     """Its next part may come before any answer: nothing is there to be left out."""

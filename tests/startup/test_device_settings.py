@@ -1,11 +1,12 @@
 """What the plugin sets on a host with devices."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_npu_prep import device, platform
+from vllm_npu_prep import aclnn, device, platform
 from vllm_npu_prep.compat import activation
 
 
@@ -52,3 +53,14 @@ def test_pinned_memory_counts_as_it_is_rounded(monkeypatch, settings, nbytes, ta
     monkeypatch.setenv(device.ALLOCATOR_ENV_VAR, settings)
     assert device.host_bytes("npu", nbytes) == taken
     assert device.host_bytes("cpu", nbytes) == nbytes
+
+
+def test_a_function_that_no_library_of_cann_has_is_missing(monkeypatch):
+    """Where CANN is not installed, nobody misses a function of it."""
+    there = SimpleNamespace(aclnnThere=1, aclnnThereGetWorkspaceSize=1, aclnnHalf=1)
+    is_missing = aclnn.is_missing.__wrapped__
+    monkeypatch.setattr(aclnn, "_libraries", lambda: (SimpleNamespace(), there))
+    names = ("aclnnThere", "aclnnHalf", "aclnnNowhere")
+    assert [is_missing(name) for name in names] == [False, True, True]
+    monkeypatch.setattr(aclnn, "_libraries", tuple)
+    assert not any(map(is_missing, names))

@@ -28,7 +28,6 @@ from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR, read_choice
 from vllm_npu_prep.device.probe import NPUProbe
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.server.stat_logger import StepStatLogger
-from vllm_npu_prep.startup.refusals import REFUSALS
 from vllm_npu_prep.startup.subjects import vllm_ascend
 
 
@@ -362,23 +361,3 @@ def test_the_page_about_vllm_ascend_has_all_refused_keys():
     inside = fused | {"enable_static_kernel", "enable_super_kernel", "dyntra_lb_config"}
     variables = {name for name in named if name.startswith(vllm_ascend.VARIABLES)}
     assert named - inside - variables == vllm_ascend.KEYS
-
-
-def test_flags_and_refusals_on_that_page_are_there():
-    """Flags are vLLM's, refusals start-up's; variables that vLLM is said to read are read."""
-    from vllm import envs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
-    flags = page.partition("## Flags")[2].partition("\n## ")[0]
-    known = make_arg_parser(FlexibleArgumentParser())._option_string_actions
-    named = set(re.findall(r"--[a-z][a-z0-9-]+", flags))
-    assert len(named) > 40 and named <= set(known)
-    refused = re.findall(r"refused: `([a-z-]+)`", page)
-    assert len(refused) > 5 and set(refused) <= set(REFUSALS)
-    ours = next(line for line in page.splitlines() if line.startswith("| `VLLM_USE_MODELSCOPE`"))
-    read = set(re.findall(r"`(VLLM_[A-Z0-9_]+)`", ours))
-    assert len(read) > 3 and read <= set(envs.environment_variables)
-    gone = next(line for line in page.splitlines() if "has them no longer" in line)
-    assert not set(re.findall(r"`(VLLM_[A-Z0-9_]+)`", gone)) & set(envs.environment_variables)

@@ -66,13 +66,17 @@ def test_random_traffic_finds_every_sample(seed):
     assert min(traffic.count[what] for what in ("finished", "chunk", "left out")) > 20
 
 
+def batch_order(decode_threshold: int = 0) -> BatchOrder:
+    return BatchOrder(np.zeros(6, np.int32), decode_threshold)
+
+
 def placed(order: BatchOrder, **scheduled: int) -> str:
     """Names of a step's requests in the order of the batch."""
     return "".join(order.of_step(scheduled))
 
 
 def test_requests_that_stay_keep_their_places():
-    order = BatchOrder()
+    order = batch_order()
     assert placed(order, a=9, b=1, c=1, d=1) == "abcd"
     assert placed(order, a=1, c=1, d=1) == "adc", "the last fills the hole"
     assert placed(order, a=1, c=1, d=7, e=1, f=1) == "adcef"
@@ -80,7 +84,7 @@ def test_requests_that_stay_keep_their_places():
 
 
 def test_decodes_come_first_and_keep_their_places():
-    order = BatchOrder(decode_threshold=2)
+    order = batch_order(decode_threshold=2)
     assert placed(order, a=7, b=1, c=3, d=2) == "bdac"
     assert placed(order, a=7, b=1, c=3, d=1) == "bdac"
     assert placed(order, a=1, b=1, c=3, d=2) == "bdac", "who is a decode now stays in its place"
@@ -101,7 +105,9 @@ def decodes(*req_ids: str, arrived: str = "") -> SchedulerOutput:
 
 
 def test_a_row_is_sent_whole_to_another_request_only():
-    states, tables, order = NPURequestState(3, 16, 8, 0, 100, CPU), block_tables(), BatchOrder()
+    states, tables = NPURequestState(3, 16, 8, 0, 100, CPU), block_tables()
+    in_tables = np.zeros(3, np.int32)
+    order = BatchOrder(in_tables)
 
     def step(*req_ids: str, arrived: str = "") -> list[int]:
         """The request rows of the batch; all of their blocks reach the device."""
@@ -110,7 +116,9 @@ def test_a_row_is_sent_whole_to_another_request_only():
             states.add_request(name, 3, [5, 6, 7], 3, 4)
         tables.num_synced_blocks[:] = 1
         output = decodes(*req_ids, arrived=arrived)
-        return batch_of_step(order, states, tables, output).idx_mapping_np.tolist()
+        rows = batch_of_step(order, states, tables, output).idx_mapping_np.tolist()
+        assert in_tables[: len(rows)].tolist() == rows
+        return rows
 
     assert step("a", "b", arrived="ab") == [2, 1]
     assert tables.num_synced_blocks.tolist() == [[0, 0, 1]] * 2
@@ -161,7 +169,7 @@ def test_blocks_of_a_step_are_appended_together(given, monkeypatch):
 
 
 def test_a_batch_is_made_again_when_it_may_differ():
-    states, tables, order = NPURequestState(3, 16, 8, 2, 100, CPU), block_tables(), BatchOrder()
+    states, tables, order = NPURequestState(3, 16, 8, 2, 100, CPU), block_tables(), batch_order()
     for name in "abc":
         states.add_request(name, 3, [5, 6, 7], 3, 4)
     made = partial(batch_of_step, order, states, tables)

@@ -1,7 +1,8 @@
 """The supported releases of vLLM, and what they do differently where our own code has to know.
 
 Differences that a subclass or a keyword argument doesn't bridge by itself are here, so that no
-other module asks for a version. ``tests/compat`` lists each changed name with what answers it.
+other module asks for a version. ``tests/compat`` lists functions that changed, with what answers
+each.
 """
 
 import functools

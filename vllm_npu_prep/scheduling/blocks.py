@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
 )
 
-from vllm_npu_prep.scheduling.requests import NEVER, BatchedRequest
+from vllm_npu_prep.scheduling.requests import NEVER, BatchedRequest, note_quiet
 
 
 class BlockNeeds:
@@ -73,6 +73,7 @@ class BlockNeeds:
                 blocks = manager.num_cached_block.get(request.request_id, 0)
                 cached = min(cached, (blocks + 1) * manager.block_size)
         request.cached_until = cached
+        note_quiet(request)
 
 
 def _never(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:

@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED, BatchedRequest
+from vllm_npu_prep.scheduling.requests import MEDIA, SPECIAL, TRACED
 
 RUNNING = RequestStatus.RUNNING
 
@@ -70,16 +70,17 @@ class Rows:
         drafts_of = self.step.scheduled_spec_decode_tokens
         invalid_drafts = self.step.num_invalid_spec_tokens or {}
         client: int | None = None
+        placeholders = 0
         outputs: list[EngineCoreOutput] = []
-        for request_id, num_scheduled in self.step.num_scheduled_tokens.items():
-            request: BatchedRequest | None = find(request_id)
+        scheduled: Any = self.step.num_scheduled_tokens
+        for (request_id, num_scheduled), request in zip(scheduled.items(), map(find, scheduled)):
             if (
                 request is None
                 or request.status is not RUNNING
                 or request.num_stale_output_tokens
                 or request.prefill_stats is not None
                 or request.events
-                or request.traits & SPECIAL
+                or (traits := request.traits) & SPECIAL
             ):
                 yield self._hand(request_id, num_scheduled, request)
                 continue
@@ -111,7 +112,6 @@ class Rows:
                 if invalid_drafts:  # Scheduler.make_spec_decoding_stats
                     num_drafts -= invalid_drafts.get(request_id, 0)
                 self.drafts[num_drafts, num_accepted] += 1
-            traits = request.traits
             if traits & MEDIA:
                 scheduler._free_encoder_inputs(request)
             all_ids += new_ids  # Request.append_output_token_ids
@@ -119,14 +119,12 @@ class Rows:
             if length % hash_block_size < num_new:
                 request.update_block_hashes()
             if asynchronous:  # _update_request_with_output, of AsyncScheduler in vLLM 0.32
-                request.num_output_placeholders -= num_new
-                assert request.num_output_placeholders >= 0
+                placeholders = request.num_output_placeholders - num_new
+                assert placeholders >= 0
+                request.num_output_placeholders = placeholders
             if caches:  # there, and in Scheduler.update_from_output from vLLM 0.33 on
-                cacheable = request.num_computed_tokens - (
-                    request.num_in_flight_tokens
-                    if caches_verified
-                    else request.num_output_placeholders
-                )
+                under_way = request.num_in_flight_tokens if caches_verified else placeholders
+                cacheable = request.num_computed_tokens - under_way
                 if cacheable >= request.cached_until:
                     cache_blocks(request, cacheable)
                     note_cached(request)

@@ -37,6 +37,9 @@ class BatchedRequest(Request):
     blocks_until: int
     cached_until: int
     window_until: int
+    # The number of tokens, those of a step included, below which none of these numbers is reached;
+    # 0 if that isn't known, or if the request has structured output
+    quiet_until: int
 
 
 def note(request: Request, max_model_len: int) -> BatchedRequest:
@@ -79,4 +82,15 @@ def note(request: Request, max_model_len: int) -> BatchedRequest:
 
 def forget_blocks(request: BatchedRequest) -> None:
     """Have the next step ask for blocks, whatever was known of them."""
-    request.blocks_until = request.cached_until = request.window_until = 0
+    request.blocks_until = request.cached_until = request.window_until = request.quiet_until = 0
+
+
+def note_quiet(request: BatchedRequest) -> None:
+    """Note until when a step has nothing to do for a decode but to count its tokens."""
+    if not request.traits & GRAMMAR:
+        request.quiet_until = min(
+            request.stop_length - 1,  # from there on a step may have nothing to compute
+            request.blocks_until,
+            request.cached_until,
+            request.window_until,
+        )

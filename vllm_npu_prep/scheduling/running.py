@@ -83,7 +83,7 @@ class Decodes:
         allocate = scheduler.kv_cache_manager.allocate_slots
         lookahead = scheduler.num_lookahead_tokens
         longest = scheduler.max_model_len - scheduler.num_sampled_tokens_per_step
-        asynchronous = self.asynchronous
+        asynchronous, speculates = self.asynchronous, scheduler.num_spec_tokens > 0
         step = scheduler.current_step + 1
         eligible = step + cast("AsyncScheduler", scheduler).decode_stagger if self._staggers else 0
         next_drafts = [-1] * scheduler.num_spec_tokens if asynchronous else []
@@ -92,47 +92,45 @@ class Decodes:
         add_request, add_id = taken.requests.append, taken.req_ids.append
         add_new, add_computed = taken.num_new_tokens.append, taken.num_computed_tokens.append
         add_output = taken.num_output_tokens.append
+        num_waiting = 0
         for request in cast("list[BatchedRequest]", running[:end]):
             computed = request.num_computed_tokens
             placeholders = request.num_output_placeholders
             known = len(request._all_token_ids)
             if known + placeholders - computed != 1 or request.is_prefill_chunk:
                 break
-            if (  # Scheduler.schedule: enough tokens are on their way
-                placeholders and computed + 2 - placeholders >= request.last_length
-            ):
-                taken.num_requests += 1
-                continue
             if eligible and step < request.next_decode_eligible_step:
-                taken.num_requests += 1
+                num_waiting += 1
                 continue
-            drafts = request.spec_token_ids
-            new = 1 + len(drafts)
-            if new > longest - computed:  # Scheduler.schedule: not past max_model_len
-                new = longest - computed
-                if new <= 0:
-                    taken.num_requests += 1
+            drafts = request.spec_token_ids if speculates else None
+            new = 1 + len(drafts) if drafts else 1
+            is_quiet = computed + new + lookahead < request.quiet_until
+            if not is_quiet:
+                # Scheduler.schedule: enough tokens are on their way, or not past max_model_len
+                enough = placeholders and computed + 2 - placeholders >= request.last_length
+                new = min(new, longest - computed)
+                if enough or new <= 0:
+                    num_waiting += 1
                     continue
             if new > budget:
                 break
-            traits = request.traits
             in_flight = request.num_in_flight_tokens
-            if (
-                computed + new + lookahead > request.blocks_until
-                or computed + 1 - placeholders >= request.cached_until
-                or computed - in_flight >= request.window_until
-            ):
-                blocks = allocate(request, new, num_lookahead_tokens=lookahead)
-                if blocks is None:
-                    break
-                needs.note(request)
-                ids = blocks.get_block_ids(allow_none=True)
-                if ids is not None:
-                    taken.new_block_ids[len(taken.req_ids)] = ids
-            if traits & GRAMMAR:  # _update_after_schedule of Scheduler and of AsyncScheduler
-                taken.grammar = True
-                taken.grammar_pending |= asynchronous and placeholders > 0
-            taken.num_requests += 1
+            if not is_quiet:
+                if (
+                    computed + new + lookahead > request.blocks_until
+                    or computed + 1 - placeholders >= request.cached_until
+                    or computed - in_flight >= request.window_until
+                ):
+                    blocks = allocate(request, new, num_lookahead_tokens=lookahead)
+                    if blocks is None:
+                        break
+                    needs.note(request)
+                    ids = blocks.get_block_ids(allow_none=True)
+                    if ids is not None:
+                        taken.new_block_ids[len(taken.req_ids)] = ids
+                if request.traits & GRAMMAR:  # _update_after_schedule of both of vLLM's schedulers
+                    taken.grammar = True
+                    taken.grammar_pending |= asynchronous and placeholders > 0
             request_id = request.request_id
             add_request(request)
             add_id(request_id)
@@ -150,9 +148,11 @@ class Decodes:
             request.num_in_flight_tokens = in_flight + new
             if asynchronous:  # AsyncScheduler._update_after_schedule
                 request.num_output_placeholders = placeholders + new
-                request.spec_token_ids = next_drafts
+                if speculates:
+                    request.spec_token_ids = next_drafts
                 if eligible:
                     request.next_decode_eligible_step = eligible
+        taken.num_requests = len(taken.req_ids) + num_waiting
         taken.num_tokens = scheduler.max_num_scheduled_tokens - budget
         self._note_new(taken)
         return taken

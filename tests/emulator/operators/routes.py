@@ -8,31 +8,15 @@ from ascend_emulator import profiles
 from ascend_emulator.operators.constraint import KernelRefusalError
 from ascend_emulator.operators.fused_arguments import V2_NAMES, bind
 from ascend_emulator.operators.fused_checks import check
-from ascend_emulator.operators.fused_route import route, unwritten_requests
+from ascend_emulator.operators.fused_route import route
 
 
 class Verdict(NamedTuple):
-    """What becomes of a call.
-
-    Attributes
-    ----------
-    kernel
-        ``FAI``, ``V3``, ``PFA`` or ``IFA``.
-    accepted
-        Whether it meets every demand.
-    constraint
-        Family and name of the record that is broken.
-    reason
-        The refusal, empty if accepted.
-    undefined
-        Requests whose rows the kernel leaves unwritten.
-    """
+    """What becomes of a call; `constraint` is the family and name of the demand that it breaks."""
 
     kernel: str
     accepted: bool
     constraint: tuple[str, str] | None = None
-    reason: str = ""
-    undefined: tuple[int, ...] = ()
 
 
 class _Form(NamedTuple):
@@ -66,27 +50,14 @@ def explain(
     kv_lens: list[int] | None = None,
     num_blocks: int | None = None,
     inner_precise: int = 0,
-    softmax_lse: bool = False,
     version: int = 1,
     cache_rank: int = 3,
 ) -> Verdict:
     """Say which kernel a call reaches in a profile, and whether it takes it.
 
-    The call goes through the checks of the references, with tensors that have no memory.
-
-    Parameters
-    ----------
-    form
-        One of `FORMS`.
-    block_size
-        Block size of the cache, for the paged forms.
-    query_lens, kv_lens
-        Lengths of each request, not cumulative; those of `FORMS` by default.
-    num_blocks
-        Blocks of the cache; one more than all requests have together by default. Requests share
-        blocks when there are fewer.
-    version, cache_rank
-        1 or 2 for v1 or v2; a cache of rank 3 or 4.
+    The call goes through the checks of the references, with tensors that have no memory. Lengths
+    are those of each request, by default of `FORMS`. Requests share blocks if the cache has fewer
+    than all of them together.
     """
     paged, sparse_mode, *lengths = FORMS[form]
     query_lens = list(query_lens or lengths[0])
@@ -118,7 +89,6 @@ def explain(
         "sparse_mode": sparse_mode,
         "actual_seq_lengths": _cumulative(query_lens),
         "inner_precise": inner_precise,
-        "softmax_lse_flag": softmax_lse,
         **keys,
     }
     if sparse_mode:
@@ -135,8 +105,8 @@ def explain(
         try:
             check(fused)
         except KernelRefusalError as refusal:
-            return Verdict(kernel, False, refusal.constraint.key, str(refusal))
-        return Verdict(kernel, True, undefined=tuple(unwritten_requests(fused, kernel)))
+            return Verdict(kernel, False, refusal.constraint.key)
+        return Verdict(kernel, True)
 
 
 def _cumulative(lengths: list[int]) -> list[int]:

@@ -16,7 +16,7 @@ GRAPH_INPUTS = ("input_ids", "positions", "mrope_positions")
 class UpstreamBuffers:
     """Lets upstream's later code read a step's arrays by its own names.
 
-    Each name is a parameter, so that the list of what is used of vLLM has it (``make seams``).
+    Each name is a parameter, so that the arguments say what of upstream's runner is replaced.
 
     Parameters
     ----------

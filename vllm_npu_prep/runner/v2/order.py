@@ -21,6 +21,9 @@ class BatchOrder:
 
     Parameters
     ----------
+    in_tables
+        int32 ``[max_num_reqs]``: ``BatchTables.request_rows``, which gets what changes in
+        `request_rows`. That is little in most steps.
     decode_threshold
         The largest number of tokens of a decode, where decodes come first
         (`prep.latent_split.LatentSplit`); 0 if the order is free.
@@ -40,8 +43,8 @@ class BatchOrder:
         else None.
     """
 
-    def __init__(self, decode_threshold: int = 0) -> None:
-        self._decode_threshold = decode_threshold
+    def __init__(self, in_tables: np.ndarray, decode_threshold: int = 0) -> None:
+        self._in_tables, self._decode_threshold = in_tables, decode_threshold
         self._scheduled: list[str] = []  # in the scheduler's order
         self._num_decodes = 0  # decodes that come first
         self._req_ids: list[str] = []  # in the order of the batch
@@ -92,7 +95,8 @@ class BatchOrder:
             rows = self.request_rows = np.empty(num_reqs, np.intp)
             rows[: len(before)] = before[:num_reqs]
             for place in changed:  # few, as a rule: numpy's way takes longer
-                rows[place] = states.req_id_to_index[self._req_ids[place]]
+                row = states.req_id_to_index[self._req_ids[place]]
+                rows[place] = self._in_tables[place] = row
         return changed
 
     def _placed(self, names: list[str], num_decodes: int) -> list[str]:

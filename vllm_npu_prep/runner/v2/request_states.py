@@ -316,6 +316,7 @@ class Samples:
         self._settled: np.ndarray | None = None
         # [num_rows], or as `AwaitedSamples.by_row` with drafts
         self._by_row = torch.empty(0, dtype=torch.int32)
+        self._num_rows = 0  # to ask the tensor takes longer than to find a batch's samples
 
     def forget(self, request_row: int) -> None:
         self.rows[request_row] = NO_PREVIOUS_ROW
@@ -333,7 +334,7 @@ class Samples:
         rows = self.rows[request_rows]
         if is_awaited is not None:
             rows[~is_awaited] = NO_PREVIOUS_ROW
-        num_rows = self._by_row.shape[0]  # `len` of a tensor asks for tracing first
+        num_rows = self._num_rows
         if not num_rows or (is_awaited is not None and not is_awaited.any()):
             return AwaitedSamples(None, 0, rows)
         token_ids = self._by_row.view(-1) if self.num_drafts else self._by_row
@@ -356,6 +357,7 @@ class Samples:
             if self.num_older:
                 sampled_token_ids = self._after_older(sampled_token_ids, request_rows, discard)
         self._by_row = sampled_token_ids
+        self._num_rows = self.num_older + request_rows.shape[0]
 
     def _after_older(
         self, sampled_token_ids: torch.Tensor, request_rows: np.ndarray, discard: np.ndarray

@@ -228,7 +228,6 @@ class NPUModelRunnerV2(RunnerSetupV2):
         """Return the step as the pure core reads it, whose tables are now in the batch's order."""
         preparer, states, check = self.preparer, self.req_states, self.step_check
         request_rows, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
-        preparer.tables.request_rows[: len(request_rows)] = request_rows
         if self.model_state.rope_state is not None:
             self.model_state.rope_state.follow(request_rows)
         states.begin_step(request_rows, now.num_scheduled_tokens, num_drafts)

@@ -174,9 +174,9 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
             num_tokens=states.num_tokens,
             token_ids=states.token_ids,
         )
-        shape = self.preparer.tables.shape
-        halves = shape.latent or shape.states  # with either, decodes come first
-        self.order = BatchOrder(halves.decode_threshold if halves else 0)
+        tables = self.preparer.tables
+        halves = tables.shape.latent or tables.shape.states  # with either, decodes come first
+        self.order = BatchOrder(tables.request_rows, halves.decode_threshold if halves else 0)
         if isinstance(self.speculator, NPUSpeculator):
             self.speculator.follow(self.preparer.builders, blocks)
         assert isinstance(self.kv_cache_dtype, torch.dtype)
