@@ -4,10 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.watch.adapter import Wraps
-from vllm_npu_prep.watch.runner_step import RunnerStep
+from vllm_npu_prep.watch.runner_step import RunnerStep, check_lists
 from vllm_npu_prep.watch.v2 import AscendV2Adapter, V2Adapter
 
 BATCH = SimpleNamespace(
@@ -94,6 +96,12 @@ def test_lists_that_attention_gets_from_the_host_are_read():
         "query_start_loc": [0, 2, 3],
         "seq_lens": [7, 2],
     }
+
+
+def test_a_list_that_differs_from_the_device_is_named():
+    [step] = steps_of(AscendV2Adapter, stand_in(), 1)
+    with pytest.raises(StepCheckError, match="request early: given 2, allowed 3"):
+        check_lists(step, step)  # of both, only these arrays are read
 
 
 def test_a_dummy_run_is_not_read_and_all_is_undone():
