@@ -42,7 +42,7 @@ class RunnerStep:
     block_tables: list[np.ndarray]  # of each group, [R, columns that are used]
     sampled: dict[str, list[int]]  # by the last step for each request in it, drafts included
     # Lists that attention gets from the host, by the array whose beginning they repeat
-    of_layers: dict[str, np.ndarray] = field(default_factory=dict)
+    of_layers: dict[str, np.ndarray] = field(default_factory=dict, init=False)
 
 
 @dataclass
