@@ -19,6 +19,7 @@ import difflib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs rows of verify-device.")
     parser.add_argument("--only", action="append", help="rows, or beginnings of their names")
     parser.add_argument("--rows", nargs="*", help="exactly these rows, in this order")
+    parser.add_argument("--calls", type=Path, help="the rows are these calls")
     parser.add_argument("--no-engine", action="store_true", help="leave engines out")
     parser.add_argument("--folder", type=Path, required=True, help="folder of all processes")
     parser.add_argument("--rank", type=int, default=0, help="this process among its team")
@@ -58,13 +60,13 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
         return
     from vllm_npu_prep.device import make_device, visible_devices
     from vllm_npu_prep.verify.row import RowContext
-    from vllm_npu_prep.verify.rows import ROWS
 
-    by_name = {row.name: row for row in ROWS}
+    rows = _rows(args.calls)
+    by_name = {row.name: row for row in rows}
     if args.rows is not None:
         chosen = [by_name[name] for name in args.rows]
     else:
-        chosen = [row for row in ROWS if not (args.no_engine and row.group == "engine")]
+        chosen = [row for row in rows if not (args.no_engine and row.group == "engine")]
         for wanted in args.only or ():
             if not any(name.startswith(wanted) for name in by_name):
                 near = difflib.get_close_matches(wanted, [*by_name, *_groups(by_name)], 1, 0.3)
@@ -99,11 +101,22 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
     os._exit(0)
 
 
+def _rows(calls: Path | None) -> Sequence[Any]:
+    if calls is None:
+        from vllm_npu_prep.verify.rows import ROWS
+
+        return ROWS
+    from vllm_npu_prep.verify.call_rows import rows_of
+    from vllm_npu_prep.verify.calls import read_list
+
+    return rows_of(read_list(calls)[1])
+
+
 def _groups(names: Any) -> list[str]:
     return list(dict.fromkeys(name.partition("-")[0] for name in names))
 
 
-def run_row(row: Any, context: Any) -> tuple[dict[str, str], bool]:
+def run_row(row: Any, context: Any) -> tuple[dict[str, Any], bool]:
     """Run a row, and return its outcome and whether the device still works after it."""
     try:
         outcome = row.run(context)
@@ -128,9 +141,11 @@ def _failed(row: Any, error: Exception) -> Outcome:
     return Outcome("", NO_ERROR, got, Verdict.FAILED)
 
 
-def _short(outcome: dict[str, str]) -> dict[str, str]:
+def _short(outcome: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: text if len(text) <= OUTCOME_CHARACTERS else text[:OUTCOME_CHARACTERS] + " ..."
+        name: f"{text[:OUTCOME_CHARACTERS]} ..."
+        if isinstance(text, str) and len(text) > OUTCOME_CHARACTERS
+        else text
         for name, text in outcome.items()
     }
 

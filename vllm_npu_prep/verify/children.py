@@ -21,6 +21,9 @@ from vllm_npu_prep.verify.outcome import Result, RunResults, Verdict
 CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
 """How a process for rows is started. With -P, files in the current folder are not modules."""
 
+RECORDER = ("-m", "vllm_npu_prep.verify.record")
+"""The module that records an engine's calls, in a process of its own."""
+
 START_SECONDS = 300.0
 """Time limit for imports and for the device, before the first row."""
 
@@ -29,6 +32,32 @@ END_SECONDS = 10.0
 
 LAST_LINES = 4
 """How many lines of standard error a dead row is reported with."""
+
+
+def record_calls(settings: dict[str, Any], target: Path, folder: Path) -> None:
+    """Record the calls of an engine into a file, in a process of its own.
+
+    Raises
+    ------
+    PrepError
+        If the engine can't be started here, with the last lines of what it said.
+    """
+    with tempfile.TemporaryFile(dir=folder) as output:
+        code = subprocess.run(
+            [sys.executable, "-P", *RECORDER, json.dumps(settings), str(target)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**os.environ, "NPU_PREP_DEVICE": "npu"},
+            check=False,
+        ).returncode
+        if code or not target.is_file():
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()
+            ours = [line for line in lines if "vllm_npu_prep: error:" in line]
+            last = (ours or [line for line in lines if line.strip()] or ["no output"])[-1]
+            raise PrepError(f"verify-device: the engine to record ended with code {code}: {last}")
 
 
 class Child:

@@ -14,6 +14,9 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.wording import seconds
 
+ENGINE_OPTIONS = ("max_model_len", "max_num_seqs", "quantization", "speculative_config")
+"""Options of the engine whose calls are recorded, as ``vllm.LLM`` names them."""
+
 WIDTH = 180
 """Characters of a line of the table in a file or a pipe."""
 
@@ -43,12 +46,31 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="also write a page to send back"
     )
+    model = parser.add_argument_group(
+        "the calls of one engine, in place of the rows that every engine needs"
+    )
+    model.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="record the calls of an engine with this model, of which config.json is enough, and "
+        "try each; no float is computed while they are recorded",
+    )
+    model.add_argument(
+        "--record", type=Path, metavar="FILE", help="write the list of calls, and try none of them"
+    )
+    model.add_argument(
+        "--calls", type=Path, metavar="FILE", help="try the calls of this list, of another machine"
+    )
+    model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="as of vllm serve")
+    model.add_argument("--max-num-seqs", type=int, metavar="N", help="as of vllm serve")
+    model.add_argument("--quantization", metavar="METHOD", help="as of vllm serve")
+    model.add_argument("--speculative-config", type=json.loads, metavar="JSON", help="likewise")
     parser.set_defaults(run=verify_device)
 
 
 def verify_device(args: argparse.Namespace) -> int:
     from vllm_npu_prep.files import write_whole
-    from vllm_npu_prep.verify.children import Runner
+    from vllm_npu_prep.verify.children import CHILD, Runner, record_calls
     from vllm_npu_prep.verify.outcome import Result
     from vllm_npu_prep.verify.report import (
         report_json,
@@ -57,6 +79,7 @@ def verify_device(args: argparse.Namespace) -> int:
         versions_of,
     )
 
+    _check_model_options(args)
     if args.markdown and not args.markdown.absolute().parent.is_dir():  # rows take minutes
         raise PrepError(f"--markdown {args.markdown}: there is no folder {args.markdown.parent}")
     done: list[Result] = []
@@ -72,12 +95,19 @@ def verify_device(args: argparse.Namespace) -> int:
     selection = ["--no-engine"] * args.no_engine
     for name in args.only or ():
         selection += ["--only", name]
-    with (
-        tempfile.TemporaryDirectory(prefix="verify-device-") as folder,
-        log_while_waiting("running rows on this device", log, status),
-    ):
-        runner = Runner(Path(folder), log=done.append, row_seconds=args.row_seconds)
-        found = runner.run(selection)
+    with tempfile.TemporaryDirectory(prefix="verify-device-") as folder:
+        calls = args.calls
+        if args.model:
+            calls = args.record or Path(folder, "calls.jsonl")
+            with log_while_waiting("recording the calls of an engine", log):
+                record_calls(_settings(args), calls.absolute(), Path(folder))
+        if args.record:
+            log(f"{args.record} has the list; --calls {args.record} tries it on a device")
+            return 0
+        command = (*CHILD, "--calls", str(calls.absolute())) if calls else CHILD
+        with log_while_waiting("running rows on this device", log, status):
+            runner = Runner(Path(folder), command, done.append, args.row_seconds)
+            found = runner.run(selection)
     versions = versions_of(found)
     if args.json:
         print(json.dumps(report_json(found, versions)))
@@ -91,3 +121,33 @@ def verify_device(args: argparse.Namespace) -> int:
     if args.markdown:  # last: what can't be written here was printed
         write_whole(args.markdown, report_markdown(found, versions).encode())
     return int(any(result.verdict.is_bad for result in found.results))
+
+
+def _check_model_options(args: argparse.Namespace) -> None:
+    """Refuse options of an engine that come without one, and lists that can't be written or read.
+
+    Raises
+    ------
+    PrepError
+        It says what was given, and what goes with it.
+    """
+    if args.model and args.calls:
+        raise PrepError("--model and --calls are two lists of calls: give one of them")
+    if args.record and not args.model:
+        raise PrepError("--record needs --model, whose calls it writes")
+    given = [name for name in ENGINE_OPTIONS if getattr(args, name) is not None]
+    if given and not args.model:
+        option = f"--{given[0].replace('_', '-')}"
+        raise PrepError(f"{option} is about the engine of --model, which is not given")
+    if args.model and not Path(args.model, "config.json").is_file():
+        raise PrepError(f"--model {args.model}: there is no config.json in this folder")
+    for path in filter(None, [args.record]):
+        if not path.absolute().parent.is_dir():
+            raise PrepError(f"--record {path}: there is no folder {path.parent}")
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of ``vllm.LLM`` for the engine whose calls are recorded."""
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {"model": str(Path(args.model).absolute()), **given}

@@ -101,6 +101,23 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return a / (1 + (-a).exp()) * b
 
 
+def rotated(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate each pair of a head ``[T, heads, head_size]`` by its angle, float64.
+
+    `rows` are cosines and sines ``[T, rotary_dim]``.
+    """
+    half = rows.shape[1] // 2
+    cos, sin = rows[:, None, :half].double(), rows[:, None, half:].double()
+    out = x.double().clone()
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    one, other = x[..., first].double(), x[..., second].double()
+    out[..., first], out[..., second] = one * cos - other * sin, other * cos + one * sin
+    return out
+
+
 def sums(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
     """Weight and add each token's rows: float64 ``[T, hidden]``.
 

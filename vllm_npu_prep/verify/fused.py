@@ -135,20 +135,6 @@ def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
 
 
-def _turned(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate each pair of a head by its angle; `rows` are cosines and sines ``[T, rotary_dim]``."""
-    half = rows.shape[1] // 2
-    cos, sin = rows[:, None, :half].double(), rows[:, None, half:].double()
-    out = x.double().clone()
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    one, other = x[..., first].double(), x[..., second].double()
-    out[..., first], out[..., second] = one * cos - other * sin, other * cos + one * sin
-    return out
-
-
 def _rotary(dtype: torch.dtype) -> Probe:
     """Probe slices of a projection with half of each head rotated, pairs in both forms."""
     projected = uniform(5, 512, dtype=dtype)
@@ -173,7 +159,7 @@ def _rotary(dtype: torch.dtype) -> Probe:
     def expected() -> Results:
         heads = projected.view(5, 8, 64)
         return tuple(
-            _turned(heads[:, part], table[positions], interleaved).flatten(1)
+            formulas.rotated(heads[:, part], table[positions], interleaved).flatten(1)
             for interleaved in (False, True)
             for part in (slice(0, 4), slice(4, 6))
         )
@@ -196,7 +182,7 @@ def _mrope(dtype: torch.dtype) -> Probe:
         section = torch.repeat_interleave(torch.arange(3), torch.tensor(sections)).repeat(2)
         rows = table[positions[section].T, torch.arange(128)]
         heads = query.view(3, 2, 128), key[:, None]
-        return tuple(_turned(each, rows, False).flatten(1) for each in heads)
+        return tuple(formulas.rotated(each, rows, False).flatten(1) for each in heads)
 
     return Probe(call, expected)
 
@@ -237,7 +223,7 @@ def _vision_rotary(dtype: torch.dtype) -> Probe:
     def call(put: Put) -> Results:
         return (torch.ops.npu.npu_rotary_mul(put(x), *map(put, factors), "half"),)
 
-    return Probe(call, lambda: (_turned(x[0], _cos_sin(angles, dtype), False)[None],))
+    return Probe(call, lambda: (formulas.rotated(x[0], _cos_sin(angles, dtype), False)[None],))
 
 
 def _projection(dtype: torch.dtype) -> Probe:

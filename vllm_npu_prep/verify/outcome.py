@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Verdict(StrEnum):
@@ -12,6 +13,7 @@ class Verdict(StrEnum):
     FAILED = "FAILED"  # it raised an error
     DEAD = "DEAD"  # its process ended, or had to be ended
     LEFT_OUT = "left out"  # it can't be run here
+    RAN = "ran"  # it gave an answer, and no formula says which is right
 
     @property
     def is_bad(self) -> bool:
@@ -27,8 +29,9 @@ class Outcome:
     expected: str
     got: str
     verdict: Verdict
+    microseconds: float | None = None  # the device's time for a call, if it was measured
 
-    def as_json(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -47,6 +50,7 @@ class Result:
     got: str
     verdict: Verdict
     seconds: float
+    microseconds: float | None = None
 
     def __post_init__(self) -> None:
         self.verdict = Verdict(self.verdict)  # a line of JSON has its text

@@ -1,0 +1,126 @@
+"""Lists of calls for `verify-device --calls`: what is kept of a call, and what it has to give."""
+
+import pytest
+import torch
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify.calls import Call, described, made_arguments, read_list, write_list
+from vllm_npu_prep.verify.expected import expected_of, some_rows
+
+ATTENTION = "npu::npu_fused_infer_attention_score.out"
+
+
+def note(tensor, found):
+    found["values"] = tensor.flatten().tolist()
+
+
+def call_of(operator, **arguments):
+    return Call(operator, {name: described(value, note) for name, value in arguments.items()})
+
+
+def remade(call):
+    return made_arguments(call, lambda tensor: tensor, seed=1)
+
+
+def test_a_call_is_made_again_with_its_layout():
+    rows = torch.zeros(7, 12, dtype=torch.bfloat16)[1:, 2:6]
+    again = remade(call_of("npu::some", x=rows, dim=-1, dtype=torch.float16))
+    assert (again["x"].shape, again["x"].stride()) == (rows.shape, rows.stride())
+    assert again["x"].storage_offset() == rows.storage_offset()
+    assert again["x"].dtype is torch.bfloat16 and again["x"].float().std() > 0.3
+    assert (again["dim"], again["dtype"]) == (-1, torch.float16)
+
+
+def test_whole_numbers_are_those_of_the_call():
+    table = torch.tensor([[3, 1, 9], [4, 0, 0]], dtype=torch.int32)[:, :2]
+    one = torch.tensor([7]).expand(5)
+    again = remade(call_of("npu::some", block_table=table, one=one, actual_seq_lengths=[5, 130]))
+    assert again["one"].tolist() == [7] * 5 and again["one"].stride() == (0,)
+    assert again["block_table"].tolist() == [[3, 1], [4, 0]]
+    assert again["actual_seq_lengths"] == [5, 130]
+
+
+def test_the_constant_mask_is_what_kernels_take():
+    again = remade(call_of("npu::some", atten_mask=torch.zeros(4, 4, dtype=torch.int8)))
+    assert again["atten_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
+
+
+def test_calls_differ_by_what_chooses_a_kernel():
+    def key(shape=(4, 8), mode=3, lengths=(1, 2, 3, 4, 5), values=1):
+        ids = torch.full(shape, values, dtype=torch.int32)
+        return call_of("npu::some", ids=ids, mode=mode, lengths=[*lengths]).key
+
+    assert key() == key(values=2) == key(lengths=(5, 4, 3, 2, 8))
+    assert len({key(), key((4, 9)), key(mode=4), key(lengths=(1, 2, 3, 4, 129))}) == 4
+
+
+@pytest.mark.parametrize("name", ["list.jsonl", "list.jsonl.gz"])
+def test_a_list_is_read_as_it_was_written(tmp_path, name):
+    calls = [call_of("npu::one", x=torch.ones(2)), Call("npu::two.out", {"k": 1}, captured=True)]
+    write_list(tmp_path / name, {"model": "m"}, calls)
+    assert read_list(tmp_path / name) == ({"model": "m"}, calls)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"format": "another"}\n', "nonsense\n"])
+def test_a_file_that_is_no_list_is_refused(tmp_path, text):
+    (tmp_path / "list.jsonl").write_text(text)
+    with pytest.raises(PrepError, match=r"list.jsonl is no list of calls .*--record FILE"):
+        read_list(tmp_path / "list.jsonl")
+
+
+def test_torchs_own_operators_are_computed_in_float64_by_rows(seed):
+    random = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(100, 8, generator=random), torch.randn(3, 8, generator=random)
+    (found,) = expected_of(
+        "aten::linear", torch.ops.aten.linear.default, {"input": x, "weight": weight}
+    )
+    assert found.values.dtype is torch.float64
+    assert found.rows.tolist() == some_rows(100).tolist() and {0, 99} <= {*found.rows.tolist()}
+    torch.testing.assert_close(found.values.float(), (x @ weight.T)[found.rows])
+
+
+def test_attention_over_blocks_is_that_over_keys(seed):
+    """The same request, once with fresh keys and once with a cache in blocks."""
+    random = torch.Generator().manual_seed(seed)
+    query, keys, values = (torch.randn(6, 2, 8, generator=random) for _ in range(3))
+    given = {"input_layout": "TND", "num_heads": 2, "scale": 0.5, "sparse_mode": 3, "query": query}
+    fresh = {"key": keys, "value": values, "actual_seq_lengths_kv": [2, 6]}
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    planes = torch.full((2, 4, 3, 2, 8), float("nan"))
+    for plane, rows in zip(planes, (keys, values)):
+        plane[2, :2], plane[1], plane[3, :1] = rows[:2], rows[2:5], rows[5:]
+    paged = {
+        **dict(zip(("key", "value"), planes.flatten(3))),
+        "block_table": table,
+        "block_size": 3,
+        "num_key_value_heads": 2,
+        "actual_seq_lengths_kv": [2, 4],
+    }
+    one, other = (
+        expected_of(ATTENTION, None, {**given, "actual_seq_lengths": [2, 6], **form})[0]
+        for form in (fresh, paged)
+    )
+    torch.testing.assert_close(one.values, other.values)
+    assert one.rows.tolist() == [*range(6)]
+
+
+def test_a_cache_write_leaves_other_blocks():
+    plane = torch.arange(4 * 2.0).view(4, 2, 1, 1)
+    rows = torch.tensor([50.0, 60.0, 70.0]).view(3, 1, 1)
+    given = {
+        "key": rows,
+        "value": rows,
+        "key_cache": plane,
+        "value_cache": plane,
+        "slot_mapping": torch.tensor([3, -1, 4]),
+    }
+    for found in expected_of("npu::npu_scatter_pa_kv_cache", None, given):
+        assert found.rows.tolist() == [0, 1, 2, 3]
+        assert found.values.flatten().tolist() == [0, 1, 2, 50, 70, 5, 6, 7]
+
+
+def test_of_equal_largest_numbers_any_place_is_right():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [4.0, 4.0, 0.0]])
+    (found,) = expected_of("aten::argmax", None, {"self": logits, "dim": -1})
+    for places, right in (([2, 0], True), ([1, 1], True), ([0, 1], False)):
+        assert torch.equal(found.of(torch.tensor(places)), found.values) is right

@@ -1,0 +1,225 @@
+"""Calls of operators that an engine makes: how they are written down, read back and made again.
+
+A list is a file of JSON lines, which may be compressed (``.gz``). The first line says which engine
+made it. Each other line is a call: operator, dtypes, shapes, strides, offsets in the storage,
+attributes, and whether a graph captured it. Whole numbers on the host and in small tensors are
+kept, since they say which blocks, lengths and modes a kernel meets; floats are drawn again.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_npu_prep.errors import PrepError
+
+FORMAT = "vllm_npu_prep calls 1"
+"""What the first line of a list names itself."""
+
+MOST_VALUES = 1 << 16
+"""Whole numbers of a tensor are written down up to this many."""
+
+MASK = "atten_mask"
+"""Argument of attention that is a mask: ones above the diagonal."""
+
+FEW = 4
+"""Lists of up to so many numbers are attributes; longer ones are lengths of requests."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator.
+
+    Attributes
+    ----------
+    operator
+        Name with namespace and overload, ``npu::npu_fused_infer_attention_score.out`` say.
+    arguments
+        By name, as `described` gives them.
+    captured
+        Whether a graph captured it.
+    """
+
+    operator: str
+    arguments: Mapping[str, Any]
+    captured: bool = False
+
+    @property
+    def key(self) -> str:
+        """What distinguishes kernels of this call from others: all but the numbers in tensors."""
+        kinds = {name: _kind(value) for name, value in self.arguments.items()}
+        return json.dumps([self.operator, kinds, self.captured])
+
+    @property
+    def name(self) -> str:
+        """The operator without its namespace."""
+        return self.operator.partition("::")[2]
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"operator": self.operator, "arguments": dict(self.arguments)}
+        return {**found, "captured": True} if self.captured else found
+
+    def function(self) -> Any:
+        """The operator of torch.
+
+        Raises
+        ------
+        AttributeError
+            If the installed torch and torch_npu have no such operator.
+        """
+        namespace, _, name = self.operator.partition("::")
+        packet, _, overload = name.partition(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+    def __str__(self) -> str:
+        given = [text for name, value in self.arguments.items() if (text := _shown(name, value))]
+        return ", ".join(given)[:300] + (", captured" if self.captured else "")
+
+
+def described(value: Any, note: Callable[[torch.Tensor, dict[str, Any]], object]) -> Any:
+    """Describe an argument; `note` is told of tensors of whole numbers, to put their values in."""
+    if isinstance(value, torch.Tensor):
+        found: dict[str, Any] = {"dtype": str(value.dtype)[6:], "shape": [*value.shape]}
+        if not value.is_contiguous():
+            found["strides"] = [*value.stride()]
+        if value.storage_offset():
+            found["offset"] = value.storage_offset()
+        if value.device.type == "cpu":
+            found["host"] = True
+        is_whole = not value.is_floating_point() and value.dtype is not torch.int8
+        if is_whole and value.numel() <= MOST_VALUES:
+            note(value, found)
+        return found
+    if isinstance(value, (list, tuple)):
+        return [described(item, note) for item in value]
+    if isinstance(value, torch.dtype):
+        return {"type": str(value)[6:]}
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else {"other": str(value)}
+
+
+def made_arguments(
+    call: Call, put: Callable[[torch.Tensor], torch.Tensor], seed: int
+) -> dict[str, Any]:
+    """Make all arguments of a call again, the same ones for a seed."""
+    random = torch.Generator().manual_seed(seed)
+    found = {name: made(value, put, random) for name, value in call.arguments.items()}
+    mask = found.get(MASK)
+    if mask is not None and not mask.is_floating_point():  # the constant mask, as kernels want it
+        rows, columns = (torch.arange(size) for size in mask.shape[-2:])
+        found[MASK] = put((columns > rows[:, None]).to(mask.dtype).expand(mask.shape).contiguous())
+    return found
+
+
+def made(value: Any, put: Callable[[torch.Tensor], torch.Tensor], random: torch.Generator) -> Any:
+    """Make an argument again: floats are drawn, and whole numbers that aren't known count up.
+
+    `put` brings a whole storage to the device; the strides of the call are laid over it.
+    """
+    if isinstance(value, list):
+        return [made(item, put, random) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "type" in value:
+        return getattr(torch, value["type"])
+    if "other" in value:
+        return None
+    shape, dtype = value["shape"], getattr(torch, value["dtype"])
+    offset = value.get("offset", 0)
+    strides = value.get("strides") or _contiguous(shape)
+    room = 1 + sum((size - 1) * step for size, step in zip(shape, strides))
+    storage = _drawn(room if math.prod(shape) else 0, dtype, random)
+    host = torch.empty(offset + len(storage), dtype=dtype)
+    host[offset:] = storage
+    if "values" in value and math.prod(shape):
+        given = torch.tensor(value["values"], dtype=dtype).view(shape)
+        for dim, step in enumerate(strides):
+            given = given if step else given.narrow(dim, 0, 1)  # an expanded dimension
+        host.as_strided(given.shape, strides, offset).copy_(given)
+    whole = host if value.get("host") else put(host)
+    return whole.as_strided(shape, strides, offset)
+
+
+def _drawn(count: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point:
+        large = count > 1 << 22  # a period saves time: no kernel knows numbers that far away
+        drawn = torch.empty(min(count, 1 << 22)).uniform_(-1, 1, generator=random).to(dtype)
+        return drawn.repeat(-(-count // len(drawn)))[:count] if large else drawn
+    if dtype is torch.int8:
+        return torch.randint(-127, 128, (count,), dtype=dtype, generator=random)
+    if dtype is torch.bool:
+        return torch.ones(count, dtype=dtype)
+    return torch.arange(count, dtype=dtype)
+
+
+def _contiguous(shape: Iterable[int]) -> list[int]:
+    steps, step = [], 1
+    for size in reversed([*shape]):
+        steps.append(step)
+        step *= max(size, 1)
+    return steps[::-1]
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: each for name, each in value.items() if name != "values"}
+    if isinstance(value, list):
+        if value and isinstance(value[0], (dict, list)):
+            return [_kind(item) for item in value]
+        if len(value) > FEW and all(isinstance(item, int) for item in value):
+            return ["numbers", len(value), (max(value) - 1).bit_length()]
+    return value
+
+
+def size_of(call: Call) -> int:
+    """How large the numbers of a call are: of two calls of one kind the larger one is kept."""
+    lists = [value for value in call.arguments.values() if isinstance(value, list)]
+    return sum(sum(each) for each in lists if each and all(type(x) is int for x in each))
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        if "shape" not in value:
+            return ""
+        text = f"{name} {value['dtype']}{value['shape']}"
+        return text + (f" by {value['strides']}" if "strides" in value else "")
+    if isinstance(value, list):
+        if value and isinstance(value[0], dict):
+            return ", ".join(_shown(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return f"{name} {value}" if len(value) <= FEW else f"{name} up to {max(value)}"
+    return "" if value is None else f"{name} {value}"
+
+
+def write_list(path: Path, engine: Mapping[str, Any], calls: Iterable[Call]) -> None:
+    """Write a list; the engine is what it was made for, as `vllm_npu_prep.verify.record` says."""
+    lines = [{"format": FORMAT, "engine": dict(engine)}, *(call.as_json() for call in calls)]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def read_list(path: Path) -> tuple[dict[str, Any], list[Call]]:
+    """Read a list: its engine, and its calls.
+
+    Raises
+    ------
+    PrepError
+        If the file can't be read or is no list.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        first, *lines = [json.loads(line) for line in text.splitlines()]
+        if first.get("format") != FORMAT:
+            raise ValueError(f"its first line names no {FORMAT!r}")
+        calls = [Call(x["operator"], x["arguments"], x.get("captured", False)) for x in lines]
+        return first["engine"], calls
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PrepError(
+            f"{path} is no list of calls ({error}); vllm-npu-prep verify-device --model FOLDER "
+            "--record FILE writes one"
+        ) from error
