@@ -35,7 +35,7 @@ class OwnArrays:
         tables = preparer.block_tables.device_rows(num_reqs)
         for group, table in enumerate(tables):
             tensors[f"table {group}"] = table[:num_reqs, : max(0, int(num_blocks[group].max()))]
-        read = to_host(tensors | self.samples.tensors)
+        read: dict[str, Any] = to_host(tensors | self.samples.tensors)
         return RunnerStep(
             req_ids=list(self.runner.input_batch.req_ids),
             num_input_tokens=step.num_input_tokens,

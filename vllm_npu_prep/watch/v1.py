@@ -76,7 +76,7 @@ class V1Adapter:
         for group, table in enumerate(self._tables):
             columns = max(0, int(num_blocks[group].max(initial=0)))
             tensors[f"table {group}"] = on_device(table.block_table)[:num_reqs, :columns]
-        read = to_host(tensors | self.samples.tensors)
+        read: dict[str, Any] = to_host(tensors | self.samples.tensors)
         tables = [read.pop(f"table {group}") for group in range(len(self._tables))]
         return RunnerStep(
             req_ids=list(batch.req_ids[:num_reqs]),

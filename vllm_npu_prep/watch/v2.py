@@ -83,7 +83,7 @@ class V2Adapter:
         for group, table in enumerate(block_tables):
             columns = max(0, int(num_blocks[group].max(initial=0)))
             tensors[f"table {group}"] = table[:num_reqs, :columns]
-        read = to_host(tensors | self.samples.tensors)
+        read: dict[str, Any] = to_host(tensors | self.samples.tensors)
         tables = [read.pop(f"table {group}") for group in range(len(block_tables))]
         return RunnerStep(
             req_ids=list(batch.req_ids),
