@@ -9,10 +9,13 @@ from vllm.forward_context import get_forward_context
 from tests.helpers.counting import ModuleCounts, PreparationCounts
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import forget_layers, settings
-from tests.helpers.hybrids import EXPERTS, ON_NPUS
+from tests.helpers.hybrids import EXPERTS, ON_NPUS, make_model_that_sees
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.vision import Reference, serve, tokens_of, watch
+from tests.npu.models import CLOSE
+from tests.npu.on_device.test_multimodal import requests_of
 
 LINEAR = "model.layers.0.linear_attn"
 OF_DECODES = {
@@ -88,6 +91,35 @@ def test_states_follow_requests_into_their_next_block(model, runner_name):
     assert of_moves == {True: 2, False: 1}, "one step moves the states of two requests"
     expected = {n + moved for n in range(1, most + 1) for moved in (0, 6, 12)}
     assert all(set(each) <= expected for each in launches.values())
+
+
+def test_images_and_videos_beside_text(tmp_path, seed):
+    """Of Qwen3.5 as published checkpoints name it; tokens part at close calls only."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
+    sizes |= {"rope_parameters": rope, "initializer_range": 0.1}
+    folder = make_model_that_sees(tmp_path / "model", **sizes)
+    requests, reference = requests_of(seed), Reference(folder)
+    answers = reference.answers(requests, 12)
+    how = settings("bfloat16") | graphs("FULL_AND_PIECEWISE", 4, 16, 32)
+    how |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 32}
+    with engine_of("V1", folder, **how) as llm:
+        runner, watched = runner_of(llm), watch(llm)
+        outputs = serve(llm, requests, greedy(12))
+        kinds, encoded = Counter(runner.padding.counts.by_kind), runner.inputs.counts.encoded
+    watched.check_positions(outputs, answers)
+    assert encoded == 3 and kinds["full graph"] > 4
+    parted = 0
+    for request, answer, tokens in zip(requests, answers, tokens_of(outputs), strict=True):
+        if tokens != answer.tokens:
+            step = next(i for i, pair in enumerate(zip(tokens, answer.tokens)) if len({*pair}) > 1)
+            logits = reference.logits_behind(request, answer.tokens)[step]
+            margin = (logits[answer.tokens[step]] - logits[tokens[step]]) / logits.std()
+            assert margin < CLOSE, f"step {step}: {float(margin):.3f} apart"
+            parted += 1
+    print(f"{parted} of {len(requests)} part")
+    assert parted <= 2, "noise leaves a random model in doubt more often than text"
 
 
 OF_DRAFTS = {"Qwen3Next": (43, 5), "Qwen3_5": (38, 7)}

@@ -14,6 +14,7 @@ from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.fused import forget_layers
 from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
+from tests.helpers.mtp import make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
 from tests.helpers.v2 import RUNNERS, engine_of
@@ -90,6 +91,35 @@ def test_memory_that_comes_back_is_zero():
     del others
     memory.resume()
     assert not cache.any()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_are_accepted_after_weights_were_lost(tmp_path, runner):
+    """A head's weights stay, and an MTP layer's come with the model's, where pieces read them."""
+    sizes = {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "q_lora_rank": 96}
+    models = [make_mtp_model(tmp_path / str(s), "DeepseekV3", seed=s, **sizes)[0] for s in (0, 1)]
+    prompts, config = prompts_of(SEED, LENGTHS), {"method": "mtp", "num_speculative_tokens": 3}
+    settings = {"dtype": "bfloat16", "speculative_config": config, "enable_sleep_mode": True}
+    rounds = []
+    with engine_of(runner, models[0], **settings, **graphs("FULL_AND_PIECEWISE", 4, 16)) as llm:
+        records = record_verified(llm)
+
+        def verified():
+            records.clear()
+            tokens = generate(llm, prompts, greedy(8))
+            return tokens, sorted((step.token_ids, step.num_accepted) for step in records)
+
+        before = verified()
+        for model in (models[0], models[1], models[0]):
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+            llm.wake_up(tags=["kv_cache"])
+            rounds.append(verified())
+    assert rounds[0] == rounds[2] == before
+    assert rounds[1][0] != before[0]
+    for _, steps in (before, rounds[1]):
+        assert any(count for _, count in steps)
 
 
 def test_a_region_is_one_range_of_several_pieces(monkeypatch):
