@@ -101,7 +101,7 @@ def serve_flags(command: list[str]) -> list[str] | None:
 
 def entry_point() -> list[str]:
     """What the images run before the arguments that they are given."""
-    return json.loads(read_dockerfile()[1]["ascend"].all("ENTRYPOINT")[-1])
+    return json.loads(read_dockerfile()["ascend"].all("ENTRYPOINT")[-1])
 
 
 def compose(path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
