@@ -70,7 +70,6 @@ class Rows:
         drafts_of = self.step.scheduled_spec_decode_tokens
         invalid_drafts = self.step.num_invalid_spec_tokens or {}
         client: int | None = None
-        placeholders = 0
         outputs: list[EngineCoreOutput] = []
         for request_id, num_scheduled in self.step.num_scheduled_tokens.items():
             request: BatchedRequest | None = find(request_id)
@@ -80,7 +79,7 @@ class Rows:
                 or request.num_stale_output_tokens
                 or request.prefill_stats is not None
                 or request.events
-                or (traits := request.traits) & SPECIAL
+                or request.traits & SPECIAL
             ):
                 yield self._hand(request_id, num_scheduled, request)
                 continue
@@ -112,6 +111,7 @@ class Rows:
                 if invalid_drafts:  # Scheduler.make_spec_decoding_stats
                     num_drafts -= invalid_drafts.get(request_id, 0)
                 self.drafts[num_drafts, num_accepted] += 1
+            traits = request.traits
             if traits & MEDIA:
                 scheduler._free_encoder_inputs(request)
             all_ids += new_ids  # Request.append_output_token_ids
@@ -119,12 +119,14 @@ class Rows:
             if length % hash_block_size < num_new:
                 request.update_block_hashes()
             if asynchronous:  # _update_request_with_output, of AsyncScheduler in vLLM 0.32
-                placeholders = request.num_output_placeholders - num_new
-                assert placeholders >= 0
-                request.num_output_placeholders = placeholders
+                request.num_output_placeholders -= num_new
+                assert request.num_output_placeholders >= 0
             if caches:  # there, and in Scheduler.update_from_output from vLLM 0.33 on
-                under_way = request.num_in_flight_tokens if caches_verified else placeholders
-                cacheable = request.num_computed_tokens - under_way
+                cacheable = request.num_computed_tokens - (
+                    request.num_in_flight_tokens
+                    if caches_verified
+                    else request.num_output_placeholders
+                )
                 if cacheable >= request.cached_until:
                     cache_blocks(request, cacheable)
                     note_cached(request)
