@@ -28,10 +28,10 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/latent_fia.py",
     "attention/kernels/atb.py",
     "graph/",
+    "verify/call_recorder.py",
     "verify/call_rows.py",
     "verify/collectives.py",
     "verify/copies.py",
-    "verify/record.py",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
 

@@ -104,6 +104,26 @@ def test_attention_over_blocks_is_that_over_keys(seed):
     assert one.rows.tolist() == [*range(6)]
 
 
+def test_a_windows_first_key_counts():
+    """``pre_tokens`` is how many keys before its own a token sees."""
+    values = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(4, 1, 1)
+    given = {"input_layout": "TND", "num_heads": 1, "sparse_mode": 4, "pre_tokens": 1}
+    lengths = {"actual_seq_lengths": [4], "actual_seq_lengths_kv": [4]}
+    tensors = {"query": torch.zeros(4, 1, 1), "key": torch.zeros(4, 1, 1), "value": values}
+    (found,) = expected_of(ATTENTION, None, {**given, **lengths, **tensors})
+    assert found.values.flatten().tolist() == [1, 5.5, 55, 550]
+
+
+def test_attention_over_a_long_context_is_no_mean():
+    """Otherwise a kernel that reads other keys would pass."""
+    shape = torch.zeros(1, 2, 64), torch.zeros(4096, 2, 64), torch.zeros(4096, 2, 64)
+    tensors = remade(call_of(ATTENTION, **dict(zip(("query", "key", "value"), shape))))
+    given = {"input_layout": "TND", "num_heads": 2, "scale": 0.125, "sparse_mode": 3}
+    lengths = {"actual_seq_lengths": [1], "actual_seq_lengths_kv": [4096]}
+    (found,) = expected_of(ATTENTION, None, {**given, **lengths, **tensors})
+    assert (found.values[0] - tensors["value"].double().mean(0)).abs().mean() > 0.2
+
+
 def test_a_cache_write_leaves_other_blocks():
     plane = torch.arange(4 * 2.0).view(4, 2, 1, 1)
     rows = torch.tensor([50.0, 60.0, 70.0]).view(3, 1, 1)

@@ -1,9 +1,10 @@
 """Calls of operators that an engine makes: how they are written down, read back and made again.
 
-A list is a file of JSON lines, which may be compressed (``.gz``). The first line says which engine
-made it. Each other line is a call: operator, dtypes, shapes, strides, offsets in the storage,
-attributes, and whether a graph captured it. Whole numbers on the host and in small tensors are
-kept, since they say which blocks, lengths and modes a kernel meets; floats are drawn again.
+A list is a file of JSON lines, which may be compressed (``.gz``). The first line has the settings
+and the model's configuration of the engine that made it. Each other line is a call: operator,
+dtypes, shapes, strides, offsets in the storage, attributes, and whether a graph captured it. Whole
+numbers on the host and in small tensors are kept, since they say which blocks, lengths and modes a
+kernel meets; floats are drawn again.
 """
 
 import gzip
@@ -23,6 +24,13 @@ FORMAT = "vllm_npu_prep calls 1"
 
 MOST_VALUES = 1 << 16
 """Whole numbers of a tensor are written down up to this many."""
+
+SPREAD = 3.0
+"""Floats are drawn between this and its negative. With smaller ones, attention over a long context
+would be close to the mean of all values, and no comparison could tell which keys a kernel read."""
+
+PERIOD = 1 << 22
+"""How many floats are drawn; a larger tensor repeats them, which saves time."""
 
 MASK = "atten_mask"
 """Argument of attention that is a mask: ones above the diagonal."""
@@ -147,9 +155,9 @@ def made(value: Any, put: Callable[[torch.Tensor], torch.Tensor], random: torch.
 
 def _drawn(count: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
     if dtype.is_floating_point:
-        large = count > 1 << 22  # a period saves time: no kernel knows numbers that far away
-        drawn = torch.empty(min(count, 1 << 22)).uniform_(-1, 1, generator=random).to(dtype)
-        return drawn.repeat(-(-count // len(drawn)))[:count] if large else drawn
+        drawn = torch.empty(min(count, PERIOD)).uniform_(-SPREAD, SPREAD, generator=random)
+        times = -(-count // PERIOD)
+        return drawn.to(dtype).repeat(times)[:count] if times > 1 else drawn.to(dtype)
     if dtype is torch.int8:
         return torch.randint(-127, 128, (count,), dtype=dtype, generator=random)
     if dtype is torch.bool:
@@ -196,7 +204,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def write_list(path: Path, engine: Mapping[str, Any], calls: Iterable[Call]) -> None:
-    """Write a list; the engine is what it was made for, as `vllm_npu_prep.verify.record` says."""
+    """Write a list of the calls that an engine made."""
     lines = [{"format": FORMAT, "engine": dict(engine)}, *(call.as_json() for call in calls)]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)

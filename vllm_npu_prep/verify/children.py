@@ -21,8 +21,11 @@ from vllm_npu_prep.verify.outcome import Result, RunResults, Verdict
 CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
 """How a process for rows is started. With -P, files in the current folder are not modules."""
 
-RECORDER = ("-m", "vllm_npu_prep.verify.record")
+RECORDER = ("-m", "vllm_npu_prep.verify.call_recorder")
 """The module that records an engine's calls, in a process of its own."""
+
+OUR_ERROR = "vllm_npu_prep: error: "
+"""Before what the plugin refuses, in what an engine prints."""
 
 START_SECONDS = 300.0
 """Time limit for imports and for the device, before the first row."""
@@ -55,7 +58,7 @@ def record_calls(settings: dict[str, Any], target: Path, folder: Path) -> None:
         if code or not target.is_file():
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()
-            ours = [line for line in lines if "vllm_npu_prep: error:" in line]
+            ours = [line.partition(OUR_ERROR)[2] for line in lines if OUR_ERROR in line]
             last = (ours or [line for line in lines if line.strip()] or ["no output"])[-1]
             raise PrepError(f"verify-device: the engine to record ended with code {code}: {last}")
 

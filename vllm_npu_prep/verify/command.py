@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="as of vllm serve")
     model.add_argument("--max-num-seqs", type=int, metavar="N", help="as of vllm serve")
     model.add_argument("--quantization", metavar="METHOD", help="as of vllm serve")
-    model.add_argument("--speculative-config", type=json.loads, metavar="JSON", help="likewise")
+    model.add_argument("--speculative-config", type=_json_object, metavar="JSON", help="likewise")
     parser.set_defaults(run=verify_device)
 
 
@@ -123,6 +123,23 @@ def verify_device(args: argparse.Namespace) -> int:
     return int(any(result.verdict.is_bad for result in found.results))
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    """Parse an option.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If it is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as vllm serve takes")
+    return value
+
+
 def _check_model_options(args: argparse.Namespace) -> None:
     """Refuse options of an engine that come without one, and lists that can't be written or read.
 
@@ -141,9 +158,8 @@ def _check_model_options(args: argparse.Namespace) -> None:
         raise PrepError(f"{option} is about the engine of --model, which is not given")
     if args.model and not Path(args.model, "config.json").is_file():
         raise PrepError(f"--model {args.model}: there is no config.json in this folder")
-    for path in filter(None, [args.record]):
-        if not path.absolute().parent.is_dir():
-            raise PrepError(f"--record {path}: there is no folder {path.parent}")
+    if args.record and not args.record.absolute().parent.is_dir():
+        raise PrepError(f"--record {args.record}: there is no folder {args.record.parent}")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

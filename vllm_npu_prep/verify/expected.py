@@ -16,6 +16,9 @@ from vllm_npu_prep.verify import formulas
 ROWS = 24
 """How many rows of a large result are compared: the first and last ones, and some between."""
 
+COLUMNS = 8192
+"""How many columns of a weight are widened to float64 at once."""
+
 Arguments = Mapping[str, Any]
 
 
@@ -110,6 +113,23 @@ def _cache_write(a: Arguments) -> list[Expected]:
     return found
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply by a weight ``[inputs, outputs]``, some columns at a time: a head has many."""
+    parts = [x.double() @ part.double() for part in weight.split(COLUMNS, 1)]
+    product = torch.cat(parts, -1)
+    return product if bias is None else product + bias.double()
+
+
+def _linear(a: Arguments) -> list[Expected]:
+    rows = some_rows(len(a["input"]))
+    return [Expected(0, _product(a["input"][rows], a["weight"].t(), a.get("bias")), rows)]
+
+
+def _embedding(a: Arguments) -> list[Expected]:
+    rows = some_rows(len(a["indices"]))
+    return [Expected(0, a["weight"][a["indices"][rows]], rows, 0.0)]
+
+
 def _grouped(a: Arguments) -> list[Expected]:
     """Multiply a list of inputs by a list of weights, each by its own."""
     if len(a["x"]) != len(a["weight"]) or a.get("group_list") is not None:
@@ -117,8 +137,7 @@ def _grouped(a: Arguments) -> list[Expected]:
     found, biases = [], a.get("bias") or [None] * len(a["x"])
     for number, (x, weight, bias) in enumerate(zip(a["x"], a["weight"], biases)):
         rows = some_rows(len(x))
-        product = x[rows].double() @ weight.double()
-        found.append(Expected(number, product if bias is None else product + bias.double(), rows))
+        found.append(Expected(number, _product(x[rows], weight, bias), rows))
     return found
 
 
@@ -166,6 +185,8 @@ def _argmax(a: Arguments) -> list[Expected]:
 
 FORMULAS: Mapping[str, Callable[[Arguments], list[Expected]]] = {
     "argmax": _argmax,
+    "embedding": _embedding,
+    "linear": _linear,
     "npu_rms_norm": _norm,
     "npu_gemma_rms_norm": _gemma_norm,
     "npu_add_rms_norm": _add_norm,
@@ -176,9 +197,6 @@ FORMULAS: Mapping[str, Callable[[Arguments], list[Expected]]] = {
     "npu_fused_infer_attention_score": _attention,
 }
 """By operators, without their overloads: a function of the arguments on the host, by name."""
-
-BY_ROWS = {"linear": "input", "mm": "self", "embedding": "indices"}
-"""torch's own operators whose results' rows are those of an argument's rows."""
 
 
 def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expected]:
@@ -191,16 +209,12 @@ def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expe
         return FORMULAS[name](arguments)
     if not operator.startswith("aten::"):
         return []
-    given, rows = dict(arguments), None
-    if (by := BY_ROWS.get(name)) and given[by].dim():
-        rows = some_rows(len(given[by]))
-        given[by] = given[by][rows]
-    given = tree_map(_wide, given)
+    given = {name: tree_map(_wide, value) for name, value in arguments.items()}
     if given.get("dtype") is not None or "device" in given:
         given["device"] = torch.device("cpu")
     results = function(**given)
     listed = results if isinstance(results, (tuple, list)) else [results]
-    return [Expected(n, each, rows) for n, each in enumerate(listed) if each is not None]
+    return [Expected(n, each) for n, each in enumerate(listed) if each is not None]
 
 
 def _wide(value: Any) -> Any:

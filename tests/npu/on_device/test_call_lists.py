@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+import torch
 
-from ascend_emulator import faults
+from ascend_emulator import api, faults
+from ascend_emulator.operators import elementwise
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.verify.calls import read_list
 from vllm_npu_prep.verify.child import run_row
@@ -29,14 +31,19 @@ def calls(tmp_path_factory, demo_model):
 
 
 @pytest.fixture(scope="module")
-def run(calls, tmp_path_factory):
+def rows(calls):
     from vllm_npu_prep.verify.call_rows import rows_of  # it needs torch_npu
 
+    return rows_of(calls)
+
+
+@pytest.fixture(scope="module")
+def run(rows, tmp_path_factory):
+    """Function of the beginnings of rows' names: their outcomes, by name."""
     context = RowContext(make_device("npu"), tmp_path_factory.mktemp("rows"))
 
-    def run(*operators: str) -> dict[str, dict]:
-        rows = [row for row in rows_of(calls) if row.name.startswith(operators)]
-        return {row.name: run_row(row, context)[0] for row in rows}
+    def run(*names: str) -> dict[str, dict]:
+        return {row.name: run_row(row, context)[0] for row in rows if row.name.startswith(names)}
 
     return run
 
@@ -59,6 +66,7 @@ def test_every_call_gives_what_its_formula_says(run):
     [
         ("interleaved-heads", "npu_fused_infer_attention_score"),
         ("last-token-dropped", "npu_fused_infer_attention_score"),
+        ("first-table-row", "npu_fused_infer_attention_score"),
         ("padding-slot-written", "npu_scatter_pa_kv_cache"),
     ],
 )
@@ -67,4 +75,27 @@ def test_a_wrong_kernel_is_found_by_its_rows(run, monkeypatch, fault, operator):
     faults._of_process.cache_clear()
     outcomes = run(operator)
     faults._of_process.cache_clear()
-    assert "DIFFERS" in {each["verdict"] for each in outcomes.values()}
+    verdicts = Counter(each["verdict"] for each in outcomes.values())
+    print(fault, dict(verdicts))
+    assert verdicts["DIFFERS"] > 0
+
+
+@pytest.mark.parametrize("wrong_in", ["a graph", "its second run"])
+def test_a_kernel_that_is_wrong_later_is_found(run, rows, calls, wrong_in):
+    """Its first result is right, and so is a call that no graph captures."""
+    runs = [0]
+
+    def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        runs[0] += 1
+        in_graph = api._launcher().emulator_in_launch() == api.OF_A_GRAPH
+        first, second = input.float().chunk(2, dim)
+        result = (torch.nn.functional.silu(first) * second).to(input.dtype)
+        return result + (in_graph if wrong_in == "a graph" else runs[0] == 2)
+
+    kind = next(c for c in calls if (c.operator, c.captured) == (elementwise.SWIGLU, True))
+    name = rows[calls.index(kind)].name
+    api.register_reference(elementwise.SWIGLU, swiglu)
+    outcome = run(name)[name]
+    api.register_reference(elementwise.SWIGLU, elementwise.swiglu)
+    how = "captured and replayed" if wrong_in == "a graph" else "written by another stream"
+    assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
