@@ -12,6 +12,8 @@ ON_NPU = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transf
 FIA = FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
 ATB = (f"{ON_NPU}[atb]",)
 EXPERTS = ("tests/npu/on_device/test_experts.py",)
+CALLS = ("tests/verify/test_calls.py",)
+CALLS_ON_NPU = ("tests/npu/on_device/test_call_lists.py",)
 DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_recurrent_states.py",)
 STATES_ON_NPU = (
@@ -1111,6 +1113,26 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "startup/subjects/states.py": [
         ("gated delta nets load their weights on a CANN that lacks them", "        lambda c: c.functions_missing_for(*OPERATORS),\n", "        lambda c: False,\n", ("tests/startup/test_refusals.py",)),
+    ],
+    "verify/call_recorder.py": [
+        ("a captured call is taken for an eager one", "call = Call(operator, arguments, captured)", "call = Call(operator, arguments)", CALLS_ON_NPU),
+        ("blocks and slots of captured calls are not kept", "                self._noted.append((tensor, found))", "                pass", CALLS_ON_NPU),
+        ("floats are computed while calls are recorded", "or not any(map(_is_float, on_device))", "or True", CALLS_ON_NPU),
+    ],
+    "verify/call_rows.py": [
+        ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
+        ("no recorded call is captured", "    if call.captured:", "    if False:", CALLS_ON_NPU),
+    ],
+    "verify/calls.py": [
+        ("a call made again has no offset", "whole.as_strided(shape, strides, offset)", "whole.as_strided(shape, strides)", CALLS),
+        ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
+        ("lengths of any size are one kind", "(max(value) - 1).bit_length()]", "0]", CALLS),
+        ("floats tell no keys apart", "SPREAD = 3.0", "SPREAD = 0.5", CALLS),
+    ],
+    "verify/expected.py": [
+        ("a recorded window is one key too short", 'a["pre_tokens"] + 1', 'a["pre_tokens"]', CALLS),
+        ("the last rows of a result are not compared", "torch.linspace(0, count - 1, ROWS)", "torch.linspace(0, count - 2, ROWS)", CALLS),
+        ("any place of a largest number is right", "given.max(-1).values, rows, 0.0, given", "given.max(-1).values, rows, 9.0, given", CALLS),
     ],
     "verify/command.py": [
         ("the table of verify-device needs a folder only when all has run", "    if args.markdown and not args.markdown.absolute().parent.is_dir():", "    if False:", ("tests/npu/test_verify_device.py::test_a_page_without_a_folder_is_refused_before_any_row",)),
