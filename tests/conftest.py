@@ -1,5 +1,6 @@
 """Seeds, profiles and what all tests share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import pytest
+from _pytest.logging import LogCaptureFixture, LogCaptureHandler, caplog_handler_key, catching_logs
 from hypothesis import HealthCheck, settings
 
 from tests.brief import left_out
@@ -90,6 +92,15 @@ def vision_models(log) -> Path:
     return make_demo("tiny_vision_model.py", "tiny-vision", log)
 
 
+FORKED = [
+    f"tests/{name}.py"
+    for name in (
+        *("benchmarks/test_benchmarks", "engine/test_context_parallel", "engine/test_kv_transfer"),
+        *("engine/test_quantization", "engine/test_ranks", "engine/test_stages"),
+        *("soak/test_engines", "matrix/test_rows"),
+    )
+]
+"""Files whose engines are forks of a process that has imported vLLM (`tests.helpers.ranks`)."""
 SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "soak", "emulator")
 """Folders whose files take long: with several processes these have to begin first."""
 
@@ -100,22 +111,55 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # pytest's own plugins first
 def pytest_configure(config):
+    gc.disable()  # what imports make is no garbage; `pytest_collection_finish` ends this
     configure_worker(config)
     config.pluginmanager.register(Collector(), "npu_prep_matrix")
+    # It looks at each of thousands of loggers six times a test; `caplog` does so where it is used
+    config.pluginmanager.unregister(name="logging-plugin")
+
+
+@pytest.fixture
+def caplog(request):
+    """pytest's own, without its plugin."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())  # or the first engine would end what listens
+    with catching_logs(LogCaptureHandler(), level=0) as handler:
+        request.node.stash[caplog_handler_key] = handler
+        fixture = LogCaptureFixture(request.node, _ispytest=True)
+        yield fixture
+        fixture._finalize()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """A process more than there are cores: some of them always wait for a process of a test."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With ``--dist loadfile``, files that share an emulated card go to one process together."""
+    """With ``--dist loadfile``, files go to one process together that share a process of theirs.
+
+    That is an emulated card, or the parent of forked engines.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler.loadfile import LoadFileScheduling
 
-    class FilesAndCards(LoadFileScheduling):
+    class FilesThatShare(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return card_of(nodeid) or super()._split_scope(nodeid)
+            scope = card_of(nodeid) or super()._split_scope(nodeid)
+            return "forked" if scope in FORKED else scope
 
-    return FilesAndCards(config, log)
+    return FilesThatShare(config, log)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # whatever was imported stays, and is not looked at again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -51,9 +51,7 @@ def whole_blocks(length: int) -> int:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_an_engine_loads_what_another_one_stored(
-    qwen3, tmp_path, seed, caplog, monkeypatch, runner
-):
+def test_an_engine_loads_what_another_one_stored(qwen3, tmp_path, seed, caplog, runner):
     """Tokens are those of transformers before and after; changed files change them."""
     prompts = prompts_of(seed, LENGTHS)
     expected = reference(qwen3, prompts, 40)
@@ -64,7 +62,6 @@ def test_an_engine_loads_what_another_one_stored(
     files = sorted(tmp_path.glob("*/*.safetensors"))
     assert len(files) == 2 * len(LENGTHS)  # a file for each layer of each prompt
 
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     sizes = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8]}
     with (
         caplog.at_level(logging.INFO, logger="vllm"),

@@ -77,8 +77,7 @@ def test_an_engine_sleeps_and_gives_the_same_tokens(qwen3, expected, tmp_path, r
         assert generate(llm, prompts, greedy(20)) == reference(other, prompts, 20)
 
 
-def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_released_caches_and_weights_that_level_2_spares(qwen3, expected, caplog):
     prompts = prompts_of(SEED, LENGTHS)
     settings = {"block_size": 8, "sleep_preserve_parameter_names": ["*"]}
     with engine(qwen3, enable_sleep_mode=True, **settings) as llm:

@@ -22,13 +22,11 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def choose(model, caplog, monkeypatch):
+def choose(model, caplog):
     """The class that an engine gets, and all that is logged meanwhile."""
-    engine_config(model)  # vLLM sets its loggers up with its first config
 
     def chosen(scheduler=None, folder=model, **settings):
         options = {} if scheduler is None else {"npu_prep": {"scheduler": scheduler}}
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="vllm"):
             config = engine_config(folder, max_num_seqs=7, additional_config=options, **settings)

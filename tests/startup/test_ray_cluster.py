@@ -106,10 +106,8 @@ def test_a_missing_ray_is_named_with_what_to_install(model, monkeypatch):
         engine_config(model, distributed_executor_backend="ray", tensor_parallel_size=2)
 
 
-def test_the_start_up_block_names_the_ranks_and_who_starts_them(model, offer, caplog, monkeypatch):
+def test_the_start_up_block_names_the_ranks_and_who_starts_them(model, offer, caplog):
     offer({"NPU": 2.0})
-    engine_config(model)  # sets loggers up
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm"):
         config = engine_config(
             model,

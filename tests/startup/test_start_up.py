@@ -43,12 +43,11 @@ def configure(model):
 
 
 @pytest.fixture
-def block(configure, caplog, monkeypatch):
+def block(configure, caplog):
     """The block that start-up logs for an engine.
 
     vLLM says once what it said before, so each test has sizes of its own.
     """
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def block(*folder, **settings) -> str:
         caplog.clear()
@@ -85,7 +84,6 @@ def test_other_versions_are_refused_unless_they_are_to_be_tried(
     with pytest.raises(PrepError, match=rf"{label} 0\.99\.1 is installed.*vllm_npu_prep\[serve\]"):
         activation.check_versions()
     monkeypatch.setenv("NPU_PREP_ANY_VLLM", "1")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     activation.check_versions()
     assert f"{label} 0.99.1 was not tested with vllm_npu_prep" in caplog.text
 

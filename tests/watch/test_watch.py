@@ -68,9 +68,8 @@ def watch(runner, tmp_path):
 
 
 @pytest.fixture
-def lines(monkeypatch, caplog):
+def lines(caplog):
     """What the watch has logged."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm")
     return lambda: [r.getMessage() for r in caplog.records if "watch" in r.name]
 
