@@ -21,7 +21,7 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vllm_npu_prep.verify.calls import Call, described, size_of, write_list
+from vllm_npu_prep.verify.calls import Call, size_of, write_list
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
@@ -98,15 +98,7 @@ class CallRecorder(TorchDispatchMode):
             else:
                 self._noted.append((tensor, found))
 
-        given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-        defaults = {argument.name: argument.default_value for argument in schema.arguments}
-        arguments = {
-            name: described(value, note)
-            for name, value in given.items()
-            if isinstance(value, (torch.Tensor, list, tuple)) or value != defaults[name]
-        }
-        operator = f"{schema.name}.{schema.overload_name}".removesuffix(".")
-        call = Call(operator, arguments, captured)
+        call = Call.of(schema, args, kwargs, captured, note)
         known = self._calls.get(call.key)
         if known is None or size_of(call) > size_of(known):
             self._calls[call.key] = call

@@ -10,7 +10,7 @@ kernel meets; floats are drawn again.
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,26 @@ class Call:
     arguments: Mapping[str, Any]
     captured: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        schema: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        captured: bool,
+        note: "Note" = lambda tensor, found: None,
+    ) -> "Call":
+        """Describe a call of the operator with a schema; `described` calls `note`."""
+        given = {**dict(zip((argument.name for argument in schema.arguments), args)), **kwargs}
+        defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        arguments = {
+            name: described(value, note)
+            for name, value in given.items()
+            if isinstance(value, (torch.Tensor, list, tuple)) or value != defaults[name]
+        }
+        operator = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+        return cls(operator, arguments, captured)
+
     @property
     def key(self) -> str:
         """What distinguishes kernels of this call from others: all but the numbers in tensors."""
@@ -89,7 +109,10 @@ class Call:
         return ", ".join(given)[:300] + (", captured" if self.captured else "")
 
 
-def described(value: Any, note: Callable[[torch.Tensor, dict[str, Any]], object]) -> Any:
+Note = Callable[[torch.Tensor, dict[str, Any]], object]
+
+
+def described(value: Any, note: Note) -> Any:
     """Describe an argument; `note` is told of tensors of whole numbers, to put their values in."""
     if isinstance(value, torch.Tensor):
         found: dict[str, Any] = {"dtype": str(value.dtype)[6:], "shape": [*value.shape]}

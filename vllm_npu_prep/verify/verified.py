@@ -1,0 +1,129 @@
+"""What an engine does with a table of verified calls: other forms for some, and a count of others.
+
+An operator with a wrong call keeps its kernel only in calls that gave the right answer: a kernel
+that is wrong for one shape is not trusted with shapes that nobody has tried. An operator with
+slower calls takes torch's form in these. No other operator is touched.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch_npu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vllm_npu_prep.compat.operators import DEVICE, Overrides
+from vllm_npu_prep.verify.calls import Call
+from vllm_npu_prep.verify.outcome import Result, Verdict
+from vllm_npu_prep.verify.table import Table, is_trusted
+from vllm_npu_prep.wording import counted
+
+OF_PYTHON = ("vllm", "vllm_ir", "_moe_C")
+"""Namespaces of operators that are written in Python."""
+
+KEY = torch._C.DispatchKey.PrivateUse1
+
+
+class VerifiedCalls:
+    """A table at work in one process of an engine."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._overrides = Overrides()
+        self._seen: set[str] = set()  # keys of the calls of start-up
+
+    def override(self) -> list[str]:
+        """Let torch's form make the calls that the table says; return one line for each operator.
+
+        The table has no wrong call without such a form (`Table.refuse_what_cannot_be_replaced`).
+        """
+        by_operator: dict[str, dict[str, Result]] = {}
+        for key, result in self._table.results.items():
+            by_operator.setdefault(result.what, {})[key] = result
+        lines = []
+        for operator, results in by_operator.items():
+            wrong = sum(result.verdict.is_bad for result in results.values())
+            slower = sum(result.verdict is Verdict.SLOWER for result in results.values())
+            if wrong or slower:
+                self._override(operator, results, trusts_others=not wrong)
+                lines.append(
+                    f"{operator}: torch's own form makes {counted(slower, 'slower call')}"
+                    if not wrong
+                    else f"{operator}: {counted(wrong, 'call')} of {len(results)} went wrong, so "
+                    "torch's own form makes all but those that went right"
+                )
+        return lines
+
+    def _override(self, operator: str, results: dict[str, Result], trusts_others: bool) -> None:
+        from vllm_npu_prep.verify.forms import form_of
+
+        right = {key for key, result in results.items() if is_trusted(result)}
+        others = results.keys() - right
+        function = Call(operator, {}).function()
+
+        def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+            call = _call_of(function, args, kwargs)
+            key = call.key
+            if key not in others if trusts_others else key in right:
+                return None
+            return form_of(operator, call.arguments)
+
+        self._overrides.add(function, choose)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Note the distinct calls that are made on a device meanwhile."""
+        with _Counted(self._seen):
+            yield
+
+    def describe(self) -> str:
+        """Say how many of the calls that were counted are in the table."""
+        tried = sum(key in self._table.results for key in self._seen)
+        return (
+            f"Verified: {tried} of {counted(len(self._seen), 'distinct call')} of this start-up "
+            f"are in {self._table.path}; the others are made unverified."
+        )
+
+    def end(self) -> None:
+        self._overrides.end()
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self, keys: set[str]) -> None:
+        super().__init__()
+        self._keys = keys
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile trace meanwhile; what it has compiled is counted when it runs."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in OF_PYTHON:  # whose own calls are the ones to count
+            keys, kernel = torch._C.DispatchKeySet(KEY), torch.library.get_kernel(func, DEVICE)
+            with self:
+                return kernel.call_boxed(keys, *args, **kwargs)
+        if is_counted(func, args, kwargs):
+            self._keys.add(_call_of(func, args, kwargs).key)
+        return func(*args, **kwargs)
+
+
+def is_counted(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call has a tensor of the device, and is more than a view of one."""
+    infos = [result.alias_info for result in function._schema.returns]
+    if any(info is not None and not info.is_write for info in infos):
+        return False
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    # What is traced has tensors of another class
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return any(type(each) in kinds and each.device.type == "npu" for each in tensors)
+
+
+def _call_of(function: Any, args: Any, kwargs: Any) -> Call:
+    captured = torch_npu.npu.is_current_stream_capturing()
+    return Call.of(function._schema, args, kwargs, captured)
