@@ -66,7 +66,7 @@ class TriedCall:
 
     def form(self, context: RowContext) -> TorchOutcome:
         """Make the call by torch's own form, and compare it with float64."""
-        if (form := form_of(self._call.operator, self._call.arguments)) is None:
+        if (form := form_of(self._call)) is None:
             return self._found
         made = _MadeCall(self._call, context, form)
         try:

@@ -20,6 +20,7 @@ import difflib
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -53,9 +54,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="this process among its team")
     parser.add_argument("--ranks", type=int, default=1, help="processes of the team")
     args = parser.parse_args()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         _run(args, lines)
+
+
+def _end_with_parent() -> None:
+    """End this process, which may hang, when nobody is there who would end it."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 def _run(args: argparse.Namespace, lines: TextIO) -> None:

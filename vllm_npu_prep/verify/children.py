@@ -71,7 +71,7 @@ class Child:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
             [*command, "--folder", str(folder), *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # it ends with this process: `child` waits for the end of it
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             # Without ASCEND_HOME_PATH, torch_npu looks through all files below the current folder

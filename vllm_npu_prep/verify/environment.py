@@ -28,7 +28,8 @@ GROUP = "host"
 
 def rows_of(names: Collection[str]) -> tuple[Row, ...]:
     """Return the rows for a list of calls of operators with these names."""
-    operators = sorted({name.partition(".")[0] for name in names} & FUNCTIONS.keys())
+    plain = {name.partition(".")[0].removeprefix("_") for name in names}
+    operators = sorted(plain & FUNCTIONS.keys())
     asked: dict[str, tuple[str, Callable[[RowContext], Outcome]]] = {
         "functions": ("functions of CANN", partial(_functions, operators)),
         "versions": ("CANN, driver, firmware", _versions),

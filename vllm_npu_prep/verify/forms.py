@@ -25,14 +25,30 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm_npu_prep.ops.moe_topk import topk_softmax
 from vllm_npu_prep.ops.npu.rotary import columns_of_sections
 from vllm_npu_prep.quantization.int8 import quantize_all, quantize_tokens
+from vllm_npu_prep.verify.calls import Call
 
 Tensor = torch.Tensor
 
 EXACT_COLUMNS = 1024
 """So many products of int8 have a sum that float32 holds exactly."""
 
+DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+"""By torch's numbers for them, which the dispatcher hands to operators of torch_npu."""
+
 SIGMOID = 1
 """``norm_type`` of a choice of experts whose scores are sigmoids."""
+
+
+def _native(name: str) -> Callable[..., Any]:
+    """Return vLLM's own form of an operator of its IR."""
+    return getattr(ir.ops, name).impls["native"].impl_fn
+
+
+def _rounded(values: Tensor, scale: Tensor | None, offset: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round to int8: by a scale and an offset, or with a scale of its own for each row."""
+    if scale is None or offset is None:
+        return quantize_tokens(values)
+    return quantize_all(values, scale.float(), offset.float()), _unread(values)
 
 
 def _unread(x: Tensor) -> Tensor:
@@ -40,7 +56,7 @@ def _unread(x: Tensor) -> Tensor:
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    return ir.ops.rms_norm.impls["native"].impl_fn(input, gamma, epsilon), _unread(input)
+    return _native("rms_norm")(input, gamma, epsilon), _unread(input)
 
 
 def gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -50,8 +66,7 @@ def gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple
 def add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    native = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
-    normed, total = native(x1, x2, gamma, epsilon)
+    normed, total = _native("fused_add_rms_norm")(x1, x2, gamma, epsilon)
     return normed, _unread(x1), total
 
 
@@ -79,7 +94,7 @@ def add_rms_norm_dynamic_quant(
     normed, total = _normed_sum(x1, x2, gamma, epsilon)
     if smooth_scale1 is not None:
         normed = normed * smooth_scale1.float()
-    values, scale = quantize_tokens(normed)
+    values, scale = _rounded(normed, None, None)
     return values, _unread(values), total, scale, _unread(scale)
 
 
@@ -93,7 +108,7 @@ def add_rms_norm_quant(
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     normed, total = _normed_sum(x1, x2, gamma, epsilon)
-    values = quantize_all(normed, scales1.float(), zero_points1.float())
+    values, _ = _rounded(normed, scales1, zero_points1)
     return values, _unread(values), total
 
 
@@ -129,13 +144,11 @@ def dequant_swiglu_quant(
 ) -> tuple[Tensor, Tensor]:
     wide = x.float()
     product = swiglu(wide if activate_left else torch.cat(wide.chunk(2, -1)[::-1], -1))
-    if quant_scale is None or quant_offset is None:
-        return quantize_tokens(product)
-    return quantize_all(product, quant_scale, quant_offset), _unread(wide)
+    return _rounded(product, quant_scale, quant_offset)
 
 
 def dynamic_quant(input: Tensor) -> tuple[Tensor, Tensor]:
-    return quantize_tokens(input)
+    return _rounded(input, None, None)
 
 
 def quantize(
@@ -146,7 +159,7 @@ def quantize(
     axis: int = 1,
     div_mode: bool = True,
 ) -> Tensor:
-    return quantize_all(input, scales, zero_points)
+    return _rounded(input, scales, zero_points)[0]
 
 
 def quant_matmul(
@@ -156,7 +169,7 @@ def quant_matmul(
     *,
     pertoken_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    output_dtype: Any = None,
+    output_dtype: int,
 ) -> Tensor:
     """Sum products in float32, `EXACT_COLUMNS` of them exactly: NPUs don't multiply float64."""
     parts = zip(x1.split(EXACT_COLUMNS, 1), x2.split(EXACT_COLUMNS, 0))
@@ -172,7 +185,7 @@ def quant_matmul(
         product = product * pertoken_scale[:, None]
     if bias is not None and not is_of_sums:
         product = product + bias
-    return product.to(output_dtype)
+    return product.to(DTYPES[output_dtype])
 
 
 def mrope(
@@ -193,19 +206,24 @@ def mrope(
         of_sections = cos_sin_cache[positions]
         cos_sin_cache = of_sections.gather(0, columns.expand(1, *of_sections.shape[1:]))[0]
         rows = torch.arange(len(query), device=positions.device)
-    rotate, is_neox = RotaryEmbedding.forward_static, rotary_mode == "half"
-    # It views what it is given, and slices of a projection's rows can't be viewed
-    one, other = (x.contiguous() for x in (query, key))
-    rotated, rotated_key = rotate(rows, one, other, head_size, size, cos_sin_cache, is_neox)
+    rotated, rotated_key = RotaryEmbedding.forward_static(
+        rows,
+        query.float().contiguous(),  # float32, as the operator computes, and no slice
+        key.float().contiguous(),
+        head_size,
+        size,
+        cos_sin_cache.float(),
+        rotary_mode == "half",
+    )
     assert rotated_key is not None
-    return rotated, rotated_key
+    return rotated.to(query.dtype), rotated_key.to(key.dtype)
 
 
 def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     is_neox = rotary_mode == "half"
     half = slice(0, r1.shape[-1] // 2) if is_neox else slice(0, None, 2)
     cos, sin = (factors[0, :, 0, half] for factors in (r1, r2))
-    return ApplyRotaryEmb.forward_static(input, cos, sin, is_neox)
+    return ApplyRotaryEmb.forward_static(input, cos, sin, is_neox, enable_fp32_compute=True)
 
 
 def grouped_matmul(
@@ -244,11 +262,11 @@ def gating_top_k(
     norm_type: int = 0,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    is_sigmoid = norm_type == SIGMOID
+    is_sigmoid, logits = norm_type == SIGMOID, x.float()
     choose = inspect.unwrap(grouped_topk)  # a kernel is no place to compile in
     weights, ids = choose(
         x,
-        x.float(),
+        logits,
         k,
         is_sigmoid,
         group_count,
@@ -257,7 +275,10 @@ def gating_top_k(
         routed_scaling_factor,
         bias,
     )
-    return weights.to(x.dtype), ids, _unread(x)
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    order = choice.gather(1, ids.long()).argsort(-1, descending=True)  # the best comes first
+    return weights.gather(1, order).to(x.dtype), ids.gather(1, order), _unread(x)
 
 
 def gating_top_k_softmax(
@@ -286,8 +307,8 @@ def finalize_routing(
 
 def token_unpermute(
     permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None
-) -> Tensor:
-    return _sums(permuted_tokens, sorted_indices, probs)
+) -> tuple[Tensor, Tensor]:
+    return _sums(permuted_tokens, sorted_indices, probs), _unread(permuted_tokens)
 
 
 def _sums(rows: Tensor, row_of_pair: Tensor, scales: Tensor | None) -> Tensor:
@@ -307,6 +328,7 @@ def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None
 
 
 FORMS: Mapping[str, Callable[..., Any]] = {
+    "npu::_npu_moe_token_unpermute": token_unpermute,
     "npu::npu_add_rms_norm": add_rms_norm,
     "npu::npu_add_rms_norm_cast": add_rms_norm_cast,
     "npu::npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
@@ -320,7 +342,6 @@ FORMS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_moe_finalize_routing": finalize_routing,
     "npu::npu_moe_gating_top_k": gating_top_k,
     "npu::npu_moe_gating_top_k_softmax_v2": gating_top_k_softmax,
-    "npu::npu_moe_token_unpermute": token_unpermute,
     "npu::npu_mrope": mrope,
     "npu::npu_quant_matmul": quant_matmul,
     "npu::npu_quantize": quantize,
@@ -333,9 +354,20 @@ FORMS: Mapping[str, Callable[..., Any]] = {
 """By operators, as a `Call` names them: their forms."""
 
 
-def form_of(operator: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return torch's form of a call, by its arguments that aren't defaults; None without one."""
-    form = FORMS.get(operator)
-    if form is None or not arguments.keys() <= inspect.signature(form).parameters.keys():
+def form_of(call: Call) -> Callable[..., Any] | None:
+    """Return a function that takes what the operator takes, and makes a call by torch's form.
+
+    It is None if the operator has no form, or none with an argument that isn't its default here.
+    """
+    if (form := FORMS.get(call.operator)) is None:
         return None
-    return form
+    taken = inspect.signature(form).parameters.keys()
+    if any(name not in taken for name, value in call.arguments.items() if value != []):
+        return None
+    names = [argument.name for argument in call.function()._schema.arguments]
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        return form(**{name: value for name, value in given.items() if name in taken})
+
+    return make

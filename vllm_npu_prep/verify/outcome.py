@@ -85,9 +85,9 @@ class RunResults:
 
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
 
 
 def worst_of(outcomes: list[Outcome], given: str) -> Outcome:

@@ -21,6 +21,9 @@ FORMAT = "vllm_npu_prep table 1"
 NOT_COMPARED = ("_name_or_path", "transformers_version")
 """Keys of a model's configuration that no call depends on."""
 
+COMPARED = ("plugin", "device", "driver", "CANN", "torch", "torch_npu")
+"""Versions that have to be those of a former run, which another one goes on with."""
+
 ADVICE = (
     "serve without what needs this call (a shorter --max-model-len, fewer --max-num-seqs), or "
     'install another CANN and verify again; to take the risk, leave "verified" out'
@@ -156,7 +159,8 @@ class TableWriter:
         head = {"format": FORMAT, "of": of, "versions": versions, "engine": found.engine}
         lines: list[Mapping[str, Any]] = [head]
         if former is not None:
-            if (former.engine, former.versions) != (found.engine, versions):
+            same = [former.versions.get(name) == versions.get(name) for name in COMPARED]
+            if former.engine != found.engine or not all(same):
                 raise PrepError(
                     f"--resume: {path} is of another engine, or was made with other versions; "
                     "leave --resume out to begin again"
