@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from vllm_npu_prep.aclnn import FUNCTIONS, first_release, missing_functions
+from vllm_npu_prep.device import visible_devices
 from vllm_npu_prep.inspect.doctor.environment import OF_TORCH_NPU, environment_findings
 from vllm_npu_prep.inspect.doctor.finding import Finding
 from vllm_npu_prep.inspect.doctor.hardware import Hardware
@@ -58,7 +59,7 @@ def _versions(context: RowContext) -> Outcome:
 
 
 def _variables(context: RowContext) -> Outcome:
-    found = environment_findings(Host.here(), torch.npu.device_count(), None)
+    found = environment_findings(Host.here(), visible_devices("npu") or 0, None)
     outcome = _found([each for each in found if each.name in VARIABLES])
     unset = [name for name in OF_TORCH_NPU if name not in os.environ]
     return Outcome(f"not set: {', '.join(unset) or 'none'}", "", outcome.got, outcome.verdict)
