@@ -20,7 +20,9 @@ from vllm_npu_prep.verify.table import read_table
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
 GELU, SWIGLU, MROPE = (f"npu::npu_{name}" for name in ("gelu", "dequant_swiglu_quant", "mrope"))
-CARD = ("--profile", "8.5", "--fault", "early-maximum", "--references", "tests.npu.planted_kernels")
+ATTENTION = "npu::npu_fused_infer_attention_score"
+FAULTS = "early-maximum,stale-lengths"
+CARD = ("--profile", "8.5", "--fault", FAULTS, "--references", "tests.npu.planted_kernels")
 COMMAND = ("-m", "vllm_npu_prep.cli", "verify-device", "--json", "--resume")
 
 
@@ -38,10 +40,23 @@ def turned(heads: int) -> Call:
     return Call(MROPE, {"positions": tensor(7, dtype="int64"), **rows, **table})
 
 
+def decode() -> Call:
+    """Attention over a cache, by two requests of one token."""
+    plane = tensor(4, 128, 128)
+    blocks = tensor(2, 1, dtype="int32") | {"values": [0, 2]}
+    lengths = {"actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": [100, 37]}
+    sizes = {"num_heads": 4, "num_key_value_heads": 2, "block_size": 128, "scale": 0.125}
+    tensors = {"query": tensor(2, 4, 64), "key": plane, "value": plane, "block_table": blocks}
+    written = {"out": [tensor(2, 4, 64), tensor(0, dtype="float32")], "workspace": tensor(4096)}
+    given = {**tensors, **lengths, **sizes, "input_layout": "TND", **written}
+    return Call(f"{ATTENTION}.out", given, captured=True)
+
+
 CALLS = {
     "npu_gelu-001": Call(GELU, {"input": tensor(1, 64)}),
     "npu_gelu-002": Call(GELU, {"input": tensor(7, 64)}),
     "npu_gelu-003": Call(GELU, {"input": tensor(8, 64)}, captured=True),
+    f"{ATTENTION[5:]}.out-001": decode(),
     "npu_dequant_swiglu_quant-001": rounded(1024),
     "npu_dequant_swiglu_quant-002": rounded(9216),
     "npu_mrope-001": turned(32),
@@ -50,6 +65,7 @@ CALLS = {
 BAD = {
     "npu_gelu-003": ("DEAD", "no end after 30 seconds"),
     "npu_dequant_swiglu_quant-002": ("DIFFERS", " differ"),
+    f"{ATTENTION[5:]}.out-001": ("DIFFERS", "replayed with its own lengths"),
     "npu_mrope-002": ("DEAD", "its process died of SIGFPE"),
 }
 
@@ -77,5 +93,6 @@ def test_planted_kernels_are_found_by_a_run_that_goes_on(tmp_path):
     assert [found["npu_gelu-001"], found["npu_gelu-002"]] == [*former.values()]
     for name, result in found.items():
         verdict, got = BAD.get(name, (result.verdict, ""))
-        assert (result.verdict, result.torch_got) == (verdict, ""), result
+        form = None if ATTENTION in result.what else ""
+        assert (result.verdict, result.torch_got) == (verdict, form), result
         assert got in result.got and result.verdict.is_bad == (name in BAD), result
