@@ -254,7 +254,9 @@ WALLS = {
         "quantization.rounding quantization.int8 runner startup.asked"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": ("aclnn attention config device graph inspect.doctor ops.npu.experts prep verify"),
+    "verify": (
+        "aclnn attention compat.executor config device graph inspect.doctor ops.npu.experts prep verify"
+    ),
     "inspect": "inspect prep records",
     # Other runners, in environments of which this plugin's own serving knows nothing
     "watch": "config observe prep records validation watch",

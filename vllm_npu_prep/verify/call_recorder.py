@@ -21,10 +21,14 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vllm_npu_prep.compat.executor import be_a_rank_without_the_others
 from vllm_npu_prep.verify.calls import Call, described, size_of, write_list
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of operators that need other ranks. Rows of their own try them."""
 
 ON_HOST = "get_max_workspace"
 """End of the names of operators that size a workspace on the host: they launch nothing."""
@@ -77,8 +81,11 @@ class CallRecorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_device = [tensor for tensor in tensors if tensor.device.type == "npu"]
         schema = func._schema
-        if not on_device or _is_view(schema):
+        if not on_device or _is_view(schema) or func.namespace in COLLECTIVES:
             return func(*args, **kwargs)
+        if func.namespace == "vllm":  # a function of Python's, which calls operators
+            with self:
+                return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
         captured = torch_npu.npu.is_current_stream_capturing()
         if schema.name not in RANDOM:
             self._keep(schema, args, kwargs, captured)
@@ -174,7 +181,9 @@ def _all_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     most = found["max_num_seqs"]
     sizes = sorted({*(size for size in CAPTURED if size < most), most})
     found["compilation_config"] = {**found["compilation_config"], "cudagraph_capture_sizes": sizes}
-    return found
+    ranks = found.get("tensor_parallel_size", 1)
+    # Each rank is on a host of its own: this one needs one device
+    return {**found, "nnodes": ranks, "distributed_executor_backend": "uni"} if ranks > 1 else found
 
 
 def record(settings: Mapping[str, Any]) -> list[Call]:
@@ -185,6 +194,9 @@ def record(settings: Mapping[str, Any]) -> list[Call]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM, SamplingParams
+
+    if settings.get("tensor_parallel_size", 1) > 1:
+        be_a_rank_without_the_others()
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     with CallRecorder() as recorder:
