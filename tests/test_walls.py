@@ -255,7 +255,8 @@ WALLS = {
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     "verify": (
-        "aclnn attention compat.executor config device graph inspect.doctor ops.npu.experts prep verify"
+        "aclnn attention compat.executor config device graph inspect.doctor ops.npu.experts prep "
+        "verify"
     ),
     "inspect": "inspect prep records",
     # Other runners, in environments of which this plugin's own serving knows nothing

@@ -27,6 +27,13 @@ from vllm_npu_prep.verify.calls import Call, described, size_of, write_list
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
 
+NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_")
+"""Beginnings of the names of operators that make room and compute nothing."""
+
+SMALL = 1 << 22
+"""Weights of up to so many elements are 1, and truths about them are found: the scales of int8
+weights, which are checked when they have been loaded."""
+
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of operators that need other ranks. Rows of their own try them."""
 
@@ -81,14 +88,16 @@ class CallRecorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_device = [tensor for tensor in tensors if tensor.device.type == "npu"]
         schema = func._schema
-        if not on_device or _is_view(schema) or func.namespace in COLLECTIVES:
+        is_noted = not _is_view(schema) and not schema.name.startswith(NOTHING)
+        if not on_device or not is_noted or func.namespace in COLLECTIVES:
             return func(*args, **kwargs)
         if func.namespace == "vllm":  # a function of Python's, which calls operators
             with self:
                 return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
         captured = torch_npu.npu.is_current_stream_capturing()
-        if schema.name not in RANDOM:
-            self._keep(schema, args, kwargs, captured)
+        if schema.name in RANDOM and _is_float(args[0]):
+            return args[0].fill_(1) if args[0].numel() <= SMALL else args[0]
+        self._keep(schema, args, kwargs, captured)
         if schema.name.endswith(ON_HOST) or not any(map(_is_float, on_device)):
             return func(*args, **kwargs)
         return _not_computed(func, args, kwargs, on_device[0].device)
@@ -140,10 +149,18 @@ def _not_computed(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
     ]
     if not schema.returns:
         return None
-    if written:
+    if "out" in given or (written and all(result.alias_info for result in schema.returns)):
         return written[0] if len(schema.returns) == 1 else tuple(written)
     on_meta = tree_map(_on_meta, (args, kwargs))
-    return tree_map(lambda result: _empty_like(result, device), func(*on_meta[0], **on_meta[1]))
+    results = func(*on_meta[0], **on_meta[1])
+    if all(each.dtype is torch.bool for each in tree_leaves(results)) and _are_small(args):
+        return func(*args, **kwargs)
+    return tree_map(lambda result: _empty_like(result, device), results)
+
+
+def _are_small(args: Any) -> bool:
+    tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+    return all(tensor.numel() <= SMALL for tensor in tensors)
 
 
 def _on_meta(value: Any) -> Any:

@@ -33,6 +33,9 @@ would be close to the mean of all values, and no comparison could tell which key
 PERIOD = 1 << 22
 """How many floats are drawn; a larger tensor repeats them, which saves time."""
 
+ALIGNED = 512
+"""Offsets that are as even up to this number of elements are the same to a kernel."""
+
 FEW = 4
 """Lists of up to so many numbers are attributes; longer ones are lengths of requests."""
 
@@ -177,7 +180,10 @@ def _contiguous(shape: Iterable[int]) -> list[int]:
 
 def _kind(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: each for name, each in value.items() if name != "values"}
+        kept = {name: each for name, each in value.items() if name != "values"}
+        if "offset" in kept:  # one block of a cache is like another
+            kept["offset"] = math.gcd(kept["offset"], ALIGNED)
+        return kept
     if isinstance(value, list):
         if value and isinstance(value[0], (dict, list)):
             return [_kind(item) for item in value]

@@ -30,7 +30,7 @@ def _swiglu(a: Arguments) -> list[Expected]:
 
 
 def _geglu(a: Arguments) -> list[Expected]:
-    """Multiply one half by the other, on which GELU was applied: the first one if `activate_left`."""
+    """Multiply one half by GELU of the other: of the first one if `activate_left`."""
     rows = some_rows(len(a["input"]))
     x, gate = a["input"][rows].double().chunk(2, -1)
     if a.get("activate_left"):
