@@ -12,6 +12,7 @@ kernel meets. All tokens are 0.
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm_npu_prep.compat.executor import be_a_rank_without_the_others
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify.calls import Call, described, size_of, write_list
+from vllm_npu_prep.verify.outcome import first_line_of
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
@@ -115,11 +118,14 @@ class CallRecorder(TorchDispatchMode):
                 self._noted.append((tensor, found))
 
         given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-        defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        # Of what has no default, None has to be given, too
+        defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         arguments = {
             name: described(value, note)
             for name, value in given.items()
-            if isinstance(value, (torch.Tensor, list, tuple)) or value != defaults[name]
+            if isinstance(value, (torch.Tensor, list, tuple))
+            or name not in defaults
+            or value != defaults[name]
         }
         operator = f"{schema.name}.{schema.overload_name}".removesuffix(".")
         call = Call(operator, arguments, captured)
@@ -244,7 +250,15 @@ def main() -> None:
     model = Path(settings["model"])
     config = json.loads((model / "config.json").read_text())
     engine = {**settings, "model": model.name, "config": config}  # a list goes to other machines
-    write_list(Path(sys.argv[2]), engine, record(settings))
+    try:
+        calls = record(settings)
+    except PrepError:
+        raise
+    except Exception as error:  # after which torch_npu would have the last word
+        traceback.print_exc()
+        print(f"vllm_npu_prep: error: {first_line_of(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    write_list(Path(sys.argv[2]), engine, calls)
     os._exit(0)  # the device holds what was never computed: there is nothing to tidy up
 
 

@@ -38,10 +38,18 @@ def _tokens(a: Made, random: torch.Generator) -> None:
 
 
 def _experts_of_tokens(a: Made, random: torch.Generator) -> None:
-    """Choose different experts for each token; the last number means none."""
-    ids = a["expert_idx"]
-    scores = torch.rand(len(ids), a["expert_num"] - 1, generator=random)
-    ids.copy_(scores.topk(ids.shape[1]).indices)
+    """Choose different experts for each token, the first one of this rank among them.
+
+    The last number means no expert.
+    """
+    ids, count = a["expert_idx"], a["expert_num"] - 1
+    ids.copy_(torch.rand(len(ids), count, generator=random).topk(ids.shape[1]).indices)
+    ids[:1] = (a["active_expert_range"][0] + torch.arange(ids.shape[1])) % count
+
+
+def _finished(a: Made, random: torch.Generator) -> None:
+    if a.get("finished") is not None:
+        a["finished"].copy_(torch.arange(len(a["finished"])) % 4 == 3)
 
 
 def _groups(a: Made, random: torch.Generator) -> None:
@@ -101,6 +109,7 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_dequant_swiglu_quant": _scales(STEP, "quant_scale"),
     "npu_grouped_matmul": _groups,
     "npu_moe_finalize_routing": _places("expanded_src_to_dst_row", with_gaps=True),
+    "npu_moe_gating_top_k_softmax_v2": _finished,
     "npu_moe_init_routing_v2": _experts_of_tokens,
     "npu_moe_token_unpermute": _places("sorted_indices", with_gaps=False),
     "npu_quant_matmul": _scales(OF_SUMS, "scale", "pertoken_scale"),
