@@ -30,8 +30,8 @@ from vllm_npu_prep.verify.outcome import first_line_of
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
 
-NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_")
-"""Beginnings of the names of operators that make room and compute nothing."""
+NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_local_scalar_dense")
+"""Beginnings of the names of operators that make room, or read a number, and compute nothing."""
 
 SMALL = 1 << 22
 """Weights of up to so many elements are 1, and truths about them are found: the scales of int8

@@ -93,8 +93,25 @@ def _scales(about: float, *names: str) -> Callable[[Made, torch.Generator], None
     return fit_scales
 
 
+def _positive(a: Made, random: torch.Generator) -> None:
+    a["self"].abs_()
+
+
 def _rule(a: Made, random: torch.Generator) -> None:
-    """Make vectors of length 1, rates between 0 and 1, and decays below 1."""
+    """Make vectors of length 1, rates between 0 and 1, decays below 1, and whole requests.
+
+    In a graph, lengths are computed when it is replayed, and blocks are told then.
+    """
+    lengths, tokens = a["actual_seq_lengths"], len(a["value"])
+    if lengths.sum() != tokens or (lengths < 1).any():
+        lengths.fill_(tokens // len(lengths))
+        lengths[-1] += tokens - lengths.sum()
+    if a.get("num_accepted_tokens") is not None:
+        a["num_accepted_tokens"].copy_(a["num_accepted_tokens"].clamp(min=1).minimum(lengths))
+    blocks = a.get("ssm_state_indices")
+    if blocks is not None:
+        count = len(a["state"]) - 1  # without the null block
+        blocks.copy_(torch.randperm(count, generator=random)[torch.arange(tokens) % count] + 1)
     for name in ("query", "key"):
         a[name].copy_(torch.nn.functional.normalize(a[name].double(), dim=-1))
     a["beta"].copy_(a["beta"].double().sigmoid())
@@ -115,5 +132,6 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_quant_matmul": _scales(OF_SUMS, "scale", "pertoken_scale"),
     "npu_quantize": _scales(STEP, "scales"),
     "npu_recurrent_gated_delta_rule": _rule,
+    "rsqrt": _positive,
 }
 """By operators, without their overloads."""
