@@ -257,8 +257,8 @@ WALLS = {
     # Rows call what the engine calls; the command reports versions as doctor finds them
     # Torch's forms of operators are those that layers take
     "verify": (
-        "aclnn attention compat.operators config device graph inspect.doctor ops.moe_topk "
-        "ops.npu.experts ops.npu.rotary prep quantization.int8 verify"
+        "aclnn attention compat.executor compat.operators config device graph inspect.doctor "
+        "ops.moe_topk ops.npu.experts ops.npu.rotary prep quantization.int8 verify"
     ),
     "inspect": "inspect prep records",
     # Other runners, in environments of which this plugin's own serving knows nothing

@@ -163,3 +163,13 @@ def test_a_table_of_another_device_or_model_is_refused(table, demo_model):
             start()
     with pytest.raises(PrepError, match="is no table of verified calls"):
         start(demo_model / "config.json")
+
+
+def test_a_table_serves_models_with_other_numbers_of_layers(table):
+    """Lists that come with the package are of a few layers, and no calls depend on tokens' names."""
+    config = {"architectures": ["A"], "hidden_size": 64, "num_hidden_layers": 2, "eos_token_id": 1}
+    found = written(table, RIGHT, config={**config, "parts": {"num_heads": 4}})
+    found.refuse_other_model({**config, "num_hidden_layers": 48, "eos_token_id": 7, "new_size": 1})
+    for other in ({"architectures": ["B"]}, {"hidden_size": 32}, {"parts": {"num_heads": 5}}):
+        with pytest.raises(PrepError, match="whose config.json differs"):
+            found.refuse_other_model({**config, **other})

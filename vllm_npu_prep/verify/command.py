@@ -12,9 +12,13 @@ from typing import Any
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import log_while_waiting
+from vllm_npu_prep.verify.lists import names, path_of
 from vllm_npu_prep.wording import seconds
 
-ENGINE_OPTIONS = ("max_model_len", "max_num_seqs", "quantization", "speculative_config")
+ENGINE_OPTIONS = (
+    *("tensor_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs"),
+    *("quantization", "speculative_config"),
+)
 """Options of the engine whose calls are recorded, as ``vllm.LLM`` names them."""
 
 WIDTH = 180
@@ -51,9 +55,10 @@ def add_parser(commands: Any) -> None:
     )
     model.add_argument(
         "--model",
-        metavar="FOLDER",
+        metavar="FOLDER|NAME",
         help="record the calls of an engine with this model, of which config.json is enough, and "
-        "try each; no float is computed while they are recorded",
+        "try each; no float is computed while they are recorded. A name stands for a list that "
+        "comes with this package",
     )
     model.add_argument(
         "--record", type=Path, metavar="FILE", help="write the list of calls, and try none of them"
@@ -71,6 +76,16 @@ def add_parser(commands: Any) -> None:
         "--resume",
         action="store_true",
         help="try only the calls that --table FILE, of a run that was ended, does not have",
+    )
+    model.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        metavar="N",
+        help="as of vllm serve: the calls of rank 0 of N, for which one device does",
+    )
+    model.add_argument(
+        "--enable-expert-parallel", action="store_true", default=None, help="as of vllm serve"
     )
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="as of vllm serve")
     model.add_argument("--max-num-seqs", type=int, metavar="N", help="as of vllm serve")
@@ -122,7 +137,9 @@ def verify_device(args: argparse.Namespace) -> int:
         selection += ["--only", name]
     with tempfile.TemporaryDirectory(prefix="verify-device-") as folder:
         calls = args.calls
-        if args.model:
+        if args.model and not _is_folder(args.model):
+            calls = path_of(args.model)
+        elif args.model:
             calls = args.record or Path(folder, "calls.jsonl")
             with log_while_waiting("recording the calls of an engine", log):
                 record_calls(_settings(args), calls.absolute(), Path(folder))
@@ -189,12 +206,26 @@ def _check_model_options(args: argparse.Namespace) -> None:
     if given and not args.model:
         option = f"--{given[0].replace('_', '-')}"
         raise PrepError(f"{option} is about the engine of --model, which is not given")
-    if args.model and not Path(args.model, "config.json").is_file():
-        raise PrepError(f"--model {args.model}: there is no config.json in this folder")
+    if args.model and not _is_folder(args.model):
+        known = names()
+        if args.model not in known:
+            raise PrepError(
+                f"--model {args.model}: neither a folder with a config.json nor a model whose list "
+                f"comes with this package; there are {', '.join(known)}"
+            )
+        if given or args.record:
+            raise PrepError(
+                f"--model {args.model} names a list that is recorded already: give a folder with a "
+                "config.json to record another one"
+            )
     if args.record and not args.record.absolute().parent.is_dir():
         raise PrepError(f"--record {args.record}: there is no folder {args.record.parent}")
     if args.table and not args.table.absolute().parent.is_dir():
         raise PrepError(f"--table {args.table}: there is no folder {args.table.parent}")
+
+
+def _is_folder(model: str) -> bool:
+    return Path(model, "config.json").is_file()
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,8 +18,11 @@ from vllm_npu_prep.verify.outcome import Result, RunResults, Verdict
 FORMAT = "vllm_npu_prep table 1"
 """What the first line of a table names itself."""
 
-NOT_COMPARED = ("_name_or_path", "transformers_version")
-"""Keys of a model's configuration that no call depends on."""
+NOT_COMPARED = (
+    *("num_hidden_layers", "max_window_layers", "first_k_dense_replace"),
+    *("num_nextn_predict_layers", "max_position_embeddings"),
+)
+"""Numbers of a model's configuration that no call depends on: lists are made of a few layers."""
 
 COMPARED = ("plugin", "device", "driver", "CANN", "torch", "torch_npu")
 """Versions that have to be those of a former run, which another one goes on with."""
@@ -71,16 +74,15 @@ class Table:
                 )
 
     def refuse_other_model(self, config: Mapping[str, Any]) -> None:
-        """Refuse an engine of a model with another config.json.
+        """Refuse an engine of a model of another architecture or other sizes.
 
         Raises
         ------
         PrepError
             It names some of the keys that differ.
         """
-        of_table, none = self.engine.get("config") or {}, object()
-        names = sorted({*of_table, *config} - {*NOT_COMPARED})
-        other = [name for name in names if of_table.get(name, none) != config.get(name, none)]
+        one, another = sizes_of(self.engine.get("config") or {}), sizes_of(config)
+        other = [name for name in sorted(one.keys() & another.keys()) if one[name] != another[name]]
         if other:
             raise PrepError(
                 f'"npu_prep.verified" = "{self.path}": it was made for the model '
@@ -179,6 +181,17 @@ class TableWriter:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
         except OSError as error:
             raise PrepError(f"--table {self._path}: {error.strerror}") from error
+
+
+def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the calls of a model depend on: its architecture, and numbers of its parts."""
+    parts = [part for part in config.values() if isinstance(part, Mapping)]
+    found = {name: value for part in parts for name, value in sizes_of(part).items()}
+    for name, value in config.items():
+        is_size = type(value) is int and name not in NOT_COMPARED and not name.endswith("token_id")
+        if is_size or name == "architectures":
+            found[name] = value
+    return found
 
 
 def is_trusted(result: Result) -> bool:
