@@ -166,10 +166,10 @@ def test_a_table_of_another_device_or_model_is_refused(table, demo_model):
 
 
 def test_a_table_serves_models_with_other_numbers_of_layers(table):
-    """Lists that come with the package are of a few layers, and no calls depend on tokens' names."""
+    """Lists that come with the package are of few layers; no calls depend on tokens' names."""
     config = {"architectures": ["A"], "hidden_size": 64, "num_hidden_layers": 2, "eos_token_id": 1}
     found = written(table, RIGHT, config={**config, "parts": {"num_heads": 4}})
     found.refuse_other_model({**config, "num_hidden_layers": 48, "eos_token_id": 7, "new_size": 1})
     for other in ({"architectures": ["B"]}, {"hidden_size": 32}, {"parts": {"num_heads": 5}}):
-        with pytest.raises(PrepError, match="whose config.json differs"):
+        with pytest.raises(PrepError, match=r"whose config\.json differs"):
             found.refuse_other_model({**config, **other})
