@@ -141,7 +141,9 @@ def _quant_matmul(a: Arguments) -> list[Expected]:
         scale = scale.to(torch.int32).view(torch.float32)
     values = product(a["x1"][rows], a["x2"], None)
     is_summed = bias is not None and bias.dtype is torch.int32
-    values = (values + bias.double() if is_summed else values) * scale.double()
+    if bias is not None and is_summed:
+        values = values + bias.double()
+    values = values * scale.double()
     if a.get("pertoken_scale") is not None:
         values = values * a["pertoken_scale"][rows, None].double()
     if bias is not None and not is_summed:
