@@ -134,7 +134,7 @@ class _MadeCall:
             return [each for each in tree_leaves(returned) if isinstance(each, torch.Tensor)]
         written = [a.name for a in self._schema.arguments if a.alias_info and a.alias_info.is_write]
         names = written or [name for name in self.arguments if name.endswith("_cache")]
-        return tree_leaves([self.arguments[name] for name in names])
+        return [each for name in names for each in tree_leaves(self.arguments[name])]
 
     def _fill(self) -> None:
         """Put the arguments' first values back; the operator may have written some."""

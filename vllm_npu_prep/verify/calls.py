@@ -250,7 +250,7 @@ def in_runs(values: list[int]) -> Any:
             if step in (0, 1) and value == first + count * step:
                 runs[-1] = [first, count + 1, step]
                 continue
-        runs.append([value, 1, 0])
+        runs.append([int(value), 1, 0])
     return {"runs": runs} if 3 * len(runs) < len(values) else values
 
 

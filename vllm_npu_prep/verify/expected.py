@@ -120,6 +120,8 @@ def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expe
     if given.get("dtype") is not None or "device" in given:
         given["device"] = torch.device("cpu")
     results = function(**given)
+    if results is None:
+        results = given.get("out", ())
     listed = results if isinstance(results, (tuple, list)) else [results]
     return [Expected(n, each) for n, each in enumerate(listed) if each is not None]
 
