@@ -28,8 +28,7 @@ TIMED = 20
 """How often a call is timed; the median counts."""
 
 ENOUGH = 1e6
-"""Microseconds after which a call was timed long enough: no device takes so long, but hosts that
-emulate one do."""
+"""Microseconds after which a call was timed long enough, however often it ran."""
 
 SLOWER = 1.1
 """How many times as long as torch's form a call may take before it counts as slower."""
