@@ -32,6 +32,7 @@ TORCH_NPU_ALLOWED = (
     "verify/call_rows.py",
     "verify/collectives.py",
     "verify/copies.py",
+    "verify/verified.py",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
 
@@ -254,7 +255,11 @@ WALLS = {
         "quantization.rounding quantization.int8 runner startup.asked"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
-    "verify": ("aclnn attention config device graph inspect.doctor ops.npu.experts prep verify"),
+    # Torch's forms of operators are those that layers take
+    "verify": (
+        "aclnn attention compat.executor compat.operators config device graph inspect.doctor "
+        "ops.moe_topk ops.npu.experts ops.npu.rotary prep quantization.int8 verify"
+    ),
     "inspect": "inspect prep records",
     # Other runners, in environments of which this plugin's own serving knows nothing
     "watch": "config observe prep records validation watch",

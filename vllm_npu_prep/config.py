@@ -166,6 +166,9 @@ class PrepConfig(BaseModel):
     probe
         Whether start-up compares the device's attention with formulas
         (`vllm_npu_prep.verify.probe`).
+    verified
+        The table of `verify-device` that says which calls torch's own form makes
+        (`vllm_npu_prep.verify.table`), None for none.
     kernel_rules
         The rules that calls of fused attention have to keep: those of the installed CANN's code, or
         also what only the documentation demands (`vllm_npu_prep.attention.fused_releases`).
@@ -187,6 +190,7 @@ class PrepConfig(BaseModel):
     record: RecordConfig | None = None
     check: Literal["off", "cheap", "full"] = "cheap"
     probe: bool = True
+    verified: str | None = Field(default=None, min_length=1)
     kernel_rules: Literal["release", "documented"] = "release"
     cpu_binding: bool = True
     fused: FusedConfig = FusedConfig()

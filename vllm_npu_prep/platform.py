@@ -54,6 +54,7 @@ from vllm_npu_prep.startup.subjects.cache import (
 )
 from vllm_npu_prep.startup.subjects.v2 import reason_for_v1
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
+from vllm_npu_prep.verify.start_up import check_table
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
@@ -467,6 +468,7 @@ def _log_start_up(
         f"scheduling    {scheduling}",
         f"check         {config.check}",
         f"probe         {_describe_probe(config.probe)}",
+        *([f"verified      {check_table(vllm_config)}"] if config.verified else []),
     ]
     if model.quantization is not None:
         lines.append(f"quantised     {describe(model, KIND == NPU_KIND)}")

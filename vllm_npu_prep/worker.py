@@ -10,7 +10,7 @@ import fnmatch
 import gc
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
@@ -50,7 +50,11 @@ from vllm_npu_prep.sleep import SleepingMemory
 from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.int8 import refuse_wrong
 from vllm_npu_prep.verify.probe import probe_layers
+from vllm_npu_prep.verify.start_up import table_of
 from vllm_npu_prep.wording import counted
+
+if TYPE_CHECKING:
+    from vllm_npu_prep.verify.verified import VerifiedCalls
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -78,6 +82,7 @@ class NPUWorker(Worker):
     _last_step: Any = None  # vLLM's `SchedulerOutput` of the one that was begun
     _sleeping: SleepingMemory | None = None  # with --enable-sleep-mode
     _tokens_since_return = 0  # tokens of steps since free memory was returned
+    _verified: "VerifiedCalls | None" = None  # with a table of verified calls
     _peak_of_step = 0  # bytes of the largest step beside weights, without contexts
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -126,6 +131,7 @@ class NPUWorker(Worker):
             changed = self.prep_device.allow_captures()
             if changed:
                 logger.info("%s.", changed)
+        self._read_table()
         if options.probe and self.device.type == "npu" and self.model_config.quantization:
             refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device))
         register_fused(
@@ -143,6 +149,18 @@ class NPUWorker(Worker):
             )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
+
+    def _read_table(self) -> None:
+        """Let torch's own form make the calls that a table of verified calls says."""
+        if (table := table_of(self.vllm_config)) is not None:
+            from vllm_npu_prep.verify.verified import VerifiedCalls
+
+            self._verified = VerifiedCalls(table)
+            for line in self._verified.override():
+                logger.warning("%s.", line)
+
+    def _counting_calls(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._verified is None else self._verified.counting()
 
     def _computes_rightly(self, name: str, dtype: torch.dtype) -> bool:
         return is_right(name, dtype, lambda tensor: tensor.to(self.device), logger.warning)
@@ -225,6 +243,7 @@ class NPUWorker(Worker):
         with (
             set_current_vllm_config(self.vllm_config),
             log_while_waiting("Running the largest step", logger.info),
+            self._counting_calls(),
         ):
             self.model_runner.profile_run()
 
@@ -243,8 +262,10 @@ class NPUWorker(Worker):
             # upstream's buffers, which start at the beginning of their storage.
             self._run_largest_step()
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
-            with set_current_vllm_config(self.vllm_config):
+            with set_current_vllm_config(self.vllm_config), self._counting_calls():
                 self.model_runner.capture_model()
+        if self._verified is not None:
+            logger.info("%s", self._verified.describe())
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]
         on_host = self.prep_device.computes_on_host
         bound = step_bound(self.vllm_config, builders, self._peak_of_step, on_host)
@@ -409,6 +430,8 @@ class NPUWorker(Worker):
         if isinstance(error, Exception) and hasattr(self, "model_runner"):
             self._save_steps(error)
         self._settle()
+        if self._verified is not None:
+            self._verified.end()
         super().shutdown()
 
     def _settle(self) -> None:

@@ -144,3 +144,17 @@ def test_of_equal_largest_numbers_any_place_is_right():
     (found,) = expected_of("aten::argmax", None, {"self": logits, "dim": -1})
     for places, right in (([2, 0], True), ([1, 1], True), ([0, 1], False)):
         assert torch.equal(found.of(torch.tensor(places)), found.values) is right
+
+
+def test_what_is_written_into_a_list_is_expected():
+    x = torch.arange(6.0).view(2, 3)
+    given = {
+        "self": x,
+        "split_sizes": [1, 2],
+        "dim": -1,
+        "out": [torch.zeros(2, n) for n in (1, 2)],
+    }
+    split = torch.ops.aten.split_with_sizes_copy.out
+    first, second = expected_of("aten::split_with_sizes_copy.out", split, given)
+    assert (first.result, first.values.flatten().tolist()) == (0, [0, 3])
+    assert (second.result, second.values.flatten().tolist()) == (1, [1, 2, 4, 5])

@@ -1,4 +1,6 @@
-"""Patches of vLLM's executors: answers of ranks, Ray, and what ranks of several hosts share."""
+"""Patches of vLLM's executors: answers of ranks, Ray, what ranks of several hosts share, and a rank
+without the others.
+"""
 
 import importlib.util
 import math
@@ -133,3 +135,30 @@ def keep_answers_with_their_calls() -> None:
         if not isinstance(self.response_mqs, Answers):
             self.response_mqs = Answers(self.response_mqs)
         return upstream(self, *args, **kwargs)
+
+
+NOBODY_ELSE = "cpu:fake,npu:fake"
+"""Backend of process groups in which no other rank has to answer."""
+
+
+def be_a_rank_without_the_others() -> None:
+    """Let this process be a rank of an engine of several, none of which runs.
+
+    Collectives end at once: this rank's own numbers are their sum, and a gather has them once for
+    each rank. Shapes are those of the whole engine, which is what a recording of calls needs.
+    """
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    @instead_of(torch.distributed, "init_process_group")
+    def join(upstream: Any, *, rank: int, world_size: int, **others: Any) -> None:
+        upstream(NOBODY_ELSE, rank=rank, world_size=world_size, store=FakeStore())
+
+    @instead_of(torch.distributed, "new_group")
+    def new_group(upstream: Any, ranks: Any, **others: Any) -> Any:
+        return upstream(ranks, backend=NOBODY_ELSE)
+
+    @instead_of(MessageQueue, "create_from_process_group")
+    def no_queue(upstream: Any, *args: Any, **kwargs: Any) -> None:
+        """Have no queue, whose readers would be waited for."""

@@ -12,6 +12,7 @@ kernel meets. All tokens are 0.
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,23 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vllm_npu_prep.verify.calls import Call, described, size_of, write_list
+from vllm_npu_prep.compat.executor import be_a_rank_without_the_others
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify.calls import Call, size_of, write_list
+from vllm_npu_prep.verify.outcome import first_line_of
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
+
+NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_local_scalar_dense")
+"""Beginnings of the names of operators that make room, or read a number, and compute nothing."""
+
+SMALL = 1 << 22
+"""Weights of up to so many elements are 1, and truths about them are found: the scales of int8
+weights, which are checked when they have been loaded."""
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of operators that need other ranks. Rows of their own try them."""
 
 ON_HOST = "get_max_workspace"
 """End of the names of operators that size a workspace on the host: they launch nothing."""
@@ -77,11 +91,16 @@ class CallRecorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_device = [tensor for tensor in tensors if tensor.device.type == "npu"]
         schema = func._schema
-        if not on_device or _is_view(schema):
+        is_noted = not _is_view(schema) and not schema.name.startswith(NOTHING)
+        if not on_device or not is_noted or func.namespace in COLLECTIVES:
             return func(*args, **kwargs)
+        if func.namespace == "vllm":  # a function of Python's, which calls operators
+            with self:
+                return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
         captured = torch_npu.npu.is_current_stream_capturing()
-        if schema.name not in RANDOM:
-            self._keep(schema, args, kwargs, captured)
+        if schema.name in RANDOM and _is_float(args[0]):
+            return args[0].fill_(1) if args[0].numel() <= SMALL else args[0]
+        self._keep(schema, args, kwargs, captured)
         if schema.name.endswith(ON_HOST) or not any(map(_is_float, on_device)):
             return func(*args, **kwargs)
         return _not_computed(func, args, kwargs, on_device[0].device)
@@ -98,15 +117,7 @@ class CallRecorder(TorchDispatchMode):
             else:
                 self._noted.append((tensor, found))
 
-        given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-        defaults = {argument.name: argument.default_value for argument in schema.arguments}
-        arguments = {
-            name: described(value, note)
-            for name, value in given.items()
-            if isinstance(value, (torch.Tensor, list, tuple)) or value != defaults[name]
-        }
-        operator = f"{schema.name}.{schema.overload_name}".removesuffix(".")
-        call = Call(operator, arguments, captured)
+        call = Call.of(schema, args, kwargs, captured, note)
         known = self._calls.get(call.key)
         if known is None or size_of(call) > size_of(known):
             self._calls[call.key] = call
@@ -133,10 +144,18 @@ def _not_computed(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
     ]
     if not schema.returns:
         return None
-    if written:
+    if "out" in given or (written and all(result.alias_info for result in schema.returns)):
         return written[0] if len(schema.returns) == 1 else tuple(written)
     on_meta = tree_map(_on_meta, (args, kwargs))
-    return tree_map(lambda result: _empty_like(result, device), func(*on_meta[0], **on_meta[1]))
+    results = func(*on_meta[0], **on_meta[1])
+    if all(each.dtype is torch.bool for each in tree_leaves(results)) and _are_small(args):
+        return func(*args, **kwargs)
+    return tree_map(lambda result: _empty_like(result, device), results)
+
+
+def _are_small(args: Any) -> bool:
+    tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+    return all(tensor.numel() <= SMALL for tensor in tensors)
 
 
 def _on_meta(value: Any) -> Any:
@@ -174,7 +193,9 @@ def _all_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     most = found["max_num_seqs"]
     sizes = sorted({*(size for size in CAPTURED if size < most), most})
     found["compilation_config"] = {**found["compilation_config"], "cudagraph_capture_sizes": sizes}
-    return found
+    ranks = found.get("tensor_parallel_size", 1)
+    # Each rank is on a host of its own: this one needs one device
+    return {**found, "nnodes": ranks, "distributed_executor_backend": "uni"} if ranks > 1 else found
 
 
 def record(settings: Mapping[str, Any]) -> list[Call]:
@@ -185,6 +206,9 @@ def record(settings: Mapping[str, Any]) -> list[Call]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM, SamplingParams
+
+    if settings.get("tensor_parallel_size", 1) > 1:
+        be_a_rank_without_the_others()
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     with CallRecorder() as recorder:
@@ -215,7 +239,15 @@ def main() -> None:
     model = Path(settings["model"])
     config = json.loads((model / "config.json").read_text())
     engine = {**settings, "model": model.name, "config": config}  # a list goes to other machines
-    write_list(Path(sys.argv[2]), engine, record(settings))
+    try:
+        calls = record(settings)
+    except PrepError:
+        raise
+    except Exception as error:  # after which torch_npu would have the last word
+        traceback.print_exc()
+        print(f"vllm_npu_prep: error: {first_line_of(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    write_list(Path(sys.argv[2]), engine, calls)
     os._exit(0)  # the device holds what was never computed: there is nothing to tidy up
 
 

@@ -1,15 +1,16 @@
 """Rows of ``verify-device`` for a list of recorded calls: one row for each call.
 
-A row makes the call's arguments again, with floats by a fixed seed, and makes the call in four
-ways: eagerly, on inputs that another stream has just written, in a graph that captured it, and
-twenty times to time it. The first result is held against float64; the others have to equal it.
+A row makes the call's arguments again, with floats by a fixed seed. torch's own form of the
+operator comes first, if there is one. Then the operator is called eagerly, on inputs that another
+stream has just written, in a graph that captured it, and twenty times to time it. The first result
+is held against float64, or against torch's form; the others have to equal it. Attention that a
+graph captured is told other lengths before each replay, as an engine does.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,29 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_npu_prep.verify.calls import Call, made_arguments
 from vllm_npu_prep.verify.expected import Expected, expected_of
-from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.forms import form_of
+from vllm_npu_prep.verify.outcome import Outcome, TorchOutcome, Verdict, first_line_of, worst_of
 from vllm_npu_prep.verify.row import Row, RowContext, compare
 
 SEED = 20261129
 TIMED = 20
 """How often a call is timed; the median counts."""
 
+ENOUGH = 1e6
+"""Microseconds after which a call was timed long enough, however often it ran."""
+
+SLOWER = 1.1
+"""How many times as long as torch's form a call may take before it counts as slower."""
+
 CALL_SECONDS = 120.0
 NOT_CAPTURED = ("get_max_workspace",)
 """Ends of the names of operators that run on the host."""
+
+LENGTHS, KV_LENGTHS = "actual_seq_lengths", "actual_seq_lengths_kv"
+"""Arguments of attention that graphs are told anew: ends of queries, and lengths of contexts."""
+
+ONE_LEVEL = 1
+"""What rounding to int8 may differ by, where a number lies between two levels."""
 
 
 def rows_of(calls: Sequence[Call]) -> tuple[Row, ...]:
@@ -36,41 +50,82 @@ def rows_of(calls: Sequence[Call]) -> tuple[Row, ...]:
     rows = []
     for call in calls:
         seen[call.name] += 1
-        name = f"{call.name.strip('_')}-{seen[call.name]:03}"
-        rows.append(Row(name, call.operator, partial(run_call, call), seconds=CALL_SECONDS))
+        name, tried = f"{call.name.strip('_')}-{seen[call.name]:03}", TriedCall(call)
+        rows.append(
+            Row(
+                name, call.operator, tried.run, seconds=CALL_SECONDS, key=call.key, first=tried.form
+            )
+        )
     return tuple(rows)
 
 
-def run_call(call: Call, context: RowContext) -> Outcome:
-    """Make a call in all four ways, and compare."""
-    made_call = _MadeCall(call, context)
-    first = made_call.results()
-    outcome = _against_float64(call, first, made_call.expected())
-    if outcome.verdict.is_bad or call.name.endswith(NOT_CAPTURED):
-        return outcome
-    parts = [outcome, _same(call, "written by another stream", first, made_call.after_a_stream())]
-    if call.captured:
-        parts.append(_same(call, "captured and replayed", first, made_call.replayed()))
-    outcome = worst_of(parts, str(call))
-    return replace(outcome, microseconds=made_call.microseconds())
+class TriedCall:
+    """A call that a row tries: first by torch's form, then by its operator."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._of_torch: list[torch.Tensor] = []  # what torch's form gave, if that is right
+        self._found = TorchOutcome()
+
+    def form(self, context: RowContext) -> TorchOutcome:
+        """Make the call by torch's own form, and compare it with float64."""
+        if (form := form_of(self._call)) is None:
+            return self._found
+        made = _MadeCall(self._call, context, form)
+        try:
+            results = made.results()
+            read = [part for part in made.expected() if results[part.result].numel()]
+            outcome = _against_float64(self._call, results, read)
+            wrong = outcome.got if outcome.verdict.is_bad else ""
+            self._found = TorchOutcome(wrong, made.microseconds())
+        except Exception as error:  # a form is no reason not to try the operator
+            self._found = TorchOutcome(first_line_of(error))
+        if self._found.torch_got == "":
+            self._of_torch = results
+        return self._found
+
+    def run(self, context: RowContext) -> Outcome:
+        """Make the call in all ways, and compare."""
+        call, made = self._call, _MadeCall(self._call, context)
+        first, of_torch = made.results(), self._of_torch
+        self._of_torch = []  # a list has thousands of rows
+        outcome = _against_float64(call, first, made.expected())
+        if outcome.verdict is Verdict.RAN and of_torch:
+            outcome = _against_torch(call, first, of_torch)
+        if outcome.verdict.is_bad or call.name.endswith(NOT_CAPTURED):
+            return outcome
+        parts = [outcome, _same(call, "written by another stream", first, made.after_a_stream())]
+        if call.captured:
+            parts += made.replayed(first)
+        outcome = worst_of(parts, str(call))
+        if outcome.verdict.is_bad:
+            return outcome
+        taken, of_form = made.microseconds(), self._found.torch_microseconds
+        if self._found.torch_got == "" and of_form is not None and taken > SLOWER * of_form:
+            got = f"{outcome.got}, in {taken:.1f} us; torch's form takes {of_form:.1f}"
+            outcome = replace(outcome, got=got, verdict=Verdict.SLOWER)
+        return replace(outcome, microseconds=taken)
 
 
 class _MadeCall:
     """A call with its arguments on the host and on the device."""
 
-    def __init__(self, call: Call, context: RowContext) -> None:
+    def __init__(
+        self, call: Call, context: RowContext, form: Callable[..., Any] | None = None
+    ) -> None:
         self._call, self._device = call, context.device
-        self._function = call.function()
+        self._operator = call.function()
+        self._function = form or self._operator
         self._host = made_arguments(call, lambda tensor: tensor, SEED)
-        self._schema = self._function._schema
+        self._schema = self._operator._schema
         self._put = context.put
         self.arguments = made_arguments(call, context.put, SEED)
 
     def expected(self) -> list[Expected]:
-        return expected_of(self._call.operator, self._function, self._host)
+        return expected_of(self._call.operator, self._operator, self._host)
 
-    def _run(self) -> Any:
-        return self._function(**self.arguments)
+    def _run(self, lengths: Mapping[str, Any] | None = None) -> Any:
+        return self._function(**{**self.arguments, **(lengths or {})})
 
     def _results_of(self, returned: Any) -> list[torch.Tensor]:
         """Return what the call gives: what the schema returns, else what it writes."""
@@ -78,7 +133,7 @@ class _MadeCall:
             return [each for each in tree_leaves(returned) if isinstance(each, torch.Tensor)]
         written = [a.name for a in self._schema.arguments if a.alias_info and a.alias_info.is_write]
         names = written or [name for name in self.arguments if name.endswith("_cache")]
-        return [self.arguments[name] for name in names]
+        return [each for name in names for each in tree_leaves(self.arguments[name])]
 
     def _fill(self) -> None:
         """Put the arguments' first values back; the operator may have written some."""
@@ -88,8 +143,8 @@ class _MadeCall:
             if isinstance(old, torch.Tensor) and old.device.type != "cpu" and 0 not in old.stride():
                 old.copy_(new)
 
-    def results(self) -> list[torch.Tensor]:
-        return [each.clone() for each in self._results_of(self._run())]
+    def results(self, lengths: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+        return [each.clone() for each in self._results_of(self._run(lengths))]
 
     def after_a_stream(self) -> list[torch.Tensor]:
         other = torch_npu.npu.Stream()
@@ -99,14 +154,56 @@ class _MadeCall:
         torch_npu.npu.current_stream().wait_stream(other)
         return self.results()
 
-    def replayed(self) -> list[torch.Tensor]:
+    def replayed(self, first: Sequence[torch.Tensor]) -> list[Outcome]:
+        """Capture the call and replay it; it has to give what it gave eagerly.
+
+        Attention over a cache is captured with other lengths, and replayed with its own and then
+        with the others, which are compared with float64, too.
+        """
+        other = other_lengths(self.arguments)
+        if not other:
+            graph = self._captured(self._run)
+            self._fill()
+            graph.replay()
+            got = [each.clone() for each in self._results_of(self._returned)]
+            return [_same(self._call, "captured and replayed", first, got)]
+        self._fill()
+        eager = self.results(other)
+        expected = expected_of(self._call.operator, self._operator, {**self._host, **other})
+        parts = [_against_float64(self._call, eager, expected)]
+        graph = self._captured(lambda: self._as_a_task(other))
+        updates = torch_npu.npu.Stream()
+        own = {name: self.arguments[name] for name in other}
+        for how, lengths, wanted in (("its own", own, first), ("other", other, eager)):
+            self._fill()
+            graph.replay()
+            with torch_npu.npu.stream(updates):
+                torch_npu.npu.graph_task_update_begin(updates, self._task)
+                self._run(lengths)
+                torch_npu.npu.graph_task_update_end(updates)
+                self._event.record(updates)
+            self._device.synchronize()
+            got = [each.clone() for each in self._results_of(self._returned)]
+            parts.append(_same(self._call, f"replayed with {how} lengths", wanted, got))
+        return parts
+
+    def _captured(self, run: Callable[[], Any]) -> Any:
         graph = torch_npu.npu.NPUGraph()
         self._device.synchronize()
         with torch_npu.npu.graph(graph):
-            returned = self._run()
-        self._fill()
-        graph.replay()
-        return [each.clone() for each in self._results_of(returned)]
+            self._returned = run()
+        return graph
+
+    def _as_a_task(self, lengths: Mapping[str, Any]) -> Any:
+        """Make the call as `graph.npu` captures attention: as a task that waits for an event."""
+        stream = torch_npu.npu.current_stream()
+        self._event = torch_npu.npu.ExternalEvent()
+        self._event.wait(stream)
+        self._event.reset(stream)
+        torch_npu.npu.graph_task_group_begin(stream)
+        returned = self._run(lengths)
+        self._task = torch_npu.npu.graph_task_group_end(stream)
+        return returned
 
     def microseconds(self) -> float:
         taken = []
@@ -117,7 +214,25 @@ class _MadeCall:
             end.record()
             end.synchronize()
             taken.append(begin.elapsed_time(end) * 1e3)
+            if sum(taken) > ENOUGH:
+                break
         return statistics.median(taken)
+
+
+def other_lengths(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return other lengths for attention over a cache in blocks; empty for any other call.
+
+    A context gets half of its length, or one token more if that is less than its queries have.
+    """
+    if arguments.get("block_table") is None or not arguments.get(KV_LENGTHS):
+        return {}
+    ends, room = arguments[LENGTHS], arguments["block_table"].shape[1] * arguments["block_size"]
+    counts = [end - start for start, end in zip([0, *ends], ends)]
+    lengths = [
+        each // 2 if each // 2 >= count else min(each + 1, room)
+        for count, each in zip(counts, arguments[KV_LENGTHS])
+    ]
+    return {KV_LENGTHS: lengths}
 
 
 def _against_float64(
@@ -127,6 +242,27 @@ def _against_float64(
         compare(part.of(got[part.result]), part.values, str(call), tolerance=part.tolerance)
         for part in expected
     ]
+    return worst_of(parts, str(call)) if parts else Outcome(str(call), "", "an answer", Verdict.RAN)
+
+
+def _against_torch(
+    call: Call, got: Sequence[torch.Tensor], of_torch: Sequence[torch.Tensor]
+) -> Outcome:
+    """Compare an operator's results with those of torch's form, as far as layers read them.
+
+    Whole numbers are left out: of equal scores, either may take any.
+    """
+    parts = []
+    for one, other in zip(got, of_torch):
+        wanted = other.cpu()
+        if one.dtype == torch.int8:
+            levels = one.cpu()
+            is_near = (levels.short() - wanted.short()).abs() <= ONE_LEVEL
+            wanted = torch.where(is_near, levels, wanted)
+        elif not one.is_floating_point():
+            continue
+        if wanted.numel() or not one.numel():
+            parts.append(compare(one, wanted, str(call)))
     return worst_of(parts, str(call)) if parts else Outcome(str(call), "", "an answer", Verdict.RAN)
 
 

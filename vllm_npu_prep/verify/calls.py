@@ -10,7 +10,7 @@ kernel meets; floats are drawn again.
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.verify.fitting import fit
 
 FORMAT = "vllm_npu_prep calls 1"
 """What the first line of a list names itself."""
@@ -32,8 +33,8 @@ would be close to the mean of all values, and no comparison could tell which key
 PERIOD = 1 << 22
 """How many floats are drawn; a larger tensor repeats them, which saves time."""
 
-MASK = "atten_mask"
-"""Argument of attention that is a mask: ones above the diagonal."""
+ALIGNED = 512
+"""Offsets that are as even up to this number of elements are the same to a kernel."""
 
 FEW = 4
 """Lists of up to so many numbers are attributes; longer ones are lengths of requests."""
@@ -56,6 +57,29 @@ class Call:
     operator: str
     arguments: Mapping[str, Any]
     captured: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        schema: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        captured: bool,
+        note: "Note" = lambda tensor, found: None,
+    ) -> "Call":
+        """Describe a call of the operator with a schema; `described` calls `note`."""
+        given = {**dict(zip((argument.name for argument in schema.arguments), args)), **kwargs}
+        # Of what has no default, None has to be given, too
+        defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        arguments = {
+            name: described(value, note)
+            for name, value in given.items()
+            if isinstance(value, (torch.Tensor, list, tuple))
+            or name not in defaults
+            or value != defaults[name]
+        }
+        operator = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+        return cls(operator, arguments, captured)
 
     @property
     def key(self) -> str:
@@ -89,7 +113,10 @@ class Call:
         return ", ".join(given)[:300] + (", captured" if self.captured else "")
 
 
-def described(value: Any, note: Callable[[torch.Tensor, dict[str, Any]], object]) -> Any:
+Note = Callable[[torch.Tensor, dict[str, Any]], object]
+
+
+def described(value: Any, note: Note) -> Any:
     """Describe an argument; `note` is told of tensors of whole numbers, to put their values in."""
     if isinstance(value, torch.Tensor):
         found: dict[str, Any] = {"dtype": str(value.dtype)[6:], "shape": [*value.shape]}
@@ -116,21 +143,26 @@ def made_arguments(
 ) -> dict[str, Any]:
     """Make all arguments of a call again, the same ones for a seed."""
     random = torch.Generator().manual_seed(seed)
-    found = {name: made(value, put, random) for name, value in call.arguments.items()}
-    mask = found.get(MASK)
-    if mask is not None and not mask.is_floating_point():  # the constant mask, as kernels want it
-        rows, columns = (torch.arange(size) for size in mask.shape[-2:])
-        found[MASK] = put((columns > rows[:, None]).to(mask.dtype).expand(mask.shape).contiguous())
-    return found
+    found = {name: made(value, random) for name, value in call.arguments.items()}
+    fit(call.name.partition(".")[0], found, random)
+    return {name: _moved(value, found[name], put) for name, value in call.arguments.items()}
 
 
-def made(value: Any, put: Callable[[torch.Tensor], torch.Tensor], random: torch.Generator) -> Any:
-    """Make an argument again: floats are drawn, and whole numbers that aren't known count up.
-
-    `put` brings a whole storage to the device; the strides of the call are laid over it.
-    """
+def _moved(given: Any, value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Bring whole storages to the device, and lay the strides of the call over them."""
     if isinstance(value, list):
-        return [made(item, put, random) for item in value]
+        return [_moved(*each, put) for each in zip(given, value)]
+    if not isinstance(value, torch.Tensor) or given.get("host"):
+        return value
+    whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    return put(whole).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def made(value: Any, random: torch.Generator) -> Any:
+    """Make an argument again on the host: floats are drawn, and whole numbers that aren't known
+    count up."""
+    if isinstance(value, list):
+        return [made(item, random) for item in value]
     if not isinstance(value, dict):
         return value
     if "type" in value:
@@ -149,8 +181,7 @@ def made(value: Any, put: Callable[[torch.Tensor], torch.Tensor], random: torch.
         for dim, step in enumerate(strides):
             given = given if step else given.narrow(dim, 0, 1)  # an expanded dimension
         host.as_strided(given.shape, strides, offset).copy_(given)
-    whole = host if value.get("host") else put(host)
-    return whole.as_strided(shape, strides, offset)
+    return host.as_strided(shape, strides, offset)
 
 
 def _drawn(count: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
@@ -175,7 +206,10 @@ def _contiguous(shape: Iterable[int]) -> list[int]:
 
 def _kind(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: each for name, each in value.items() if name != "values"}
+        kept = {name: each for name, each in value.items() if name != "values"}
+        if "offset" in kept:  # one block of a cache is like another
+            kept["offset"] = math.gcd(kept["offset"], ALIGNED)
+        return kept
     if isinstance(value, list):
         if value and isinstance(value[0], (dict, list)):
             return [_kind(item) for item in value]
@@ -203,9 +237,42 @@ def _shown(name: str, value: Any) -> str:
     return "" if value is None else f"{name} {value}"
 
 
+def in_runs(values: list[int]) -> Any:
+    """Write numbers as runs, ``[first, count, step]``, where that is shorter.
+
+    Slots count up by 1, and tables end with zeros.
+    """
+    runs: list[list[int]] = []
+    for value in values:
+        if runs:
+            first, count, step = runs[-1]
+            step = value - first if count == 1 else step
+            if step in (0, 1) and value == first + count * step:
+                runs[-1] = [first, count + 1, step]
+                continue
+        runs.append([int(value), 1, 0])
+    return {"runs": runs} if 3 * len(runs) < len(values) else values
+
+
+def out_of_runs(values: Any) -> list[int]:
+    if not isinstance(values, dict):
+        return values
+    return [first + step * n for first, count, step in values["runs"] for n in range(count)]
+
+
+def _with_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change what is written under ``values``, at any depth."""
+    if isinstance(value, list):
+        return [_with_values(item, change) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: change(v) if k == "values" else _with_values(v, change) for k, v in value.items()}
+
+
 def write_list(path: Path, engine: Mapping[str, Any], calls: Iterable[Call]) -> None:
     """Write a list of the calls that an engine made."""
     lines = [{"format": FORMAT, "engine": dict(engine)}, *(call.as_json() for call in calls)]
+    lines = [_with_values(line, in_runs) for line in lines]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
@@ -221,7 +288,7 @@ def read_list(path: Path) -> tuple[dict[str, Any], list[Call]]:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-        first, *lines = [json.loads(line) for line in text.splitlines()]
+        first, *lines = [_with_values(json.loads(x), out_of_runs) for x in text.splitlines()]
         if first.get("format") != FORMAT:
             raise ValueError(f"its first line names no {FORMAT!r}")
         calls = [Call(x["operator"], x["arguments"], x.get("captured", False)) for x in lines]

@@ -9,6 +9,7 @@ line                    when
 ``{"device": ...}``     at the start: device, versions, and the chosen rows
 ``{"missing": ...}``    instead, if there is no NPU or no such row; then it ends
 ``{"begin": name}``     before a row
+``{"form": ...}``       in a row of a recorded call, before and after torch's own form of it
 ``{"end": name, ...}``  after it, with its outcome
 ======================  ===========================================================
 """
@@ -19,11 +20,20 @@ import difflib
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from vllm_npu_prep.verify.outcome import NotHereError, Outcome, Verdict, first_line_of
+from vllm_npu_prep.verify.outcome import (
+    NotHereError,
+    Outcome,
+    TorchOutcome,
+    Verdict,
+    first_line_of,
+)
+from vllm_npu_prep.verify.table import read_table
 
 NO_ERROR = "no error"
 """What is expected in the outcome of a row that raised an error. The process ends after such a row,
@@ -38,14 +48,22 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="rows, or beginnings of their names")
     parser.add_argument("--rows", nargs="*", help="exactly these rows, in this order")
     parser.add_argument("--calls", type=Path, help="the rows are these calls")
+    parser.add_argument("--done", type=Path, help="leave out the calls that this table has")
     parser.add_argument("--no-engine", action="store_true", help="leave engines out")
     parser.add_argument("--folder", type=Path, required=True, help="folder of all processes")
     parser.add_argument("--rank", type=int, default=0, help="this process among its team")
     parser.add_argument("--ranks", type=int, default=1, help="processes of the team")
     args = parser.parse_args()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         _run(args, lines)
+
+
+def _end_with_parent() -> None:
+    """End this process, which may hang, when nobody is there who would end it."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 def _run(args: argparse.Namespace, lines: TextIO) -> None:
@@ -61,7 +79,7 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
     from vllm_npu_prep.device import make_device, visible_devices
     from vllm_npu_prep.verify.row import RowContext
 
-    rows = _rows(args.calls)
+    rows, engine = _rows(args.calls)
     by_name = {row.name: row for row in rows}
     if args.rows is not None:
         chosen = [by_name[name] for name in args.rows]
@@ -76,6 +94,9 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
                 return
         if args.only:
             chosen = [row for row in chosen if row.name.startswith(tuple(args.only))]
+        if args.done:
+            done = read_table(args.done).results
+            chosen = [row for row in chosen if row.key not in done]
     device = make_device("npu", args.rank)
     tell(
         device=device.name,
@@ -83,14 +104,19 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
         versions=_versions_of_cann(),
         rows=[
             {"name": row.name, "what": row.what, "ranks": row.ranks, "seconds": row.seconds}
+            | ({"key": row.key} if row.key else {})
             for row in chosen
         ],
+        engine=engine,
     )
     context = RowContext(device, args.folder, args.rank, args.ranks)
     for row in chosen:
         if row.ranks != args.ranks:
             continue
         tell(begin=row.name)
+        if row.first is not None:
+            tell(form=asdict(TorchOutcome("no answer")))  # until there is one
+            tell(form=asdict(row.first(context)))
         outcome, goes_on = run_row(row, context)
         tell(end=row.name, outcome=outcome)
         if not goes_on:
@@ -101,15 +127,18 @@ def _run(args: argparse.Namespace, lines: TextIO) -> None:
     os._exit(0)
 
 
-def _rows(calls: Path | None) -> Sequence[Any]:
+def _rows(calls: Path | None) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return all rows, and the engine that makes the calls."""
     if calls is None:
         from vllm_npu_prep.verify.rows import ROWS
 
-        return ROWS
+        return ROWS, {}
+    from vllm_npu_prep.verify import environment
     from vllm_npu_prep.verify.call_rows import rows_of
     from vllm_npu_prep.verify.calls import read_list
 
-    return rows_of(read_list(calls)[1])
+    engine, made = read_list(calls)
+    return (*environment.rows_of({call.name for call in made}), *rows_of(made)), engine
 
 
 def _groups(names: Any) -> list[str]:

@@ -71,7 +71,7 @@ class Child:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
             [*command, "--folder", str(folder), *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # it ends with this process: `child` waits for the end of it
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             # Without ASCEND_HOME_PATH, torch_npu looks through all files below the current folder
@@ -125,8 +125,8 @@ class Child:
 class Runner:
     """Runs rows in processes.
 
-    Each result is handed to `log` as soon as it is there. Tests give another command; `row_seconds`
-    is the time limit of every row, in place of its own.
+    Each result is handed to `log` as soon as it is there, and `begun` is called before the first.
+    Tests give another command; `row_seconds` is the time limit of every row, in place of its own.
     """
 
     def __init__(
@@ -135,9 +135,10 @@ class Runner:
         command: Sequence[str] = CHILD,
         log: Callable[[Result], object] = lambda result: None,
         row_seconds: float | None = None,
+        begun: Callable[[RunResults], object] = lambda found: None,
     ) -> None:
         self.folder, self.command, self.log = folder, command, log
-        self.row_seconds = row_seconds
+        self.row_seconds, self.begun = row_seconds, begun
         self.found = RunResults()
         self._rows: dict[str, dict[str, Any]] = {}
 
@@ -153,6 +154,13 @@ class Runner:
         hello = self._hello(child)
         self._rows = {row["name"]: row for row in hello["rows"]}
         self.found.device, self.found.versions = hello["device"], hello["versions"]
+        self.found.engine = hello.get("engine", {})
+        self.found.keys = {name: row["key"] for name, row in self._rows.items() if "key" in row}
+        try:
+            self.begun(self.found)
+        except PrepError:
+            child.kill()
+            raise
         alone = [name for name, row in self._rows.items() if row["ranks"] == 1]
         results = self._drain(child, alone)
         for ranks in sorted({row["ranks"] for row in self._rows.values()} - {1}):
@@ -212,6 +220,7 @@ class Runner:
     def _watch(self, child: Child) -> Iterator[Result]:
         """Yield the results of one process until it ends; a row that ends it is dead."""
         name, start = "", time.monotonic()
+        form: dict[str, Any] = {}
         while True:
             limit = self._limit(name)
             try:
@@ -219,18 +228,21 @@ class Runner:
             except TimeoutError:
                 child.kill()
                 if name:
-                    yield self._dead(name, f"no end after {limit:g} seconds", start)
+                    yield self._dead(name, f"no end after {limit:g} seconds", start, **form)
                 return
             if line is None:
                 code = child.end()
                 if name:
-                    yield self._dead(name, f"{_ended(code)}: {child.last_words()}", start)
+                    got = f"{_ended(code)}: {child.last_words()}"
+                    yield self._dead(name, got, start, **form)
                 return
             if "begin" in line:
-                name, start = line["begin"], time.monotonic()
+                name, start, form = line["begin"], time.monotonic(), {}
+            elif "form" in line:
+                form = line["form"]
             elif "end" in line:
                 what, seconds = self._rows[name]["what"], time.monotonic() - start
-                result = Result(name, what, **line["outcome"], seconds=seconds)
+                result = Result(name, what, **line["outcome"], seconds=seconds, **form)
                 if result.verdict is Verdict.FAILED:  # the reason is in what libraries have printed
                     result.got = f"{result.got} ({child.last_words()})"
                 yield result
@@ -241,9 +253,10 @@ class Runner:
             return START_SECONDS
         return self.row_seconds or self._rows[name]["seconds"]
 
-    def _dead(self, name: str, got: str, start: float | None = None) -> Result:
+    def _dead(self, name: str, got: str, start: float | None = None, **form: Any) -> Result:
         seconds = 0.0 if start is None else time.monotonic() - start
-        return Result(name, self._rows[name]["what"], "", "an answer", got, Verdict.DEAD, seconds)
+        what = self._rows[name]["what"]
+        return Result(name, what, "", "an answer", got, Verdict.DEAD, seconds, **form)
 
     # ----------------------------------------------------------------- several ranks
 

@@ -12,9 +12,13 @@ from typing import Any
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import log_while_waiting
+from vllm_npu_prep.verify.lists import names, path_of
 from vllm_npu_prep.wording import seconds
 
-ENGINE_OPTIONS = ("max_model_len", "max_num_seqs", "quantization", "speculative_config")
+ENGINE_OPTIONS = (
+    *("tensor_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs"),
+    *("quantization", "speculative_config"),
+)
 """Options of the engine whose calls are recorded, as ``vllm.LLM`` names them."""
 
 WIDTH = 180
@@ -51,15 +55,37 @@ def add_parser(commands: Any) -> None:
     )
     model.add_argument(
         "--model",
-        metavar="FOLDER",
+        metavar="FOLDER|NAME",
         help="record the calls of an engine with this model, of which config.json is enough, and "
-        "try each; no float is computed while they are recorded",
+        "try each; no float is computed while they are recorded. A name stands for a list that "
+        "comes with this package",
     )
     model.add_argument(
         "--record", type=Path, metavar="FILE", help="write the list of calls, and try none of them"
     )
     model.add_argument(
         "--calls", type=Path, metavar="FILE", help="try the calls of this list, of another machine"
+    )
+    model.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help='write what was found of each call, for an engine with "verified": FILE',
+    )
+    model.add_argument(
+        "--resume",
+        action="store_true",
+        help="try only the calls that --table FILE, of a run that was ended, does not have",
+    )
+    model.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        metavar="N",
+        help="as of vllm serve: the calls of rank 0 of N, for which one device does",
+    )
+    model.add_argument(
+        "--enable-expert-parallel", action="store_true", default=None, help="as of vllm serve"
     )
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="as of vllm serve")
     model.add_argument("--max-num-seqs", type=int, metavar="N", help="as of vllm serve")
@@ -71,18 +97,21 @@ def add_parser(commands: Any) -> None:
 def verify_device(args: argparse.Namespace) -> int:
     from vllm_npu_prep.files import write_whole
     from vllm_npu_prep.verify.children import CHILD, Runner, record_calls
-    from vllm_npu_prep.verify.outcome import Result
+    from vllm_npu_prep.verify.outcome import Result, RunResults
     from vllm_npu_prep.verify.report import (
         report_json,
         report_markdown,
         report_text,
         versions_of,
     )
+    from vllm_npu_prep.verify.table import TableWriter, read_table
 
     _check_model_options(args)
+    former = read_table(args.table) if args.resume and args.table.exists() else None
     if args.markdown and not args.markdown.absolute().parent.is_dir():  # rows take minutes
         raise PrepError(f"--markdown {args.markdown}: there is no folder {args.markdown.parent}")
     done: list[Result] = []
+    writers: list[TableWriter] = []
 
     def log(line: str) -> None:
         print(f"verify-device: {line}", file=sys.stderr, flush=True)
@@ -92,12 +121,25 @@ def verify_device(args: argparse.Namespace) -> int:
         last = f", last {done[-1].name}" if done else ""
         return f"{len(done)} rows{last}, {bad} bad"
 
+    def begun(found: RunResults) -> None:
+        if args.table:
+            writers.append(TableWriter(args.table, found, versions_of(found), former))
+
+    def note(result: Result) -> None:
+        done.append(result)
+        for writer in writers:
+            writer.add(result)
+
     selection = ["--no-engine"] * args.no_engine
+    if former:
+        selection += ["--done", str(args.table.absolute())]
     for name in args.only or ():
         selection += ["--only", name]
     with tempfile.TemporaryDirectory(prefix="verify-device-") as folder:
         calls = args.calls
-        if args.model:
+        if args.model and not _is_folder(args.model):
+            calls = path_of(args.model)
+        elif args.model:
             calls = args.record or Path(folder, "calls.jsonl")
             with log_while_waiting("recording the calls of an engine", log):
                 record_calls(_settings(args), calls.absolute(), Path(folder))
@@ -106,8 +148,10 @@ def verify_device(args: argparse.Namespace) -> int:
             return 0
         command = (*CHILD, "--calls", str(calls.absolute())) if calls else CHILD
         with log_while_waiting("running rows on this device", log, status):
-            runner = Runner(Path(folder), command, done.append, args.row_seconds)
+            runner = Runner(Path(folder), command, note, args.row_seconds, begun)
             found = runner.run(selection)
+    if former:
+        found.results = [*former.results.values(), *found.results]
     versions = versions_of(found)
     if args.json:
         print(json.dumps(report_json(found, versions)))
@@ -150,16 +194,38 @@ def _check_model_options(args: argparse.Namespace) -> None:
     """
     if args.model and args.calls:
         raise PrepError("--model and --calls are two lists of calls: give one of them")
+    if args.table and (args.record or not (args.model or args.calls)):
+        raise PrepError(
+            "--table has what was found of calls: give --model or --calls, and no --record"
+        )
+    if args.resume and not args.table:
+        raise PrepError("--resume goes on with --table FILE, which is not given")
     if args.record and not args.model:
         raise PrepError("--record needs --model, whose calls it writes")
     given = [name for name in ENGINE_OPTIONS if getattr(args, name) is not None]
     if given and not args.model:
         option = f"--{given[0].replace('_', '-')}"
         raise PrepError(f"{option} is about the engine of --model, which is not given")
-    if args.model and not Path(args.model, "config.json").is_file():
-        raise PrepError(f"--model {args.model}: there is no config.json in this folder")
+    if args.model and not _is_folder(args.model):
+        known = names()
+        if args.model not in known:
+            raise PrepError(
+                f"--model {args.model}: neither a folder with a config.json nor a model whose list "
+                f"comes with this package; there are {', '.join(known)}"
+            )
+        if given or args.record:
+            raise PrepError(
+                f"--model {args.model} names a list that is recorded already: give a folder with a "
+                "config.json to record another one"
+            )
     if args.record and not args.record.absolute().parent.is_dir():
         raise PrepError(f"--record {args.record}: there is no folder {args.record.parent}")
+    if args.table and not args.table.absolute().parent.is_dir():
+        raise PrepError(f"--table {args.table}: there is no folder {args.table.parent}")
+
+
+def _is_folder(model: str) -> bool:
+    return Path(model, "config.json").is_file()
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -207,6 +207,32 @@ def gating(
     return torch.tensor(weights, dtype=torch.float64), torch.tensor(ids)
 
 
+def delta_rule(
+    query: torch.Tensor,  # [T, heads, key_dim]
+    key: torch.Tensor,  # the same
+    value: torch.Tensor,  # [T, heads, value_dim]
+    g: torch.Tensor,  # [T, heads]: logarithms of decays
+    beta: torch.Tensor,  # [T, heads]: rates
+    scale: float,
+    state: torch.Tensor,  # [heads, value_dim, key_dim]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gated delta rule over the tokens of one sequence, one after the other.
+
+    Returns
+    -------
+    output, state
+        Float64: ``[T, heads, value_dim]``, and the state after the last token.
+    """
+    state, outputs = state.double(), []
+    for token in range(len(value)):
+        q, k, v = (each[token].double()[..., None] for each in (query, key, value))
+        kept = state * g[token].double().exp()[:, None, None]
+        rate = beta[token].double()[:, None, None]
+        state = kept + rate * (v - kept @ k) @ k.transpose(1, 2)
+        outputs.append((state @ q)[..., 0] * scale)
+    return torch.stack(outputs), state
+
+
 def gated_delta(
     mixed: torch.Tensor,  # [T, width]: queries, keys and values of all heads before the convolution
     last: torch.Tensor,  # [kernel_size - 1, width]: the inputs before these
@@ -232,23 +258,22 @@ def gated_delta(
         Float64: ``[T, num_v_heads, value_dim]``, and both parts of the state after the last token.
     """
     num_v_heads, value_dim, key_dim = state.shape
-    inputs = torch.cat((last.double(), mixed.double()))
-    state, outputs = state.double().clone(), []
-    for token in range(len(mixed)):
-        seen = inputs[token : token + weight.shape[1]]
-        convolved = (seen * weight.double().T).sum(0)
-        convolved = convolved / (1 + (-convolved).exp())
-        vectors = convolved[: len(convolved) - num_v_heads * value_dim].view(2, -1, key_dim)
-        vectors = vectors / (vectors.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        values = convolved[len(convolved) - num_v_heads * value_dim :].view(num_v_heads, -1)
-        output = torch.empty(num_v_heads, value_dim, dtype=torch.float64)
-        for head in range(num_v_heads):
-            of_keys = head * vectors.shape[1] // num_v_heads
-            query, key = vectors[0, of_keys] / math.sqrt(key_dim), vectors[1, of_keys]
-            step = math.log1p(math.exp(float(a[token, head].double() + dt_bias[head].double())))
-            rate = 1 / (1 + math.exp(-float(b[token, head])))
-            kept = state[head] * math.exp(-math.exp(float(a_log[head])) * step)
-            state[head] = kept + rate * torch.outer(values[head] - kept @ key, key)
-            output[head] = state[head] @ query
-        outputs.append(output)
-    return torch.stack(outputs), inputs[len(mixed) :], state
+    inputs, width = torch.cat((last.double(), mixed.double())), mixed.shape[1]
+    seen = inputs.unfold(0, weight.shape[1], 1)[: len(mixed)]  # [T, width, kernel_size]
+    convolved = (seen * weight.double()).sum(-1)
+    convolved = convolved / (1 + (-convolved).exp())
+    keys, values = convolved.split([width - num_v_heads * value_dim, num_v_heads * value_dim], 1)
+    vectors = keys.reshape(len(mixed), 2, -1, key_dim)
+    vectors = vectors / (vectors.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    query, key = vectors.repeat_interleave(num_v_heads // vectors.shape[2], 2).unbind(1)
+    steps = (1 + (a.double() + dt_bias.double()).exp()).log()
+    output, state = delta_rule(
+        query,
+        key,
+        values.reshape(len(mixed), num_v_heads, value_dim),
+        g=-a_log.double().exp() * steps,
+        beta=1 / (1 + (-b.double()).exp()),
+        scale=key_dim**-0.5,
+        state=state,
+    )
+    return output, inputs[len(mixed) :], state

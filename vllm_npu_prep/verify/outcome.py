@@ -14,6 +14,7 @@ class Verdict(StrEnum):
     DEAD = "DEAD"  # its process ended, or had to be ended
     LEFT_OUT = "left out"  # it can't be run here
     RAN = "ran"  # it gave an answer, and no formula says which is right
+    SLOWER = "slower"  # its answer is right, and torch's own form gives it sooner
 
     @property
     def is_bad(self) -> bool:
@@ -35,6 +36,22 @@ class Outcome:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class TorchOutcome:
+    """What torch's own form of a call gave.
+
+    Attributes
+    ----------
+    torch_got
+        Empty if it is right, else what is wrong with it; None if there is no such form.
+    torch_microseconds
+        The device's time for it.
+    """
+
+    torch_got: str | None = None
+    torch_microseconds: float | None = None
+
+
 class NotHereError(Exception):
     """Says why a row can't be run on this device; the row is then left out."""
 
@@ -51,6 +68,8 @@ class Result:
     verdict: Verdict
     seconds: float
     microseconds: float | None = None
+    torch_got: str | None = None  # see `TorchOutcome`
+    torch_microseconds: float | None = None
 
     def __post_init__(self) -> None:
         self.verdict = Verdict(self.verdict)  # a line of JSON has its text
@@ -61,12 +80,14 @@ class RunResults:
     """What all processes have reported.
 
     The versions are those of CANN and the driver, as torch_npu knows them; the results are in the
-    order of the rows.
+    order of the rows. Rows of calls have keys, by their names, and an engine that makes the calls.
     """
 
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
+    engine: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
 
 
 def worst_of(outcomes: list[Outcome], given: str) -> Outcome:

@@ -15,7 +15,7 @@ from vllm_npu_prep.verify.outcome import Result, RunResults
 from vllm_npu_prep.wording import counted
 
 COLUMNS = ("row", "what", "given", "expected", "got", "verdict")
-STYLES = {"same": "green", "left out": "dim"}
+STYLES = {"same": "green", "left out": "dim", "ran": "dim", "slower": "yellow"}
 FROM_DOCTOR = ("CANN", "driver", "firmware", "npu-smi")
 """Lines of ``doctor`` that are versions, or that name the chips."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from vllm_npu_prep.device import Device
-from vllm_npu_prep.verify.outcome import Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.outcome import Outcome, TorchOutcome, Verdict, worst_of
 
 ROW_SECONDS = 120.0
 """Time limit of a row in seconds, unless it has its own; a first call may load or compile
@@ -59,6 +59,10 @@ class Row:
     instead
         What a user can do without the operator. If it is given, an error is no failure, and the row
         is left out.
+    key
+        Of a recorded call, by which the table of an engine finds it.
+    first
+        Makes a recorded call by torch's own form, before `run`.
     """
 
     name: str  # a unique name; --only takes it, or its beginning
@@ -67,6 +71,8 @@ class Row:
     ranks: int = 1  # how many processes run it together, each with a device of its own
     seconds: float = ROW_SECONDS
     instead: str = ""
+    key: str = ""
+    first: Callable[[RowContext], TorchOutcome] | None = None
 
     @property
     def group(self) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from ascend_emulator import api, faults
 from ascend_emulator.operators import elementwise
+from tests.helpers import models
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.verify.calls import read_list
 from vllm_npu_prep.verify.child import run_row
@@ -46,6 +47,29 @@ def run(rows, tmp_path_factory):
         return {row.name: run_row(row, context)[0] for row in rows if row.name.startswith(names)}
 
     return run
+
+
+@pytest.mark.parametrize("kind", ["int8 experts, latent attention, ranks", "gated delta nets"])
+def test_other_models_give_what_their_formulas_say(kind, tmp_path):
+    """The first call of each operator, captured and not; those that size a workspace have none."""
+    from vllm_npu_prep.verify.call_rows import rows_of
+
+    if kind == "gated delta nets":
+        model, others = models.folder_of("Qwen3NextForCausalLM"), {}
+    else:
+        model = models.int8_of("DeepseekV3ForCausalLM")
+        others = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    settings = {"model": str(tmp_path), "dtype": "bfloat16", **CONFIG, **others}
+    record_calls(settings, tmp_path / "calls.jsonl", tmp_path)
+    recorded = reversed(read_list(tmp_path / "calls.jsonl")[1])
+    calls = list({(call.operator, call.captured): call for call in recorded}.values())
+    context = RowContext(make_device("npu"), tmp_path)
+    outcomes = {row.name: run_row(row, context)[0] for row in rows_of(calls)}
+    bad = {name: each for name, each in outcomes.items() if each["verdict"] not in ("same", "ran")}
+    assert not bad
+    unknown = {name for name, each in outcomes.items() if each["verdict"] == "ran"}
+    assert {name for name in unknown if "workspace" not in name} == set()
 
 
 def test_decodes_prompts_and_captures_are_recorded(calls):

@@ -1,0 +1,161 @@
+"""Committed lists of calls: each form of an operator in them, beside the emulator's reference.
+
+A form is what of a call isn't a size. Its smallest call, made on the host, has to be taken by the
+reference, which refuses what a kernel would, and the formula has to agree.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ascend_emulator.operators import REFERENCES
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.verify import lists
+from vllm_npu_prep.verify.calls import Call, in_runs, made_arguments, out_of_runs, read_list
+from vllm_npu_prep.verify.expected import expected_of
+from vllm_npu_prep.verify.outcome import Verdict
+from vllm_npu_prep.verify.row import compare
+
+FUNCTIONS = {(each.name, each.overload): each.function for each in REFERENCES}
+WRITTEN = {
+    "npu_scatter_pa_kv_cache": ("key_cache", "value_cache"),
+    "npu_gather_pa_kv_cache": ("key", "value"),
+}
+"""Operators that return nothing, and what they write."""
+
+MODES = ("mode", "type", "flag", "activate_left", "input_layout", "return_softmax_lse", "renorm")
+"""Ends of the names of arguments whose value chooses what is computed."""
+
+MOST_ROWS = 256
+"""Attention over fresh keys is cut to so many tokens."""
+
+SMALL_LISTS = 600_000
+"""All lists together have fewer bytes."""
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and "shape" in value
+
+
+def form_of(call: Call) -> str:
+    given = {name: shown(name, value) for name, value in call.arguments.items()}
+    return f"{call.operator} {json.dumps(given, sort_keys=True)}"
+
+
+def shown(name: str, value: Any) -> Any:
+    if is_tensor(value):
+        return f"{value['dtype']} {len(value['shape'])}{' strided' * ('strides' in value)}"
+    if isinstance(value, list):
+        return [shown(name, value[0])] if value else []
+    return value if value is None or name.endswith(MODES) else "number"
+
+
+def elements(call: Call) -> int:
+    tensors = [x for x in tree_leaves(call.arguments, is_leaf=is_tensor) if is_tensor(x)]
+    return sum(torch.Size(each["shape"]).numel() for each in tensors)
+
+
+@cache
+def forms() -> dict[str, dict[str, Call]]:
+    """By operators of torch_npu: the smallest call of each of their forms, over all lists."""
+    found: dict[str, dict[str, Call]] = {}
+    for name in lists.names():
+        for call in read_list(lists.path_of(name))[1]:
+            if not call.operator.startswith("npu::") or "workspace" in call.operator:
+                continue
+            of_operator = found.setdefault(call.name.partition(".")[0], {})
+            known = of_operator.get(form_of(call))
+            if known is None or elements(call) < elements(known):
+                of_operator[form_of(call)] = call
+    return found
+
+
+def cut(call: Call) -> Call:
+    """The same call over fewer tokens, if it is attention of one request over fresh keys."""
+    if "block_table" in call.arguments or "fused_infer" not in call.operator:
+        return call
+
+    def less(value: Any) -> Any:
+        if is_tensor(value):
+            first, *others = value["shape"]
+            return {**value, "shape": [min(first, MOST_ROWS), *others]}
+        return min(value, MOST_ROWS) if isinstance(value, int) and value > MOST_ROWS else value
+
+    arguments = {
+        name: value if name == "atten_mask" else tree_map(less, value, is_leaf=is_tensor)
+        for name, value in call.arguments.items()
+    }
+    return Call(call.operator, arguments)
+
+
+def results(call: Call) -> list[torch.Tensor]:
+    """What the reference of the emulator gives, or what it writes."""
+    name, _, overload = call.operator.partition(".")
+    arguments = made_arguments(call, torch.clone, seed=1)
+    given = FUNCTIONS[name, overload](**arguments)
+    if given is None:
+        given = [arguments[name] for name in WRITTEN[call.name]]
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+@pytest.mark.parametrize("operator", sorted(forms()))
+def test_a_reference_takes_each_listed_form(operator):
+    """And its formula agrees, and doesn't agree with any result that was changed."""
+    for form, listed in forms()[operator].items():
+        call = cut(listed)
+        got = results(call)
+        host = made_arguments(call, lambda tensor: tensor, seed=1)
+        parts = expected_of(call.operator, None, host)
+        assert parts, form
+        for part in parts:
+            for change, verdict in ((0, Verdict.SAME), (4, Verdict.DIFFERS)):
+                given = got[part.result] if not change else changed(got[part.result])
+                outcome = compare(part.of(given), part.values, form, tolerance=part.tolerance)
+                assert outcome.verdict is verdict, (form, part.result, outcome)
+
+
+def changed(result: torch.Tensor) -> torch.Tensor:
+    """Numbers that are off by 4; places are those of the other end."""
+    return (result.double() + 4).to(result.dtype)
+
+
+def test_each_list_is_of_the_engine_that_is_written_down():
+    engines = lists.engines()
+    assert lists.names() == sorted(engines)
+    for name, engine in engines.items():
+        made = read_list(lists.path_of(name))[0]
+        assert made == {**engine["settings"], "config": engine["config"], "model": name}
+
+
+def test_lists_are_small():
+    assert sum(lists.path_of(name).stat().st_size for name in lists.names()) < SMALL_LISTS
+
+
+@pytest.mark.parametrize(
+    "values", [[], [5], [0] * 9, [7, 8, 9, 10, 0, 0, 0, 0, 0, 3], [1, 3, 5, 7], [-1, 0, 1, 1, 1]]
+)
+def test_whole_numbers_are_read_back_from_runs(values):
+    assert out_of_runs(json.loads(json.dumps(in_runs(values)))) == values
+
+
+def refusal(capsys: Any, *options: str) -> str:
+    assert main(["verify-device", *options]) == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_an_unknown_model_names_those_that_have_a_list(capsys):
+    told = refusal(capsys, "--model", "Qwen3-0.7B")
+    assert (
+        "--model Qwen3-0.7B: neither a folder" in told
+        and "Llama-3.1-8B, Qwen3-0.6B, Qwen3-0.6B-TP4" in told
+    )
+
+
+@pytest.mark.parametrize("options", [("--tp", "2"), ("--record", "calls.jsonl")])
+def test_a_list_that_is_there_takes_no_settings(capsys, options):
+    told = refusal(capsys, "--model", "Qwen3-0.6B", *options)
+    assert "a list that is recorded already" in told

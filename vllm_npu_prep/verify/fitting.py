@@ -1,0 +1,137 @@
+"""Arguments that fit together: drawn at random, some would be refused by a kernel or show nothing.
+
+A recording knows no result of what computes floats: which experts a token has, which rows they
+get, or which token comes next. Such numbers are drawn here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Made = dict[str, Any]
+"""Arguments on the host by name; what fits is written in place, so that their layout stays."""
+
+STEP = 1 / 32
+"""About the size of a scale to int8: most of what is drawn fits, and some is cut off."""
+
+OF_SUMS = 1 / 64
+"""About the size of each of two scales of a product: float16 holds what comes out."""
+
+GAP = 8
+"""One pair of token and expert in so many has no row on this rank."""
+
+
+def fit(operator: str, found: Made, random: torch.Generator) -> None:
+    """Make arguments of a call fit together, after they were drawn one by one."""
+    mask = found.get("atten_mask")
+    if mask is not None and not mask.is_floating_point():  # ones above the diagonal
+        rows, columns = (torch.arange(size) for size in mask.shape[-2:])
+        found["atten_mask"] = (columns > rows[:, None]).to(mask.dtype).expand(mask.shape).clone()
+    if operator in FITS:
+        FITS[operator](found, random)
+
+
+def _tokens(a: Made, random: torch.Generator) -> None:
+    shape, count = a["indices"].shape, len(a["weight"])
+    a["indices"].copy_(torch.randint(count, shape, generator=random))
+
+
+def _experts_of_tokens(a: Made, random: torch.Generator) -> None:
+    """Choose different experts for each token, the first one of this rank among them.
+
+    The last number means no expert.
+    """
+    ids, count = a["expert_idx"], a["expert_num"] - 1
+    ids.copy_(torch.rand(len(ids), count, generator=random).topk(ids.shape[1]).indices)
+    ids[:1] = (a["active_expert_range"][0] + torch.arange(ids.shape[1])) % count
+
+
+def _finished(a: Made, random: torch.Generator) -> None:
+    if a.get("finished") is not None:
+        a["finished"].copy_(torch.arange(len(a["finished"])) % 4 == 3)
+
+
+def _groups(a: Made, random: torch.Generator) -> None:
+    """Give most rows to experts, at random; a product of int8 has scales."""
+    for name in ("scale", "per_token_scale"):
+        for scale in a.get(name) or ():
+            _scale(scale, OF_SUMS)
+    groups = a.get("group_list")
+    if groups is None:
+        return
+    rows = len(a["x"][0])
+    some = torch.randint(len(groups), (rows - rows // GAP,), generator=random)
+    sizes = some.bincount(minlength=len(groups))
+    groups.copy_(sizes if a.get("group_list_type") else sizes.cumsum(0))
+
+
+def _places(name: str, with_gaps: bool) -> Callable[[Made, torch.Generator], None]:
+    """Return a function that gives each pair a row of its own, or none."""
+
+    def fit_places(a: Made, random: torch.Generator) -> None:
+        places = torch.randperm(len(a[name]), generator=random)
+        a[name].copy_(places.masked_fill(places % GAP == 3, -1) if with_gaps else places)
+
+    return fit_places
+
+
+def _scale(scale: torch.Tensor, about: float) -> None:
+    """Turn drawn numbers into scales: between a half and three halves of `about`."""
+    if scale.is_floating_point():
+        scale.copy_(about * (1 + scale.double() / 6))
+    else:  # the bits of float32
+        scale.copy_(torch.full(scale.shape, about).view(torch.int32))
+
+
+def _scales(about: float, *names: str) -> Callable[[Made, torch.Generator], None]:
+    def fit_scales(a: Made, random: torch.Generator) -> None:
+        for name in names:
+            if a.get(name) is not None:
+                _scale(a[name], about)
+
+    return fit_scales
+
+
+def _positive(a: Made, random: torch.Generator) -> None:
+    a["self"].abs_()
+
+
+def _rule(a: Made, random: torch.Generator) -> None:
+    """Make vectors of length 1, rates between 0 and 1, decays below 1, and whole requests.
+
+    In a graph, lengths are computed when it is replayed, and blocks are told then.
+    """
+    lengths, tokens = a["actual_seq_lengths"], len(a["value"])
+    if lengths.sum() != tokens or (lengths < 1).any():
+        lengths.fill_(tokens // len(lengths))
+        lengths[-1] += tokens - lengths.sum()
+    if a.get("num_accepted_tokens") is not None:
+        a["num_accepted_tokens"].copy_(a["num_accepted_tokens"].clamp(min=1).minimum(lengths))
+    blocks = a.get("ssm_state_indices")
+    if blocks is not None:
+        count = len(a["state"]) - 1  # without the null block
+        blocks.copy_(torch.randperm(count, generator=random)[torch.arange(tokens) % count] + 1)
+    for name in ("query", "key"):
+        a[name].copy_(torch.nn.functional.normalize(a[name].double(), dim=-1))
+    a["beta"].copy_(a["beta"].double().sigmoid())
+    if a.get("g") is not None:
+        a["g"].copy_(-a["g"].abs())
+
+
+FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
+    "embedding": _tokens,
+    "npu_add_rms_norm_quant": _scales(STEP, "scales1"),
+    "npu_chunk_gated_delta_rule": _rule,
+    "npu_dequant_swiglu_quant": _scales(STEP, "quant_scale"),
+    "npu_grouped_matmul": _groups,
+    "npu_moe_finalize_routing": _places("expanded_src_to_dst_row", with_gaps=True),
+    "npu_moe_gating_top_k_softmax_v2": _finished,
+    "npu_moe_init_routing_v2": _experts_of_tokens,
+    "npu_moe_token_unpermute": _places("sorted_indices", with_gaps=False),
+    "npu_quant_matmul": _scales(OF_SUMS, "scale", "pertoken_scale"),
+    "npu_quantize": _scales(STEP, "scales"),
+    "npu_recurrent_gated_delta_rule": _rule,
+    "rsqrt": _positive,
+}
+"""By operators, without their overloads."""
