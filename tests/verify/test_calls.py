@@ -144,6 +144,7 @@ def test_of_equal_largest_numbers_any_place_is_right():
     (found,) = expected_of("aten::argmax", None, {"self": logits, "dim": -1})
     for places, right in (([2, 0], True), ([1, 1], True), ([0, 1], False)):
         assert torch.equal(found.of(torch.tensor(places)), found.values) is right
+    assert found.tolerance == 0
 
 
 def test_what_is_written_into_a_list_is_expected():

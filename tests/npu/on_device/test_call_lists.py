@@ -49,6 +49,18 @@ def run(rows, tmp_path_factory):
     return run
 
 
+def test_floats_are_not_computed_while_calls_are_recorded():
+    from vllm_npu_prep.verify.call_recorder import CallRecorder
+
+    x, places = torch.zeros(3, device="npu"), torch.arange(3, device="npu")
+    with CallRecorder() as recorder:
+        x.add_(1)
+        places.add_(1)
+    assert x.tolist() == [0, 0, 0]
+    assert places.tolist() == [1, 2, 3]
+    assert [call.name for call in recorder.calls] == ["add_.Tensor"] * 2
+
+
 @pytest.mark.parametrize("kind", ["int8 experts, latent attention, ranks", "gated delta nets"])
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     """The first call of each operator, captured and not; those that size a workspace have none."""
