@@ -159,3 +159,12 @@ def test_what_is_written_into_a_list_is_expected():
     first, second = expected_of("aten::split_with_sizes_copy.out", split, given)
     assert (first.result, first.values.flatten().tolist()) == (0, [0, 3])
     assert (second.result, second.values.flatten().tolist()) == (1, [1, 2, 4, 5])
+
+
+def test_positions_that_a_graph_was_not_told_yet_are_drawn():
+    table, heads = torch.zeros(5, 4), torch.zeros(3, 8)
+    given = {"positions": torch.tensor([2, -1, 1 << 40]), "query": heads, "cos_sin_cache": table}
+    positions = remade(call_of("npu::npu_mrope", **given))["positions"]
+    assert ((positions >= 0) & (positions < 5)).all()
+    known = remade(call_of("npu::npu_mrope", **{**given, "positions": torch.tensor([4, 0, 3])}))
+    assert known["positions"].tolist() == [4, 0, 3]

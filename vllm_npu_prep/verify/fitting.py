@@ -37,6 +37,28 @@ def _tokens(a: Made, random: torch.Generator) -> None:
     a["indices"].copy_(torch.randint(count, shape, generator=random))
 
 
+def _positions(a: Made, random: torch.Generator) -> None:
+    """Take other positions if some are none of the table: a graph's inputs are told at a replay."""
+    _inside(a["positions"], len(a["cos_sin_cache"]), random)
+
+
+def _inside(numbers: torch.Tensor, end: int, random: torch.Generator) -> None:
+    if ((numbers < 0) | (numbers >= end)).any():
+        numbers.copy_(torch.randint(end, numbers.shape, generator=random))
+
+
+def _slots(a: Made, random: torch.Generator) -> None:
+    """Write somewhere, where a graph was captured with padding alone."""
+    slots, count = a["slot_mapping"], a["key_cache"].shape[0] * a["key_cache"].shape[1]
+    if (slots < 0).all() or (slots >= count).any():
+        slots.copy_(torch.randperm(count, generator=random)[torch.arange(len(slots)) % count])
+
+
+def _blocks(a: Made, random: torch.Generator) -> None:
+    if a.get("block_table") is not None:
+        _inside(a["block_table"], len(a["key"]), random)
+
+
 def _experts_of_tokens(a: Made, random: torch.Generator) -> None:
     """Choose different experts for each token, the first one of this rank among them.
 
@@ -124,14 +146,18 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_add_rms_norm_quant": _scales(STEP, "scales1"),
     "npu_chunk_gated_delta_rule": _rule,
     "npu_dequant_swiglu_quant": _scales(STEP, "quant_scale"),
+    "npu_fused_infer_attention_score": _blocks,
+    "npu_fused_infer_attention_score_v2": _blocks,
     "npu_grouped_matmul": _groups,
     "npu_moe_finalize_routing": _places("expanded_src_to_dst_row", with_gaps=True),
     "npu_moe_gating_top_k_softmax_v2": _finished,
     "npu_moe_init_routing_v2": _experts_of_tokens,
     "npu_moe_token_unpermute": _places("sorted_indices", with_gaps=False),
+    "npu_mrope": _positions,
     "npu_quant_matmul": _scales(OF_SUMS, "scale", "pertoken_scale"),
     "npu_quantize": _scales(STEP, "scales"),
     "npu_recurrent_gated_delta_rule": _rule,
+    "npu_scatter_pa_kv_cache": _slots,
     "rsqrt": _positive,
 }
 """By operators, without their overloads."""
