@@ -83,7 +83,7 @@ def _check(
     limit = key_cache.shape[0] * key_cache.shape[1]
     outside = slots[(slots < PADDING_SLOT) | (slots >= limit)]
     demand("slot range", not outside.numel(), f"{outside.tolist()} of {limit} slots")
-    ids, counts = slots[slots != PADDING_SLOT].unique(return_counts=True)
+    ids, counts = slots[slots >= key_cache.shape[1]].unique(return_counts=True)
     demand("distinct slots", (counts == 1).all(), f"{ids[counts > 1].tolist()} repeated")
 
 

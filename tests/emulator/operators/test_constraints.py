@@ -63,6 +63,15 @@ def test_a_refused_write_leaves_the_cache_alone():
     assert torch.equal(arguments["key_cache"], before)
 
 
+def test_padding_may_repeat_a_slot_of_the_null_block():
+    """As padding of vllm-ascend's drafts in graphs does; nobody reads this block."""
+    slots = torch.tensor([0, 63, 0, -1, 18], dtype=torch.int32)
+    arguments = cache_arguments(slot_indices=slots)
+    call("atb::_npu_reshape_and_cache", arguments)
+    rows = arguments["key_cache"].flatten(0, 1)
+    assert torch.equal(rows[[63, 18]], arguments["key"][[1, 4]])
+
+
 def test_placement_of_what_the_plugin_passes_is_accepted():
     check_placement("atb::_npu_flash_attention", {"query": False, "mask": False, "seq_len": True})
     check_placement("npu::npu_rms_norm", {"input": False, "gamma": False})

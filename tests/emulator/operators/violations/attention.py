@@ -223,7 +223,7 @@ FAMILIES["cache write"] = [
     ("slot dtype", reshape(slot_indices=T.long), scatter(slot_mapping=T.short)),
     ("slot count", *slots(int32(1, 2, 3, 4)), *slots(lambda s: s[None])),
     ("slot range", *slots(int32(1, 2, 3, 4, 64)), *slots(int32(1, 2, 3, 4, -2))),
-    ("distinct slots", *slots(int32(1, 2, 3, 4, 1)), *slots(int32(0, 0, 0, -1, 1))),
+    ("distinct slots", *slots(int32(1, 2, 18, 4, 18)), *slots(int32(0, 63, 0, -1, 63))),
     ("cache_mode", scatter(cache_mode="PA_NZ")),
     ("compression", scatter(seq_lens=torch.ones(1))),
 ]
