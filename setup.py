@@ -32,7 +32,7 @@ setup(
             "run.html",
             "run.js",
         ],
-        "vllm_npu_prep.verify.lists": ["*.jsonl.gz", "models.json", "README.md"],
+        "vllm_npu_prep.verify.calls.lists": ["*.jsonl.gz", "models.json", "README.md"],
     },
     # Beside any vLLM, or none: explain, records, replay, doctor, watch
     install_requires=["jinja2", "numba", "numpy", "pillow", "pydantic>=2", "rich"],

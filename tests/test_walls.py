@@ -28,11 +28,11 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/latent_fia.py",
     "attention/kernels/atb.py",
     "graph/",
-    "verify/call_recorder.py",
-    "verify/call_rows.py",
+    "verify/calls/call_recorder.py",
+    "verify/calls/call_rows.py",
     "verify/collectives.py",
     "verify/copies.py",
-    "verify/verified.py",
+    "verify/calls/verified.py",
 )
 PATCHABLE = {"torch", "vllm", "sys"}
 

@@ -168,7 +168,7 @@ class PrepConfig(BaseModel):
         (`vllm_npu_prep.verify.probe`).
     verified
         The table of `verify-device` that says which calls torch's own form makes
-        (`vllm_npu_prep.verify.table`), None for none.
+        (`vllm_npu_prep.verify.calls.table`), None for none.
     kernel_rules
         The rules that calls of fused attention have to keep: those of the installed CANN's code, or
         also what only the documentation demands (`vllm_npu_prep.attention.fused_releases`).

@@ -54,7 +54,7 @@ from vllm_npu_prep.startup.subjects.cache import (
 )
 from vllm_npu_prep.startup.subjects.v2 import reason_for_v1
 from vllm_npu_prep.startup.subjects.vllm_ascend import unread_variables
-from vllm_npu_prep.verify.start_up import check_table
+from vllm_npu_prep.verify.calls.start_up import check_table
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

@@ -47,14 +47,14 @@ from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
 from vllm_npu_prep.sleep import SleepingMemory
+from vllm_npu_prep.verify.calls.start_up import table_of
 from vllm_npu_prep.verify.fused import is_right
 from vllm_npu_prep.verify.int8 import refuse_wrong
 from vllm_npu_prep.verify.probe import probe_layers
-from vllm_npu_prep.verify.start_up import table_of
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
-    from vllm_npu_prep.verify.verified import VerifiedCalls
+    from vllm_npu_prep.verify.calls.verified import VerifiedCalls
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -153,7 +153,7 @@ class NPUWorker(Worker):
     def _read_table(self) -> None:
         """Let torch's own form make the calls that a table of verified calls says."""
         if (table := table_of(self.vllm_config)) is not None:
-            from vllm_npu_prep.verify.verified import VerifiedCalls
+            from vllm_npu_prep.verify.calls.verified import VerifiedCalls
 
             self._verified = VerifiedCalls(table)
             for line in self._verified.override():

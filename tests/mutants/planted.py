@@ -1115,41 +1115,41 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "startup/subjects/states.py": [
         ("gated delta nets load their weights on a CANN that lacks them", "        lambda c: c.functions_missing_for(*OPERATORS),\n", "        lambda c: False,\n", ("tests/startup/test_refusals.py",)),
     ],
-    "verify/call_recorder.py": [
+    "verify/calls/call_recorder.py": [
         ("blocks and slots of captured calls are not kept", "                self._noted.append((tensor, found))", "                pass", CALLS_ON_NPU),
         ("floats are computed while calls are recorded", "or not any(map(_is_float, on_device))", "or True", CALLS_ON_NPU),
     ],
-    "verify/call_rows.py": [
+    "verify/calls/call_rows.py": [
         ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
         ("no recorded call is captured", "        if call.captured:", "        if False:", CALLS_ON_NPU),
     ],
-    "verify/calls.py": [
+    "verify/calls/call.py": [
         ("a call made again has no offset", "return host.as_strided(shape, strides, offset)", "return host.as_strided(shape, strides)", CALLS),
         ("a captured call is taken for an eager one", "return cls(operator, arguments, captured)", "return cls(operator, arguments)", CALLS_ON_NPU),
         ("floats tell no keys apart", "SPREAD = 3.0", "SPREAD = 0.5", CALLS),
         ("lengths of any size are one kind", "(max(value) - 1).bit_length()]", "0]", CALLS),
     ],
-    "verify/expected.py": [
+    "verify/calls/expected.py": [
         ("any place of a largest number is right", "given.max(-1).values, rows, 0.0, given", "given.max(-1).values, rows, 9.0, given", CALLS),
     ],
-    "verify/expected_attention.py": [
+    "verify/calls/expected_attention.py": [
         ("a recorded window is one key too short", 'a["pre_tokens"] + 1', 'a["pre_tokens"]', CALLS),
     ],
-    "verify/expected_part.py": [
+    "verify/calls/expected_part.py": [
         ("the last rows of a result are not compared", "torch.linspace(0, count - 1, most)", "torch.linspace(0, count - 2, most)", CALLS),
     ],
-    "verify/fitting.py": [
+    "verify/calls/fitting.py": [
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],
-    "verify/start_up.py": [
+    "verify/calls/start_up.py": [
         ("a table of another device is read", "    table.refuse_other_software(here)\n", "", ("tests/npu/on_device/test_verified.py",)),
     ],
-    "verify/table.py": [
+    "verify/calls/table.py": [
         ("a wrong call without another form is taken", "if result.verdict.is_bad and result.torch_got != \"\":", "if False:", TABLE),
         ("a row that was cut off ends the reading", "        for line in lines[:-1]:", "        for line in lines:", TABLE),
         ("a table of another model is read", "        if other:\n", "        if False:\n", TABLE),
     ],
-    "verify/verified.py": [
+    "verify/calls/verified.py": [
         ("shapes that nobody tried keep a kernel that was wrong", "trusts_others=not wrong", "trusts_others=True", ("tests/npu/on_device/test_verified.py",)),
     ],
     "verify/command.py": [

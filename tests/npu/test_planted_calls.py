@@ -14,8 +14,8 @@ import pytest
 
 from tests.helpers.emulator import ROOT, emulate, why_no_emulator
 from tests.helpers.waiting import wait_until
-from vllm_npu_prep.verify.calls import Call, write_list
-from vllm_npu_prep.verify.table import read_table
+from vllm_npu_prep.verify.calls.call import Call, write_list
+from vllm_npu_prep.verify.calls.table import read_table
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 

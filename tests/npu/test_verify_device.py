@@ -14,7 +14,7 @@ from ascend_emulator import profiles
 from tests.helpers.emulator import emulate, why_no_emulator
 from tests.npu.only_some import LEFT_OUT
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.verify import lists
+from vllm_npu_prep.verify.calls import lists
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
 
@@ -61,7 +61,7 @@ def test_nothing_is_wrong_under_any_profile(profile):
 def test_a_committed_list_is_recorded_again_byte_by_byte(tmp_path):
     """The list that takes the least time, of rank 0 of 16."""
     name = "DeepSeek-V3-EP16"
-    again = ("-m", "vllm_npu_prep.verify.lists", "--out", str(tmp_path), name)
+    again = ("-m", "vllm_npu_prep.verify.calls.lists", "--out", str(tmp_path), name)
     done = emulate(*again, options=("--memory", "64G"))
     assert done.returncode == 0, done.stderr[-4000:]
     path = lists.path_of(name)

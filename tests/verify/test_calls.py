@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls import Call, described, made_arguments, read_list, write_list
-from vllm_npu_prep.verify.expected import expected_of, some_rows
+from vllm_npu_prep.verify.calls.call import Call, described, made_arguments, read_list, write_list
+from vllm_npu_prep.verify.calls.expected import expected_of, some_rows
 
 ATTENTION = "npu::npu_fused_infer_attention_score.out"
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ascend_emulator.operators import REFERENCES
 from vllm_npu_prep.cli import main
-from vllm_npu_prep.verify import lists
-from vllm_npu_prep.verify.calls import Call, in_runs, made_arguments, out_of_runs, read_list
-from vllm_npu_prep.verify.expected import expected_of
+from vllm_npu_prep.verify.calls import lists
+from vllm_npu_prep.verify.calls.call import Call, in_runs, made_arguments, out_of_runs, read_list
+from vllm_npu_prep.verify.calls.expected import expected_of
 from vllm_npu_prep.verify.outcome import Verdict
 from vllm_npu_prep.verify.row import compare
 

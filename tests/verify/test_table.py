@@ -10,14 +10,14 @@ from tests.helpers.engine import engine_config
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import children
+from vllm_npu_prep.verify.calls.table import Table, TableWriter, read_table
 from vllm_npu_prep.verify.outcome import Result, RunResults
-from vllm_npu_prep.verify.table import Table, TableWriter, read_table
 
 RIGHT = Result("one-001", "npu::one", "x [3]", "4", "4", "same", 0.5, 12.0, "", 10.0)
 CHILD = """
 import argparse, json
 from pathlib import Path
-from vllm_npu_prep.verify.table import read_table
+from vllm_npu_prep.verify.calls.table import read_table
 parser = argparse.ArgumentParser()
 for name in ("--folder", "--calls", "--done"):
     parser.add_argument(name, type=Path)

@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from vllm_npu_prep.verify.calls.table import read_table
 from vllm_npu_prep.verify.outcome import (
     NotHereError,
     Outcome,
@@ -33,7 +34,6 @@ from vllm_npu_prep.verify.outcome import (
     Verdict,
     first_line_of,
 )
-from vllm_npu_prep.verify.table import read_table
 
 NO_ERROR = "no error"
 """What is expected in the outcome of a row that raised an error. The process ends after such a row,
@@ -133,12 +133,12 @@ def _rows(calls: Path | None) -> tuple[Sequence[Any], dict[str, Any]]:
         from vllm_npu_prep.verify.rows import ROWS
 
         return ROWS, {}
-    from vllm_npu_prep.verify import environment
-    from vllm_npu_prep.verify.call_rows import rows_of
-    from vllm_npu_prep.verify.calls import read_list
+    from vllm_npu_prep.verify.calls import host_rows
+    from vllm_npu_prep.verify.calls.call import read_list
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
 
     engine, made = read_list(calls)
-    return (*environment.rows_of({call.name for call in made}), *rows_of(made)), engine
+    return (*host_rows.rows_of({call.name for call in made}), *rows_of(made)), engine
 
 
 def _groups(names: Any) -> list[str]:

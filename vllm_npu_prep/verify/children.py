@@ -21,7 +21,7 @@ from vllm_npu_prep.verify.outcome import Result, RunResults, Verdict
 CHILD = (sys.executable, "-P", "-m", "vllm_npu_prep.verify.child")
 """How a process for rows is started. With -P, files in the current folder are not modules."""
 
-RECORDER = ("-m", "vllm_npu_prep.verify.call_recorder")
+RECORDER = ("-m", "vllm_npu_prep.verify.calls.call_recorder")
 """The module that records an engine's calls, in a process of its own."""
 
 OUR_ERROR = "vllm_npu_prep: error: "

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.progress import log_while_waiting
-from vllm_npu_prep.verify.lists import names, path_of
+from vllm_npu_prep.verify.calls.lists import names, path_of
 from vllm_npu_prep.wording import seconds
 
 ENGINE_OPTIONS = (
@@ -96,6 +96,7 @@ def add_parser(commands: Any) -> None:
 
 def verify_device(args: argparse.Namespace) -> int:
     from vllm_npu_prep.files import write_whole
+    from vllm_npu_prep.verify.calls.table import TableWriter, read_table
     from vllm_npu_prep.verify.children import CHILD, Runner, record_calls
     from vllm_npu_prep.verify.outcome import Result, RunResults
     from vllm_npu_prep.verify.report import (
@@ -104,7 +105,6 @@ def verify_device(args: argparse.Namespace) -> int:
         report_text,
         versions_of,
     )
-    from vllm_npu_prep.verify.table import TableWriter, read_table
 
     _check_model_options(args)
     former = read_table(args.table) if args.resume and args.table.exists() else None

@@ -9,7 +9,7 @@ from ascend_emulator import api, faults
 from ascend_emulator.operators import elementwise
 from tests.helpers import models
 from vllm_npu_prep.device import make_device
-from vllm_npu_prep.verify.calls import read_list
+from vllm_npu_prep.verify.calls.call import read_list
 from vllm_npu_prep.verify.child import run_row
 from vllm_npu_prep.verify.children import record_calls
 from vllm_npu_prep.verify.row import RowContext
@@ -33,7 +33,7 @@ def calls(tmp_path_factory, demo_model):
 
 @pytest.fixture(scope="module")
 def rows(calls):
-    from vllm_npu_prep.verify.call_rows import rows_of  # it needs torch_npu
+    from vllm_npu_prep.verify.calls.call_rows import rows_of  # it needs torch_npu
 
     return rows_of(calls)
 
@@ -50,7 +50,7 @@ def run(rows, tmp_path_factory):
 
 
 def test_floats_are_not_computed_while_calls_are_recorded():
-    from vllm_npu_prep.verify.call_recorder import CallRecorder
+    from vllm_npu_prep.verify.calls.call_recorder import CallRecorder
 
     x, places = torch.zeros(3, device="npu"), torch.arange(3, device="npu")
     with CallRecorder() as recorder:
@@ -64,7 +64,7 @@ def test_floats_are_not_computed_while_calls_are_recorded():
 @pytest.mark.parametrize("kind", ["int8 experts, latent attention, ranks", "gated delta nets"])
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     """The first call of each operator, captured and not; those that size a workspace have none."""
-    from vllm_npu_prep.verify.call_rows import rows_of
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}

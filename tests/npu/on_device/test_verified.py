@@ -22,12 +22,12 @@ from vllm_npu_prep.compat.releases import installed
 from vllm_npu_prep.device import cann_version, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import fused, int8
-from vllm_npu_prep.verify.calls import Call
+from vllm_npu_prep.verify.calls.call import Call
+from vllm_npu_prep.verify.calls.forms import FORMS, form_of
+from vllm_npu_prep.verify.calls.table import Table, TableWriter
 from vllm_npu_prep.verify.child import run_row
-from vllm_npu_prep.verify.forms import FORMS, form_of
 from vllm_npu_prep.verify.outcome import Result, RunResults
 from vllm_npu_prep.verify.row import RowContext
-from vllm_npu_prep.verify.table import Table, TableWriter
 
 WRONG = (elementwise.SWIGLU, elementwise.RMS_NORM, elementwise.ADD_RMS_NORM)
 """Operators that an engine calls and that are planted: wrong in graphs, wrong if wide, slow."""
@@ -107,7 +107,7 @@ def tokens_of(model, **options) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def right(model) -> tuple[list[list[int]], list[Call]]:
     """Tokens of an engine on a device that makes no mistake, and the calls that it made."""
-    from vllm_npu_prep.verify.verified import VerifiedCalls  # it needs torch_npu
+    from vllm_npu_prep.verify.calls.verified import VerifiedCalls  # it needs torch_npu
 
     counting = VerifiedCalls(Table(Path(), {}, {}, {}, {}))
     with counting.counting():
@@ -138,7 +138,7 @@ def write_table(path: Path, model: Path, results: list[tuple[str, Result]]) -> N
 
 def test_an_engine_serves_right_tokens_by_its_table(model, right, planted, tmp_path, monkeypatch):
     """Beside kernels that are wrong in graphs, wrong for wide rows, slow, or end the process."""
-    from vllm_npu_prep.verify.call_rows import rows_of
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
 
     tokens, made = right
     calls = [call for call in made if call.operator in WRONG]

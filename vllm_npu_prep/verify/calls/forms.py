@@ -25,7 +25,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm_npu_prep.ops.moe_topk import topk_softmax
 from vllm_npu_prep.ops.npu.rotary import columns_of_sections
 from vllm_npu_prep.quantization.int8 import quantize_all, quantize_tokens
-from vllm_npu_prep.verify.calls import Call
+from vllm_npu_prep.verify.calls.call import Call
 
 Tensor = torch.Tensor
 

@@ -6,8 +6,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from vllm_npu_prep.verify.calls.lists import FOLDER, engines, path_of
 from vllm_npu_prep.verify.children import record_calls
-from vllm_npu_prep.verify.lists import FOLDER, engines, path_of
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import torch
 import torch_npu
 from torch.utils._pytree import tree_leaves
 
-from vllm_npu_prep.verify.calls import Call, made_arguments
-from vllm_npu_prep.verify.expected import Expected, expected_of
-from vllm_npu_prep.verify.forms import form_of
+from vllm_npu_prep.verify.calls.call import Call, made_arguments
+from vllm_npu_prep.verify.calls.expected import Expected, expected_of
+from vllm_npu_prep.verify.calls.forms import form_of
 from vllm_npu_prep.verify.outcome import Outcome, TorchOutcome, Verdict, first_line_of, worst_of
 from vllm_npu_prep.verify.row import Row, RowContext, compare
 

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from vllm_npu_prep.verify import expected_attention, expected_experts, formulas
-from vllm_npu_prep.verify.expected_part import Arguments, Expected, Formula, product, some_rows
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.calls import expected_attention, expected_experts
+from vllm_npu_prep.verify.calls.expected_part import (
+    Arguments,
+    Expected,
+    Formula,
+    product,
+    some_rows,
+)
 
 
 def _norm(a: Arguments) -> list[Expected]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.expected_part import HEADS, Arguments, Expected, Formula, some_rows
+from vllm_npu_prep.verify.calls.expected_part import HEADS, Arguments, Expected, Formula, some_rows
 
 STATE_TOLERANCE = 0.04
 """Operators round recurrent states to bfloat16 between chunks of a sequence, or between tokens."""

@@ -6,7 +6,7 @@ used where it is written. What an operator would return has the shape that the o
 function says. Whole numbers (slots, blocks, lengths) are computed as ever, since they say what a
 kernel meets. All tokens are 0.
 
-``python -m vllm_npu_prep.verify.call_recorder SETTINGS FILE`` records one engine.
+``python -m vllm_npu_prep.verify.calls.call_recorder SETTINGS FILE`` records one engine.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm_npu_prep.compat.executor import be_a_rank_without_the_others
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls import Call, size_of, write_list
+from vllm_npu_prep.verify.calls.call import Call, size_of, write_list
 from vllm_npu_prep.verify.outcome import first_line_of
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_npu_prep.compat.operators import DEVICE, Overrides
-from vllm_npu_prep.verify.calls import Call
-from vllm_npu_prep.verify.forms import form_of
+from vllm_npu_prep.verify.calls.call import Call
+from vllm_npu_prep.verify.calls.forms import form_of
+from vllm_npu_prep.verify.calls.table import Table, is_trusted
 from vllm_npu_prep.verify.outcome import Result, Verdict
-from vllm_npu_prep.verify.table import Table, is_trusted
 from vllm_npu_prep.wording import counted
 
 OF_PYTHON = ("vllm", "vllm_ir", "_moe_C")

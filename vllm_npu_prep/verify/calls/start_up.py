@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.compat.releases import installed
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import cann_version, device_name
-from vllm_npu_prep.verify.table import Table, read_table
+from vllm_npu_prep.verify.calls.table import Table, read_table
 from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:

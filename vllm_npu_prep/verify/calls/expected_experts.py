@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.expected_part import (
+from vllm_npu_prep.verify.calls.expected_part import (
     Arguments,
     Expected,
     Formula,

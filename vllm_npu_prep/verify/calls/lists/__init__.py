@@ -1,8 +1,8 @@
 """Lists of the calls of named models, recorded from their published configurations.
 
 ``models.json`` has the configurations and, for each list, the engine that made it. `README.md` says
-where the configurations come from. ``python -m vllm_npu_prep.verify.lists`` records all lists, or
-those that are named, on the device of this process.
+where the configurations come from. ``python -m vllm_npu_prep.verify.calls.lists`` records all
+lists, or those that are named, on the device of this process.
 """
 
 import json

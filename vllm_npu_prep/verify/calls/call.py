@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.fitting import fit
+from vllm_npu_prep.verify.calls.fitting import fit
 
 FORMAT = "vllm_npu_prep calls 1"
 """What the first line of a list names itself."""
