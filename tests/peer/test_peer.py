@@ -37,6 +37,8 @@ LIMIT = 1800
 NUM_TOKENS = 8
 EAGER: dict[str, Any] = {"enforce_eager": True}
 GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [2, 4]}}
+GRAPHS_OF_DRAFTS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [6, 12]}}
+"""Of two and of four requests with two drafts each."""
 SIZES: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 256,
@@ -46,6 +48,12 @@ SIZES: dict[str, Any] = {
 }
 OUTPUT_OF_A_RANK = "write after read * after device-to-host copy on stream * of npu:1,"
 """The hazard of tensor parallelism, whose reading is on the page."""
+
+DRAFTING_ON_V1 = (
+    "pinned source of * bytes, copied on stream 0 of npu:0, was rewritten",
+    "write after read * after device-to-host copy on stream * of npu:0,",
+)
+"""The hazards of drafts by layers on V1, whose reading is on the page, too."""
 
 pytestmark = pytest.mark.skipif(
     not (ENVIRONMENT / ".installed").exists(),
@@ -186,10 +194,29 @@ def test_int8_weights_of_latent_attention():
     assert_judged(name, said, int8="modelslim", keep=keep)
 
 
-def test_drafts_by_prompt_lookup():
-    drafts = drafts_by("Qwen3ForCausalLM", "ngram")
-    said = serve("Qwen3ForCausalLM", v2=False, speculative_config=drafts, **EAGER)
-    assert_judged("Qwen3ForCausalLM", said)
+DRAFTED = [
+    ("eagle", "Qwen3ForCausalLM", False, EAGER),
+    ("eagle", "Qwen3ForCausalLM", False, GRAPHS_OF_DRAFTS),
+    ("eagle", "Qwen3ForCausalLM", True, EAGER),
+    ("mtp", "DeepseekV3ForCausalLM", False, EAGER),
+    ("mtp", "DeepseekV3ForCausalLM", False, GRAPHS_OF_DRAFTS),
+    ("mtp", "DeepseekV3ForCausalLM", True, EAGER),
+    ("ngram", "Qwen3ForCausalLM", False, EAGER),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "v2", "mode"),
+    DRAFTED,
+    ids=[f"{m}-V{1 + v2}-{'eager' if mode is EAGER else 'graphs'}" for m, _, v2, mode in DRAFTED],
+)
+def test_drafts(method, name, v2, mode):
+    known = () if v2 or method == "ngram" else DRAFTING_ON_V1
+    options = tuple(option for each in known for option in ("--allow-hazard", each))
+    drafts = drafts_by(name, method)
+    said = serve(name, v2, options=options, speculative_config=drafts, **mode)
+    assert ("v2" in said.runner) == v2
+    assert_judged(name, said)
 
 
 def test_an_adapter():
