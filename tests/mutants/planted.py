@@ -1127,6 +1127,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a call made again has no offset", "return host.as_strided(shape, strides, offset)", "return host.as_strided(shape, strides)", CALLS),
         ("a captured call is taken for an eager one", "return cls(operator, arguments, captured)", "return cls(operator, arguments)", CALLS_ON_NPU),
         ("floats tell no keys apart", "SPREAD = 3.0", "SPREAD = 0.5", CALLS),
+        ("calls over a cache of another size are others", "            if self._has_blocks(name):", "            if False:", CALLS),
         ("lengths of any size are one kind", "(max(value) - 1).bit_length()]", "0]", CALLS),
     ],
     "verify/calls/expected.py": [
@@ -1146,6 +1147,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "verify/calls/table.py": [
         ("a wrong call without another form is taken", "if result.verdict.is_bad and result.torch_got != \"\":", "if False:", TABLE),
+        ("calls that a lost device did not begin are dead for good", "        if key and result.seconds:", "        if key:", TABLE),
         ("a row that was cut off ends the reading", "        for line in lines[:-1]:", "        for line in lines:", TABLE),
         ("a table of another model is read", "        if other:\n", "        if False:\n", TABLE),
     ],

@@ -54,6 +54,16 @@ def test_calls_differ_by_what_chooses_a_kernel():
     assert len({key(), key((4, 9)), key(mode=4), key(lengths=(1, 2, 3, 4, 129))}) == 4
 
 
+@pytest.mark.parametrize("table", [{"dtype": "int32", "shape": [1, 4]}, None])
+def test_a_cache_with_more_blocks_is_no_other_call(table):
+    """Keys that attention reads by a table of blocks, beside keys of the step's own tokens."""
+    few, many = (
+        Call("npu::attend", {"key": {"dtype": "float16", "shape": [n, 64]}, "block_table": table})
+        for n in (640, 700)
+    )
+    assert (few.key == many.key) is (table is not None)
+
+
 @pytest.mark.parametrize("name", ["list.jsonl", "list.jsonl.gz"])
 def test_a_list_is_read_as_it_was_written(tmp_path, name):
     calls = [call_of("npu::one", x=torch.ones(2)), Call("npu::two.out", {"k": 1}, captured=True)]

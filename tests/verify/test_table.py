@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify import children
 from vllm_npu_prep.verify.calls.table import Table, TableWriter, read_table
-from vllm_npu_prep.verify.outcome import Result, RunResults
+from vllm_npu_prep.verify.outcome import Result, RunResults, Verdict
 
 RIGHT = Result("one-001", "npu::one", "x [3]", "4", "4", "same", 0.5, 12.0, "", 10.0)
 CHILD = """
@@ -76,6 +77,12 @@ def test_a_line_that_was_not_finished_is_left_out(table):
     with table.open("a") as file:
         file.write(json.dumps({"key": "key of two"})[:-4])
     assert [*read_table(table).results] == ["key of one-001"]
+
+
+def test_calls_that_were_not_begun_are_not_in_the_table(table):
+    """The device was lost before; `--resume` tries them."""
+    lost = replace(RIGHT, name="two-001", verdict=Verdict.DEAD, seconds=0.0)
+    assert written(table, RIGHT, lost).results == {"key of one-001": RIGHT}
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"format": "another"}\n', "[1]\n"])

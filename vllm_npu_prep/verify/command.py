@@ -64,7 +64,10 @@ def add_parser(commands: Any) -> None:
         "--record", type=Path, metavar="FILE", help="write the list of calls, and try none of them"
     )
     model.add_argument(
-        "--calls", type=Path, metavar="FILE", help="try the calls of this list, of another machine"
+        "--calls",
+        type=Path,
+        metavar="FILE",
+        help="try this list of calls, which may be of another machine",
     )
     model.add_argument(
         "--table",
@@ -90,7 +93,9 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="as of vllm serve")
     model.add_argument("--max-num-seqs", type=int, metavar="N", help="as of vllm serve")
     model.add_argument("--quantization", metavar="METHOD", help="as of vllm serve")
-    model.add_argument("--speculative-config", type=_json_object, metavar="JSON", help="likewise")
+    model.add_argument(
+        "--speculative-config", type=_json_object, metavar="JSON", help="as of vllm serve"
+    )
     parser.set_defaults(run=verify_device)
 
 

@@ -36,6 +36,9 @@ PERIOD = 1 << 22
 ALIGNED = 512
 """Offsets that are as even up to this number of elements are the same to a kernel."""
 
+READ_BY_TABLE = ("key", "value", "key_rope")
+"""Arguments of attention that are caches of blocks, if it is given a table of blocks."""
+
 FEW = 4
 """Lists of up to so many numbers are attributes; longer ones are lengths of requests."""
 
@@ -83,9 +86,22 @@ class Call:
 
     @property
     def key(self) -> str:
-        """What distinguishes kernels of this call from others: all but the numbers in tensors."""
+        """What distinguishes kernels of this call from others.
+
+        These are neither the numbers in tensors nor how many blocks a cache has, which depends on
+        the memory that an engine finds.
+        """
         kinds = {name: _kind(value) for name, value in self.arguments.items()}
+        for name in kinds:
+            if self._has_blocks(name):
+                kinds[name] = {**kinds[name], "shape": kinds[name]["shape"][1:]}
         return json.dumps([self.operator, kinds, self.captured])
+
+    def _has_blocks(self, name: str) -> bool:
+        """Return whether an argument is a cache of blocks, or of recurrent states."""
+        is_read = self.arguments.get("block_table") is not None and name in READ_BY_TABLE
+        is_cache = is_read or name.endswith("_cache") or name == "state"
+        return is_cache and isinstance(self.arguments[name], dict)
 
     @property
     def name(self) -> str:

@@ -74,11 +74,12 @@ def _streams(context: RowContext) -> Outcome:
     from vllm_npu_prep.device.npu import free_streams
 
     left = free_streams()
-    got = "not told by this CANN" if left is None else f"{left:,} are left"
+    got = "this CANN does not tell it" if left is None else f"{left:,} are left"
     return Outcome("", "one for each graph", got, Verdict.DIFFERS if left == 0 else Verdict.RAN)
 
 
 def _pinned(context: RowContext) -> Outcome:
     pinned = torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
-    got, verdict = ("pinned", Verdict.SAME) if pinned.is_pinned() else ("not", Verdict.DIFFERS)
+    is_pinned = pinned.is_pinned()
+    got, verdict = ("pinned", Verdict.SAME) if is_pinned else ("not pinned", Verdict.DIFFERS)
     return Outcome(f"{PINNED:,} bytes", "pinned", got, verdict)

@@ -28,8 +28,8 @@ COMPARED = ("plugin", "device", "driver", "CANN", "torch", "torch_npu")
 """Versions that have to be those of a former run, which another one goes on with."""
 
 ADVICE = (
-    "serve without what needs this call (a shorter --max-model-len, fewer --max-num-seqs), or "
-    'install another CANN and verify again; to take the risk, leave "verified" out'
+    "verify again with a shorter --max-model-len or fewer --max-num-seqs, if this engine can do "
+    'without the call, or with another CANN; to take the risk, leave "verified" out'
 )
 
 
@@ -171,8 +171,13 @@ class TableWriter:
         self._write("w", lines)
 
     def add(self, result: Result) -> None:
-        """Write what was found of a call; other rows, which have no key, are left out."""
-        if key := self._keys.get(result.name):
+        """Write what was found of a call.
+
+        Rows without a key are of no call; rows that took no time were not begun, since the device
+        was lost before.
+        """
+        key = self._keys.get(result.name)
+        if key and result.seconds:
             self._write("a", [{"key": key, **asdict(result)}])
 
     def _write(self, mode: str, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -53,7 +53,7 @@ class VerifiedCalls:
                     f"{operator}: torch's own form makes {counted(slower, 'slower call')}"
                     if not wrong
                     else f"{operator}: {counted(wrong, 'call')} of {len(results)} went wrong, so "
-                    "torch's own form makes all but those that went right"
+                    "torch's own form makes all but those that are known to be right"
                 )
         return lines
 
