@@ -1143,7 +1143,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],
     "verify/calls/start_up.py": [
-        ("a table of another device is read", "    table.refuse_other_software(here)\n", "", ("tests/npu/on_device/test_verified.py",)),
+        ("a table of another device is read", "    table.refuse_other_software(here)\n", "", TABLE),
     ],
     "verify/calls/table.py": [
         ("a wrong call without another form is taken", "if result.verdict.is_bad and result.torch_got != \"\":", "if False:", TABLE),

@@ -78,6 +78,23 @@ def test_an_operator_gets_its_own_kernel_back(overrides):
     assert torch.equal(swiglu(x[:1]).cpu(), own[:1].cpu()) and len(asked) == 2
 
 
+def test_untried_shapes_of_a_wrong_kernel_take_torchs_form(monkeypatch):
+    from vllm_npu_prep.verify.calls.verified import VerifiedCalls  # it needs torch_npu
+
+    swiglu, operator = torch.ops.npu.npu_swiglu, elementwise.SWIGLU
+    given = {n: torch.randn(n, 64, dtype=torch.float16).to("npu") for n in (3, 4, 5)}
+    results = {}
+    for n, verdict in ((3, "DIFFERS"), (4, "same")):
+        key = Call.of(swiglu.default._schema, (given[n],), {}, False).key
+        results[key] = Result(f"swiglu-{n}", operator, "", "1", "0", verdict, 0.1, torch_got="")
+    monkeypatch.setitem(FORMS, operator, lambda input, dim=-1: torch.zeros_like(input[:, :32]))
+    verified = VerifiedCalls(Table(Path(), {}, {}, {}, results))
+    verified.override()
+    by_form = {n: not swiglu(x).cpu().any() for n, x in given.items()}
+    verified.end()
+    assert by_form == {3: True, 4: False, 5: True}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model whose rows are wider than a planted kernel takes."""
