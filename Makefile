@@ -15,8 +15,8 @@ PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
 test test-fast test-touched test-all matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
-# A process for each core and one more, a thread in each: small models gain nothing from more. numba,
-# which vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
+# One process for each core, a thread in each: small models gain nothing from more. numba, which
+# vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
 test test-fast test-touched test-all matrix timing mutants: export OMP_NUM_THREADS := 1
 test test-fast test-touched test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
 # Processes that tests start leave byte code to the next ones, whatever the environment says.

@@ -133,12 +133,6 @@ def caplog(request):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """A process more than there are cores: some of them always wait for a process of a test."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With ``--dist loadfile``, files go to one process together that share a process of theirs.
 
