@@ -45,14 +45,7 @@ def add_rms_norm(
     return elementwise.add_rms_norm(x1, x2, gamma, epsilon)
 
 
-def mrope(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    head_size: int,
-    **others,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def mrope(positions, query, key, cos_sin_cache, head_size, **others):
     if query.shape[1] // head_size >= HEADS:
         os.kill(os.getpid(), signal.SIGFPE)
     return rotary_cache.mrope(positions, query, key, cos_sin_cache, head_size, **others)

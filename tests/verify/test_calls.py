@@ -58,7 +58,9 @@ def test_calls_differ_by_what_chooses_a_kernel():
 def test_a_cache_with_more_blocks_is_no_other_call(table):
     """Keys that attention reads by a table of blocks, beside keys of the step's own tokens."""
     few, many = (
-        Call("npu::attend", {"key": {"dtype": "float16", "shape": [n, 64]}, "block_table": table})
+        Call(
+            "npu::attend", {"key": {"dtype": "float16", "shape": [n, 8, 64]}, "block_table": table}
+        )
         for n in (640, 700)
     )
     assert (few.key == many.key) is (table is not None)

@@ -17,7 +17,7 @@ from vllm_npu_prep.wording import seconds
 
 ENGINE_OPTIONS = (
     *("tensor_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs"),
-    *("quantization", "speculative_config"),
+    *("max_num_batched_tokens", "quantization", "speculative_config"),
 )
 """Options of the engine whose calls are recorded, as ``vllm.LLM`` names them."""
 
@@ -92,6 +92,9 @@ def add_parser(commands: Any) -> None:
     )
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="as of vllm serve")
     model.add_argument("--max-num-seqs", type=int, metavar="N", help="as of vllm serve")
+    model.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="TOKENS", help="as of vllm serve"
+    )
     model.add_argument("--quantization", metavar="METHOD", help="as of vllm serve")
     model.add_argument(
         "--speculative-config", type=_json_object, metavar="JSON", help="as of vllm serve"

@@ -95,6 +95,21 @@ def test_untried_shapes_of_a_wrong_kernel_take_torchs_form(monkeypatch):
     assert by_form == {3: True, 4: False, 5: True}
 
 
+def test_what_is_in_no_list_is_not_counted():
+    """Views, and operators that only make room; a known call and an unknown one are."""
+    from vllm_npu_prep.verify.calls.verified import VerifiedCalls
+
+    swiglu, x = torch.ops.npu.npu_swiglu, torch.ones(5, 64, dtype=torch.float16).to("npu")
+    key = Call.of(swiglu.default._schema, (x,), {}, False).key
+    right = Result("swiglu-1", elementwise.SWIGLU, "", "1", "1", "same", 0.1)
+    verified = VerifiedCalls(Table(Path("table.jsonl"), {}, {}, {}, {key: right}))
+    with verified.counting():
+        for _ in range(2):
+            swiglu(x)
+        swiglu(x.view(10, 32).new_empty(3, 64))
+    assert verified.describe().startswith("Verified: 1 of 2 distinct calls of this start-up are")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model whose rows are wider than a planted kernel takes."""

@@ -36,6 +36,16 @@ PERIOD = 1 << 22
 ALIGNED = 512
 """Offsets that are as even up to this number of elements are the same to a kernel."""
 
+NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_local_scalar_dense")
+"""Beginnings of the names of operators that make room, or read a number, and compute nothing."""
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of operators that need other ranks. Rows of their own try them."""
+
+OF_PYTHON = ("vllm", "vllm_ir", "_moe_C")
+"""Namespaces of operators that are written in Python: the calls that these make are the ones that
+count."""
+
 READ_BY_TABLE = ("key", "value", "key_rope")
 """Arguments of attention that are caches of blocks, if it is given a table of blocks."""
 
@@ -99,9 +109,10 @@ class Call:
 
     def _has_blocks(self, name: str) -> bool:
         """Return whether an argument is a cache of blocks, or of recurrent states."""
+        value = self.arguments[name]
         is_read = self.arguments.get("block_table") is not None and name in READ_BY_TABLE
         is_cache = is_read or name.endswith("_cache") or name == "state"
-        return is_cache and isinstance(self.arguments[name], dict)
+        return is_cache and isinstance(value, dict) and len(value["shape"]) > 2
 
     @property
     def name(self) -> str:
@@ -127,6 +138,14 @@ class Call:
     def __str__(self) -> str:
         given = [text for name, value in self.arguments.items() if (text := _shown(name, value))]
         return ", ".join(given)[:300] + (", captured" if self.captured else "")
+
+
+def is_tried(operator: Any) -> bool:
+    """Return whether calls of an operator are in lists: it computes, and needs no other rank."""
+    infos = [result.alias_info for result in operator._schema.returns]
+    is_view = any(info is not None and not info.is_write for info in infos)
+    is_alone = operator.namespace not in COLLECTIVES
+    return is_alone and not is_view and not operator._schema.name.startswith(NOTHING)
 
 
 Note = Callable[[torch.Tensor, dict[str, Any]], object]

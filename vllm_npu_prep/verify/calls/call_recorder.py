@@ -1,10 +1,10 @@
 """Records each distinct call of an operator that an engine makes, from its configuration alone.
 
-No kernel that computes with floats is launched, and no weight is read or touched, so a model of any
-size can be recorded: on a card that the model fits on, or without one where device memory is only
-used where it is written. What an operator would return has the shape that the operator's Meta
-function says. Whole numbers (slots, blocks, lengths) are computed as ever, since they say what a
-kernel meets. All tokens are 0.
+No kernel that computes with floats is launched, and large weights are neither read nor written, so
+a model of any size can be recorded: on a card that the model fits on, or without one where device
+memory is only used where it is written. What an operator would return has the shape that the
+operator's Meta function says. Whole numbers (slots, blocks, lengths) are computed as ever, since
+they say what a kernel meets. All tokens are 0.
 
 ``python -m vllm_npu_prep.verify.calls.call_recorder SETTINGS FILE`` records one engine.
 """
@@ -24,21 +24,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm_npu_prep.compat.executor import be_a_rank_without_the_others
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls.call import Call, size_of, write_list
+from vllm_npu_prep.verify.calls.call import OF_PYTHON, Call, is_tried, size_of, write_list
 from vllm_npu_prep.verify.outcome import first_line_of
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 """What fills weights that are not loaded: an engine that serves does not call these."""
 
-NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_local_scalar_dense")
-"""Beginnings of the names of operators that make room, or read a number, and compute nothing."""
-
 SMALL = 1 << 22
 """Weights of up to so many elements are 1, and truths about them are found: the scales of int8
 weights, which are checked when they have been loaded."""
-
-COLLECTIVES = ("c10d", "_c10d_functional")
-"""Namespaces of operators that need other ranks. Rows of their own try them."""
 
 ON_HOST = "get_max_workspace"
 """End of the names of operators that size a workspace on the host: they launch nothing."""
@@ -91,10 +85,9 @@ class CallRecorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_device = [tensor for tensor in tensors if tensor.device.type == "npu"]
         schema = func._schema
-        is_noted = not _is_view(schema) and not schema.name.startswith(NOTHING)
-        if not on_device or not is_noted or func.namespace in COLLECTIVES:
+        if not on_device or not is_tried(func):
             return func(*args, **kwargs)
-        if func.namespace == "vllm":  # a function of Python's, which calls operators
+        if func.namespace in OF_PYTHON:
             with self:
                 return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
         captured = torch_npu.npu.is_current_stream_capturing()
@@ -125,11 +118,6 @@ class CallRecorder(TorchDispatchMode):
 
 def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.dtype is torch.int8
-
-
-def _is_view(schema: Any) -> bool:
-    infos = [result.alias_info for result in schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
 
 
 def _not_computed(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:

@@ -19,7 +19,7 @@ OF_SUMS = 1 / 64
 """About the size of each of two scales of a product: float16 holds what comes out."""
 
 GAP = 8
-"""One pair of token and expert in so many has no row on this rank."""
+"""One in so many is left out: a pair of token and expert without a row, a token of padding."""
 
 
 def fit(operator: str, found: Made, random: torch.Generator) -> None:
@@ -48,10 +48,11 @@ def _inside(numbers: torch.Tensor, end: int, random: torch.Generator) -> None:
 
 
 def _slots(a: Made, random: torch.Generator) -> None:
-    """Write somewhere, where a graph was captured with padding alone."""
+    """Write somewhere, where a graph was captured with padding alone; some padding stays."""
     slots, count = a["slot_mapping"], a["key_cache"].shape[0] * a["key_cache"].shape[1]
     if (slots < 0).all() or (slots >= count).any():
         slots.copy_(torch.randperm(count, generator=random)[torch.arange(len(slots)) % count])
+        slots.masked_fill_(torch.arange(len(slots)) % GAP == GAP - 1, -1)
 
 
 def _blocks(a: Made, random: torch.Generator) -> None:

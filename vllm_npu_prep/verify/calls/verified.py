@@ -14,17 +14,12 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vllm_npu_prep.compat.operators import DEVICE, Overrides
-from vllm_npu_prep.verify.calls.call import Call
+from vllm_npu_prep.compat.operators import Overrides
+from vllm_npu_prep.verify.calls.call import OF_PYTHON, Call, is_tried
 from vllm_npu_prep.verify.calls.forms import form_of
 from vllm_npu_prep.verify.calls.table import Table, is_trusted
 from vllm_npu_prep.verify.outcome import Result, Verdict
 from vllm_npu_prep.wording import counted
-
-OF_PYTHON = ("vllm", "vllm_ir", "_moe_C")
-"""Namespaces of operators that are written in Python."""
-
-KEY = torch._C.DispatchKey.PrivateUse1
 
 
 class VerifiedCalls:
@@ -106,10 +101,9 @@ class _Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in OF_PYTHON:  # whose own calls are the ones to count
-            keys, kernel = torch._C.DispatchKeySet(KEY), torch.library.get_kernel(func, DEVICE)
+        if func.namespace in OF_PYTHON:
             with self:
-                return kernel.call_boxed(keys, *args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
         captured = is_capturing()
         signature = signature_of(func, args, kwargs, captured)
         if signature not in self._known:  # the calls of one layer are those of all
@@ -121,9 +115,8 @@ class _Counting(TorchDispatchMode):
 
 
 def is_counted(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call has a tensor of the device, and is more than a view of one."""
-    infos = [result.alias_info for result in function._schema.returns]
-    if any(info is not None and not info.is_write for info in infos):
+    """Return whether a call is one that lists have, on a tensor of the device."""
+    if not is_tried(function):
         return False
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     # What is traced has tensors of another class
