@@ -1126,6 +1126,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/calls/call.py": [
         ("a call made again has no offset", "return host.as_strided(shape, strides, offset)", "return host.as_strided(shape, strides)", CALLS),
         ("a captured call is taken for an eager one", "return cls(operator, arguments, captured)", "return cls(operator, arguments)", CALLS_ON_NPU),
+        ("a table of cosines is a cache of blocks", ' and len(value["shape"]) > 2', "", CALLS),
         ("floats tell no keys apart", "SPREAD = 3.0", "SPREAD = 0.5", CALLS),
         ("calls over a cache of another size are others", "            if self._has_blocks(name):", "            if False:", CALLS),
         ("lengths of any size are one kind", "(max(value) - 1).bit_length()]", "0]", CALLS),
@@ -1140,6 +1141,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the last rows of a result are not compared", "torch.linspace(0, count - 1, most)", "torch.linspace(0, count - 2, most)", CALLS),
     ],
     "verify/calls/fitting.py": [
+        ("drawn slots have no padding", "slots.masked_fill_(torch.arange(len(slots)) % GAP == GAP - 1, -1)", "pass", CALLS),
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],
     "verify/calls/start_up.py": [
@@ -1152,6 +1154,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a table of another model is read", "        if other:\n", "        if False:\n", TABLE),
     ],
     "verify/calls/verified.py": [
+        ("what makes room counts as an unverified call", "    if not is_tried(function):\n", "    if False:\n", ("tests/npu/on_device/test_verified.py",)),
         ("shapes that nobody tried keep a kernel that was wrong", "trusts_others=not wrong", "trusts_others=True", ("tests/npu/on_device/test_verified.py",)),
     ],
     "verify/command.py": [

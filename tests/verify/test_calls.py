@@ -66,6 +66,25 @@ def test_a_cache_with_more_blocks_is_no_other_call(table):
     assert (few.key == many.key) is (table is not None)
 
 
+def test_a_longer_table_of_cosines_is_another_call():
+    short, long = (
+        Call("npu::npu_mrope", {"cos_sin_cache": {"dtype": "float16", "shape": [n, 64]}})
+        for n in (512, 1024)
+    )
+    assert short.key != long.key
+
+
+def test_slots_that_a_graph_is_told_later_have_padding():
+    """A graph was captured with padding alone; what it is told at its replay is drawn."""
+    plane = {"dtype": "float16", "shape": [4, 8, 1, 16]}
+    slots = {"dtype": "int32", "shape": [16], "values": [-1] * 16}
+    given = {"key_cache": plane, "value_cache": plane, "slot_mapping": slots}
+    call = Call("npu::npu_scatter_pa_kv_cache", given, captured=True)
+    drawn = made_arguments(call, lambda tensor: tensor, seed=1)["slot_mapping"]
+    written = drawn[drawn >= 0]
+    assert (drawn == -1).sum() == 2 and len(written.unique()) == 14
+
+
 @pytest.mark.parametrize("name", ["list.jsonl", "list.jsonl.gz"])
 def test_a_list_is_read_as_it_was_written(tmp_path, name):
     calls = [call_of("npu::one", x=torch.ones(2)), Call("npu::two.out", {"k": 1}, captured=True)]

@@ -9,7 +9,7 @@ from ascend_emulator import api, faults
 from ascend_emulator.operators import elementwise
 from tests.helpers import models
 from vllm_npu_prep.device import make_device
-from vllm_npu_prep.verify.calls.call import read_list
+from vllm_npu_prep.verify.calls.call import Call, read_list
 from vllm_npu_prep.verify.child import run_row
 from vllm_npu_prep.verify.children import record_calls
 from vllm_npu_prep.verify.row import RowContext
@@ -59,6 +59,45 @@ def test_floats_are_not_computed_while_calls_are_recorded():
     assert x.tolist() == [0, 0, 0]
     assert places.tolist() == [1, 2, 3]
     assert [call.name for call in recorder.calls] == ["add_.Tensor"] * 2
+
+
+@pytest.mark.parametrize("wrong_in", ["a graph", "its second run"])
+def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
+    """Its first result is right, and so is a call that no graph captures."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    runs = [0]
+
+    def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        runs[0] += 1
+        in_graph = api._launcher().emulator_in_launch() == api.OF_A_GRAPH
+        first, second = input.float().chunk(2, dim)
+        result = (torch.nn.functional.silu(first) * second).to(input.dtype)
+        return result + (in_graph if wrong_in == "a graph" else runs[0] == 2)
+
+    given = {"input": {"dtype": "float16", "shape": [3, 64]}}
+    (row,) = rows_of([Call(elementwise.SWIGLU, given, captured=True)])
+    api.register_reference(elementwise.SWIGLU, swiglu)
+    outcome, _ = run_row(row, RowContext(make_device("npu"), tmp_path))
+    api.register_reference(elementwise.SWIGLU, elementwise.swiglu)
+    how = "captured and replayed" if wrong_in == "a graph" else "written by another stream"
+    assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
+
+
+def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
+    """They are read when the capture has ended, before another step changes them."""
+    from vllm_npu_prep.verify.calls.call_recorder import CallRecorder
+
+    key, planes = torch.ones(2, 1, 16, device="npu"), torch.zeros(2, 4, 128, 1, 16, device="npu")
+    key, (keys, values) = key.half(), planes.half()
+    slots = torch.tensor([300, -1], dtype=torch.int32).to("npu")
+    graph = torch.npu.NPUGraph()
+    with CallRecorder() as recorder:
+        with torch.npu.graph(graph):
+            torch.ops.npu.npu_scatter_pa_kv_cache(key, key, keys, values, slots, cache_mode="Norm")
+        slots.add_(1)
+    (write,) = [call for call in recorder.calls if call.name == "npu_scatter_pa_kv_cache"]
+    assert write.captured and write.arguments["slot_mapping"]["values"] == [300, -1]
 
 
 @pytest.mark.parametrize("kind", ["int8 experts, latent attention, ranks", "gated delta nets"])
@@ -114,24 +153,3 @@ def test_a_wrong_kernel_is_found_by_its_rows(run, monkeypatch, fault, operator):
     verdicts = Counter(each["verdict"] for each in outcomes.values())
     print(fault, dict(verdicts))
     assert verdicts["DIFFERS"] > 0
-
-
-@pytest.mark.parametrize("wrong_in", ["a graph", "its second run"])
-def test_a_kernel_that_is_wrong_later_is_found(run, rows, calls, wrong_in):
-    """Its first result is right, and so is a call that no graph captures."""
-    runs = [0]
-
-    def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        runs[0] += 1
-        in_graph = api._launcher().emulator_in_launch() == api.OF_A_GRAPH
-        first, second = input.float().chunk(2, dim)
-        result = (torch.nn.functional.silu(first) * second).to(input.dtype)
-        return result + (in_graph if wrong_in == "a graph" else runs[0] == 2)
-
-    kind = next(c for c in calls if (c.operator, c.captured) == (elementwise.SWIGLU, True))
-    name = rows[calls.index(kind)].name
-    api.register_reference(elementwise.SWIGLU, swiglu)
-    outcome = run(name)[name]
-    api.register_reference(elementwise.SWIGLU, elementwise.swiglu)
-    how = "captured and replayed" if wrong_in == "a graph" else "written by another stream"
-    assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
