@@ -33,7 +33,6 @@ LATENT_ON_NPU = (
 )
 SPECULATION = ("tests/engine/test_speculation.py",)
 MTP = ("tests/engine/test_mtp.py",)
-DRAFTERS = ("tests/examples/test_drafters.py",)
 DIFFERENTIAL = ("tests/differential",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
@@ -49,7 +48,7 @@ TRANSFER_ON_NPU = (
     "tests/npu/on_device/test_kv_transfer.py::test_one_engine_computes_prompts_and_another_decodes_them"
     "[latent]",
 )
-TWO_RANKS = ("tests/engine/test_kv_transfer.py::test_ranks_of_an_int8_model_store_load_and_refuse",)
+TWO_RANKS = ("tests/quantization/test_ranks.py",)
 DRAFTS_AFTER_SLEEP = "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps"
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/on_device/test_windows.py",)
@@ -79,9 +78,6 @@ V2_DRAFT_MODEL = (
 )
 RANKS = "tests/engine/test_ranks.py::test_"
 V2_ENGINES = (f"{RANKS}engines_that_share_experts_step_together[experts-V2]",)
-V2_DRAFTING_ENGINES = (
-    f"{RANKS}engines_that_share_experts_step_together[MTP, latent attention-V2]",
-)
 V2_EPISODES = (
     "tests/differential/test_differential.py::test_every_array_and_greedy_sample_of_v2_is_that_of_v1",
 )
@@ -175,7 +171,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the mask of another group", "mask = masks.get(plan)", "mask = next(iter(masks.values()), None)", WINDOWS),
     ],
     "attention/device_block_tables.py": [
-        ("real text: a preempted request comes back to the blocks of its row on the device", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = np.minimum(self.num_device_blocks[:, row_idx], [len(ids) for ids in block_ids])\n", REAL_TEXT),
+        ("real text: a preempted request comes back to the blocks of its row on the device", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = np.minimum(self.num_device_blocks[:, row_idx], [len(ids) for ids in block_ids])\n", ("tests/attention/test_block_tables.py",)),
         ("async: sampled tokens of other rows", "self.previous_rows[:num_reqs] = self._rows[:num_reqs]", "self.previous_rows[:num_reqs] = 0", ENGINE),
         ("a row that is replaced is not sent again", "super().add_row(block_ids, row_idx)\n        self.num_synced_blocks[:, row_idx] = 0\n", "super().add_row(block_ids, row_idx)\n", CORE),
         ("rows that change places are not sent again", "super().swap_row(src, tgt)\n        self.num_synced_blocks[:, [src, tgt]] = 0\n", "super().swap_row(src, tgt)\n", CORE),
@@ -764,7 +760,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("log-probabilities dropped", "if sampler_output.logprobs_tensors is not None:", "if False:", BOOKS),
     ],
     "runner/v1/drafters.py": [
-        ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", DRAFTERS),
+        ("draft passes keep rejected tokens", "self._seq_lens -= num_rejected_tokens(self._num_draft_tokens, valid)", "self._seq_lens -= 0 * num_rejected_tokens(self._num_draft_tokens, valid)", SPECULATION),
         ("the first draft pass of a draft model is one short", "extra = self.net_num_new_slots_per_request", "extra = 0 * self.net_num_new_slots_per_request", SPECULATION),
         ("dummy runs of a drafter write into slots of the last step", "        self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n", "", MTP),
         ("draft passes look up slots in the first group's table", "self.block_table_of_group(index)[: common.num_reqs]", "self.block_table_of_group(self.kv_cache_gid)[: common.num_reqs]", SPECULATION),
@@ -844,7 +840,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/v2/draft_passes.py": [
         ("V2: pieces of draft passes read the positions of the pass before", "        inputs.positions[..., :num_tokens].copy_(positions)", "        pass", ("tests/engine/test_mtp.py::test_tokens_and_accepted_drafts[DeepseekV3-async-FULL_AND_PIECEWISE-V2]",)),
-        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", V2_DRAFTING_ENGINES),
+        ("V2: engines pad draft passes each for itself", "PassSize(0 if is_eager else found.num_tokens, ", "PassSize(0 if is_eager else padded, ", ("tests/v2/test_draft_passes.py",)),
     ],
     "runner/v2/drafters.py": [
         ("V2: a draft model's rows of rejected tokens write", "                is_rejected,\n                int(self.block_tables", "                torch.zeros_like(is_rejected),\n                int(self.block_tables", V2_DRAFT_MODEL),

@@ -18,8 +18,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 ON_A_CARD = "NPU_EMULATOR_DEVICES" in os.environ or os.environ.get("NPU_PREP_DEVICE") == "npu"
 """Whether this process is on one already: then its own pytest runs these tests."""
-FOLDERS = {"on_device": "", "on_8_5": "8.5", "on_docs": "docs"}
-"""Folders of tests, and the profile of their card; the last two are links to the first."""
+FOLDERS = {"on_device": "9.1", "on_8_5": "8.5", "on_docs": "docs"}
+"""Folders of tests, and their card, which is named by its profile; the last two are links to the
+first."""
 UNDER_EVERY_PROFILE = (
     *("counts", "fused", "fused_families", "graphs", "kernels", "latent"),
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
@@ -29,14 +30,14 @@ OF_FILES = {"memory": "small", "ranks": "skewed"}
 SKEWED = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers[fia"
 """Beginning of the ids of tests that need streams of very different speed, as those of ranks do."""
 OPTIONS = {
-    "equal": ("--memory", "1G", "--delay", "equal"),
+    "9.1": ("--memory", "1G", "--delay", "none"),
     "skewed": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
     "small": ("--memory", "170M", "--delay", "equal"),
     "8.5": ("--delay", "equal", "--profile", "8.5"),
     "docs": ("--delay", "equal", "--profile", "docs"),
 }
-"""Cards. Files are on the first one, or as `OF_FILES` says. Where streams are skewed, an operator
-of the first one takes eight times as long."""
+"""Cards. Files are on that of their folder, or as `OF_FILES` says. Hazards are found whatever the
+delay is. Where streams are skewed, each operator of the first one waits 2.4 ms."""
 SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of a phase of a test."""
 
@@ -49,7 +50,7 @@ def card_of(test: str) -> str:
     name = Path(parts[3]).stem.removeprefix("test_")
     if test.startswith(SKEWED):
         return "skewed"
-    return FOLDERS[parts[2]] or OF_FILES.get(name, "equal")
+    return OF_FILES.get(name, FOLDERS[parts[2]])
 
 
 class Card:
