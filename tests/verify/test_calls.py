@@ -19,7 +19,7 @@ def call_of(operator, **arguments):
 
 
 def remade(call):
-    return made_arguments(call, lambda tensor: tensor, seed=1)
+    return made_arguments(call, seed=1)
 
 
 def test_a_call_is_made_again_with_its_layout():
@@ -80,7 +80,7 @@ def test_slots_that_a_graph_is_told_later_have_padding():
     slots = {"dtype": "int32", "shape": [16], "values": [-1] * 16}
     given = {"key_cache": plane, "value_cache": plane, "slot_mapping": slots}
     call = Call("npu::npu_scatter_pa_kv_cache", given, captured=True)
-    drawn = made_arguments(call, lambda tensor: tensor, seed=1)["slot_mapping"]
+    drawn = made_arguments(call, seed=1)["slot_mapping"]
     written = drawn[drawn >= 0]
     assert (drawn == -1).sum() == 2 and len(written.unique()) == 14
 

@@ -15,7 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ascend_emulator.operators import REFERENCES
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.verify.calls import lists
-from vllm_npu_prep.verify.calls.call import Call, in_runs, made_arguments, out_of_runs, read_list
+from vllm_npu_prep.verify.calls.call import (
+    Call,
+    in_runs,
+    made_arguments,
+    moved_arguments,
+    out_of_runs,
+    read_list,
+)
 from vllm_npu_prep.verify.calls.expected import expected_of
 from vllm_npu_prep.verify.outcome import Verdict
 from vllm_npu_prep.verify.row import compare
@@ -95,7 +102,7 @@ def cut(call: Call) -> Call:
 def results(call: Call) -> list[torch.Tensor]:
     """What the reference of the emulator gives, or what it writes."""
     name, _, overload = call.operator.partition(".")
-    arguments = made_arguments(call, torch.clone, seed=1)
+    arguments = moved_arguments(call, made_arguments(call, seed=1), torch.clone)
     given = FUNCTIONS[name, overload](**arguments)
     if given is None:
         given = [arguments[name] for name in WRITTEN[call.name]]
@@ -108,7 +115,7 @@ def test_a_reference_takes_each_listed_form(operator):
     for form, listed in forms()[operator].items():
         call = cut(listed)
         got = results(call)
-        host = made_arguments(call, lambda tensor: tensor, seed=1)
+        host = made_arguments(call, seed=1)
         parts = expected_of(call.operator, None, host)
         assert parts, form
         for part in parts:

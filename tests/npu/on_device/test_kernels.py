@@ -67,3 +67,25 @@ def test_a_kernel_is_the_cpus_and_reads_nothing_back(name, seed):
 def test_recorded_schemas_are_those_of_torch_npu(reference):
     real = [str(schema) for schema in torch._C._jit_get_schemas_for_operator(reference.name)]
     assert schema_text(reference.name, reference.overload) in real
+
+
+PRODUCTS = {
+    "linear": (torch.nn.functional.linear, (64, 48), (32, 48)),
+    "mm": (torch.mm, (64, 48), (48, 32)),
+    "addmm": (torch.addmm, (32,), (64, 48), (48, 32)),
+    "bmm": (torch.bmm, (3, 64, 48), (3, 48, 32)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_halves_are_rounded_once(name, dtype, seed):
+    """Whatever the CPU multiplies by: one element is off by half a step of its dtype at most."""
+    draw = torch.Generator().manual_seed(seed)
+    product, *shapes = PRODUCTS[name]
+    given = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    got = product(*[each.npu() for each in given]).cpu()
+    exact = product(*[each.double() for each in given])
+    assert got.dtype == dtype
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), exact, rtol=step / 2, atol=1e-5)

@@ -173,14 +173,19 @@ def described(value: Any, note: Note) -> Any:
     return value if plain else {"other": str(value)}
 
 
-def made_arguments(
-    call: Call, put: Callable[[torch.Tensor], torch.Tensor], seed: int
-) -> dict[str, Any]:
-    """Make all arguments of a call again, the same ones for a seed."""
+def made_arguments(call: Call, seed: int) -> dict[str, Any]:
+    """Make all arguments of a call again on the host, the same ones for a seed."""
     random = torch.Generator().manual_seed(seed)
     found = {name: made(value, random) for name, value in call.arguments.items()}
     fit(call.name.partition(".")[0], found, random)
-    return {name: _moved(value, found[name], put) for name, value in call.arguments.items()}
+    return found
+
+
+def moved_arguments(
+    call: Call, host: Mapping[str, Any], put: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """Bring a call's arguments to where `put` takes tensors; those of the host stay."""
+    return {name: _moved(value, host[name], put) for name, value in call.arguments.items()}
 
 
 def _moved(given: Any, value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -17,7 +17,7 @@ import torch
 import torch_npu
 from torch.utils._pytree import tree_leaves
 
-from vllm_npu_prep.verify.calls.call import Call, made_arguments
+from vllm_npu_prep.verify.calls.call import Call, made_arguments, moved_arguments
 from vllm_npu_prep.verify.calls.expected import Expected, expected_of
 from vllm_npu_prep.verify.calls.expected_part import LEVELS, ONE_LEVEL
 from vllm_npu_prep.verify.calls.forms import form_of
@@ -62,6 +62,7 @@ class TriedCall:
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self._host: dict[str, Any] = {}  # arguments on the host, for both
         self._of_torch: list[torch.Tensor] = []  # what torch's form gave, if that is right
         self._found = TorchOutcome()
 
@@ -70,7 +71,8 @@ class TriedCall:
         try:
             if (form := form_of(self._call)) is None:
                 return self._found
-            made = _MadeCall(self._call, context, form)
+            self._host = made_arguments(self._call, SEED)
+            made = _MadeCall(self._call, context, self._host, form)
             results = made.results()
             read = [part for part in made.expected() if results[part.result].numel()]
             outcome = _against_float64(self._call, results, read)
@@ -84,9 +86,10 @@ class TriedCall:
 
     def run(self, context: RowContext) -> Outcome:
         """Make the call in all ways, and compare."""
-        call, made = self._call, _MadeCall(self._call, context)
-        first, of_torch = made.results(), self._of_torch
-        self._of_torch = []  # a list has thousands of rows
+        call, host, of_torch = self._call, self._host, self._of_torch
+        self._host, self._of_torch = {}, []  # a list has thousands of rows
+        made = _MadeCall(call, context, host or made_arguments(call, SEED))
+        first = made.results()
         outcome = _against_float64(call, first, made.expected())
         if outcome.verdict is Verdict.RAN and of_torch:
             outcome = _against_torch(call, first, of_torch)
@@ -109,15 +112,19 @@ class _MadeCall:
     """A call with its arguments on the host and on the device."""
 
     def __init__(
-        self, call: Call, context: RowContext, form: Callable[..., Any] | None = None
+        self,
+        call: Call,
+        context: RowContext,
+        host: dict[str, Any],
+        form: Callable[..., Any] | None = None,
     ) -> None:
         self._call, self._device = call, context.device
         self._operator = call.function()
         self._function = form or self._operator
-        self._host = made_arguments(call, lambda tensor: tensor, SEED)
+        self._host = host
         self._schema = self._operator._schema
         self._put = context.put
-        self.arguments = made_arguments(call, context.put, SEED)
+        self.arguments = moved_arguments(call, host, context.put)
 
     def expected(self) -> list[Expected]:
         return expected_of(self._call.operator, self._operator, self._host)
@@ -135,7 +142,7 @@ class _MadeCall:
 
     def _fill(self) -> None:
         """Put the arguments' first values back; the operator may have written some."""
-        fresh = made_arguments(self._call, self._put, SEED)
+        fresh = moved_arguments(self._call, self._host, self._put)
         for old, new in zip(tree_leaves(self.arguments), tree_leaves(fresh)):
             # What is expanded has several elements in one place, and is only read
             if isinstance(old, torch.Tensor) and old.device.type != "cpu" and 0 not in old.stride():

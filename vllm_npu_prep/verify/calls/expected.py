@@ -134,5 +134,7 @@ def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expe
 
 
 def _wide(value: Any) -> Any:
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.double() if is_float else value
+    """Return floats in float64, and copies of other numbers: the operator may write them."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.double() if value.is_floating_point() else value.clone()
