@@ -31,8 +31,9 @@ FUNCTIONS = {(each.name, each.overload): each.function for each in REFERENCES}
 WRITTEN = {
     "npu_scatter_pa_kv_cache": ("key_cache", "value_cache"),
     "npu_gather_pa_kv_cache": ("key", "value"),
+    "npu_recurrent_gated_delta_rule": ("state",),
 }
-"""Operators that return nothing, and what they write."""
+"""What operators write besides what they return."""
 
 MODES = ("mode", "type", "flag", "activate_left", "input_layout", "return_softmax_lse", "renorm")
 """Ends of the names of arguments whose value chooses what is computed."""
@@ -103,9 +104,8 @@ def results(call: Call) -> list[torch.Tensor]:
     """What the reference of the emulator gives, or what it writes."""
     name, _, overload = call.operator.partition(".")
     arguments = moved_arguments(call, made_arguments(call, seed=1), torch.clone)
-    given = FUNCTIONS[name, overload](**arguments)
-    if given is None:
-        given = [arguments[name] for name in WRITTEN[call.name]]
+    given = [FUNCTIONS[name, overload](**arguments)]
+    given += [arguments[name] for name in WRITTEN.get(call.name, ())]
     return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
 
 

@@ -133,12 +133,15 @@ class _MadeCall:
         return self._function(**{**self.arguments, **(lengths or {})})
 
     def _results_of(self, returned: Any) -> list[torch.Tensor]:
-        """Return what the call gives: what the schema returns, else what it writes."""
-        if self._schema.returns:
-            return [each for each in tree_leaves(returned) if isinstance(each, torch.Tensor)]
-        written = [a.name for a in self._schema.arguments if a.alias_info and a.alias_info.is_write]
-        names = written or [name for name in self.arguments if name.endswith("_cache")]
-        return [each for name in names for each in tree_leaves(self.arguments[name])]
+        """Return what the call gives: what the schema returns, then what it writes besides."""
+        schema = self._schema
+        results = [each for each in tree_leaves(returned) if isinstance(each, torch.Tensor)]
+        if any(each.alias_info for each in schema.returns):  # these are what it writes
+            return results
+        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        if not schema.returns and not written:
+            written = [name for name in self.arguments if name.endswith("_cache")]
+        return results + [each for name in written for each in tree_leaves(self.arguments[name])]
 
     def _fill(self) -> None:
         """Put the arguments' first values back; the operator may have written some."""

@@ -151,21 +151,31 @@ def _chunked_rule(a: Arguments) -> list[Expected]:
 
 
 def _recurrent_rule(a: Arguments) -> list[Expected]:
-    """Compute each request's tokens from the state after the last token that counts."""
+    """Compute each request's tokens from the state after the last token that counts.
+
+    The second result is what the operator writes: the state after each token, in its block.
+    """
     heads, given = _some_heads(a)
     lengths, counts = a["actual_seq_lengths"].tolist(), a.get("num_accepted_tokens")
-    chosen, outputs, rows, start = set(some_rows(len(lengths)).tolist()), [], [], 0
+    chosen, places, start = set(some_rows(len(lengths)).tolist()), [], 0
+    outputs, states = [], []
     for request, length in enumerate(lengths):
         if request in chosen:
-            own = slice(start, start + length)
             accepted = 1 if counts is None else int(counts[request])
-            state = a["state"][int(a["ssm_state_indices"][own][accepted - 1]), heads]
-            tokens = {name: each[own] for name, each in given.items()}
-            outputs.append(formulas.delta_rule(**tokens, scale=a["scale"], state=state)[0])
-            rows.append(torch.arange(start, start + length))
+            state = a["state"][int(a["ssm_state_indices"][start + accepted - 1]), heads]
+            for place in range(start, start + length):
+                token = {name: each[place, None] for name, each in given.items()}
+                output, state = formulas.delta_rule(**token, scale=a["scale"], state=state)
+                outputs.append(output)
+                states.append(state)
+                places.append(place)
         start += length
-    places = torch.cat(rows)
-    return [Expected(0, torch.cat(outputs), places, STATE_TOLERANCE, columns=heads)]
+    rows = torch.tensor(places)
+    blocks = a["ssm_state_indices"][rows].long()
+    return [
+        Expected(0, torch.cat(outputs), rows, STATE_TOLERANCE, columns=heads),
+        Expected(1, torch.stack(states), blocks, STATE_TOLERANCE, columns=heads),
+    ]
 
 
 FORMULAS: Mapping[str, Formula] = {

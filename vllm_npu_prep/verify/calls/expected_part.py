@@ -31,7 +31,7 @@ class Expected:
     Attributes
     ----------
     result
-        Which result of the schema; if it has none, which argument that is written.
+        Which result of the call: those of the schema come first, then what it writes besides.
     rows, columns
         Int64: places in the first dimension and in the second one. None means all.
     places_in
