@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.emulator import ROOT
 from tests.helpers.models import drafts_by, folder_of
 from tests.peer.faults import STEP
-from tests.peer.test_peer import ENVIRONMENT, LIMIT, SIZES
+from tests.peer.test_peer import ENVIRONMENT, LIMIT, SIZES, error_of
 from vllm_npu_prep.cli import main
 
 pytestmark = pytest.mark.skipif(
@@ -110,7 +110,7 @@ def served(metadata: Path, v2: bool, traffic: Any, faults: Any = (), **environme
         text=True,
         timeout=LIMIT,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, error_of(done.stdout)
     assert f"TOKENS {[[NUM_TOKENS] * len(prompts) for prompts in traffic]}" in done.stdout
     return done.stdout
 
