@@ -128,7 +128,7 @@ def run_in_environment(
 
 def error_of(text: str) -> str:
     """What an engine that ended said: the first line of an error, and the end of all."""
-    first = next((line for line in text.splitlines() if re.search("FAULT|Error", line)), "")
+    first = next((line for line in text.splitlines() if re.search("FAULT: |Error: ", line)), "")
     return f"{first}\n...\n{text[-4000:]}"
 
 
