@@ -1,4 +1,4 @@
-"""Faults that are put into vllm-ascend at run time: planted ones, and one that it once had.
+"""Faults that are put into vllm-ascend at run time: planted ones, and some that it once had.
 
 Each takes a runner and whether it is V2, breaks it, and returns the function that mends it. One
 that breaks a step alone prints ``PLANTED``: the request and the token, and what was there.
@@ -6,6 +6,7 @@ that breaks a step alone prints ``PLANTED``: the request and the token, and what
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -93,7 +94,7 @@ def buffer_rewritten_early(runner: Any, v2: bool) -> Mend:
             if out is ours.query_start_loc:
                 if steps[0] == STEP:
                     array = array.copy()
-                    array[1] -= 1
+                    array[1] += 1
                 steps[0] += 1
             return copy(array, out=out, **kwargs)
 
@@ -143,13 +144,70 @@ def rejected_drafts_stay(runner: Any, v2: bool) -> Mend:
     return patch.stop
 
 
-# ----------------------------------------------------------------- one that V1 once had
+# ------------------------------ what vllm-ascend once did, by the number of the pull request
+
+
+def put(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Mend:
+    """Replace a method of one object by what `make` makes of it."""
+    setattr(owner, name, make(getattr(owner, name)))
+    return lambda: delattr(owner, name)
+
+
+def reached() -> None:
+    """Say that a fault of which the watch may say nothing has changed something."""
+    print("REACHED", flush=True)
 
 
 def pr_8461(runner: Any, v2: bool) -> Mend:
-    """Lengths on the host, which attention reads, count rejected drafts."""
-    runner._correct_optimistic_seq_lens_cpu = lambda num_reqs: None
-    return lambda: delattr(runner, "_correct_optimistic_seq_lens_cpu")
+    """V1: lengths on the host, which attention reads, count rejected drafts."""
+    return put(runner, "_correct_optimistic_seq_lens_cpu", lambda correct: lambda num_reqs: None)
+
+
+def pr_10250(runner: Any, v2: bool) -> Mend:
+    """V2: the host does not learn how many tokens are computed: vLLM calls another method."""
+    return put(runner, "_copy_num_computed_tokens_to_cpu", lambda copy: lambda: None)
+
+
+def pr_12630(runner: Any, v2: bool) -> Mend:
+    """V1: pinned buffers are rewritten while copies of the step before may read them."""
+
+    def unguarded() -> Any:
+        reached()
+        return nullcontext()
+
+    return put(runner, "synchronize_input_prep", lambda guard: unguarded)
+
+
+def pr_6835(runner: Any, v2: bool) -> Mend:
+    """V1: a prompt of as many tokens as a decode with its drafts runs as a decode."""
+
+    def make(determine: Callable[..., Any]) -> Callable[..., Any]:
+        def blindly(**step: Any) -> Any:
+            longest, num_reqs = step["max_num_scheduled_tokens"], step["num_reqs"]
+            uniform = longest == runner.uniform_decode_query_len
+            uniform &= step["num_tokens"] == longest * num_reqs
+            if uniform and not runner.input_batch.num_computed_tokens_cpu[:num_reqs].all():
+                reached()
+            return determine(**step, force_uniform_decode=uniform)
+
+        return blindly
+
+    return put(runner, "_determine_batch_execution_and_padding", make)
+
+
+def pr_7019(runner: Any, v2: bool) -> Mend:
+    """V1: passes of the drafter after its first take slots by a page of two blocks."""
+    drafter = runner.drafter
+
+    def make(update: Callable[..., Any]) -> Callable[..., Any]:
+        def by_pages(*args: Any, **kwargs: Any) -> Any:
+            reached()
+            with mock.patch.object(drafter, "block_size", 2 * drafter.block_size):
+                return update(*args, **kwargs)
+
+        return by_pages
+
+    return put(drafter, "attn_update_stack_num_spec_norm", make)
 
 
 BY_NAME = {
@@ -163,5 +221,9 @@ BY_NAME = {
         buffer_rewritten_early,
         rejected_drafts_stay,
         pr_8461,
+        pr_10250,
+        pr_12630,
+        pr_6835,
+        pr_7019,
     )
 }

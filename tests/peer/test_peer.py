@@ -122,8 +122,14 @@ def run_in_environment(
         text=True,
         timeout=LIMIT,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + error_of(done.stderr)
     return done.stdout
+
+
+def error_of(text: str) -> str:
+    """What an engine that ended said: the first line of an error, and the end of all."""
+    first = next((line for line in text.splitlines() if re.search("FAULT: |Error: ", line)), "")
+    return f"{first}\n...\n{text[-4000:]}"
 
 
 def calls_of_test() -> Path:
@@ -198,6 +204,7 @@ DRAFTED = [
     ("eagle", "Qwen3ForCausalLM", False, EAGER),
     ("eagle", "Qwen3ForCausalLM", False, GRAPHS_OF_DRAFTS),
     ("eagle", "Qwen3ForCausalLM", True, EAGER),
+    ("eagle", "Qwen3ForCausalLM", True, GRAPHS_OF_DRAFTS),
     ("mtp", "DeepseekV3ForCausalLM", False, EAGER),
     ("mtp", "DeepseekV3ForCausalLM", False, GRAPHS_OF_DRAFTS),
     ("mtp", "DeepseekV3ForCausalLM", True, EAGER),

@@ -137,7 +137,8 @@ def gather_request(
     """Gather rows ``[length, Nkv, D]`` of one request, as faults may change them."""
     row = faults.apply("table row", request)
     length = faults.apply("read length", length, block_size=cache.shape[1])
-    return gather_blocks(cache, block_table[row], length)
+    # A table may lack rows for requests without keys
+    return gather_blocks(cache, block_table[row : row + 1].flatten(), length)
 
 
 def gather_blocks(

@@ -10,6 +10,7 @@ from ascend_emulator.operators.constraint import shape_of
 from ascend_emulator.operators.fused_arguments import FusedAttention
 from ascend_emulator.operators.fused_kernel_checks import check_kernel
 from ascend_emulator.operators.fused_rope import check_rope
+from ascend_emulator.operators.fused_route import FAI, route
 
 RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "BNSD_BSND": 4, "BNSD_NBSD": 4, "TND": 3, "TND_NTD": 3}
 DTYPES = (torch.float16, torch.bfloat16)
@@ -192,12 +193,14 @@ def _check_paged_lengths(fused: FusedAttention) -> None:
     assert table is not None
     demand("block table", table.dtype == torch.int32 and table.dim() == 2, _describe(table))
     demand("block table contiguous", table.is_contiguous(), f"strides {table.stride()}")
-    rows = table.shape[0]
-    demand(
-        "block table rows", rows == fused.batch_size, f"{rows} rows, {fused.batch_size} requests"
-    )
     demand("kv lengths required", fused.actual_seq_lengths_kv is not None, None)
     assert fused.actual_seq_lengths_kv is not None
+    rows, needed = table.shape[0], fused.batch_size
+    if route(fused) == FAI:
+        with_keys = [row for row, length in enumerate(fused.actual_seq_lengths_kv) if length]
+        needed = 1 + max(with_keys, default=-1)
+    fits = needed <= rows <= fused.batch_size
+    demand("block table rows", fits, f"{rows} rows, {fused.batch_size} requests")
     if not fused.is_tnd:
         _check_count(fused, "actual_seq_lengths_kv", fused.actual_seq_lengths_kv)
     room = table.shape[1] * fused.block_size

@@ -89,9 +89,11 @@ def _check_documentation(fused: FusedAttention, demand: Demand) -> None:
         tensor = getattr(fused, argument)
         fits = tensor is None or tensor.is_contiguous()
         demand("contiguous query", fits, tensor is not None and tensor.stride(), argument)
-    if fused.is_paged:
+    if fused.block_table is not None:
         used, cached = fused.blocks_in_use, fused.key.shape[0]
         demand("sum of blocks", used <= cached, f"{used} blocks in a cache of {cached}")
+        rows, requests = len(fused.block_table), fused.batch_size
+        demand("rows of the table", rows == requests, f"{rows} rows, {requests} requests")
     if not fused.is_tnd:
         return
     count = len(fused.actual_seq_lengths or ())

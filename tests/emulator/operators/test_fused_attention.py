@@ -26,6 +26,7 @@ NO_MASK = {"sparse_mode": 0, "atten_mask": None}
 REFUSED = {
     ("test_larger_blocks", "docs"): "block size of TND",
     ("test_bands", "docs"): "inner_precise of TND",
+    ("test_a_request_without_keys_needs_no_row", "docs"): "rows of the table",
 }
 """What not every profile allows: the test, the profile, and the record that the call breaks."""
 
@@ -63,6 +64,15 @@ def test_larger_blocks(block_size, seed):
     """Also smaller ones for prompts: what FAI takes and the documentation does not."""
     batch = Batch(MIXED, seed, block_size=block_size)
     same(batch, batch.paged())
+
+
+def test_a_request_without_keys_needs_no_row(seed):
+    """As in graphs with more requests than the step's table."""
+    arguments = Batch(DECODES, seed).paged(**NO_MASK)
+    arguments["actual_seq_lengths_kv"][-1] = 0
+    expected, _ = fused(arguments)
+    output, _ = fused(arguments | {"block_table": arguments["block_table"][:-1]})
+    assert torch.equal(output, expected) and expected[:-1].any()
 
 
 @pytest.mark.parametrize("lengths", [PROMPTS, MIXED])

@@ -79,7 +79,10 @@ def test_the_neighbour_of_a_refused_call_is_taken(profile, taken):
 
 @pytest.mark.parametrize(
     "name",
-    ["contiguous query", "sum of blocks", "keys for every query of mode 3", "block size of TND"],
+    [
+        *("contiguous query", "sum of blocks", "rows of the table"),
+        *("keys for every query of mode 3", "block size of TND"),
+    ],
 )
 def test_kernels_take_what_the_documents_alone_refuse(name):
     for demand, refused, _ in BY_KERNEL["documentation", "docs"]:

@@ -66,6 +66,17 @@ def decoded(**changes):
     return paged(LATER, query=lambda q: q.unsqueeze(1), input_layout="BSND", **NO_MASK | changes)
 
 
+def one(table):
+    """The first row of a table alone."""
+    return table[:1]
+
+
+def padding_row_missing(**changes):
+    """The last of two requests has no keys, and no row of the table."""
+    lengths = {"actual_seq_lengths_kv": [4, 0]}
+    return paged(LATER, head_size=64, block_table=one, **lengths, **NO_MASK, **changes)
+
+
 def many_requests(count, version=1):
     """Prompts of one token each."""
     ends = list(range(1, count + 1))
@@ -119,7 +130,8 @@ FAMILIES["fused attention"] = [
     ("as many keys as queries", paged(actual_seq_lengths_kv=[1, 4, 207])),
     ("block table", paged(block_table=T.long), paged(version=2, block_table=T.flatten)),
     ("block table contiguous", paged(block_table=lambda t: t[:, :2])),
-    ("block table rows", paged(block_table=lambda t: t[:2])),
+    ("block table rows", paged(block_table=lambda t: t[:2]), padding_row_missing(form=4)),
+    ("block table rows", paged(block_table=lambda t: torch.cat([t, t])), decoded(block_table=one)),
     ("kv lengths required", decoded(actual_seq_lengths_kv=None)),
     ("kv lengths in table", paged(actual_seq_lengths_kv=[7, 4, 385])),
     ("block ids", paged(block_table=lambda t: t + 4)),
@@ -193,6 +205,7 @@ BY_KERNEL = {
     ("documentation", "docs"): [
         ("contiguous query", packed(query=strided), packed()),
         ("sum of blocks", shared(5), shared(6)),
+        ("rows of the table", padding_row_missing(**BF16), keys(4, 0, **NO_MASK)),
         ("number of lengths", many_requests(4097), many_requests(9)),
         ("keys for every query of mode 3", keys(0, 1), keys(1, 1)),
         ("keys for every query of mode 3", keys(0, 1), keys(0, 1, **NO_MASK)),
