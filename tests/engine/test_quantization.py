@@ -1,4 +1,4 @@
-"""Int8 models through vLLM's engine: tokens are those of transformers with rounded inputs."""
+"""Quantised models through vLLM's engine: tokens are those of transformers with rounded inputs."""
 
 import json
 import shutil
@@ -29,6 +29,9 @@ from vllm_npu_prep.quantization.checkpoint import DESCRIPTION
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DYNAMIC, STATIC = {"form": "modelslim"}, {"form": "modelslim", "static": True}
 COMPRESSED = {"form": "compressed-tensors"}
+INT4 = {**COMPRESSED, "scheme": "W4A16_ASYM", "group": 32}
+INT4_ROWS = {**COMPRESSED, "scheme": "W4A16", "group": 0}
+WIDE = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,14 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     ),
     "biases, zero points": (*QWEN2, partial(QUANTIZE, **COMPRESSED, static=True), {}),
     "biases, ModelSlim": (*QWEN2, partial(QUANTIZE, **STATIC), {}),
+    "int4 groups with zero points": ("Qwen3", {}, partial(QUANTIZE, **INT4), GRAPHS),
+    "int4 rows, biases": (*QWEN2, partial(QUANTIZE, **INT4_ROWS, keep=("layers.0.mlp",)), {}),
+    "int4 groups of 128": (
+        "Llama",
+        WIDE,
+        partial(QUANTIZE, **COMPRESSED, scheme="W4A16", group=128),
+        {},
+    ),
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
     # vLLM calls MiniMax-M2's mixtures otherwise than the files do
     "MiniMaxM2": ("MiniMaxM2", MIXTURES["MiniMaxM2"], partial(QUANTIZE, **COMPRESSED), {}),
@@ -218,6 +229,7 @@ RANKS = {  # family, its config, how it is quantised, settings
     # The first layer is dense
     "experts cut": ("Qwen3Moe", {"mlp_only_layers": [0], **MOE}, COMPRESSED, {}),
     "linear attention, static": ("Qwen3_5", GATED_DELTA, STATIC, {}),
+    "int4 groups": ("Qwen3", {}, INT4, {}),
     # With the first seed, a level decides which expert a token takes
     "linear attention, experts shared out": (
         "Qwen3Next",
@@ -247,4 +259,4 @@ def test_two_ranks_compute_with_their_slices(tmp_path, seed, family, config, how
     assert got == expected
     assert is_varied(expected)
     whole = greedy_tokens(rounded_model(model, folder), prompts, 10)
-    assert (whole == expected) == (how == STATIC)
+    assert (whole == expected) == (how in (STATIC, INT4))

@@ -1,4 +1,4 @@
-"""Int8 copies of tiny models, and what transformers makes of their rounded weights and inputs.
+"""Quantised copies of tiny models, and what transformers makes of their weights and inputs.
 
 transformers doesn't compute with int8. It runs the model with dequantised weights, and a hook
 rounds the inputs of each quantised layer: the same arithmetic in float32.
@@ -17,6 +17,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quantize
 
+from tests.helpers.four_bits import weight_in
 from tests.helpers.huggingface import load
 from tests.helpers.mtp import PlainDrafter
 
@@ -120,6 +121,9 @@ def round_modules(
     tensors = {_in_transformers(name): tensor for name, tensor in tensors.items()}
     for name, module in network.named_modules():
         name = prefix + name
+        if (weight := weight_in(tensors, name)) is not None:
+            module.weight.data = weight
+            continue
         scale = tensors.get(f"{name}.weight_scale")
         if scale is not None:
             module.weight.data = tensors[f"{name}.weight"].float() * scale.float()

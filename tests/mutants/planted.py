@@ -72,6 +72,7 @@ INT8_TOKENS = (
 INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
+INT4 = ("tests/quantization/test_four_bits.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
 V2_DRAFT_MODEL = (
@@ -682,6 +683,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: halves of latent queries are split in the order of heads", "    layer.int8 = layer.int8.ordered(order)\n", "", INT8_ON_NPU),
         ("int8: norms without a residual keep their epsilon", "self._round(x, x, 4 * epsilon)[0]", "self._round(x, x, epsilon)[0]", INT8_ON_NPU),
         ("int8: Gemma's norms multiply by one factor of 16 bits", "smooth_scale1=self.second", "smooth_scale1=None", INT8_ON_NPU),
+    ],
+    "quantization/int4.py": [
+        ("int4: nibbles are swapped", "torch.arange(0, 32, 4, ", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], ", INT4),
+        ("int4: zero points are off by one", "(groups - zeros)", "(groups - zeros + 1)", INT4),
+        ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
+        ("int4: the border of two ranks may lie in a group", "    if inputs % whole:\n", "    if inputs % 8:\n", INT4),
     ],
     "quantization/int8.py": [
         ("int8: all tokens get the first one's scale", "product *= rows.scale[:, None]", "product *= rows.scale[:1, None]", INT8_TOKENS),

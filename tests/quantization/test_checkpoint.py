@@ -20,8 +20,11 @@ from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.quantization.modules import refuse_unknown
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
-FORMS = {"compressed": ("compressed-tensors", False)} | {
-    kind: ("modelslim", kind == "static") for kind in ("dynamic", "static")
+FORMS = {
+    "compressed": {"form": "compressed-tensors"},
+    "dynamic": {"form": "modelslim"},
+    "static": {"form": "modelslim", "static": True},
+    "int4": {"form": "compressed-tensors", "scheme": "W4A16_ASYM", "group": 32},
 }
 
 
@@ -61,7 +64,7 @@ FILES = {
     "a float weight among int8 ones": (
         "compressed",
         changed(f"{Q}.weight", torch.Tensor.float),
-        (f"the weight of {Q} is F32, int8 is expected", "ignore"),
+        (f"the weight of {Q} is F32, a quantised one is expected", "ignore"),
     ),
     "a layer too many": (
         "compressed",
@@ -95,13 +98,52 @@ FILES = {
         changed(f"{DOWN}.quant_bias", lambda b: b[:9]),
         (f"quant_bias of {DOWN} is [9]",),
     ),
+    "int4: no scales": (
+        "int4",
+        without(f"{Q}.weight_scale"),
+        (f"weight_packed of {Q} is [64, 8]", "weight_scale [64, 2] and", "no weight_scale and"),
+    ),
+    "int4: no zero points": (
+        "int4",
+        without(f"{Q}.weight_zero_point"),
+        (
+            f"weight_packed of {Q}",
+            "weight_zero_point [8, 2] is expected",
+            "no weight_zero_point is",
+        ),
+    ),
+    "int4: scales of other groups": (
+        "int4",
+        changed(f"{DOWN}.weight_scale", lambda s: s[:, :1]),
+        (f"weight_packed of {DOWN} is [64, 16]", "groups of 32", "weight_scale [64, 4] and"),
+    ),
+    "int4: a packed width that does not fit": (
+        "int4",
+        changed(f"{Q}.weight_packed", lambda w: w[:, :-1]),
+        (f"weight_packed of {Q} is [64, 7]", "weight_shape [64, 64]: [64, 8] is expected"),
+    ),
+    "int4: not packed": (
+        "int4",
+        changed(f"{Q}.weight_packed", torch.Tensor.char),
+        (f"weight_packed of {Q} is [64, 8] I8; int32",),
+    ),
+    "int4: experts": (
+        "int4",
+        more("model.layers.0.mlp.experts.0.up_proj.weight_packed", torch.ones(8, 8).int()),
+        ("model.layers.0.mlp.experts.0.up_proj is int4; experts are served in int8",),
+    ),
+    "int4: act-order": (
+        "int4",
+        more(f"{Q}.weight_g_idx", torch.zeros(64, dtype=torch.int32)),
+        (f"{Q} has a weight_g_idx", "act-order"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_files_that_do_not_fit(model, tmp_path, case):
     form, change, parts = FILES[case]
-    QUANTIZE(model, tmp_path / "int8", *FORMS[form])
+    QUANTIZE(model, tmp_path / "int8", **FORMS[form])
     change_tensors(tmp_path / "int8", change)
     check_refused(tmp_path / "int8", parts)
 
@@ -153,7 +195,7 @@ def test_int8_embeddings_and_heads_are_refused(model, tmp_path, form, module):
     if path.exists():
         described = json.loads(path.read_text()) | {f"{module}.weight": "W8A8_DYNAMIC"}
         path.write_text(json.dumps(described))
-    check_refused(folder, (f"{module} is int8; embeddings, heads", "16 or 32 bits only"))
+    check_refused(folder, (f"{module} is quantised; embeddings, heads", "16 or 32 bits only"))
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
@@ -259,7 +301,20 @@ def test_modules_outside_of_layers_are_named_by_their_ends():
 
 
 GROUPS = {
-    "int4 weights": ({"weights": {"num_bits": 4}}, "int4 by channel"),
+    "int4 weights, int8 inputs": ({"weights": {"num_bits": 4}}, "int4 by channel; they are"),
+    "int4 by tensor": (
+        {"weights": {"num_bits": 4, "strategy": "tensor"}},
+        "int4 by tensor; groups",
+    ),
+    "small groups": (
+        {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16}},
+        "int4 by group of 16; groups of 32",
+    ),
+    "act-order": ({"weights": {"num_bits": 4, "actorder": "group"}}, "order of activations"),
+    "int4, not packed": (
+        {"weights": {"num_bits": 4}, "input_activations": None},
+        "int4 by channel in the format int-quantized",
+    ),
     "groups": ({"weights": {"strategy": "group"}}, "int8 by group"),
     "asymmetric weights": ({"weights": {"symmetric": False}}, "asymmetric"),
     "float8": ({"weights": {"type": "float"}}, "float8"),
@@ -283,6 +338,27 @@ def test_other_schemes_are_named(model, tmp_path, case):
         else:
             group[name] = values and {**group[name], **values}
     assert part in fault(config)
+
+
+def test_int4_is_refused_on_npus(model, tmp_path):
+    QUANTIZE(model, tmp_path / "int4", **FORMS["int4"])
+    config = engine_config(tmp_path / "int4").model_config
+    assert fault(config) is None
+    assert "int4 by group of 32, asymmetric, which the CPU" in fault(config, on_npu=True)
+
+
+def test_int4_scales_that_are_not_finite(model, tmp_path):
+    """Scales of groups may be 0 or negative."""
+    QUANTIZE(model, tmp_path / "int4", **FORMS["int4"])
+
+    def change(tensors):
+        tensors[f"{Q}.weight_scale"][:2, 1] = torch.tensor([0.0, -1.0])
+        tensors[f"{DOWN}.weight_scale"][5, 1] = torch.nan
+
+    change_tensors(tmp_path / "int4", change)
+    text = f"{re.escape(DOWN)}: weight_scale holds values that are not finite"
+    with pytest.raises(PrepError, match=text), engine(tmp_path / "int4"):
+        pass
 
 
 @pytest.mark.parametrize(

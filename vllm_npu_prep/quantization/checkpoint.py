@@ -5,7 +5,7 @@ on this host yet is checked by the loader alone.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,9 @@ REQUIRED = {
 }
 """Tensors beside ``weight`` that each type needs."""
 
+PACKED_WEIGHT = ".weight_packed"
+"""End of the names of weights of four bits, eight to an int32."""
+
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 MTP_LAYER = re.compile(r"\bmtp_layers\.(\d+)\.")
 """Layers of MiMo that draft, which its files count from 0."""
@@ -35,6 +38,9 @@ FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_p
 
 NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
 """Modules that vLLM makes without a look at how they were quantised."""
+
+
+EXPERT = re.compile(r"\.experts\.")
 
 
 class Entry(NamedTuple):
@@ -68,6 +74,16 @@ def read_headers(folder: Path) -> dict[str, Entry]:
         except (SafetensorError, OSError) as error:
             raise PrepError(f"{path}: no safetensors file: {error}") from None
     return found
+
+
+def _values_of(folder: Path, name: str, headers: Headers) -> list[int]:
+    """Read a small tensor; it is empty if no file has it."""
+    from safetensors import safe_open
+
+    if name not in headers:
+        return []
+    with safe_open(folder / headers[name].file, "pt") as file:
+        return file.get_tensor(name).tolist()
 
 
 def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
@@ -149,12 +165,13 @@ def check_compressed(
     ignored: Iterable[str],
     num_layers: int,
     num_decoder_layers: int | None = None,
+    schemes: Iterable[Any] = (),
 ) -> None:
     """Hold the weights of a compressed-tensors checkpoint against their scales.
 
     Modules that config.json leaves out (`ignored`) are names, or ``re:`` and a pattern.
     `num_layers` includes layers that draft, `num_decoder_layers` doesn't; None means that no layer
-    drafts.
+    drafts. `schemes` are the ``weights`` of ``config_groups``.
 
     Raises
     ------
@@ -163,13 +180,17 @@ def check_compressed(
     """
     ignored = tuple(ignored)
     num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
-    int8 = [n.removesuffix(".weight") for n in _weights(headers) if headers[n].dtype == "I8"]
-    names = {module.rpartition(".")[2] for module in int8}
-    for module in int8:
-        path = folder / headers[f"{module}.weight"].file
+    modules = quantized_modules(headers)
+    names = {module.rpartition(".")[2] for module in modules}
+    forms = {(each.group_size or -1, bool(each.symmetric)) for each in schemes if each}
+    for module, weight in modules.items():
+        path = folder / headers[weight].file
         _refuse_layers_beyond(module, num_layers, path)
         _refuse_where_unserved(module, path)
-        _check_module(folder, module, DYNAMIC, headers)
+        if weight.endswith(PACKED_WEIGHT):
+            _check_packed(folder, module, forms, headers)
+        else:
+            _check_module(folder, module, DYNAMIC, headers)
     for name in _weights(headers):
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
@@ -177,13 +198,20 @@ def check_compressed(
             continue  # it drafts, and is served as it is
         if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
             raise PrepError(
-                f"{folder / entry.file}: the weight of {module} is {entry.dtype}, int8 is "
-                'expected; quantise it, or add it to "ignore" in config.json'
+                f"{folder / entry.file}: the weight of {module} is {entry.dtype}, a quantised one "
+                'is expected; quantise it, or add it to "ignore" in config.json'
             )
     for name, entry in headers.items():
         module, _, last = name.rpartition(".")
-        if last == "weight_scale" and f"{module}.weight" not in headers:
+        if last == "weight_scale" and module not in modules:
             raise PrepError(f"{folder / entry.file}: {module} has a weight_scale but no weight")
+
+
+def quantized_modules(headers: Headers) -> dict[str, str]:
+    """Return the names of quantised weights, int8 or packed into int32, by their modules."""
+    int8 = {n.removesuffix(".weight"): n for n in _weights(headers) if headers[n].dtype == "I8"}
+    packed = {n.removesuffix(PACKED_WEIGHT): n for n in headers if n.endswith(PACKED_WEIGHT)}
+    return int8 | packed
 
 
 def _weights(headers: Headers) -> Iterator[str]:
@@ -218,7 +246,7 @@ def _drafts(module: str, num_decoder_layers: int) -> bool:
 def _refuse_where_unserved(module: str, path: Path) -> None:
     if NEVER_INT8.search(module):
         raise PrepError(
-            f"{path}: {module} is int8; embeddings, heads and the projections with which MTP "
+            f"{path}: {module} is quantised; embeddings, heads and the projections with which MTP "
             "layers begin are served in 16 or 32 bits only"
         )
 
@@ -260,3 +288,57 @@ def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> Non
                 f"{folder / entry.file}: {name} of {module} is {list(entry.shape)}, its weight "
                 f"{list(weight.shape)}: {expected} is expected"
             )
+
+
+def _check_packed(
+    folder: Path, module: str, forms: Collection[tuple[int, bool]], headers: Headers
+) -> None:
+    """Hold a weight of four bits against its scales.
+
+    Forms are the sizes of groups in config.json, -1 for one group, each with whether its weights
+    are symmetric.
+    """
+    weight = headers[f"{module}{PACKED_WEIGHT}"]
+    path, found = folder / weight.file, f"weight_packed of {module} is {list(weight.shape)}"
+    if weight.dtype != "I32" or len(weight.shape) != 2:
+        raise PrepError(f"{path}: {found} {weight.dtype}; int32 with two dimensions is expected")
+    if f"{module}.weight_g_idx" in headers:
+        raise PrepError(
+            f"{path}: {module} has a weight_g_idx: its groups follow an order of activations "
+            "(act-order), which is not supported; quantise without it, or with actorder static"
+        )
+    if EXPERT.search(module):
+        raise PrepError(f"{path}: {module} is int4; experts are served in int8, 16 or 32 bits")
+    outputs, inputs = weight.shape[0], 8 * weight.shape[1]
+    shape = _values_of(folder, f"{module}.weight_shape", headers)
+    if shape and (shape[0] != outputs or -(-shape[1] // 8) != weight.shape[1]):
+        raise PrepError(
+            f"{path}: {found}, its weight_shape {list(shape)}: {[shape[0], -(-shape[1] // 8)]} is "
+            "expected"
+        )
+    allowed: set[tuple[Any, ...]] = set()
+    for size, is_symmetric in forms:
+        groups = 1 if size == -1 else inputs // size
+        if size == -1 or inputs % size == 0:
+            zeros = None if is_symmetric else (-(-outputs // 8), groups)
+            allowed.add(((outputs, groups), zeros))
+    entries = [headers.get(f"{module}.{n}") for n in ("weight_scale", "weight_zero_point")]
+    given = tuple(None if each is None else each.shape for each in entries)
+    if given not in allowed:
+        sizes = " or ".join(str(size) for size in sorted({size for size, _ in forms}))
+        raise PrepError(
+            f"{path}: {found}; for groups of {sizes} (config.json) {_shapes(*allowed)} is "
+            f"expected beside it, {_shapes(given)} is there"
+        )
+
+
+def _shapes(*pairs: tuple[Any, ...]) -> str:
+    """Name pairs of shapes of scales and zero points; None is a tensor that is missing."""
+    told = [
+        " and ".join(
+            f"no {name}" if shape is None else f"{name} {list(shape)}"
+            for name, shape in zip(("weight_scale", "weight_zero_point"), pair)
+        )
+        for pair in sorted(pairs, key=str)
+    ]
+    return " or ".join(told) or "another width"

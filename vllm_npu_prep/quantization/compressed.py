@@ -21,6 +21,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsWNA16,
+)
 from vllm.platforms.interface import PlatformEnum
 
 from vllm_npu_prep.errors import PrepError
@@ -28,10 +31,12 @@ from vllm_npu_prep.quantization.checkpoint import (
     check_compressed,
     float_modules_that_draft,
     prefix_of,
+    quantized_modules,
     read_headers,
     served_name,
 )
 from vllm_npu_prep.quantization.experts import Int8Experts
+from vllm_npu_prep.quantization.int4 import Int4LinearKernel, refuse_cut_groups
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
@@ -58,11 +63,13 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
         headers = read_headers(folder)
         if headers:
             decoders, layers = num_layers_of(hf_config)
-            check_compressed(folder, headers, self.ignore, layers, decoders)
+            packed = [group["weights"] for group in self.target_scheme_map.values()]
+            check_compressed(folder, headers, self.ignore, layers, decoders, packed)
             self.ignore = [*self.ignore, *float_modules_that_draft(headers, decoders)]
-            weights = {name.removesuffix(".weight"): each for name, each in headers.items()}
-            int8 = {name: each for name, each in weights.items() if each.dtype == "I8"}
-            files = {name: str(folder / each.file) for name, each in int8.items()}
+            files = {
+                name: str(folder / headers[weight].file)
+                for name, weight in quantized_modules(headers).items()
+            }
             made = {served_name(name, decoders): file for name, file in files.items()}
             self.expect({prefix_of(name, hf_config): file for name, file in made.items()})
 
@@ -94,7 +101,8 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
         if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
             raise PrepError(
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
-                f"these have weights by {weights.strategy} and inputs by {inputs.strategy}"
+                f"these have int{weights.num_bits} weights by {weights.strategy} and inputs by "
+                f"{inputs.strategy if inputs else 'nothing'}"
             )
         return Int8Experts(layer, self)
 
@@ -103,11 +111,21 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
 class CheckedLinearMethod(CompressedTensorsLinearMethod):
     """vLLM's method, which holds the model's modules against the files before loading."""
 
-    def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **extra: Any,
+    ) -> None:
         """Make vLLM's parameters, with scales that are 0 until a file gives them."""
         config: Any = self.quantization_config
-        loader = config.before_loading(extra["weight_loader"])
-        super().create_weights(layer, *args, **{**extra, "weight_loader": loader})
+        extra["weight_loader"] = config.before_loading(extra["weight_loader"])
+        sizes = input_size_per_partition, output_partition_sizes
+        if isinstance(scheme := layer.scheme, CompressedTensorsWNA16):
+            refuse_cut_groups(layer, scheme.group_size, *sizes, not scheme.symmetric)
+        super().create_weights(layer, *sizes, *args, **extra)
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:
                 scale.data.zero_()  # vLLM leaves what memory held, which may pass for scales
@@ -159,3 +177,5 @@ def register_kernel() -> None:
 
     if Int8LinearKernel not in linear._POSSIBLE_INT8_KERNELS.get(PlatformEnum.OOT, ()):
         register_linear_kernel(Int8LinearKernel, PlatformEnum.OOT, "int8")
+    if Int4LinearKernel not in linear._POSSIBLE_KERNELS.get(PlatformEnum.OOT, ()):
+        register_linear_kernel(Int4LinearKernel, PlatformEnum.OOT, "mp")

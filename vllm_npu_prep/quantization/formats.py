@@ -37,6 +37,9 @@ def find_description(vllm_config: "VllmConfig") -> None:
         )
 
 
+SMALLEST_GROUP = 32
+"""Inputs that share a scale of four-bit weights; larger groups are multiples of it."""
+
 ON_NPUS = (
     "npu_dynamic_quant or npu_quantize round inputs, npu_quant_matmul multiplies; weights in ND"
 )
@@ -45,14 +48,22 @@ ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 
 def describe(model: "ModelConfig", on_npu: bool) -> str:
     """Return start-up's line: the format, how many modules of each kind, and which operators."""
-    text = f"{model.quantization}, int8 weights and inputs"
+    text = f"{model.quantization}, {_kinds(model)}"
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
     return f"{text}: {ON_NPUS if on_npu else ON_THE_CPU}"
 
 
-def fault(model: "ModelConfig") -> str | None:
+def _kinds(model: "ModelConfig") -> str:
+    groups = (_compressed_config(model).get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    int4 = {f"{_words(each)} without rounded inputs" for each in weights if _bits(each) == 4}
+    int8 = {"int8 weights and inputs" for each in weights or [{"num_bits": 8}] if _bits(each) == 8}
+    return " and ".join(sorted(int4 | int8))
+
+
+def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
     """Say what of a model's quantisation can't be served, in a few words; None if all can."""
     method = model.quantization
     if method is None and getattr(model, "quantization_config", None) is None:
@@ -61,7 +72,7 @@ def fault(model: "ModelConfig") -> str | None:
         return f"there are no kernels for {method or 'quantisation at start-up'}"
     if method == MODELSLIM:
         return _fault_of_description(read_description(model.model, model.revision))
-    return _fault_of_groups(_compressed_config(model))
+    return _fault_of_groups(_compressed_config(model), on_npu)
 
 
 def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
@@ -74,7 +85,7 @@ def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
     return {}
 
 
-def _fault_of_groups(config: Mapping[str, Any]) -> str | None:
+def _fault_of_groups(config: Mapping[str, Any], on_npu: bool) -> str | None:
     if config.get("kv_cache_scheme"):
         return "it quantises the KV cache (kv_cache_scheme)"
     transforms = config.get("transform_config") or {}
@@ -83,7 +94,9 @@ def _fault_of_groups(config: Mapping[str, Any]) -> str | None:
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         return "its weights are sparse (sparsity_config)"
     for name, group in (config.get("config_groups") or {}).items():
-        found = _fault_of_group(group)
+        form = group.get("format") or config.get("format")
+        is_int4 = _bits(group.get("weights")) == 4
+        found = _fault_of_int4(group, form, on_npu) if is_int4 else _fault_of_group(group)
         if found is not None:
             return f"{found} ({name} of its quantization_config)"
     return None
@@ -114,10 +127,38 @@ def _fault_of_group(group: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> str | None:
+    weights = group.get("weights") or {}
+    described = _words(weights)
+    if on_npu:
+        return f"its weights are {described}, which the CPU fallback alone has"
+    if weights.get("actorder") not in (None, "static", "weight"):
+        return f"its weights are {described} in an order of activations (actorder)"
+    size = weights.get("group_size") or -1
+    is_grouped = weights.get("strategy") == "group" and size > 0 and size % SMALLEST_GROUP == 0
+    if not is_grouped and weights.get("strategy") != "channel":
+        return (
+            f"its weights are {described}; groups of {SMALLEST_GROUP} or a multiple are supported"
+        )
+    if group.get("input_activations") or group.get("output_activations"):
+        return f"its weights are {described}; they are supported beside inputs of 16 or 32 bits"
+    if form != "pack-quantized":
+        return f"its weights are {described} in the format {form}; pack-quantized is supported"
+    return None
+
+
+def _bits(scheme: Mapping[str, Any] | None) -> int | None:
+    """Return the bits of whole numbers; None for other types."""
+    scheme = scheme or {}
+    return scheme.get("num_bits") if scheme.get("type", "int") == "int" else None
+
+
 def _words(scheme: Mapping[str, Any]) -> str:
     """Name bits, type, granularity and symmetry as compressed-tensors does."""
     symmetry = "" if scheme.get("symmetric", True) else ", asymmetric"
     strategy = scheme.get("strategy") or "?"
+    if scheme.get("group_size"):
+        strategy += f" of {scheme['group_size']}"
     return f"{scheme.get('type', 'int')}{scheme.get('num_bits')} by {strategy}{symmetry}"
 
 

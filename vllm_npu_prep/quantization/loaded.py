@@ -9,20 +9,24 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear, int8_linear
 
 
-def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
+def check_scales(
+    layer: nn.Module, name: str, scales: torch.Tensor, of_groups: bool = False
+) -> None:
     """Raise unless all scales are positive and finite: others would turn rows into NaN.
 
-    A layer's scales are 0 until a file gives it some.
+    A layer's scales are 0 until a file gives it some. Those of groups of weights may be 0, for
+    groups of zeros, and negative: tools choose the sign by the larger end of a group.
     """
     if not bool(scales.any()):
         raise PrepError(
-            f"{name_of(layer)} is to be int8, but no file gives it a {name}: vLLM has another name "
-            "for it than the checkpoint, or none; quantise it, or leave the model in 16 bits"
+            f"{name_of(layer)} is to be quantised, but no file gives it a {name}: vLLM has another "
+            "name for it than the checkpoint, or none; quantise it, or leave the model in 16 bits"
         )
-    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+    if not bool((torch.isfinite(scales) & ((scales > 0) | of_groups)).all()):
         raise PrepError(
-            f"{name_of(layer)}: {name} holds values that are not positive and finite; the "
-            "checkpoint is damaged, or its weights were quantised wrongly"
+            f"{name_of(layer)}: {name} holds values that are not "
+            f"{'' if of_groups else 'positive and '}finite; the checkpoint is damaged, or its "
+            "weights were quantised wrongly"
         )
 
 

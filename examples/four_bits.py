@@ -1,0 +1,87 @@
+"""Weights of four bits, for `quantize.py`: how they are rounded, and what files say of them.
+
+A weight is a number from 0 to 15. Groups of the inputs of an output channel have a scale and a zero
+point, the number that stands for 0: 8 in symmetric groups.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+LEAST = torch.linspace(1, 0.7, 16)
+"""Parts of a group's range that are tried; what lies outside becomes the first or last number."""
+
+
+class Rounded(NamedTuple):
+    """A weight of N outputs and K inputs, in G groups of inputs."""
+
+    numbers: torch.Tensor  # int32 [N, K]
+    scale: torch.Tensor  # [N, G], in the weight's dtype
+    zero: torch.Tensor | None  # int32 [N, G]; None if all are 8
+
+
+def round_groups(weight: torch.Tensor, group: int, has_zeros: bool, name: str) -> Rounded:
+    """Round to nearest, with the scales that lose least; a group of 0 means all inputs.
+
+    Raises
+    ------
+    ValueError
+        If the inputs are no whole number of groups.
+    """
+    outputs, inputs = weight.shape
+    if group and inputs % group:
+        raise ValueError(f"{name} has {inputs} inputs, no whole number of groups of {group}")
+    rows = weight.float().view(outputs, -1, group or inputs)  # [N, G, group]
+    low, high = rows.amin(2, keepdim=True).clamp(max=0), rows.amax(2, keepdim=True).clamp(min=0)
+    if not has_zeros:
+        high = high.maximum(-low)
+        low = -high
+    least = torch.full_like(high, torch.inf)
+    numbers, scale = torch.zeros_like(rows), torch.zeros_like(high)
+    zero = torch.full_like(high, 8)
+    for part in LEAST:
+        step = (part * (high - low) / 15).clamp(min=1e-6).to(weight.dtype).float()
+        start = (-part * low / step).round().clamp(0, 15) if has_zeros else zero
+        tried = (rows / step + start).round().clamp(0, 15)
+        error = ((tried - start) * step - rows).square().sum(2, keepdim=True)
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        numbers, scale = torch.where(is_better, tried, numbers), torch.where(is_better, step, scale)
+        zero = torch.where(is_better, start, zero)
+    zeros = zero.flatten(1).int() if has_zeros else None
+    return Rounded(numbers.flatten(1).int(), scale.flatten(1).to(weight.dtype), zeros)
+
+
+def pack(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+    """Eight numbers of a matrix along `dim` in an int32, the first in its lowest bits."""
+    rows = numbers.movedim(dim, -1)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    words = (rows.long() << torch.arange(0, 32, 4)).sum(-1)
+    return words.to(torch.int32).movedim(-1, dim)
+
+
+def tensors(form: str, module: str, rounded: Rounded) -> dict[str, torch.Tensor]:
+    """What a file has of a module."""
+    numbers, scale, zero = rounded
+    made = {
+        "weight_packed": pack(numbers, 1),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(numbers.shape),
+    }
+    if zero is not None:
+        made["weight_zero_point"] = pack(zero, 0)
+    return {f"{module}.{name}": tensor for name, tensor in made.items()}
+
+
+def config_of(form: str, group: int, has_zeros: bool) -> dict[str, Any]:
+    """The parts of ``quantization_config`` that differ from int8's."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": not has_zeros,
+        "strategy": "group" if group else "channel",
+        "group_size": group or None,
+        "dynamic": False,
+    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"format": "pack-quantized", "config_groups": groups}

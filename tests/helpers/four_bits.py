@@ -1,0 +1,32 @@
+"""What a checkpoint's four-bit weights are, read byte by byte, without the package's code."""
+
+import numpy as np
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+def numbers_in(words: torch.Tensor) -> np.ndarray:
+    """Numbers along the last axis of int32 words; each byte has one in its low half, then one more."""
+    halves = np.ascontiguousarray(words.numpy()).astype("<i4").view(np.uint8)
+    return np.stack((halves % 16, halves // 16), -1).reshape(*words.shape[:-1], -1).astype(int)
+
+
+def weight_in(tensors: Tensors, module: str) -> torch.Tensor | None:
+    """A module's weight, float32 ``[N, K]``; None if it is not of four bits."""
+    if f"{module}.weight_packed" not in tensors:
+        return None
+    outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
+    numbers = numbers_in(tensors[f"{module}.weight_packed"])[:, :inputs]
+    scales = tensors[f"{module}.weight_scale"].float().numpy()
+    zeros = np.full(scales.shape, 8)
+    if f"{module}.weight_zero_point" in tensors:
+        zeros = numbers_in(tensors[f"{module}.weight_zero_point"].t()).T[:outputs]
+    return dequantised(numbers, scales, zeros)
+
+
+def dequantised(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> torch.Tensor:
+    """Weights ``[N, K]`` of numbers ``[N, K]`` and scales and zero points ``[N, G]``."""
+    inputs = numbers.shape[1]
+    group = np.arange(inputs) // (inputs // scales.shape[1])
+    return torch.from_numpy(((numbers - zeros[:, group]) * scales[:, group]).astype(np.float32))

@@ -1,0 +1,106 @@
+"""Linear layers of four-bit weights whose inputs are not rounded (W4A16).
+
+Weights are numbers from 0 to 15, eight of them in an int32, the first in its lowest bits. A group
+of inputs, or all inputs of an output channel, has a scale and a zero point, which is 8 where none
+is written. A weight is ``(number - zero point) * scale``.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
+from vllm.scalar_type import scalar_types
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.loaded import check_scales, dtype_of, name_of
+
+PACKED = 8
+"""Numbers of an int32."""
+
+SYMMETRIC_ZERO = 8
+
+
+def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the numbers in a matrix of int32, int32 as well, eight times as many along `dim`."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    words = packed.movedim(dim, -1)
+    return ((words[..., None] >> shifts) & 15).flatten(-2).movedim(-1, dim)
+
+
+def dequantize_groups(
+    numbers: torch.Tensor,  # int32 [N, K]
+    scale: torch.Tensor,  # [N, number of groups]
+    zero: "torch.Tensor | int",  # int32 [N, number of groups], or one for all
+) -> torch.Tensor:
+    """Return weights, float32 ``[N, K]``."""
+    groups = numbers.unflatten(1, (scale.shape[1], -1))
+    zeros = zero[..., None] if isinstance(zero, torch.Tensor) else zero
+    return ((groups - zeros) * scale.float()[..., None]).flatten(1)
+
+
+class Int4LinearKernel(MPLinearKernel):
+    """Linear layers of four-bit weights, for all of vLLM's readers of such files.
+
+    On the CPU fallback a layer has its weights in the model's dtype once they are loaded: a product
+    with them is quicker than one of int8 (`DequantizedLinear` multiplies in the same way).
+    """
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0  # only CUDA devices have a capability
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Take all that start-up has not refused by name."""
+        wanted = scalar_types.uint4 if c.zero_points else scalar_types.uint4b8
+        return c.weight_type == wanted, f"{c.weight_type} is not {wanted}"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace packed weights by those that the layer multiplies by."""
+        packed, scale, zero = params = list[Any](self._get_weight_params(layer))
+        numbers = unpack(packed.data, packed.packed_dim)
+        numbers = numbers if packed.input_dim == 1 else numbers.t()
+        scales = scale.data if scale.output_dim == 0 else scale.data.t()
+        check_scales(layer, self.w_s_name, scales, of_groups=True)
+        zeros: torch.Tensor | int = SYMMETRIC_ZERO
+        if self.config.zero_points:
+            zeros = unpack(zero.data, zero.packed_dim)
+            zeros = zeros if zero.output_dim == 0 else zeros.t()
+        weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            if any(parameter is each for each in params):
+                delattr(layer, name)
+        layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+
+    def apply_weights(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def refuse_cut_groups(
+    layer: nn.Module, group_size: int, inputs: int, outputs: list[int], zero_points: bool
+) -> None:
+    """Raise where the border between two ranks lies in a group, or in an int32.
+
+    Parameters
+    ----------
+    group_size
+        Inputs of a group; -1 for one group of all.
+    inputs, outputs
+        How many inputs a rank has, and how many outputs of each part of a fused layer.
+    zero_points
+        Whether outputs are packed, too, as zero points are.
+    """
+    whole = PACKED if group_size == -1 else group_size
+    if inputs % whole:
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {inputs} of its inputs, which are not whole groups of "
+            f"{whole} four-bit weights; use another --tensor-parallel-size"
+        )
+    if zero_points and any(size % PACKED for size in outputs):
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {outputs} of its outputs, whose zero points are packed "
+            f"by {PACKED}; use another --tensor-parallel-size"
+        )
