@@ -60,9 +60,27 @@ def pack(numbers: torch.Tensor, dim: int) -> torch.Tensor:
     return words.to(torch.int32).movedim(-1, dim)
 
 
+def awq_order(numbers: torch.Tensor) -> torch.Tensor:
+    """Columns in the order in which AWQ packs eight of them."""
+    return numbers.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+
+
 def tensors(form: str, module: str, rounded: Rounded) -> dict[str, torch.Tensor]:
     """What a file has of a module."""
     numbers, scale, zero = rounded
+    if form in ("awq", "gptq"):
+        made = {"scales": scale.t(), "qweight": pack(numbers.t(), 0)}
+        if zero is None:  # GPTQ's files have zero points less 1
+            made["qzeros"] = pack(torch.full_like(scale.t(), 7, dtype=torch.int32), 1)
+            made["g_idx"] = torch.arange(numbers.shape[1]).int() // (
+                numbers.shape[1] // scale.shape[1]
+            )
+        else:
+            made |= {
+                "qweight": pack(awq_order(numbers.t()), 1),
+                "qzeros": pack(awq_order(zero.t()), 1),
+            }
+        return {f"{module}.{name}": tensor for name, tensor in made.items()}
     made = {
         "weight_packed": pack(numbers, 1),
         "weight_scale": scale,
@@ -73,8 +91,13 @@ def tensors(form: str, module: str, rounded: Rounded) -> dict[str, torch.Tensor]
     return {f"{module}.{name}": tensor for name, tensor in made.items()}
 
 
-def config_of(form: str, group: int, has_zeros: bool) -> dict[str, Any]:
-    """The parts of ``quantization_config`` that differ from int8's."""
+def config_of(form: str, group: int, has_zeros: bool, int8: dict[str, Any]) -> dict[str, Any]:
+    """The ``quantization_config`` beside that of an int8 copy."""
+    if form == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    if form == "gptq":
+        sizes = {"bits": 4, "group_size": group or -1}
+        return {"quant_method": "gptq", **sizes, "sym": True, "desc_act": False}
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -84,4 +107,4 @@ def config_of(form: str, group: int, has_zeros: bool) -> dict[str, Any]:
         "dynamic": False,
     }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    return {"format": "pack-quantized", "config_groups": groups}
+    return {**int8, "format": "pack-quantized", "config_groups": groups}

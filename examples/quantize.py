@@ -72,7 +72,7 @@ DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30
 TOKENS_OF_RUN = 256
 RUNS_OVER_TEXT = 8
-FORMATS = ("compressed-tensors", "modelslim")
+FORMATS = ("compressed-tensors", "modelslim", "awq", "gptq")
 SCHEMES = ("W8A8", "W4A16", "W4A16_ASYM")
 """As llm-compressor names them."""
 
@@ -338,8 +338,10 @@ def quantize(
     import four_bits  # beside this script
 
     is_int8 = scheme == SCHEMES[0]
-    if not is_int8 and (static or form == "modelslim"):
-        raise ValueError(f"{scheme} has neither --static nor --format modelslim")
+    has_zeros = scheme.endswith("_ASYM")
+    schemes_of = {"modelslim": ("W8A8",), "awq": ("W4A16_ASYM",), "gptq": ("W4A16",)}
+    if scheme not in schemes_of.get(form, SCHEMES) or (static and not is_int8):
+        raise ValueError(f"--format {form} has no {scheme}{' with --static' if static else ''}")
     weights = dict.fromkeys(name for name, _ in tensors_of(model))
     if not weights:
         raise ValueError(f"{model} has no safetensors files")
@@ -379,7 +381,7 @@ def quantize(
             description[name] = "FLOAT"
             continue
         if not is_int8:
-            rounded = four_bits.round_groups(tensor, group, scheme.endswith("_ASYM"), module)
+            rounded = four_bits.round_groups(tensor, group, has_zeros, module)
             files.add(four_bits.tensors(form, module, rounded))
             continue
         values, scale = quantize_weight(tensor)
@@ -410,7 +412,7 @@ def quantize(
         ignored = [each if IN_LAYER.search(each) else end_of(each, modules) for each in left_out]
         made_config = compressed_tensors_config(ignored, static)
         if not is_int8:
-            made_config |= four_bits.config_of(form, group, scheme.endswith("_ASYM"))
+            made_config = four_bits.config_of(form, group, has_zeros, made_config)
         config["quantization_config"] = made_config
         (out / "config.json").write_text(json.dumps(config, indent=1))
     return outlying

@@ -30,6 +30,8 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DYNAMIC, STATIC = {"form": "modelslim"}, {"form": "modelslim", "static": True}
 COMPRESSED = {"form": "compressed-tensors"}
 INT4 = {**COMPRESSED, "scheme": "W4A16_ASYM", "group": 32}
+AWQ = {"form": "awq", "scheme": "W4A16_ASYM", "group": 32}
+GPTQ = {"form": "gptq", "scheme": "W4A16", "group": 32}
 INT4_ROWS = {**COMPRESSED, "scheme": "W4A16", "group": 0}
 WIDE = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 32}
 
@@ -78,6 +80,12 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
         WIDE,
         partial(QUANTIZE, **COMPRESSED, scheme="W4A16", group=128),
         {},
+    ),
+    "AWQ": ("Qwen3", {}, partial(QUANTIZE, **AWQ), {}),
+    "GPTQ, biases, a float layer": (
+        *QWEN2,
+        partial(QUANTIZE, **GPTQ, keep=("layers.0.mlp.down_proj",)),
+        GRAPHS,
     ),
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
     # vLLM calls MiniMax-M2's mixtures otherwise than the files do

@@ -7,13 +7,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def numbers_in(words: torch.Tensor) -> np.ndarray:
-    """Numbers along the last axis of int32 words; each byte has one in its low half, then one more."""
+    """Numbers along the last axis of int32 words; a byte has one in its low half, then another."""
     halves = np.ascontiguousarray(words.numpy()).astype("<i4").view(np.uint8)
     return np.stack((halves % 16, halves // 16), -1).reshape(*words.shape[:-1], -1).astype(int)
 
 
 def weight_in(tensors: Tensors, module: str) -> torch.Tensor | None:
     """A module's weight, float32 ``[N, K]``; None if it is not of four bits."""
+    if f"{module}.qweight" in tensors:
+        return _weight_of_words(tensors, module)
     if f"{module}.weight_packed" not in tensors:
         return None
     outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
@@ -23,6 +25,24 @@ def weight_in(tensors: Tensors, module: str) -> torch.Tensor | None:
     if f"{module}.weight_zero_point" in tensors:
         zeros = numbers_in(tensors[f"{module}.weight_zero_point"].t()).T[:outputs]
     return dequantised(numbers, scales, zeros)
+
+
+def _weight_of_words(tensors: Tensors, module: str) -> torch.Tensor:
+    """A weight that AWQ or GPTQ wrote; AWQ packs outputs, GPTQ inputs."""
+    words, scales = tensors[f"{module}.qweight"], tensors[f"{module}.scales"].float().numpy().T
+    if f"{module}.g_idx" in tensors:
+        numbers = numbers_in(words.t())
+        zeros = np.full(scales.shape, 8)
+    else:
+        numbers, zeros = (_in_order(tensors[f"{module}.{n}"]) for n in ("qweight", "qzeros"))
+    return dequantised(numbers, scales, zeros)
+
+
+def _in_order(words: torch.Tensor) -> np.ndarray:
+    """Numbers ``[8 N, K]`` in AWQ's words ``[K, N]``: a byte has those of places p and p + 4."""
+    found = numbers_in(words)
+    places = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+    return found.reshape(len(found), -1, 8)[:, :, places].reshape(len(found), -1).T
 
 
 def dequantised(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> torch.Tensor:

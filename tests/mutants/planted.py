@@ -665,6 +665,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "quantization/checkpoint.py": [
+        ("int4: act-order passes the check of files", "    if order and order != [", "    if order and order == [", INT8_FILES),
+        ("int4: scales of other groups pass the check of files", "    if given not in allowed:", "    if given in ():", INT8_FILES),
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
         ("int8: experts in one tensor of layers that draft are taken for int8", 'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:', "if True:", INT8_MTP),
         ("int8: layers of MiMo that draft begin at the first layer", "layers.{num_decoder_layers + int(found[1])}.", "layers.{int(found[1])}.", INT8_MTP),

@@ -25,6 +25,8 @@ FORMS = {
     "dynamic": {"form": "modelslim"},
     "static": {"form": "modelslim", "static": True},
     "int4": {"form": "compressed-tensors", "scheme": "W4A16_ASYM", "group": 32},
+    "awq": {"form": "awq", "scheme": "W4A16_ASYM", "group": 32},
+    "gptq": {"form": "gptq", "scheme": "W4A16", "group": 32},
 }
 
 
@@ -126,6 +128,27 @@ FILES = {
         "int4",
         changed(f"{Q}.weight_packed", torch.Tensor.char),
         (f"weight_packed of {Q} is [64, 8] I8; int32",),
+    ),
+    "AWQ: no zero points": ("awq", without(f"{Q}.qzeros"), (f"{Q} has no qzeros, which auto_awq",)),
+    "AWQ: scales of other groups": (
+        "awq",
+        changed(f"{DOWN}.scales", lambda s: s[:1]),
+        (f"scales of {DOWN} is [1, 64], its weight [128, 8]: [4, 64] is expected",),
+    ),
+    "GPTQ: a packed width that does not fit": (
+        "gptq",
+        changed(f"{Q}.qweight", lambda w: w[:4]),
+        (f"scales of {Q} is [2, 64], its weight [4, 64]: [1, 64] is expected",),
+    ),
+    "GPTQ: act-order": (
+        "gptq",
+        changed(f"{Q}.g_idx", lambda order: order.flip(0)),
+        (f"g_idx of {Q} is not one group of 32 after another (act-order)",),
+    ),
+    "GPTQ: experts": (
+        "gptq",
+        more("model.layers.0.mlp.experts.0.up_proj.qweight", torch.ones(8, 8).int()),
+        ("model.layers.0.mlp.experts.0.up_proj is int4; experts are served in int8",),
     ),
     "int4: experts": (
         "int4",
@@ -325,6 +348,31 @@ GROUPS = {
 }
 
 
+WORDS = {
+    "8 bits": ("gptq", {"bits": 8}, "8 bits; 4 are"),
+    "asymmetric": ("gptq", {"sym": False}, "asymmetric (sym)"),
+    "act-order": ("gptq", {"desc_act": True}, "order of activations (desc_act)"),
+    "modules of their own": ("gptq", {"dynamic": {"-:lm_head": {}}}, "in different ways (dynamic)"),
+    "a head": ("gptq", {"lm_head": True}, "head is quantised"),
+    "no zero points": ("awq", {"zero_point": False}, "no zero points (zero_point)"),
+    "small groups": ("awq", {"group_size": 16}, "groups are of 16; 32 or"),
+    "one group": ("awq", {"group_size": -1}, "groups are of -1; 32 or"),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_other_words_of_awq_and_gptq_are_named(model, tmp_path, case):
+    form, change, part = WORDS[case]
+    QUANTIZE(model, tmp_path / "int4", **FORMS[form])
+    path = tmp_path / "int4/config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(PrepError, match=re.escape(part)) as refused:
+        engine_config(tmp_path / "int4")
+    assert "\n" not in str(refused.value) and f"--quantization {form}: " in str(refused.value)
+
+
 @pytest.mark.parametrize("case", GROUPS)
 def test_other_schemes_are_named(model, tmp_path, case):
     change, part = GROUPS[case]
@@ -340,11 +388,12 @@ def test_other_schemes_are_named(model, tmp_path, case):
     assert part in fault(config)
 
 
-def test_int4_is_refused_on_npus(model, tmp_path):
-    QUANTIZE(model, tmp_path / "int4", **FORMS["int4"])
+@pytest.mark.parametrize("form", ["int4", "awq", "gptq"])
+def test_int4_is_refused_on_npus(model, tmp_path, form):
+    QUANTIZE(model, tmp_path / "int4", **FORMS[form])
     config = engine_config(tmp_path / "int4").model_config
     assert fault(config) is None
-    assert "int4 by group of 32, asymmetric, which the CPU" in fault(config, on_npu=True)
+    assert "which the CPU fallback alone has" in fault(config, on_npu=True)
 
 
 def test_int4_scales_that_are_not_finite(model, tmp_path):

@@ -12,21 +12,36 @@ from tests.helpers.four_bits import weight_in
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
+from vllm_npu_prep.quantization.words import (
+    AWQLinearMethod,
+    CheckedAWQConfig,
+    CheckedGPTQConfig,
+    GPTQLinearMethod,
+)
 
 OUTPUTS, INPUTS = 48, 128
 
 
-def make_layer(group, has_zeros, outputs, inputs):
-    """A layer of one rank in compressed-tensors' form, without weights."""
+def make_layer(form, group, has_zeros, outputs, inputs):
+    """A layer of one rank without weights, and vLLM's reader of them."""
     layer = torch.nn.Module()
-    scheme = CompressedTensorsWNA16(
-        "group" if group else "channel", 4, group or None, not has_zeros, "layer"
-    )
-    parts = [outputs // 3, 2 * outputs // 3]
-    scheme.create_weights(
-        layer, OUTPUTS, INPUTS, parts, inputs, torch.float32, weight_loader=lambda *args: None
-    )
-    return layer, scheme
+    sizes = {
+        "output_size": OUTPUTS,
+        "input_size": INPUTS,
+        "output_partition_sizes": [outputs // 3, 2 * outputs // 3],
+        "input_size_per_partition": inputs,
+        "params_dtype": torch.float32,
+        "weight_loader": lambda *args: None,
+    }
+    if form == "compressed-tensors":
+        strategy = "group" if group else "channel"
+        reader = CompressedTensorsWNA16(strategy, 4, group or None, not has_zeros, "layer")
+    else:
+        config, method = WORDS[form]
+        made = config.from_config(four_bits.config_of(form, group, has_zeros, {}))
+        reader = method(made, made)
+    reader.create_weights(layer=layer, **sizes)
+    return layer, reader
 
 
 def load_columns(parameter, tensor):
@@ -46,21 +61,37 @@ def load_rows(parameter, tensor):
         parameter.load_row_parallel_weight(tensor)
 
 
+WORDS = {
+    "awq": (CheckedAWQConfig, AWQLinearMethod),
+    "gptq": (CheckedGPTQConfig, GPTQLinearMethod),
+}
+FILES = [  # who wrote it, inputs of a group, whether groups have zero points
+    *(
+        (f"compressed-{group}-{zeros}", "compressed-tensors", group, zeros)
+        for group in (32, 64, 0)
+        for zeros in (False, True)
+    ),
+    *((f"AWQ-{group}", "awq", group, True) for group in (32, 64)),
+    *((f"GPTQ-{group}", "gptq", group, False) for group in (32, 64, 0)),
+]
+
+
 @pytest.mark.parametrize("cut", ["columns", "rows"])
-@pytest.mark.parametrize("group", [32, 64, 0])
-@pytest.mark.parametrize("has_zeros", [False, True])
-def test_weights_of_two_ranks_are_slices(monkeypatch, seed, has_zeros, group, cut):
+@pytest.mark.parametrize(
+    ("form", "group", "has_zeros"), [pytest.param(*file, id=name) for name, *file in FILES]
+)
+def test_weights_of_two_ranks_are_slices(monkeypatch, seed, form, group, has_zeros, cut):
     register_kernels()
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 2)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
     rounded = four_bits.round_groups(weight, group, has_zeros, "layer")
-    tensors = four_bits.tensors("compressed-tensors", "layer", rounded)
+    tensors = four_bits.tensors(form, "layer", rounded)
     expected = weight_in(tensors, "layer")
     for rank in range(2):
         monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: rank)  # noqa: B023
         sizes = (OUTPUTS // 2, INPUTS) if cut == "columns" else (OUTPUTS, INPUTS // 2)
-        layer, scheme = make_layer(group, has_zeros, *sizes)
+        layer, scheme = make_layer(form, group, has_zeros, *sizes)
         for name, made in layer.named_parameters():
             (load_columns if cut == "columns" else load_rows)(made, tensors[f"layer.{name}"])
         scheme.process_weights_after_loading(layer)

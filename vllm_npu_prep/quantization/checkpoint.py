@@ -207,6 +207,58 @@ def check_compressed(
             raise PrepError(f"{folder / entry.file}: {module} has a weight_scale but no weight")
 
 
+def check_words(
+    folder: Path, headers: Headers, form: str, group_size: int, num_layers: int
+) -> dict[str, str]:
+    """Hold AWQ's or GPTQ's weights against their scales; return each module's file.
+
+    The form is ``auto_awq`` or ``auto_gptq``, the size of groups -1 if all inputs are one, and the
+    number of layers includes those that draft.
+
+    Raises
+    ------
+    PrepError
+        For the first module that lacks something; it names the module and the file.
+    """
+    found = {}
+    for name, weight in headers.items():
+        module, _, last = name.rpartition(".")
+        if last != "qweight":
+            continue
+        path = folder / weight.file
+        found[module] = str(path)
+        _refuse_layers_beyond(module, num_layers, path)
+        _refuse_where_unserved(module, path)
+        if EXPERT.search(module):
+            raise PrepError(f"{path}: {module} is int4; experts are served in int8, 16 or 32 bits")
+        if weight.dtype != "I32" or len(weight.shape) != 2:
+            raise PrepError(
+                f"{path}: qweight of {module} is {list(weight.shape)} {weight.dtype}; int32 with "
+                "two dimensions is expected"
+            )
+        first, second = weight.shape
+        is_awq = form == "auto_awq"
+        inputs, outputs = (first, 8 * second) if is_awq else (8 * first, second)
+        size = inputs if group_size == -1 else group_size
+        groups = -(-inputs // size)
+        for kind, shape in {"scales": (groups, outputs), "qzeros": (groups, outputs // 8)}.items():
+            entry = headers.get(f"{module}.{kind}")
+            if entry is None:
+                raise PrepError(f"{path}: {module} has no {kind}, which {form} needs")
+            if entry.shape != shape:
+                raise PrepError(
+                    f"{folder / entry.file}: {kind} of {module} is {list(entry.shape)}, its weight "
+                    f"{list(weight.shape)}: {list(shape)} is expected"
+                )
+        order = _values_of(folder, f"{module}.g_idx", headers)
+        if order and order != [number // size for number in range(inputs)]:
+            raise PrepError(
+                f"{path}: g_idx of {module} is not one group of {size} after another (act-order), "
+                "which is not supported; quantise without desc_act"
+            )
+    return found
+
+
 def quantized_modules(headers: Headers) -> dict[str, str]:
     """Return the names of quantised weights, int8 or packed into int32, by their modules."""
     int8 = {n.removesuffix(".weight"): n for n in _weights(headers) if headers[n].dtype == "I8"}

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 MODELSLIM, COMPRESSED_TENSORS = "ascend", "compressed-tensors"
-FORMATS = (COMPRESSED_TENSORS, MODELSLIM)
+AWQ, GPTQ = "auto_awq", "auto_gptq"
+"""What vLLM makes of ``awq`` and ``gptq`` in config.json."""
+
+FORMATS = (COMPRESSED_TENSORS, MODELSLIM, AWQ, GPTQ)
 """Values of ``--quantization`` that are served."""
 
 
@@ -56,7 +59,9 @@ def describe(model: "ModelConfig", on_npu: bool) -> str:
 
 
 def _kinds(model: "ModelConfig") -> str:
-    groups = (_compressed_config(model).get("config_groups") or {}).values()
+    if model.quantization in (AWQ, GPTQ):
+        return f"int4 in groups of {_config_of(model).get('group_size')} without rounded inputs"
+    groups = (_config_of(model).get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     int4 = {f"{_words(each)} without rounded inputs" for each in weights if _bits(each) == 4}
     int8 = {"int8 weights and inputs" for each in weights or [{"num_bits": 8}] if _bits(each) == 8}
@@ -72,10 +77,35 @@ def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
         return f"there are no kernels for {method or 'quantisation at start-up'}"
     if method == MODELSLIM:
         return _fault_of_description(read_description(model.model, model.revision))
-    return _fault_of_groups(_compressed_config(model), on_npu)
+    config = _config_of(model)
+    return (_fault_of_groups if method == COMPRESSED_TENSORS else fault_of_words)(config, on_npu)
 
 
-def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
+def fault_of_words(config: Mapping[str, Any], on_npu: bool = False) -> str | None:
+    """Say what of AWQ's or GPTQ's ``quantization_config`` can't be served; None if all can."""
+    bits = config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size"))
+    is_awq = config.get("quant_method") == "awq"
+    if bits != 4:
+        return f"its weights have {bits} bits; 4 are supported"
+    if on_npu:
+        return "its weights are int4, which the CPU fallback alone has"
+    if not size or (size % SMALLEST_GROUP and (is_awq or size != -1)):
+        return f"its groups are of {size}; {SMALLEST_GROUP} or a multiple are supported"
+    if is_awq and not config.get("zero_point"):
+        return "its weights have no zero points (zero_point), which AWQ's files are read with"
+    if not is_awq and not config.get("sym"):
+        return "its weights are asymmetric (sym); symmetric ones are supported"
+    if config.get("desc_act") and size != -1:
+        return "its groups follow an order of activations (desc_act)"
+    if config.get("lm_head"):
+        return "its head is quantised (lm_head), which is served in 16 or 32 bits"
+    if config.get("dynamic"):
+        return "its modules are quantised in different ways (dynamic)"
+    return None
+
+
+def _config_of(model: "ModelConfig") -> Mapping[str, Any]:
     text = getattr(model.hf_config, "text_config", None)
     for config in (model.hf_config, text):
         for name in ("quantization_config", "compression_config"):
