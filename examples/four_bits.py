@@ -65,9 +65,11 @@ def awq_order(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
 
 
-def tensors(form: str, module: str, rounded: Rounded) -> dict[str, torch.Tensor]:
+def tensors(form: str, module: str, rounded: Rounded, group: int) -> dict[str, torch.Tensor]:
     """What a file has of a module."""
     numbers, scale, zero = rounded
+    if form == "modelslim":
+        return modelslim_tensors(module, numbers - 8, scale.float(), group)
     if form in ("awq", "gptq"):
         made = {"scales": scale.t(), "qweight": pack(numbers.t(), 0)}
         if zero is None:  # GPTQ's files have zero points less 1
@@ -91,7 +93,29 @@ def tensors(form: str, module: str, rounded: Rounded) -> dict[str, torch.Tensor]
     return {f"{module}.{name}": tensor for name, tensor in made.items()}
 
 
-def config_of(form: str, group: int, has_zeros: bool, int8: dict[str, Any]) -> dict[str, Any]:
+def modelslim_tensors(
+    module: str, levels: torch.Tensor, scale: torch.Tensor, group: int
+) -> dict[str, torch.Tensor]:
+    """What ModelSlim's version 1.0.0 has: two outputs in a byte, and second scales of groups.
+
+    Projections whose results ranks add up have biases of 16 parts of their inputs.
+    """
+    whole = scale.abs().amax(1, keepdim=True)
+    parts = 16 if module.endswith(("o_proj", "down_proj")) else 1
+    weights = levels * scale.repeat_interleave(levels.shape[1] // scale.shape[1], 1)
+    made = {
+        "weight": (levels[::2] & 15 | (levels[1::2] & 15) << 4).to(torch.uint8).view(torch.int8),
+        "weight_scale": whole,
+        "weight_offset": torch.zeros_like(whole),
+        "scale_bias": 8 * weights.unflatten(1, (parts, -1)).sum(2),
+    }
+    if group:
+        made["weight_scale_second"] = scale / whole
+        made["weight_offset_second"] = torch.zeros_like(scale)
+    return {f"{module}.{name}": tensor for name, tensor in made.items()}
+
+
+def config_of(form: str, scheme: str, group: int, int8: dict[str, Any]) -> dict[str, Any]:
     """The ``quantization_config`` beside that of an int8 copy."""
     if form == "awq":
         return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
@@ -101,10 +125,12 @@ def config_of(form: str, group: int, has_zeros: bool, int8: dict[str, Any]) -> d
     weights = {
         "num_bits": 4,
         "type": "int",
-        "symmetric": not has_zeros,
+        "symmetric": not scheme.endswith("_ASYM"),
         "strategy": "group" if group else "channel",
         "group_size": group or None,
         "dynamic": False,
     }
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    of_int8 = int8.get("config_groups", {}).get("group_0", {})
+    inputs = of_int8.get("input_activations") if scheme == "W4A8" else None
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     return {**int8, "format": "pack-quantized", "config_groups": groups}

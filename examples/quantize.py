@@ -1,4 +1,4 @@
-"""Write a quantised copy of a model: int8 weights and inputs (W8A8), or int4 weights (W4A16).
+"""Write a quantised copy of a model: int8 or int4 weights, int8 or float inputs.
 
 For serving in earnest use a tool that knows more models and more ways to choose scales:
 llm-compressor writes compressed-tensors, msModelSlim writes the format of `--quantization ascend`.
@@ -19,9 +19,9 @@ dtype if a few of its tokens have inputs that are many times larger than those o
 some `down_proj` do, because no scale suits both. `--plain` does neither of the two, and rounds to
 nearest; without `--static` it needs no run. `perplexity.py` tells what a copy loses.
 
-With int4 weights, inputs are not rounded, so no run shows them. Groups of `--group` inputs have a
-scale, chosen among several by its rounding errors; W4A16_ASYM has zero points, too
-(`four_bits.py`).
+int4 weights are rounded without a run, and no module keeps its dtype because of its inputs. Groups
+of `--group` inputs have a scale, chosen among several by its rounding errors; W4A16_ASYM has zero
+points, too, and with W4A8 each token's inputs get a scale while serving (`four_bits.py`).
 """
 
 import argparse
@@ -73,7 +73,7 @@ SIZE_OF_FILE = 4 << 30
 TOKENS_OF_RUN = 256
 RUNS_OVER_TEXT = 8
 FORMATS = ("compressed-tensors", "modelslim", "awq", "gptq")
-SCHEMES = ("W8A8", "W4A16", "W4A16_ASYM")
+SCHEMES = ("W8A8", "W4A16", "W4A16_ASYM", "W4A8")
 """As llm-compressor names them."""
 
 
@@ -339,7 +339,7 @@ def quantize(
 
     is_int8 = scheme == SCHEMES[0]
     has_zeros = scheme.endswith("_ASYM")
-    schemes_of = {"modelslim": ("W8A8",), "awq": ("W4A16_ASYM",), "gptq": ("W4A16",)}
+    schemes_of = {"modelslim": ("W8A8", "W4A8"), "awq": ("W4A16_ASYM",), "gptq": ("W4A16",)}
     if scheme not in schemes_of.get(form, SCHEMES) or (static and not is_int8):
         raise ValueError(f"--format {form} has no {scheme}{' with --static' if static else ''}")
     weights = dict.fromkeys(name for name, _ in tensors_of(model))
@@ -382,7 +382,9 @@ def quantize(
             continue
         if not is_int8:
             rounded = four_bits.round_groups(tensor, group, has_zeros, module)
-            files.add(four_bits.tensors(form, module, rounded))
+            made = four_bits.tensors(form, module, rounded, group)
+            description |= dict.fromkeys(made, "W4A8_DYNAMIC")
+            files.add(made)
             continue
         values, scale = quantize_weight(tensor)
         made = {name: values, f"{module}.weight_scale": scale}
@@ -399,7 +401,12 @@ def quantize(
         files.add(made)
     files.close()
     if form == "modelslim":
-        header = {"model_quant_type": "W8A8" if static else "W8A8_DYNAMIC", "version": "1.0.0"}
+        kind = "W8A8" if static else "W8A8_DYNAMIC" if is_int8 else "W4A8_DYNAMIC"
+        header = {
+            "model_quant_type": kind,
+            "version": "1.0.0",
+            "group_size": 0 if is_int8 else group,
+        }
         (out / DESCRIPTION).write_text(json.dumps(header | description, indent=1))
     else:
         left_out = sorted(
@@ -412,7 +419,7 @@ def quantize(
         ignored = [each if IN_LAYER.search(each) else end_of(each, modules) for each in left_out]
         made_config = compressed_tensors_config(ignored, static)
         if not is_int8:
-            made_config = four_bits.config_of(form, group, has_zeros, made_config)
+            made_config = four_bits.config_of(form, scheme, group, made_config)
         config["quantization_config"] = made_config
         (out / "config.json").write_text(json.dumps(config, indent=1))
     return outlying

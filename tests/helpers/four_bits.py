@@ -1,5 +1,8 @@
 """What a checkpoint's four-bit weights are, read byte by byte, without the package's code."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -16,6 +19,8 @@ def weight_in(tensors: Tensors, module: str) -> torch.Tensor | None:
     """A module's weight, float32 ``[N, K]``; None if it is not of four bits."""
     if f"{module}.qweight" in tensors:
         return _weight_of_words(tensors, module)
+    if f"{module}.scale_bias" in tensors:
+        return _weight_of_pairs(tensors, module)
     if f"{module}.weight_packed" not in tensors:
         return None
     outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
@@ -36,6 +41,24 @@ def _weight_of_words(tensors: Tensors, module: str) -> torch.Tensor:
     else:
         numbers, zeros = (_in_order(tensors[f"{module}.{n}"]) for n in ("qweight", "qzeros"))
     return dequantised(numbers, scales, zeros)
+
+
+def _weight_of_pairs(tensors: Tensors, module: str) -> torch.Tensor:
+    """A weight that ModelSlim wrote: bytes have an even output in the low half, then an odd one."""
+    pairs = tensors[f"{module}.weight"].numpy().view(np.uint8)
+    levels = np.empty((2 * len(pairs), pairs.shape[1]), dtype=int)
+    levels[::2], levels[1::2] = pairs % 16, pairs // 16
+    levels[levels > 7] -= 16
+    scales = tensors[f"{module}.weight_scale"].numpy()
+    scales = scales * tensors.get(f"{module}.weight_scale_second", torch.ones(1, 1)).numpy()
+    return dequantised(levels, scales, np.zeros(scales.shape, dtype=int))
+
+
+def rounds_inputs(folder: Path) -> bool:
+    """Whether a copy of int4 weights has int8 inputs."""
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    groups = config.get("config_groups", {}).values()
+    return "quant_method" not in config or any(group["input_activations"] for group in groups)
 
 
 def _in_order(words: torch.Tensor) -> np.ndarray:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quantize
 
-from tests.helpers.four_bits import weight_in
+from tests.helpers.four_bits import rounds_inputs, weight_in
 from tests.helpers.huggingface import load
 from tests.helpers.mtp import PlainDrafter
 
@@ -93,7 +93,8 @@ def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = F
     With `cut_experts` each rank has a part of each expert, rather than some of the experts.
     """
     network = load(model, experts_implementation="eager")
-    round_modules(network, tensors_in(int8), "", ranks, cut_experts)
+    rounds = rounds_inputs(int8)
+    round_modules(network, tensors_in(int8), "", ranks, cut_experts, rounds)
     return network
 
 
@@ -106,7 +107,7 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
         prefix = "mtp.layers.0."
     elif drafter.is_mimo:
         prefix = "model.mtp_layers.0."
-    round_modules(rounded.block, tensors_in(int8), prefix)
+    round_modules(rounded.block, tensors_in(int8), prefix, int4_rounds=rounds_inputs(int8))
     return rounded
 
 
@@ -116,6 +117,7 @@ def round_modules(
     prefix: str = "",
     ranks: int = 1,
     cut_experts: bool = False,
+    int4_rounds: bool = False,
 ) -> None:
     """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
     tensors = {_in_transformers(name): tensor for name, tensor in tensors.items()}
@@ -123,6 +125,9 @@ def round_modules(
         name = prefix + name
         if (weight := weight_in(tensors, name)) is not None:
             module.weight.data = weight
+            if int4_rounds and not name.endswith(".kv_b_proj"):
+                slices = ranks if name.endswith(SUMMED) else 1
+                module.register_forward_pre_hook(_rounds(None, None, slices))
             continue
         scale = tensors.get(f"{name}.weight_scale")
         if scale is not None:

@@ -70,6 +70,7 @@ INT8_TOKENS = (
     "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
 )
 INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
+W4A8_TOKENS = (f"{INT8_TOKENS[0]}[W4A8, ModelSlim, groups]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
 INT4 = ("tests/quantization/test_four_bits.py",)
@@ -693,15 +694,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int4: the border of two ranks may lie in a group", "    if inputs % whole:\n", "    if inputs % 8:\n", INT4),
     ],
     "quantization/int8.py": [
+        ("int4: groups of rounded inputs begin one later", "slice(group * size, (group + 1) * size)", "slice(group * size - group, (group + 1) * size - group)", W4A8_TOKENS),
         ("int8: all tokens get the first one's scale", "product *= rows.scale[:, None]", "product *= rows.scale[:1, None]", INT8_TOKENS),
         ("int8: the offset of inputs stays in", "sums = sums + self.sum_bias", "sums = sums + 0 * self.sum_bias", INT8_TOKENS),
-        ("int8: scales of latent queries stay in the order of heads", "weight_scale=self.weight_scale[order]", "weight_scale=self.weight_scale", INT8_ON_NPU),
+        ("int8: scales of latent queries stay in the order of heads", "weight_scale=self.weight_scale[..., order]", "weight_scale=self.weight_scale", INT8_ON_NPU),
         ("SwiGLU rounds rows that CANN's operator takes in parts", "    if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:\n", "    if True:\n", INT8_ON_NPU),
     ],
     "quantization/loaded.py": [
-        ("int8: decodes absorb weights with one scale for all channels", "layer.channel_scale[:, None]", "layer.channel_scale.mean()", INT8_LATENT),
+        ("int8: decodes absorb weights with one scale for all channels", "scale = layer.channel_scale.view(", "scale = layer.channel_scale.mean().expand_as(layer.channel_scale).contiguous().view(", INT8_LATENT),
     ],
     "quantization/modelslim.py": [
+        ("int4: outputs of a pair are swapped", "((levels << 4) >> 4, levels >> 4)", "(levels >> 4, (levels << 4) >> 4)", W4A8_TOKENS),
+        ("int4: groups have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 1)", W4A8_TOKENS),
         ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", TWO_RANKS),
         ("int8: scales kept as bits are read as numbers", "scale.to(torch.int32).view(torch.float32)", "scale.float()", ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",)),
         ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", TWO_RANKS),

@@ -25,6 +25,8 @@ FORMS = {
     "dynamic": {"form": "modelslim"},
     "static": {"form": "modelslim", "static": True},
     "int4": {"form": "compressed-tensors", "scheme": "W4A16_ASYM", "group": 32},
+    "pairs": {"form": "modelslim", "scheme": "W4A8", "group": 32},
+    "rows": {"form": "modelslim", "scheme": "W4A8", "group": 0},
     "awq": {"form": "awq", "scheme": "W4A16_ASYM", "group": 32},
     "gptq": {"form": "gptq", "scheme": "W4A16", "group": 32},
 }
@@ -128,6 +130,21 @@ FILES = {
         "int4",
         changed(f"{Q}.weight_packed", torch.Tensor.char),
         (f"weight_packed of {Q} is [64, 8] I8; int32",),
+    ),
+    "W4A8: no second scales": (
+        "pairs",
+        without(f"{Q}.weight_scale_second"),
+        (f"{Q} has no weight_scale_second, which W4A8_DYNAMIC needs",),
+    ),
+    "W4A8: second scales of other groups": (
+        "pairs",
+        changed(f"{DOWN}.weight_scale_second", lambda s: s[:, :2]),
+        (f"weight_scale_second of {DOWN} is [64, 2], its weight [32, 128]: [64, 4] is expected",),
+    ),
+    "W4A8: not in pairs": (
+        "pairs",
+        changed(f"{Q}.weight", lambda w: w.repeat(2, 1)),
+        (f"weight_scale of {Q} is [64, 1], its weight [64, 64]:", "[128, 1] is expected"),
     ),
     "AWQ: no zero points": ("awq", without(f"{Q}.qzeros"), (f"{Q} has no qzeros, which auto_awq",)),
     "AWQ: scales of other groups": (
@@ -324,7 +341,14 @@ def test_modules_outside_of_layers_are_named_by_their_ends():
 
 
 GROUPS = {
-    "int4 weights, int8 inputs": ({"weights": {"num_bits": 4}}, "int4 by channel; they are"),
+    "int4 weights, int4 inputs": (
+        {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}},
+        "its inputs are int4 by token",
+    ),
+    "int4 weights with zero points, int8 inputs": (
+        {"weights": {"num_bits": 4, "symmetric": False}},
+        "int4 by channel, asymmetric; beside inputs of int8",
+    ),
     "int4 by tensor": (
         {"weights": {"num_bits": 4, "strategy": "tensor"}},
         "int4 by tensor; groups",
@@ -388,12 +412,18 @@ def test_other_schemes_are_named(model, tmp_path, case):
     assert part in fault(config)
 
 
-@pytest.mark.parametrize("form", ["int4", "awq", "gptq"])
+@pytest.mark.parametrize("form", ["int4", "awq", "gptq", "pairs"])
 def test_int4_is_refused_on_npus(model, tmp_path, form):
     QUANTIZE(model, tmp_path / "int4", **FORMS[form])
     config = engine_config(tmp_path / "int4").model_config
     assert fault(config) is None
     assert "which the CPU fallback alone has" in fault(config, on_npu=True)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_int4_rows_with_int8_inputs_are_served_on_npus(model, tmp_path, form):
+    QUANTIZE(model, tmp_path / "int4", **{**FORMS["rows"], "form": form})
+    assert fault(engine_config(tmp_path / "int4").model_config, on_npu=True) is None
 
 
 def test_int4_scales_that_are_not_finite(model, tmp_path):
@@ -412,7 +442,7 @@ def test_int4_scales_that_are_not_finite(model, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(f"{Q}.weight", "W4A8_DYNAMIC"), (f"{Q}.weight", "W8A8_MXFP8"), ("kv_cache_type", "C8")],
+    [(f"{Q}.weight", "W4A4_DYNAMIC"), (f"{Q}.weight", "W8A8_MXFP8"), ("kv_cache_type", "C8")],
 )
 def test_other_types_of_modelslim_are_named(model, tmp_path, name, kind):
     QUANTIZE(model, tmp_path / "int8", "modelslim")

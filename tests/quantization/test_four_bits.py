@@ -38,7 +38,8 @@ def make_layer(form, group, has_zeros, outputs, inputs):
         reader = CompressedTensorsWNA16(strategy, 4, group or None, not has_zeros, "layer")
     else:
         config, method = WORDS[form]
-        made = config.from_config(four_bits.config_of(form, group, has_zeros, {}))
+        scheme = "W4A16_ASYM" if has_zeros else "W4A16"
+        made = config.from_config(four_bits.config_of(form, scheme, group, {}))
         reader = method(made, made)
     reader.create_weights(layer=layer, **sizes)
     return layer, reader
@@ -86,7 +87,7 @@ def test_weights_of_two_ranks_are_slices(monkeypatch, seed, form, group, has_zer
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
     rounded = four_bits.round_groups(weight, group, has_zeros, "layer")
-    tensors = four_bits.tensors(form, "layer", rounded)
+    tensors = four_bits.tensors(form, "layer", rounded, group)
     expected = weight_in(tensors, "layer")
     for rank in range(2):
         monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: rank)  # noqa: B023

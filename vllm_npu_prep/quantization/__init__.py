@@ -1,4 +1,4 @@
-"""Models with int8 weights and int8 inputs (W8A8), or int4 weights (W4A16), in several formats.
+"""Models with int8 or int4 weights, and int8 inputs or float ones, in several formats.
 
 - compressed-tensors, which vLLM reads: its int8 linear layers find `Int8LinearKernel` here, its
   int4 ones `Int4LinearKernel`, and its int8 experts `Int8Experts`;

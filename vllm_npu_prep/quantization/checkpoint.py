@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 from vllm_npu_prep.errors import PrepError
 
 DESCRIPTION = "quant_model_description.json"
-FLOAT, STATIC, DYNAMIC = "FLOAT", "W8A8", "W8A8_DYNAMIC"
-TYPES = (FLOAT, STATIC, DYNAMIC)
+FLOAT, STATIC, DYNAMIC, INT4 = "FLOAT", "W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"
+TYPES = (FLOAT, STATIC, DYNAMIC, INT4)
 """The names that ModelSlim has for how a weight was quantised, as far as this plugin can serve
 them."""
 
 REQUIRED = {
     STATIC: ("weight_scale", "input_scale", "input_offset", "quant_bias", "deq_scale"),
     DYNAMIC: ("weight_scale",),
+    INT4: ("weight_scale",),
 }
 """Tensors beside ``weight`` that each type needs."""
 
@@ -41,6 +42,13 @@ NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|
 
 
 EXPERT = re.compile(r"\.experts\.")
+
+
+class Int4Form(NamedTuple):
+    """How a ModelSlim checkpoint has its weights of four bits."""
+
+    in_pairs: bool  # two outputs in a byte, the first in its low half; else one
+    group_size: int  # inputs that share a second scale; 0 if there is none
 
 
 class Entry(NamedTuple):
@@ -125,7 +133,7 @@ def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[
 
 
 def check_description(
-    folder: Path, modules: Mapping[str, str], headers: Headers, num_layers: int
+    folder: Path, modules: Mapping[str, str], headers: Headers, num_layers: int, int4: Int4Form
 ) -> None:
     """Hold ModelSlim's description against the files and the model's config.
 
@@ -152,7 +160,7 @@ def check_description(
                 f"{weight.dtype}; quantise the model again, or mend the description"
             )
         if kind != FLOAT:
-            _check_module(folder, module, kind, headers)
+            _check_module(folder, module, kind, headers, int4)
     for name, entry in headers.items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and entry.dtype == "I8" and module not in modules:
@@ -190,7 +198,8 @@ def check_compressed(
         if weight.endswith(PACKED_WEIGHT):
             _check_packed(folder, module, forms, headers)
         else:
-            _check_module(folder, module, DYNAMIC, headers)
+            sizes = {size for size, _ in forms if size > 0}
+            _check_module(folder, module, DYNAMIC, headers, group_sizes=sizes)
     for name in _weights(headers):
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
@@ -310,7 +319,14 @@ def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
         )
 
 
-def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> None:
+def _check_module(
+    folder: Path,
+    module: str,
+    kind: str,
+    headers: Headers,
+    int4: Int4Form | None = None,
+    group_sizes: Collection[int] = (),
+) -> None:
     weight = headers[f"{module}.weight"]
     path = folder / weight.file
     if weight.dtype != "I8" or len(weight.shape) != 2:
@@ -318,13 +334,22 @@ def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> Non
             f"{path}: the weight of {module} is {weight.dtype} {list(weight.shape)}; int8 with "
             "two dimensions is expected"
         )
-    outputs = weight.shape[0]
-    for name in REQUIRED[kind]:
+    outputs, inputs = weight.shape
+    required, second = REQUIRED[kind], (outputs, 1)
+    if kind == INT4 and int4 is not None:
+        outputs *= 2 if int4.in_pairs else 1
+        if int4.group_size:
+            required = (*required, "weight_scale_second")
+            second = (outputs, -(-inputs // int4.group_size))
+    for name in required:
         if f"{module}.{name}" not in headers:
             raise PrepError(f"{path}: {module} has no {name}, which {kind} needs")
     single, channel = {(), (1,)}, {(outputs,), (outputs, 1)}
-    shapes = {
-        "weight_scale": channel | single if kind == DYNAMIC else channel,
+    shapes: dict[str, set[Any]] = {
+        "weight_scale": (channel | single if kind == DYNAMIC else channel)
+        | {(outputs, inputs // size) for size in group_sizes if inputs % size == 0},
+        "weight_scale_second": {second},
+        "weight_offset_second": {second},
         "weight_offset": channel,
         "input_scale": single,
         "input_offset": single,

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsLinearMethod,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A8Int,
+    CompressedTensorsWNA8Int,
     CompressedTensorsWNA16,
 )
 from vllm.platforms.interface import PlatformEnum
@@ -47,6 +49,9 @@ from vllm_npu_prep.quantization.modules import KnowsModules
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
+
+
+INT4 = (CompressedTensorsWNA16, CompressedTensorsWNA8Int, CompressedTensorsW4A8Int)
 
 
 class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
@@ -123,8 +128,11 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
         config: Any = self.quantization_config
         extra["weight_loader"] = config.before_loading(extra["weight_loader"])
         sizes = input_size_per_partition, output_partition_sizes
-        if isinstance(scheme := layer.scheme, CompressedTensorsWNA16):
-            refuse_cut_groups(layer, scheme.group_size, *sizes, not scheme.symmetric)
+        if isinstance(scheme := layer.scheme, INT4):
+            has_zeros = not getattr(scheme, "symmetric", True)
+            is_packed = not isinstance(scheme, CompressedTensorsW4A8Int)
+            if is_packed or scheme.group_size != -1:
+                refuse_cut_groups(layer, scheme.group_size, *sizes, has_zeros)
         super().create_weights(layer, *sizes, *args, **extra)
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:

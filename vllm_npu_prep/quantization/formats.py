@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, FLOAT, TYPES, modules_of
+from vllm_npu_prep.quantization.checkpoint import (
+    DESCRIPTION,
+    FLOAT,
+    INT4,
+    TYPES,
+    Int4Form,
+    modules_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -60,12 +67,14 @@ def describe(model: "ModelConfig", on_npu: bool) -> str:
 
 def _kinds(model: "ModelConfig") -> str:
     if model.quantization in (AWQ, GPTQ):
-        return f"int4 in groups of {_config_of(model).get('group_size')} without rounded inputs"
+        size = _config_of(model).get("group_size")
+        return f"int4 by group of {size} with inputs that are not rounded"
     groups = (_config_of(model).get("config_groups") or {}).values()
-    weights = [group.get("weights") or {} for group in groups]
-    int4 = {f"{_words(each)} without rounded inputs" for each in weights if _bits(each) == 4}
-    int8 = {"int8 weights and inputs" for each in weights or [{"num_bits": 8}] if _bits(each) == 8}
-    return " and ".join(sorted(int4 | int8))
+    told = set()
+    for group in groups:
+        inputs = "int8 inputs" if group.get("input_activations") else "inputs that are not rounded"
+        told.add(f"{_words(group.get('weights') or {})} with {inputs}")
+    return " and ".join(sorted(told)) or "rounded weights and inputs"
 
 
 def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
@@ -76,7 +85,7 @@ def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
     if method not in FORMATS or getattr(model, "quantization_config", None) is not None:
         return f"there are no kernels for {method or 'quantisation at start-up'}"
     if method == MODELSLIM:
-        return _fault_of_description(read_description(model.model, model.revision))
+        return _fault_of_description(read_description(model.model, model.revision), on_npu)
     config = _config_of(model)
     return (_fault_of_groups if method == COMPRESSED_TENSORS else fault_of_words)(config, on_npu)
 
@@ -133,7 +142,7 @@ def _fault_of_groups(config: Mapping[str, Any], on_npu: bool) -> str | None:
 
 
 def _fault_of_group(group: Mapping[str, Any]) -> str | None:
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
     described = _words(weights)
     if weights.get("num_bits") != 8 or weights.get("type", "int") != "int":
         return f"its weights are {described}"
@@ -141,12 +150,17 @@ def _fault_of_group(group: Mapping[str, Any]) -> str | None:
         return f"its weights are {described}; one symmetric scale for a channel is supported"
     if not inputs:
         return "its inputs are not quantised"
+    return _fault_of_activations(group, may_be_static=True)
+
+
+def _fault_of_activations(group: Mapping[str, Any], may_be_static: bool = False) -> str | None:
+    inputs = group.get("input_activations") or {}
     if inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int":
         return f"its inputs are {_words(inputs)}"
     if inputs.get("dynamic"):
         is_served = inputs.get("strategy") == "token" and inputs.get("symmetric", True)
     else:
-        is_served = inputs.get("strategy") == "tensor"
+        is_served = may_be_static and inputs.get("strategy") == "tensor"
     if not is_served:
         return (
             f"its inputs are {_words(inputs)}; a symmetric scale for each token, or a static one "
@@ -158,9 +172,9 @@ def _fault_of_group(group: Mapping[str, Any]) -> str | None:
 
 
 def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> str | None:
-    weights = group.get("weights") or {}
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
     described = _words(weights)
-    if on_npu:
+    if on_npu and not (inputs and weights.get("strategy") == "channel"):
         return f"its weights are {described}, which the CPU fallback alone has"
     if weights.get("actorder") not in (None, "static", "weight"):
         return f"its weights are {described} in an order of activations (actorder)"
@@ -170,11 +184,11 @@ def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> 
         return (
             f"its weights are {described}; groups of {SMALLEST_GROUP} or a multiple are supported"
         )
-    if group.get("input_activations") or group.get("output_activations"):
-        return f"its weights are {described}; they are supported beside inputs of 16 or 32 bits"
-    if form != "pack-quantized":
+    if inputs and not weights.get("symmetric", True):
+        return f"its weights are {described}; beside inputs of int8, symmetric ones are supported"
+    if form != "pack-quantized" and not (inputs and form == "int-quantized"):
         return f"its weights are {described} in the format {form}; pack-quantized is supported"
-    return None
+    return _fault_of_activations(group) if inputs else None
 
 
 def _bits(scheme: Mapping[str, Any] | None) -> int | None:
@@ -192,7 +206,19 @@ def _words(scheme: Mapping[str, Any]) -> str:
     return f"{scheme.get('type', 'int')}{scheme.get('num_bits')} by {strategy}{symmetry}"
 
 
-def _fault_of_description(description: Mapping[str, Any] | None) -> str | None:
+def int4_form(description: Mapping[str, Any]) -> Int4Form:
+    """Tell how ModelSlim wrote weights of four bits.
+
+    Version 1.0.0 has two in a byte. Groups are of 256 if nothing else is said (both from
+    vllm-project/vllm-ascend, ``quantization/methods/w4a8.py``); without second scales there are
+    none.
+    """
+    is_grouped = any(name.endswith(".weight_scale_second") for name in description)
+    size = int(description.get("group_size") or 256) if is_grouped else 0
+    return Int4Form(description.get("version") == "1.0.0", size)
+
+
+def _fault_of_description(description: Mapping[str, Any] | None, on_npu: bool) -> str | None:
     if description is None:
         return f"it has no {DESCRIPTION}"
     for name in ("kv_quant_type", "kv_cache_type", "fa_quant_type", "indexer_quant_type"):
@@ -201,6 +227,8 @@ def _fault_of_description(description: Mapping[str, Any] | None) -> str | None:
     for module, kind in modules_of(description).items():
         if kind not in TYPES:
             return f"{module} is {kind}; {', '.join(TYPES)} are supported"
+        if kind == INT4 and on_npu and (size := int4_form(description).group_size):
+            return f"{module} is {kind} in groups of {size}, which the CPU fallback alone has"
     return None
 
 

@@ -1,8 +1,10 @@
-"""Linear layers of four-bit weights whose inputs are not rounded (W4A16).
+"""Linear layers of four-bit weights, whose inputs are rounded to int8 (W4A8) or not (W4A16).
 
 Weights are numbers from 0 to 15, eight of them in an int32, the first in its lowest bits. A group
 of inputs, or all inputs of an output channel, has a scale and a zero point, which is 8 where none
 is written. A weight is ``(number - zero point) * scale``.
+
+With rounded inputs, weights are levels from -8 to 7 in int8, and `Int8Linear` multiplies by them.
 """
 
 from typing import Any
@@ -10,10 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A8Int,
+    CompressedTensorsWNA8Int,
+)
 from vllm.scalar_type import scalar_types
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.loaded import check_scales, dtype_of, name_of
+from vllm_npu_prep.quantization.int8 import Int8Linear
+from vllm_npu_prep.quantization.loaded import add_int8, check_scales, dtype_of, name_of
 
 PACKED = 8
 """Numbers of an int32."""
@@ -42,8 +49,8 @@ def dequantize_groups(
 class Int4LinearKernel(MPLinearKernel):
     """Linear layers of four-bit weights, for all of vLLM's readers of such files.
 
-    On the CPU fallback a layer has its weights in the model's dtype once they are loaded: a product
-    with them is quicker than one of int8 (`DequantizedLinear` multiplies in the same way).
+    Where inputs are not rounded, a layer has its weights in the model's dtype once they are loaded:
+    on the CPU fallback a product with them is quicker than one of int8.
     """
 
     @classmethod
@@ -53,13 +60,16 @@ class Int4LinearKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         """Take all that start-up has not refused by name."""
-        wanted = scalar_types.uint4 if c.zero_points else scalar_types.uint4b8
-        return c.weight_type == wanted, f"{c.weight_type} is not {wanted}"
+        wanted = (
+            [scalar_types.uint4] if c.zero_points else [scalar_types.uint4b8, scalar_types.int4]
+        )
+        return c.weight_type in wanted, f"{c.weight_type} is none of {wanted}"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace packed weights by those that the layer multiplies by."""
         packed, scale, zero = params = list[Any](self._get_weight_params(layer))
-        numbers = unpack(packed.data, packed.packed_dim)
+        is_packed = packed.dtype == torch.int32
+        numbers = unpack(packed.data, packed.packed_dim) if is_packed else packed.data
         numbers = numbers if packed.input_dim == 1 else numbers.t()
         scales = scale.data if scale.output_dim == 0 else scale.data.t()
         check_scales(layer, self.w_s_name, scales, of_groups=True)
@@ -67,16 +77,42 @@ class Int4LinearKernel(MPLinearKernel):
         if self.config.zero_points:
             zeros = unpack(zero.data, zero.packed_dim)
             zeros = zeros if zero.output_dim == 0 else zeros.t()
-        weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
+        if rounds_inputs(layer):
+            levels = numbers - SYMMETRIC_ZERO if is_packed else numbers
+        else:
+            weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if any(parameter is each for each in params):
                 delattr(layer, name)
-        layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        if rounds_inputs(layer):
+            add_levels(layer, levels, scales.float())
+        else:
+            layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
 
     def apply_weights(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if rounds_inputs(layer):
+            return layer.int8(x, bias)
         return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def rounds_inputs(layer: Any) -> bool:
+    """Return whether a layer's files ask for int8 inputs; AWQ's and GPTQ's never do."""
+    scheme = getattr(layer, "scheme", None)
+    return isinstance(scheme, CompressedTensorsW4A8Int | CompressedTensorsWNA8Int)
+
+
+def add_levels(layer: Any, levels: torch.Tensor, scales: torch.Tensor) -> None:
+    """Let a layer multiply rounded inputs by levels from -8 to 7.
+
+    Levels are ``[N, K]``, scales float32 ``[N, number of groups]``.
+    """
+    weight = levels.to(torch.int8).contiguous()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    by_channel = scales.shape[1] == 1
+    scale = scales[:, 0] if by_channel else scales.t()
+    add_int8(layer, Int8Linear(layer.weight.data.t(), scale.contiguous()), scales.contiguous())
 
 
 def refuse_cut_groups(

@@ -51,7 +51,7 @@ def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
     """Make a layer ready to multiply: its ``int8`` becomes the implementation for its device.
 
     The layer's parameters stay, because other parts of vLLM look at ``weight``. The scale is that
-    of the weights alone, float32 ``[N]``.
+    of the weights alone, float32 ``[N]``, or ``[N, G]`` for G groups of inputs.
     """
     layer.channel_scale = scale
     layer.int8 = int8_linear(kept, dtype_of(layer))
@@ -65,7 +65,9 @@ def dequantize(layer: Any) -> None:
     """
     if not isinstance(getattr(layer, "int8", None), Int8Linear):
         return
-    weight = layer.weight.detach().float() * layer.channel_scale[:, None]  # [N, K]
+    scale = layer.channel_scale.view(len(layer.weight), -1, 1)  # [N, G, 1]
+    groups = layer.weight.detach().float().unflatten(1, (scale.shape[1], -1))
+    weight = (groups * scale).flatten(1)  # [N, K]
     if layer.weight.dtype == dtype_of(layer):  # a reload has put int8 levels into it
         layer.weight.data.copy_(weight)
     else:

@@ -51,6 +51,7 @@ class Case(NamedTuple):
     static: bool = False
     left_out: tuple[str, ...] = ()
     in_graphs: bool = False
+    scheme: str = "W8A8"
 
 
 CASES = {
@@ -60,6 +61,9 @@ CASES = {
     "Qwen3, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14),
     "Qwen3, static": Case("Qwen3", "float16", MODELSLIM, 14, static=True),
     "Qwen3, static, bfloat16": Case("Qwen3", "bfloat16", MODELSLIM, 14, static=True),
+    # Levels are int8 on the device, too
+    "Qwen3, W4A8, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14, scheme="W4A8"),
+    "Qwen3, W4A8": Case("Qwen3", "float16", COMPRESSED, 14, scheme="W4A8"),
     "Llama": Case("Llama", "float16", COMPRESSED, 12),
     "Llama in graphs": Case("Llama", "float16", COMPRESSED, in_graphs=True),
     # Rounded in a launch of their own
@@ -102,7 +106,8 @@ def distance(model, int8, dtype, seed, **more):
 def test_logits_and_launches_of_a_layer(tmp_path, seed, name):
     case = CASES[name]
     model = make_model(tmp_path / "float", case.family, **case.config)
-    QUANTIZE(model, tmp_path / "int8", case.form, case.static, case.left_out)
+    how = {"keep": case.left_out, "scheme": case.scheme, "group": 0}
+    QUANTIZE(model, tmp_path / "int8", case.form, case.static, **how)
     mode = graphs("FULL_AND_PIECEWISE", 4, 16) if case.in_graphs else {}
     if "experts" in name:
         mode |= {"enable_expert_parallel": True}
