@@ -73,6 +73,7 @@ INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
 W4A8_TOKENS = (f"{INT8_TOKENS[0]}[W4A8, ModelSlim, groups]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
+INT4_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[Qwen3, AWQ]",)
 INT4 = ("tests/quantization/test_four_bits.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
@@ -691,6 +692,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int4: nibbles are swapped", "torch.arange(0, 32, 4, ", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], ", INT4),
         ("int4: zero points are off by one", "(groups - zeros)", "(groups - zeros + 1)", INT4),
         ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
+        ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=numbers.device)", INT4_ON_NPU),
+        ("int4: NPUs move zero points the other way", "(SYMMETRIC_ZERO - zeros.t())", "(zeros.t() - SYMMETRIC_ZERO)", INT4_ON_NPU),
         ("int4: the border of two ranks may lie in a group", "    if inputs % whole:\n", "    if inputs % 8:\n", INT4),
     ],
     "quantization/int8.py": [

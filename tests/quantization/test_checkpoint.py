@@ -412,18 +412,15 @@ def test_other_schemes_are_named(model, tmp_path, case):
     assert part in fault(config)
 
 
-@pytest.mark.parametrize("form", ["int4", "awq", "gptq", "pairs"])
-def test_int4_is_refused_on_npus(model, tmp_path, form):
-    QUANTIZE(model, tmp_path / "int4", **FORMS[form])
-    config = engine_config(tmp_path / "int4").model_config
-    assert fault(config) is None
-    assert "which the CPU fallback alone has" in fault(config, on_npu=True)
-
-
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
-def test_int4_rows_with_int8_inputs_are_served_on_npus(model, tmp_path, form):
-    QUANTIZE(model, tmp_path / "int4", **{**FORMS["rows"], "form": form})
-    assert fault(engine_config(tmp_path / "int4").model_config, on_npu=True) is None
+def test_int4_groups_with_int8_inputs_are_refused_on_npus(model, tmp_path, form):
+    for name, group, served in (("groups", 32, False), ("rows", 0, True)):
+        how = {**FORMS["rows"], "form": form, "group": group}
+        QUANTIZE(model, tmp_path / name, **how)
+        config = engine_config(tmp_path / name).model_config
+        assert fault(config) is None
+        found = fault(config, on_npu=True)
+        assert found is None if served else "which the CPU fallback alone has" in found
 
 
 def test_int4_scales_that_are_not_finite(model, tmp_path):

@@ -54,6 +54,9 @@ ON_NPUS = (
     "npu_dynamic_quant or npu_quantize round inputs, npu_quant_matmul multiplies; weights in ND"
 )
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
+FLOAT_INPUTS = "inputs that are not rounded"
+FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies; weights in ND"
+FLOAT_INPUTS_ON_THE_CPU = "weights are dequantised when they are loaded"
 
 
 def describe(model: "ModelConfig", on_npu: bool) -> str:
@@ -62,19 +65,27 @@ def describe(model: "ModelConfig", on_npu: bool) -> str:
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
-    return f"{text}: {ON_NPUS if on_npu else ON_THE_CPU}"
+    told = [ON_NPUS if on_npu else ON_THE_CPU] if "int8 inputs" in text else []
+    if FLOAT_INPUTS in text:
+        told.append(FLOAT_INPUTS_ON_NPUS if on_npu else FLOAT_INPUTS_ON_THE_CPU)
+    return f"{text}: {'; '.join(told)}"
+
+
+def leaves_inputs(model: "ModelConfig") -> bool:
+    """Return whether some layers have int4 weights and inputs that are not rounded."""
+    return model.quantization in FORMATS and FLOAT_INPUTS in _kinds(model)
 
 
 def _kinds(model: "ModelConfig") -> str:
     if model.quantization in (AWQ, GPTQ):
         size = _config_of(model).get("group_size")
-        return f"int4 by group of {size} with inputs that are not rounded"
+        return f"int4 by group of {size} with {FLOAT_INPUTS}"
     groups = (_config_of(model).get("config_groups") or {}).values()
     told = set()
     for group in groups:
-        inputs = "int8 inputs" if group.get("input_activations") else "inputs that are not rounded"
+        inputs = "int8 inputs" if group.get("input_activations") else FLOAT_INPUTS
         told.add(f"{_words(group.get('weights') or {})} with {inputs}")
-    return " and ".join(sorted(told)) or "rounded weights and inputs"
+    return " and ".join(sorted(told)) or "int8 inputs"
 
 
 def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
@@ -87,18 +98,18 @@ def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
     if method == MODELSLIM:
         return _fault_of_description(read_description(model.model, model.revision), on_npu)
     config = _config_of(model)
-    return (_fault_of_groups if method == COMPRESSED_TENSORS else fault_of_words)(config, on_npu)
+    return (
+        _fault_of_groups(config, on_npu) if method == COMPRESSED_TENSORS else fault_of_words(config)
+    )
 
 
-def fault_of_words(config: Mapping[str, Any], on_npu: bool = False) -> str | None:
+def fault_of_words(config: Mapping[str, Any]) -> str | None:
     """Say what of AWQ's or GPTQ's ``quantization_config`` can't be served; None if all can."""
     bits = config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size"))
     is_awq = config.get("quant_method") == "awq"
     if bits != 4:
         return f"its weights have {bits} bits; 4 are supported"
-    if on_npu:
-        return "its weights are int4, which the CPU fallback alone has"
     if not size or (size % SMALLEST_GROUP and (is_awq or size != -1)):
         return f"its groups are of {size}; {SMALLEST_GROUP} or a multiple are supported"
     if is_awq and not config.get("zero_point"):
@@ -174,7 +185,7 @@ def _fault_of_activations(group: Mapping[str, Any], may_be_static: bool = False)
 def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> str | None:
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     described = _words(weights)
-    if on_npu and not (inputs and weights.get("strategy") == "channel"):
+    if on_npu and inputs and weights.get("strategy") != "channel":
         return f"its weights are {described}, which the CPU fallback alone has"
     if weights.get("actorder") not in (None, "static", "weight"):
         return f"its weights are {described} in an order of activations (actorder)"

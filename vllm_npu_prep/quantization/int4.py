@@ -49,8 +49,9 @@ def dequantize_groups(
 class Int4LinearKernel(MPLinearKernel):
     """Linear layers of four-bit weights, for all of vLLM's readers of such files.
 
-    Where inputs are not rounded, a layer has its weights in the model's dtype once they are loaded:
-    on the CPU fallback a product with them is quicker than one of int8.
+    Where inputs are not rounded, a layer of the CPU fallback has its weights in the model's dtype
+    once they are loaded: a product with them is quicker there than one of int8. NPUs multiply by
+    packed ones, except of projections that latent attention's decodes absorb.
     """
 
     @classmethod
@@ -77,24 +78,68 @@ class Int4LinearKernel(MPLinearKernel):
         if self.config.zero_points:
             zeros = unpack(zero.data, zero.packed_dim)
             zeros = zeros if zero.output_dim == 0 else zeros.t()
-        if rounds_inputs(layer):
-            levels = numbers - SYMMETRIC_ZERO if is_packed else numbers
-        else:
-            weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if any(parameter is each for each in params):
                 delattr(layer, name)
         if rounds_inputs(layer):
+            levels = numbers - SYMMETRIC_ZERO if is_packed else numbers
             add_levels(layer, levels, scales.float())
-        else:
+        elif numbers.device.type == "cpu" or name_of(layer).endswith("kv_b_proj"):
+            weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
             layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        else:
+            add_packed(layer, numbers, scales, zeros if self.config.zero_points else None)
 
     def apply_weights(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         if rounds_inputs(layer):
             return layer.int8(x, bias)
+        if layer.weight.dtype == torch.int32:
+            return multiply_packed(layer, x, bias)
         return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def add_packed(
+    layer: Any, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> None:
+    """Give a layer what ``npu_weight_quant_batchmatmul`` takes, in ND.
+
+    Weights are int32 ``[K, N / 8]``: levels from -8 to 7, eight outputs in a word, the first in its
+    lowest bits, as ``npu_convert_weight_to_int4pack`` puts them (vllm-project/vllm-ascend,
+    ``quantization/methods/w4a8.py``, takes pairs in bytes as they are in place of its result).
+    """
+    outputs = len(numbers)
+    if outputs % PACKED:
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {outputs} of its outputs, which NPUs read by {PACKED} "
+            "from weights of four bits; use another --tensor-parallel-size"
+        )
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
+    halves = (numbers.t() - SYMMETRIC_ZERO & 15).unflatten(1, (-1, PACKED))  # [K, N / 8, 8]
+    made = {
+        "weight": (halves.int() << shifts).sum(2, dtype=torch.int32),
+        "group_scale": scales.t().to(dtype_of(layer)),
+    }
+    if zeros is not None:
+        made["group_offset"] = (SYMMETRIC_ZERO - zeros.t()).to(dtype_of(layer))
+    for name, data in made.items():
+        layer.register_parameter(name, nn.Parameter(data.contiguous(), requires_grad=False))
+
+
+def multiply_packed(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``x @ weight + bias`` in one launch; bfloat16 biases take one more."""
+    groups = len(layer.group_scale)
+    is_apart = bias is not None and bias.dtype == torch.bfloat16  # it would have to be float32
+    product = torch.ops.npu.npu_weight_quant_batchmatmul(
+        x.reshape(-1, x.shape[-1]),
+        layer.weight,
+        layer.group_scale,
+        getattr(layer, "group_offset", None),
+        bias=None if is_apart else bias,
+        antiquant_group_size=len(layer.weight) // groups if groups > 1 else 0,
+    ).view(*x.shape[:-1], -1)
+    return product + bias if is_apart else product
 
 
 def rounds_inputs(layer: Any) -> bool:

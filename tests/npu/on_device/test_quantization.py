@@ -64,6 +64,10 @@ CASES = {
     # Levels are int8 on the device, too
     "Qwen3, W4A8, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14, scheme="W4A8"),
     "Qwen3, W4A8": Case("Qwen3", "float16", COMPRESSED, 14, scheme="W4A8"),
+    # One more than of the float layer, which splits Q, K and V in their products
+    "Qwen3, AWQ": Case("Qwen3", "float16", "awq", 13, scheme="W4A16_ASYM"),
+    "Qwen3, W4A16": Case("Qwen3", "bfloat16", COMPRESSED, in_graphs=True, scheme="W4A16"),
+    "latent, W4A16": Case("DeepseekV3", "bfloat16", COMPRESSED, 0, LATENT, scheme="W4A16"),
     "Llama": Case("Llama", "float16", COMPRESSED, 12),
     "Llama in graphs": Case("Llama", "float16", COMPRESSED, in_graphs=True),
     # Rounded in a launch of their own
@@ -106,7 +110,8 @@ def distance(model, int8, dtype, seed, **more):
 def test_logits_and_launches_of_a_layer(tmp_path, seed, name):
     case = CASES[name]
     model = make_model(tmp_path / "float", case.family, **case.config)
-    how = {"keep": case.left_out, "scheme": case.scheme, "group": 0}
+    group = 32 if case.scheme.startswith("W4A16") else 0
+    how = {"keep": case.left_out, "scheme": case.scheme, "group": group}
     QUANTIZE(model, tmp_path / "int8", case.form, case.static, **how)
     mode = graphs("FULL_AND_PIECEWISE", 4, 16) if case.in_graphs else {}
     if "experts" in name:
@@ -196,9 +201,25 @@ def test_a_wrong_operator_is_named_at_start_up():
 
         return quant_matmul
 
-    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
+    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, is_int4=True)
     with (
         wrong_operator("npu_quant_matmul", make),
         pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"),
     ):
         int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
+
+
+def test_a_wrong_operator_of_int4_is_named_at_start_up():
+    """Planted: a kernel that takes each group's scale for the next one."""
+
+    def make(right):
+        def product(x, weight, scale, *args, **kwargs):
+            return right(x, weight, scale.roll(1, 0), *args, **kwargs)
+
+        return product
+
+    with (
+        wrong_operator("npu_weight_quant_batchmatmul", make),
+        pytest.raises(PrepError, match="computes npu_weight_quant_batchmatmul wrongly"),
+    ):
+        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, is_int4=True)
