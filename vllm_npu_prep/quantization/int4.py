@@ -88,7 +88,7 @@ class Int4LinearKernel(MPLinearKernel):
             weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
             layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         else:
-            add_packed(layer, numbers, scales, zeros if self.config.zero_points else None)
+            add_packed(layer, numbers, scales, zeros)
 
     def apply_weights(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -101,7 +101,7 @@ class Int4LinearKernel(MPLinearKernel):
 
 
 def add_packed(
-    layer: Any, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+    layer: Any, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int
 ) -> None:
     """Give a layer what ``npu_weight_quant_batchmatmul`` takes, in ND.
 
@@ -121,7 +121,7 @@ def add_packed(
         "weight": (halves.int() << shifts).sum(2, dtype=torch.int32),
         "group_scale": scales.t().to(dtype_of(layer)),
     }
-    if zeros is not None:
+    if isinstance(zeros, torch.Tensor):
         made["group_offset"] = (SYMMETRIC_ZERO - zeros.t()).to(dtype_of(layer))
     for name, data in made.items():
         layer.register_parameter(name, nn.Parameter(data.contiguous(), requires_grad=False))
