@@ -97,6 +97,14 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
         {},
     ),
     "W4A8, latent": (*DEEPSEEK, partial(QUANTIZE, **{**W4A8, "group": 0}, keep=("experts",)), {}),
+    "W4A8, ModelSlim, experts in groups": ("Qwen3Moe", MOE, partial(QUANTIZE, **W4A8), GRAPHS),
+    "W4A8, latent, experts": (*DEEPSEEK, partial(QUANTIZE, **{**W4A8, "group": 0}), {}),
+    "W4A16, experts in groups": (
+        "Qwen3Moe",
+        MOE,
+        partial(QUANTIZE, **COMPRESSED, scheme="W4A16", group=32),
+        GRAPHS,
+    ),
     "AWQ": ("Qwen3", {}, partial(QUANTIZE, **AWQ), {}),
     "GPTQ, biases, a float layer": (
         *QWEN2,

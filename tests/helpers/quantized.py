@@ -146,7 +146,9 @@ def round_modules(
         elif name.endswith("norm") and f"{name}.weight" in tensors:  # smoothing changes it
             module.weight.data = tensors[f"{name}.weight"].float()
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
-            _round_experts(module, name, tensors, ranks if cut_experts else 1)
+            int4 = weight_in(tensors, f"{name}.0.gate_proj") is not None
+            rounds = rounded_tokens if int4_rounds or not int4 else lambda x, slices=1: x
+            _round_experts(module, name, tensors, ranks if cut_experts else 1, rounds)
 
 
 def _in_transformers(name: str) -> str:
@@ -165,25 +167,33 @@ def _rounds(
     return lambda module, inputs: (rounded_all(inputs[0], step, start), *inputs[1:])
 
 
-def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor], slices: int) -> None:
+def _round_experts(
+    module: Any,
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    slices: int,
+    rounds: Callable[..., torch.Tensor],
+) -> None:
     """Let a module of fused experts compute with rounded weights and inputs, one by one."""
     weights = {}
     for expert in range(module.num_experts):
         for part in ("gate_proj", "up_proj", "down_proj"):
             key = f"{name}.{expert}.{part}"
-            scale = tensors[f"{key}.weight_scale"].float()
-            weights[expert, part] = tensors[f"{key}.weight"].float() * scale
+            weight = weight_in(tensors, key)
+            if weight is None:
+                weight = tensors[f"{key}.weight"].float() * tensors[f"{key}.weight_scale"].float()
+            weights[expert, part] = weight
 
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros_like(hidden_states)
         for token, (ids, factors) in enumerate(zip(top_k_index, top_k_weights)):
-            x = rounded_tokens(hidden_states[token])
+            x = rounds(hidden_states[token])
             for expert, factor in zip(ids.tolist(), factors):
                 gate = weights[expert, "gate_proj"] @ x
                 up = weights[expert, "up_proj"] @ x
-                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up, slices)
+                hidden = rounds(torch.nn.functional.silu(gate) * up, slices)
                 total[token] += factor * (weights[expert, "down_proj"] @ hidden)
         return total
 

@@ -384,8 +384,6 @@ def _check_packed(
             f"{path}: {module} has a weight_g_idx: its groups follow an order of activations "
             "(act-order), which is not supported; quantise without it, or with actorder static"
         )
-    if EXPERT.search(module):
-        raise PrepError(f"{path}: {module} is int4; experts are served in int8, 16 or 32 bits")
     outputs, inputs = weight.shape[0], 8 * weight.shape[1]
     shape = _values_of(folder, f"{module}.weight_shape", headers)
     if shape and (shape[0] != outputs or -(-shape[1] // 8) != weight.shape[1]):

@@ -37,7 +37,7 @@ from vllm_npu_prep.quantization.checkpoint import (
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import Int8Experts
+from vllm_npu_prep.quantization.experts import Int4Experts, Int8Experts
 from vllm_npu_prep.quantization.int4 import Int4LinearKernel, refuse_cut_groups
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
@@ -103,6 +103,8 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = schemes[0]["weights"]
         inputs: Any = schemes[0]["input_activations"]
+        if weights.num_bits == 4 and inputs is None and weights.symmetric:
+            return Int4Experts(layer, self, weights.group_size or -1)
         if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
             raise PrepError(
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "

@@ -35,6 +35,20 @@ def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return ((words[..., None] >> shifts) & 15).flatten(-2).movedim(-1, dim)
 
 
+def levels_of_pairs(pairs: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the levels from -8 to 7 in int8, twice as many along `dim`.
+
+    A byte has the first of two in its low half, which moves up, and back with its sign.
+    """
+    return torch.stack(((pairs << 4) >> 4, pairs >> 4), dim + 1).flatten(dim, dim + 1)
+
+
+def load_nothing(*args: Any, **kwargs: Any) -> bool:
+    """Load a tensor that follows from others, and that nobody needs."""
+    del args, kwargs
+    return True
+
+
 def dequantize_groups(
     numbers: torch.Tensor,  # int32 [N, K]
     scale: torch.Tensor,  # [N, number of groups]

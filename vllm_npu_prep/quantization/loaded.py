@@ -40,7 +40,8 @@ def check_offsets(layer: nn.Module, offsets: torch.Tensor) -> None:
 
 
 def name_of(layer: nn.Module) -> str:
-    return str(getattr(layer, "prefix", "") or type(layer).__name__)
+    name = getattr(layer, "prefix", "") or getattr(layer, "layer_name", "")
+    return str(name or type(layer).__name__)
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:

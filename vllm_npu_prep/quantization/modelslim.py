@@ -55,7 +55,12 @@ from vllm_npu_prep.quantization.checkpoint import (
 )
 from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.formats import MODELSLIM, int4_form, read_description
-from vllm_npu_prep.quantization.int4 import add_levels, refuse_cut_groups
+from vllm_npu_prep.quantization.int4 import (
+    add_levels,
+    levels_of_pairs,
+    load_nothing,
+    refuse_cut_groups,
+)
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
@@ -337,7 +342,7 @@ class ModelSlimInt4Linear(ModelSlimDynamicLinear):
                     GroupQuantScaleParameter, loader, data.float(), input_dim=1, output_dim=0
                 )
                 layer.register_parameter(name, made)
-        ignored = self.config.before_loading(_load_nothing)
+        ignored = self.config.before_loading(load_nothing)
         layer.scale_bias = _parameter(BasevLLMParameter, ignored, torch.empty(0))
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -357,13 +362,7 @@ class ModelSlimInt4Linear(ModelSlimDynamicLinear):
             check_scales(layer, "weight_scale_second", second, of_groups=True)
             check_offsets(layer, layer.weight_offset_second.detach())
             scale = scale * second
-        if in_pairs:  # the low half of a byte moves up, and back with its sign
-            levels = torch.stack(((levels << 4) >> 4, levels >> 4), 1).flatten(0, 1)
-        add_levels(layer, levels, scale)
-
-
-def _load_nothing(*args: Any, **kwargs: Any) -> None:
-    del args, kwargs
+        add_levels(layer, levels_of_pairs(levels, 0) if in_pairs else levels, scale)
 
 
 METHODS = {
@@ -396,6 +395,7 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
     kind = next(iter(kinds.values()))
     if kind == FLOAT:
         return UnquantizedFusedMoEMethod(layer.moe_config)
-    if kind != DYNAMIC:
+    if kind == STATIC:
         raise PrepError(f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} is supported")
-    return Int8Experts(layer, config, has_offsets=True)
+    int4 = config.int4 if kind == INT4 else None
+    return Int8Experts(layer, config, has_offsets=True, int4=int4)
