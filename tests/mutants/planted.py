@@ -689,7 +689,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: Gemma's norms multiply by one factor of 16 bits", "smooth_scale1=self.second", "smooth_scale1=None", INT8_ON_NPU),
     ],
     "quantization/int4.py": [
-        ("int4: nibbles are swapped", "torch.arange(0, 32, 4, ", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], ", INT4),
+        ("int4: nibbles are swapped", "torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], dtype=torch.int32)", INT4),
         ("int4: zero points are off by one", "(groups - zeros)", "(groups - zeros + 1)", INT4),
         ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
         ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=numbers.device)", INT4_ON_NPU),
