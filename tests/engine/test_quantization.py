@@ -289,6 +289,13 @@ RANKS = {  # family, its config, how it is quantised, settings
     "linear attention, static": ("Qwen3_5", GATED_DELTA, STATIC, {}),
     "int4 groups": ("Qwen3", {}, INT4, {}),
     "W4A8, ModelSlim, groups": ("Qwen3", {}, W4A8, {}),
+    "W4A8, experts cut": ("Qwen3Moe", {**MOE, "moe_intermediate_size": 64}, W4A8, {}),
+    "W4A16, experts shared out": (
+        "Qwen3Moe",
+        MOE,
+        {**COMPRESSED, "scheme": "W4A16", "group": 32},
+        {"enable_expert_parallel": True},
+    ),
     # With the first seed, a level decides which expert a token takes
     "linear attention, experts shared out": (
         "Qwen3Next",
@@ -318,4 +325,4 @@ def test_two_ranks_compute_with_their_slices(tmp_path, seed, family, config, how
     assert got == expected
     assert is_varied(expected)
     whole = greedy_tokens(rounded_model(model, folder), prompts, 10)
-    assert (whole == expected) == (how in (STATIC, INT4))
+    assert (whole == expected) == (how == STATIC or "W4A16" in how.get("scheme", ""))

@@ -70,7 +70,8 @@ INT8_TOKENS = (
     "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
 )
 INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
-W4A8_TOKENS = (f"{INT8_TOKENS[0]}[W4A8, ModelSlim, groups]",)
+W4A8_TOKENS = (f"{INT8_TOKENS[0]}[W4A8, ModelSlim, experts in groups]",)
+W4A16_TOKENS = (f"{INT8_TOKENS[0]}[W4A16, experts in groups]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
 INT4_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[Qwen3, AWQ]",)
@@ -681,6 +682,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
+        ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
+        ("int4: experts have each other's scales", "scale[expert], SYMMETRIC_ZERO", "scale[expert - 1], SYMMETRIC_ZERO", W4A16_TOKENS),
     ],
     "quantization/rounding.py": [
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),
@@ -689,6 +692,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: Gemma's norms multiply by one factor of 16 bits", "smooth_scale1=self.second", "smooth_scale1=None", INT8_ON_NPU),
     ],
     "quantization/int4.py": [
+        ("int4: outputs of a pair are swapped", "((pairs << 4) >> 4, pairs >> 4)", "(pairs >> 4, (pairs << 4) >> 4)", W4A8_TOKENS),
         ("int4: nibbles are swapped", "torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], dtype=torch.int32)", INT4),
         ("int4: zero points are off by one", "(groups - zeros)", "(groups - zeros + 1)", INT4),
         ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
@@ -707,7 +711,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: decodes absorb weights with one scale for all channels", "scale = layer.channel_scale.view(", "scale = layer.channel_scale.mean().expand_as(layer.channel_scale).contiguous().view(", INT8_LATENT),
     ],
     "quantization/modelslim.py": [
-        ("int4: outputs of a pair are swapped", "((levels << 4) >> 4, levels >> 4)", "(levels >> 4, (levels << 4) >> 4)", W4A8_TOKENS),
         ("int4: groups have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 1)", W4A8_TOKENS),
         ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", TWO_RANKS),
         ("int8: scales kept as bits are read as numbers", "scale.to(torch.int32).view(torch.float32)", "scale.float()", ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",)),

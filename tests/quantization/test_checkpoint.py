@@ -165,12 +165,7 @@ FILES = {
     "GPTQ: experts": (
         "gptq",
         more("model.layers.0.mlp.experts.0.up_proj.qweight", torch.ones(8, 8).int()),
-        ("model.layers.0.mlp.experts.0.up_proj is int4; experts are served in int8",),
-    ),
-    "int4: experts": (
-        "int4",
-        more("model.layers.0.mlp.experts.0.up_proj.weight_packed", torch.ones(8, 8).int()),
-        ("model.layers.0.mlp.experts.0.up_proj is int4; experts are served in int8",),
+        ("experts.0.up_proj is int4 in a format whose experts are not supported",),
     ),
     "int4: act-order": (
         "int4",

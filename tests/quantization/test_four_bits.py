@@ -11,13 +11,13 @@ from examples import four_bits
 from tests.helpers.four_bits import weight_in
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization import register_kernels
-from vllm_npu_prep.quantization.int4 import refuse_cut_groups
-from vllm_npu_prep.quantization.words import (
+from vllm_npu_prep.quantization.awq_gptq import (
     AWQLinearMethod,
     CheckedAWQConfig,
     CheckedGPTQConfig,
     GPTQLinearMethod,
 )
+from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 
 OUTPUTS, INPUTS = 48, 128
 

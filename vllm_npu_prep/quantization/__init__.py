@@ -12,10 +12,10 @@ def register_formats() -> None:
     """Let vLLM read these formats by this plugin's configs: needed wherever flags are parsed."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from vllm_npu_prep.quantization.awq_gptq import CheckedAWQConfig, CheckedGPTQConfig
     from vllm_npu_prep.quantization.compressed import CheckedCompressedTensorsConfig
     from vllm_npu_prep.quantization.formats import AWQ, COMPRESSED_TENSORS, GPTQ, MODELSLIM
     from vllm_npu_prep.quantization.modelslim import ModelSlimConfig
-    from vllm_npu_prep.quantization.words import CheckedAWQConfig, CheckedGPTQConfig
 
     register_quantization_config(MODELSLIM)(ModelSlimConfig)
     register_quantization_config(COMPRESSED_TENSORS)(CheckedCompressedTensorsConfig)

@@ -216,7 +216,7 @@ def check_compressed(
             raise PrepError(f"{folder / entry.file}: {module} has a weight_scale but no weight")
 
 
-def check_words(
+def check_awq_gptq(
     folder: Path, headers: Headers, form: str, group_size: int, num_layers: int
 ) -> dict[str, str]:
     """Hold AWQ's or GPTQ's weights against their scales; return each module's file.
@@ -239,7 +239,10 @@ def check_words(
         _refuse_layers_beyond(module, num_layers, path)
         _refuse_where_unserved(module, path)
         if EXPERT.search(module):
-            raise PrepError(f"{path}: {module} is int4; experts are served in int8, 16 or 32 bits")
+            raise PrepError(
+                f"{path}: {module} is int4 in a format whose experts are not supported; quantise "
+                "the model in the format of compressed-tensors or ModelSlim"
+            )
         if weight.dtype != "I32" or len(weight.shape) != 2:
             raise PrepError(
                 f"{path}: qweight of {module} is {list(weight.shape)} {weight.dtype}; int32 with "

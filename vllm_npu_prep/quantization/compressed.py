@@ -108,7 +108,8 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
         if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
             raise PrepError(
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
-                f"these have int{weights.num_bits} weights by {weights.strategy} and inputs by "
+                "or with symmetric int4 weights and inputs that are not rounded; these have "
+                f"int{weights.num_bits} weights by {weights.strategy} and inputs by "
                 f"{inputs.strategy if inputs else 'nothing'}"
             )
         return Int8Experts(layer, self)

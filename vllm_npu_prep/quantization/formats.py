@@ -98,12 +98,12 @@ def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
     if method == MODELSLIM:
         return _fault_of_description(read_description(model.model, model.revision), on_npu)
     config = _config_of(model)
-    return (
-        _fault_of_groups(config, on_npu) if method == COMPRESSED_TENSORS else fault_of_words(config)
-    )
+    if method != COMPRESSED_TENSORS:
+        return fault_of_awq_gptq(config)
+    return _fault_of_groups(config, on_npu)
 
 
-def fault_of_words(config: Mapping[str, Any]) -> str | None:
+def fault_of_awq_gptq(config: Mapping[str, Any]) -> str | None:
     """Say what of AWQ's or GPTQ's ``quantization_config`` can't be served; None if all can."""
     bits = config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size"))

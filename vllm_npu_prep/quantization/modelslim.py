@@ -396,6 +396,8 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
     if kind == FLOAT:
         return UnquantizedFusedMoEMethod(layer.moe_config)
     if kind == STATIC:
-        raise PrepError(f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} is supported")
+        raise PrepError(
+            f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} and {INT4} are supported"
+        )
     int4 = config.int4 if kind == INT4 else None
     return Int8Experts(layer, config, has_offsets=True, int4=int4)

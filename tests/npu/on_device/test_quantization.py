@@ -82,6 +82,13 @@ CASES = {
     ),
     "experts": Case("Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, in_graphs=True),
     "experts, ModelSlim": Case("Qwen3Moe", "float16", MODELSLIM, 0, MIXTURE, in_graphs=True),
+    # With the first seed, a level decides which expert a token takes
+    "experts, W4A8": Case(
+        "Qwen3Moe", "float16", MODELSLIM, 0, {**MIXTURE, "seed": 3}, in_graphs=True, scheme="W4A8"
+    ),
+    "experts, W4A16": Case(
+        "Qwen3Moe", "bfloat16", COMPRESSED, 0, MIXTURE, in_graphs=True, scheme="W4A16"
+    ),
     "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 0, HYBRID),
     "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 0, HYBRID | EXPERTS),
 }

@@ -18,8 +18,8 @@ from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, Au
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.checkpoint import check_words, read_headers, served_name
-from vllm_npu_prep.quantization.formats import fault_of_words
+from vllm_npu_prep.quantization.checkpoint import check_awq_gptq, read_headers, served_name
+from vllm_npu_prep.quantization.formats import fault_of_awq_gptq
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 from vllm_npu_prep.quantization.loaded import num_layers_of
 from vllm_npu_prep.quantization.modules import KnowsModules
@@ -42,7 +42,7 @@ class _Checked(KnowsModules):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """Refuse what vLLM would raise a longer error for."""
-        if found := fault_of_words(config):
+        if found := fault_of_awq_gptq(config):
             raise PrepError(f"--quantization {config.get('quant_method')}: {found}")
         return super().from_config(config)  # type: ignore[misc]  # vLLM's config is beside it
 
@@ -55,7 +55,7 @@ class _Checked(KnowsModules):
         )
         folder = Path(model_name)
         headers, (decoders, layers) = read_headers(folder), num_layers_of(hf_config)
-        modules = check_words(folder, headers, self.get_name(), self.group_size, layers)
+        modules = check_awq_gptq(folder, headers, self.get_name(), self.group_size, layers)
         self.expect({served_name(name, decoders): file for name, file in modules.items()})
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
@@ -64,7 +64,10 @@ class _Checked(KnowsModules):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            raise PrepError(f"{prefix}: experts are served in int8, 16 or 32 bits, not in int4")
+            raise PrepError(
+                f"{prefix}: experts of AWQ's and GPTQ's files are not supported; quantise the "
+                "model in the format of compressed-tensors or ModelSlim"
+            )
         if not isinstance(layer, LinearBase):
             return None
         self.made(prefix)
