@@ -1,4 +1,4 @@
-"""Write an int8 copy of a model: W8A8, one scale for each output channel.
+"""Write a quantised copy of a model: int8 or int4 weights, int8 or float inputs.
 
 For serving in earnest use a tool that knows more models and more ways to choose scales:
 llm-compressor writes compressed-tensors, msModelSlim writes the format of `--quantization ascend`.
@@ -6,6 +6,7 @@ llm-compressor writes compressed-tensors, msModelSlim writes the format of `--qu
     python examples/quantize.py --out .cache/tiny-qwen3-w8a8
     python examples/quantize.py --model MODEL --out FOLDER --format modelslim
     python examples/quantize.py --model MODEL --out FOLDER --static --text BOOK.txt
+    python examples/quantize.py --model MODEL --out FOLDER --scheme W4A16 --group 32
 
 What is quantised: the projections of attention, linear attention and MLPs, those of experts among
 them. Embeddings, norms, routers, gates, the head and the first projection of MTP layers keep their
@@ -17,6 +18,10 @@ First, transformers runs the model in float32 over the beginning of a text (`cal
 dtype if a few of its tokens have inputs that are many times larger than those of the others, as
 some `down_proj` do, because no scale suits both. `--plain` does neither of the two, and rounds to
 nearest; without `--static` it needs no run. `perplexity.py` tells what a copy loses.
+
+int4 weights are rounded without a run, and no module keeps its dtype because of its inputs. Groups
+of `--group` inputs have a scale, chosen among several by its rounding errors; W4A16_ASYM has zero
+points, too, and with W4A8 each token's inputs get a scale while serving (`four_bits.py`).
 """
 
 import argparse
@@ -67,7 +72,9 @@ DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30
 TOKENS_OF_RUN = 256
 RUNS_OVER_TEXT = 8
-FORMATS = ("compressed-tensors", "modelslim")
+FORMATS = ("compressed-tensors", "modelslim", "awq", "gptq")
+SCHEMES = ("W8A8", "W4A16", "W4A16_ASYM", "W4A8")
+"""As llm-compressor names them."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,8 +303,10 @@ def quantize(
     keep: tuple[str, ...] = (),
     text: str = "",
     plain: bool = False,
+    scheme: str = SCHEMES[0],
+    group: int = 128,
 ) -> list[str]:
-    """Write an int8 copy of a model; return the modules whose inputs make them keep their dtype.
+    """Write a quantised copy of a model; return modules that keep their dtype for their inputs.
 
     Parameters
     ----------
@@ -314,13 +323,25 @@ def quantize(
         Calibrates; token ids drawn at random do if it is empty.
     plain
         Don't smooth, and keep no module because of its inputs.
+    scheme
+        One of `SCHEMES`.
+    group
+        Inputs that share a scale of four-bit weights; 0 for all of an output channel.
 
     Raises
     ------
     ValueError
         If the folder holds no weights, or is quantised already; if transformers can't run it; if a
-        module would be dynamic in a static copy in compressed-tensors' form.
+        module would be dynamic in a static copy in compressed-tensors' form; if a module has no
+        whole number of groups; for a form that the scheme doesn't have.
     """
+    import four_bits  # beside this script
+
+    is_int8 = scheme == SCHEMES[0]
+    has_zeros = scheme.endswith("_ASYM")
+    schemes_of = {"modelslim": ("W8A8", "W4A8"), "awq": ("W4A16_ASYM",), "gptq": ("W4A16",)}
+    if scheme not in schemes_of.get(form, SCHEMES) or (static and not is_int8):
+        raise ValueError(f"--format {form} has no {scheme}{' with --static' if static else ''}")
     weights = dict.fromkeys(name for name, _ in tensors_of(model))
     if not weights:
         raise ValueError(f"{model} has no safetensors files")
@@ -330,7 +351,7 @@ def quantize(
     quantized = {n for n, t in tensors_of(model) if is_quantized(n, t, list(keep))}
     modules = {name.removesuffix(".weight") for name in quantized}
     ranges: Ranges = {}
-    if static or not plain:
+    if is_int8 and (static or not plain):
         ranges = input_ranges(model, modules, token_ids(model, text) if text else [])
     outlying: list[str] = []
     if not plain:
@@ -338,7 +359,7 @@ def quantize(
     modules.difference_update(outlying)
     quantized.difference_update(f"{name}.weight" for name in outlying)
     ranges = {name: ranges[name] for name in ranges if name in modules}
-    smooth = not plain and config.get("model_type") in SMOOTHED_MODELS
+    smooth = is_int8 and not plain and config.get("model_type") in SMOOTHED_MODELS
     columns, norms = smoothing(model, ranges) if smooth else ({}, {})
     ends = ends_of(ranges, columns) if static else {}
     if static and form != "modelslim" and (rest := sorted(modules - ends.keys())):
@@ -359,6 +380,12 @@ def quantize(
             files.add({name: tensor})
             description[name] = "FLOAT"
             continue
+        if not is_int8:
+            rounded = four_bits.round_groups(tensor, group, has_zeros, module)
+            made = four_bits.tensors(form, module, rounded, group)
+            description |= dict.fromkeys(made, "W4A8_DYNAMIC")
+            files.add(made)
+            continue
         values, scale = quantize_weight(tensor)
         made = {name: values, f"{module}.weight_scale": scale}
         if form != "modelslim" and static:
@@ -374,7 +401,12 @@ def quantize(
         files.add(made)
     files.close()
     if form == "modelslim":
-        header = {"model_quant_type": "W8A8" if static else "W8A8_DYNAMIC", "version": "1.0.0"}
+        kind = "W8A8" if static else "W8A8_DYNAMIC" if is_int8 else "W4A8_DYNAMIC"
+        header = {
+            "model_quant_type": kind,
+            "version": "1.0.0",
+            "group_size": 0 if is_int8 else group,
+        }
         (out / DESCRIPTION).write_text(json.dumps(header | description, indent=1))
     else:
         left_out = sorted(
@@ -385,7 +417,10 @@ def quantize(
             }
         )
         ignored = [each if IN_LAYER.search(each) else end_of(each, modules) for each in left_out]
-        config["quantization_config"] = compressed_tensors_config(ignored, static)
+        made_config = compressed_tensors_config(ignored, static)
+        if not is_int8:
+            made_config = four_bits.config_of(form, scheme, group, made_config)
+        config["quantization_config"] = made_config
         (out / "config.json").write_text(json.dumps(config, indent=1))
     return outlying
 
@@ -459,6 +494,16 @@ def main() -> None:
         default=FORMATS[0],
         help="whose files: %(default)s if not given",
     )
+    parser.add_argument(
+        "--scheme", choices=SCHEMES, default=SCHEMES[0], help="what is rounded: %(default)s"
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=128,
+        metavar="INPUTS",
+        help="inputs that share a scale of four-bit weights; 0: all (default: %(default)s)",
+    )
     parser.add_argument("--static", action="store_true", help="one scale for all tokens")
     parser.add_argument(
         "--text",
@@ -485,7 +530,7 @@ def main() -> None:
     try:
         text = args.text.read_text() if args.text else calibration_text(model)
         given = args.format, args.static, tuple(args.keep), text, args.plain
-        outlying = quantize(model, args.out, *given)
+        outlying = quantize(model, args.out, *given, args.scheme, args.group)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

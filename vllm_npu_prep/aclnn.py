@@ -50,6 +50,7 @@ FUNCTIONS = {
     "npu_swiglu": "aclnnSwiGlu",
     "npu_top_k_top_p": "aclnnApplyTopKTopP",
     "npu_transpose_batchmatmul": "aclnnTransposeBatchMatMul",
+    "npu_weight_quant_batchmatmul": "aclnnWeightQuantBatchMatmulV2",
 }
 """The function that each operator calls in the form that this plugin uses, on A2 and A3."""
 

@@ -1,4 +1,4 @@
-"""Int8 models through vLLM's engine: tokens are those of transformers with rounded inputs."""
+"""Quantised models through vLLM's engine: tokens are those of transformers with rounded inputs."""
 
 import json
 import shutil
@@ -20,6 +20,7 @@ from tests.helpers.quantized import (
     draw_biases,
     rounded_drafter,
     rounded_model,
+    tensors_in,
 )
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import asked_for, engine_of, on_both
@@ -29,6 +30,12 @@ from vllm_npu_prep.quantization.checkpoint import DESCRIPTION
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DYNAMIC, STATIC = {"form": "modelslim"}, {"form": "modelslim", "static": True}
 COMPRESSED = {"form": "compressed-tensors"}
+INT4 = {**COMPRESSED, "scheme": "W4A16_ASYM", "group": 32}
+W4A8 = {"form": "modelslim", "scheme": "W4A8", "group": 32}
+AWQ = {"form": "awq", "scheme": "W4A16_ASYM", "group": 32}
+GPTQ = {"form": "gptq", "scheme": "W4A16", "group": 32}
+INT4_ROWS = {**COMPRESSED, "scheme": "W4A16", "group": 0}
+WIDE = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +75,42 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     ),
     "biases, zero points": (*QWEN2, partial(QUANTIZE, **COMPRESSED, static=True), {}),
     "biases, ModelSlim": (*QWEN2, partial(QUANTIZE, **STATIC), {}),
+    "int4 groups with zero points": ("Qwen3", {}, partial(QUANTIZE, **INT4), GRAPHS),
+    "int4 rows, biases": (*QWEN2, partial(QUANTIZE, **INT4_ROWS, keep=("layers.0.mlp",)), {}),
+    "int4 groups of 128": (
+        "Llama",
+        WIDE,
+        partial(QUANTIZE, **COMPRESSED, scheme="W4A16", group=128),
+        {},
+    ),
+    "W4A8, ModelSlim, groups": ("Qwen3", {}, partial(QUANTIZE, **W4A8), GRAPHS),
+    "W4A8, ModelSlim, rows, biases": (
+        *QWEN2,
+        partial(QUANTIZE, **{**W4A8, "group": 0}, keep=("layers.0.mlp",)),
+        GRAPHS,
+    ),
+    "W4A8, groups": ("Qwen3", {}, partial(QUANTIZE, **{**W4A8, **COMPRESSED}), {}),
+    "W4A8, groups of 256": (
+        "Llama",
+        {**WIDE, "head_dim": 64},
+        partial(QUANTIZE, **{**W4A8, "group": 256}),
+        {},
+    ),
+    "W4A8, latent": (*DEEPSEEK, partial(QUANTIZE, **{**W4A8, "group": 0}, keep=("experts",)), {}),
+    "W4A8, ModelSlim, experts in groups": ("Qwen3Moe", MOE, partial(QUANTIZE, **W4A8), GRAPHS),
+    "W4A8, latent, experts": (*DEEPSEEK, partial(QUANTIZE, **{**W4A8, "group": 0}), {}),
+    "W4A16, experts in groups": (
+        "Qwen3Moe",
+        MOE,
+        partial(QUANTIZE, **COMPRESSED, scheme="W4A16", group=32),
+        GRAPHS,
+    ),
+    "AWQ": ("Qwen3", {}, partial(QUANTIZE, **AWQ), {}),
+    "GPTQ, biases, a float layer": (
+        *QWEN2,
+        partial(QUANTIZE, **GPTQ, keep=("layers.0.mlp.down_proj",)),
+        GRAPHS,
+    ),
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
     # vLLM calls MiniMax-M2's mixtures otherwise than the files do
     "MiniMaxM2": ("MiniMaxM2", MIXTURES["MiniMaxM2"], partial(QUANTIZE, **COMPRESSED), {}),
@@ -210,6 +253,32 @@ def test_the_description_is_found_without_a_flag(static):
     assert named.quant_config.modules == config.quant_config.modules
 
 
+def test_types_of_modelslim_side_by_side(qwen3, tmp_path, seed):
+    """As it writes large models: attention in W8A8, MLPs in W4A8, the first layer float."""
+    keep = ("layers.0.",)
+    folder, int4 = tmp_path / "mixed", tmp_path / "int4"
+    QUANTIZE(qwen3, folder, **STATIC, keep=keep)
+    QUANTIZE(qwen3, int4, **W4A8, keep=keep)
+    described = [json.loads((each / DESCRIPTION).read_text()) for each in (folder, int4)]
+    of_int4 = tensors_in(int4)
+
+    def mix(tensors):
+        for name in [name for name in tensors if ".mlp." in name and "layers.0." not in name]:
+            del tensors[name], described[0][name]
+        chosen = [name for name in of_int4 if ".mlp." in name and "layers.0." not in name]
+        tensors.update({name: of_int4[name] for name in chosen})
+        described[0].update({name: described[1][name] for name in (*chosen, "group_size")})
+
+    change_tensors(folder, mix)
+    (folder / DESCRIPTION).write_text(json.dumps(described[0]))
+    prompts = prompts_of(seed, [3, 40, 17])
+    with engine(folder) as llm:
+        kinds = set(llm.llm_engine.vllm_config.quant_config.modules.values())
+        got = generate(llm, prompts, greedy(12))
+    assert kinds == {"FLOAT", "W8A8", "W4A8_DYNAMIC"}
+    assert got == greedy_tokens(rounded_model(qwen3, folder), prompts, 12)
+
+
 async def all_at_once(ranks, prompts):
     return await ranks.generate(prompts, 10)
 
@@ -218,6 +287,15 @@ RANKS = {  # family, its config, how it is quantised, settings
     # The first layer is dense
     "experts cut": ("Qwen3Moe", {"mlp_only_layers": [0], **MOE}, COMPRESSED, {}),
     "linear attention, static": ("Qwen3_5", GATED_DELTA, STATIC, {}),
+    "int4 groups": ("Qwen3", {}, INT4, {}),
+    "W4A8, ModelSlim, groups": ("Qwen3", {}, W4A8, {}),
+    "W4A8, experts cut": ("Qwen3Moe", {**MOE, "moe_intermediate_size": 64}, W4A8, {}),
+    "W4A16, experts shared out": (
+        "Qwen3Moe",
+        MOE,
+        {**COMPRESSED, "scheme": "W4A16", "group": 32},
+        {"enable_expert_parallel": True},
+    ),
     # With the first seed, a level decides which expert a token takes
     "linear attention, experts shared out": (
         "Qwen3Next",
@@ -247,4 +325,4 @@ def test_two_ranks_compute_with_their_slices(tmp_path, seed, family, config, how
     assert got == expected
     assert is_varied(expected)
     whole = greedy_tokens(rounded_model(model, folder), prompts, 10)
-    assert (whole == expected) == (how == STATIC)
+    assert (whole == expected) == (how == STATIC or "W4A16" in how.get("scheme", ""))

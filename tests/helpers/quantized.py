@@ -1,4 +1,4 @@
-"""Int8 copies of tiny models, and what transformers makes of their rounded weights and inputs.
+"""Quantised copies of tiny models, and what transformers makes of their weights and inputs.
 
 transformers doesn't compute with int8. It runs the model with dequantised weights, and a hook
 rounds the inputs of each quantised layer: the same arithmetic in float32.
@@ -17,6 +17,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quantize
 
+from tests.helpers.four_bits import rounds_inputs, weight_in
 from tests.helpers.huggingface import load
 from tests.helpers.mtp import PlainDrafter
 
@@ -92,7 +93,8 @@ def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = F
     With `cut_experts` each rank has a part of each expert, rather than some of the experts.
     """
     network = load(model, experts_implementation="eager")
-    round_modules(network, tensors_in(int8), "", ranks, cut_experts)
+    rounds = rounds_inputs(int8)
+    round_modules(network, tensors_in(int8), "", ranks, cut_experts, rounds)
     return network
 
 
@@ -105,7 +107,7 @@ def rounded_drafter(model: Path, int8: Path, drafter: PlainDrafter) -> PlainDraf
         prefix = "mtp.layers.0."
     elif drafter.is_mimo:
         prefix = "model.mtp_layers.0."
-    round_modules(rounded.block, tensors_in(int8), prefix)
+    round_modules(rounded.block, tensors_in(int8), prefix, int4_rounds=rounds_inputs(int8))
     return rounded
 
 
@@ -115,11 +117,18 @@ def round_modules(
     prefix: str = "",
     ranks: int = 1,
     cut_experts: bool = False,
+    int4_rounds: bool = False,
 ) -> None:
     """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
     tensors = {_in_transformers(name): tensor for name, tensor in tensors.items()}
     for name, module in network.named_modules():
         name = prefix + name
+        if (weight := weight_in(tensors, name)) is not None:
+            module.weight.data = weight
+            if int4_rounds and not name.endswith(".kv_b_proj"):
+                slices = ranks if name.endswith(SUMMED) else 1
+                module.register_forward_pre_hook(_rounds(None, None, slices))
+            continue
         scale = tensors.get(f"{name}.weight_scale")
         if scale is not None:
             module.weight.data = tensors[f"{name}.weight"].float() * scale.float()
@@ -137,7 +146,9 @@ def round_modules(
         elif name.endswith("norm") and f"{name}.weight" in tensors:  # smoothing changes it
             module.weight.data = tensors[f"{name}.weight"].float()
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
-            _round_experts(module, name, tensors, ranks if cut_experts else 1)
+            int4 = weight_in(tensors, f"{name}.0.gate_proj") is not None
+            rounds = rounded_tokens if int4_rounds or not int4 else lambda x, slices=1: x
+            _round_experts(module, name, tensors, ranks if cut_experts else 1, rounds)
 
 
 def _in_transformers(name: str) -> str:
@@ -156,25 +167,33 @@ def _rounds(
     return lambda module, inputs: (rounded_all(inputs[0], step, start), *inputs[1:])
 
 
-def _round_experts(module: Any, name: str, tensors: dict[str, torch.Tensor], slices: int) -> None:
+def _round_experts(
+    module: Any,
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    slices: int,
+    rounds: Callable[..., torch.Tensor],
+) -> None:
     """Let a module of fused experts compute with rounded weights and inputs, one by one."""
     weights = {}
     for expert in range(module.num_experts):
         for part in ("gate_proj", "up_proj", "down_proj"):
             key = f"{name}.{expert}.{part}"
-            scale = tensors[f"{key}.weight_scale"].float()
-            weights[expert, part] = tensors[f"{key}.weight"].float() * scale
+            weight = weight_in(tensors, key)
+            if weight is None:
+                weight = tensors[f"{key}.weight"].float() * tensors[f"{key}.weight_scale"].float()
+            weights[expert, part] = weight
 
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros_like(hidden_states)
         for token, (ids, factors) in enumerate(zip(top_k_index, top_k_weights)):
-            x = rounded_tokens(hidden_states[token])
+            x = rounds(hidden_states[token])
             for expert, factor in zip(ids.tolist(), factors):
                 gate = weights[expert, "gate_proj"] @ x
                 up = weights[expert, "up_proj"] @ x
-                hidden = rounded_tokens(torch.nn.functional.silu(gate) * up, slices)
+                hidden = rounds(torch.nn.functional.silu(gate) * up, slices)
                 total[token] += factor * (weights[expert, "down_proj"] @ hidden)
         return total
 

@@ -69,8 +69,12 @@ INT8_TOKENS = (
     "tests/engine/test_quantization.py::test_tokens_are_those_of_rounded_weights_and_inputs",
 )
 INT8_LATENT = (f"{INT8_TOKENS[0]}[latent]",)
+W4A8_TOKENS = (f"{INT8_TOKENS[0]}[W4A8, ModelSlim, experts in groups]",)
+W4A16_TOKENS = (f"{INT8_TOKENS[0]}[W4A16, experts in groups]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
+INT4_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[Qwen3, AWQ]",)
+INT4 = ("tests/quantization/test_four_bits.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
 V2_DRAFT_MODEL = (
@@ -660,6 +664,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "quantization/checkpoint.py": [
+        ("int4: act-order passes the check of files", "    if order and order != [", "    if order and order == [", INT8_FILES),
+        ("int4: scales of other groups pass the check of files", "    if given not in allowed:", "    if given in ():", INT8_FILES),
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
         ("int8: experts in one tensor of layers that draft are taken for int8", 'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:', "if True:", INT8_MTP),
         ("int8: layers of MiMo that draft begin at the first layer", "layers.{num_decoder_layers + int(found[1])}.", "layers.{int(found[1])}.", INT8_MTP),
@@ -672,6 +678,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
+        ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
+        ("int4: experts have each other's scales", "scale[expert], SYMMETRIC_ZERO", "scale[expert - 1], SYMMETRIC_ZERO", W4A16_TOKENS),
     ],
     "quantization/rounding.py": [
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),
@@ -679,16 +687,27 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: norms without a residual keep their epsilon", "self._round(x, x, 4 * epsilon)[0]", "self._round(x, x, epsilon)[0]", INT8_ON_NPU),
         ("int8: Gemma's norms multiply by one factor of 16 bits", "smooth_scale1=self.second", "smooth_scale1=None", INT8_ON_NPU),
     ],
+    "quantization/int4.py": [
+        ("int4: outputs of a pair are swapped", "((pairs << 4) >> 4, pairs >> 4)", "(pairs >> 4, (pairs << 4) >> 4)", W4A8_TOKENS),
+        ("int4: nibbles are swapped", "torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], dtype=torch.int32)", INT4),
+        ("int4: zero points are off by one", "(groups - zeros)", "(groups - zeros + 1)", INT4),
+        ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
+        ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=numbers.device)", INT4_ON_NPU),
+        ("int4: NPUs move zero points the other way", "(SYMMETRIC_ZERO - zeros.t())", "(zeros.t() - SYMMETRIC_ZERO)", INT4_ON_NPU),
+        ("int4: the border of two ranks may lie in a group", "    if inputs % whole:\n", "    if inputs % 8:\n", INT4),
+    ],
     "quantization/int8.py": [
+        ("int4: groups of rounded inputs begin one later", "slice(group * size, (group + 1) * size)", "slice(group * size - group, (group + 1) * size - group)", W4A8_TOKENS),
         ("int8: all tokens get the first one's scale", "product *= rows.scale[:, None]", "product *= rows.scale[:1, None]", INT8_TOKENS),
         ("int8: the offset of inputs stays in", "sums = sums + self.sum_bias", "sums = sums + 0 * self.sum_bias", INT8_TOKENS),
-        ("int8: scales of latent queries stay in the order of heads", "weight_scale=self.weight_scale[order]", "weight_scale=self.weight_scale", INT8_ON_NPU),
+        ("int8: scales of latent queries stay in the order of heads", "weight_scale=self.weight_scale[..., order]", "weight_scale=self.weight_scale", INT8_ON_NPU),
         ("SwiGLU rounds rows that CANN's operator takes in parts", "    if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:\n", "    if True:\n", INT8_ON_NPU),
     ],
     "quantization/loaded.py": [
-        ("int8: decodes absorb weights with one scale for all channels", "layer.channel_scale[:, None]", "layer.channel_scale.mean()", INT8_LATENT),
+        ("int8: decodes absorb weights with one scale for all channels", "scale = layer.channel_scale.view(", "scale = layer.channel_scale.mean().expand_as(layer.channel_scale).contiguous().view(", INT8_LATENT),
     ],
     "quantization/modelslim.py": [
+        ("int4: groups have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 1)", W4A8_TOKENS),
         ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", TWO_RANKS),
         ("int8: scales kept as bits are read as numbers", "scale.to(torch.int32).view(torch.float32)", "scale.float()", ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",)),
         ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", TWO_RANKS),

@@ -20,8 +20,15 @@ from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.quantization.modules import refuse_unknown
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
-FORMS = {"compressed": ("compressed-tensors", False)} | {
-    kind: ("modelslim", kind == "static") for kind in ("dynamic", "static")
+FORMS = {
+    "compressed": {"form": "compressed-tensors"},
+    "dynamic": {"form": "modelslim"},
+    "static": {"form": "modelslim", "static": True},
+    "int4": {"form": "compressed-tensors", "scheme": "W4A16_ASYM", "group": 32},
+    "pairs": {"form": "modelslim", "scheme": "W4A8", "group": 32},
+    "rows": {"form": "modelslim", "scheme": "W4A8", "group": 0},
+    "awq": {"form": "awq", "scheme": "W4A16_ASYM", "group": 32},
+    "gptq": {"form": "gptq", "scheme": "W4A16", "group": 32},
 }
 
 
@@ -61,7 +68,7 @@ FILES = {
     "a float weight among int8 ones": (
         "compressed",
         changed(f"{Q}.weight", torch.Tensor.float),
-        (f"the weight of {Q} is F32, int8 is expected", "ignore"),
+        (f"the weight of {Q} is F32, a quantised one is expected", "ignore"),
     ),
     "a layer too many": (
         "compressed",
@@ -95,13 +102,83 @@ FILES = {
         changed(f"{DOWN}.quant_bias", lambda b: b[:9]),
         (f"quant_bias of {DOWN} is [9]",),
     ),
+    "int4: no scales": (
+        "int4",
+        without(f"{Q}.weight_scale"),
+        (f"weight_packed of {Q} is [64, 8]", "weight_scale [64, 2] and", "no weight_scale and"),
+    ),
+    "int4: no zero points": (
+        "int4",
+        without(f"{Q}.weight_zero_point"),
+        (
+            f"weight_packed of {Q}",
+            "weight_zero_point [8, 2] is expected",
+            "no weight_zero_point is",
+        ),
+    ),
+    "int4: scales of other groups": (
+        "int4",
+        changed(f"{DOWN}.weight_scale", lambda s: s[:, :1]),
+        (f"weight_packed of {DOWN} is [64, 16]", "groups of 32", "weight_scale [64, 4] and"),
+    ),
+    "int4: a packed width that does not fit": (
+        "int4",
+        changed(f"{Q}.weight_packed", lambda w: w[:, :-1]),
+        (f"weight_packed of {Q} is [64, 7]", "weight_shape [64, 64]: [64, 8] is expected"),
+    ),
+    "int4: not packed": (
+        "int4",
+        changed(f"{Q}.weight_packed", torch.Tensor.char),
+        (f"weight_packed of {Q} is [64, 8] I8; int32",),
+    ),
+    "W4A8: no second scales": (
+        "pairs",
+        without(f"{Q}.weight_scale_second"),
+        (f"{Q} has no weight_scale_second, which W4A8_DYNAMIC needs",),
+    ),
+    "W4A8: second scales of other groups": (
+        "pairs",
+        changed(f"{DOWN}.weight_scale_second", lambda s: s[:, :2]),
+        (f"weight_scale_second of {DOWN} is [64, 2], its weight [32, 128]: [64, 4] is expected",),
+    ),
+    "W4A8: not in pairs": (
+        "pairs",
+        changed(f"{Q}.weight", lambda w: w.repeat(2, 1)),
+        (f"weight_scale of {Q} is [64, 1], its weight [64, 64]:", "[128, 1] is expected"),
+    ),
+    "AWQ: no zero points": ("awq", without(f"{Q}.qzeros"), (f"{Q} has no qzeros, which auto_awq",)),
+    "AWQ: scales of other groups": (
+        "awq",
+        changed(f"{DOWN}.scales", lambda s: s[:1]),
+        (f"scales of {DOWN} is [1, 64], its weight [128, 8]: [4, 64] is expected",),
+    ),
+    "GPTQ: a packed width that does not fit": (
+        "gptq",
+        changed(f"{Q}.qweight", lambda w: w[:4]),
+        (f"scales of {Q} is [2, 64], its weight [4, 64]: [1, 64] is expected",),
+    ),
+    "GPTQ: act-order": (
+        "gptq",
+        changed(f"{Q}.g_idx", lambda order: order.flip(0)),
+        (f"g_idx of {Q} is not one group of 32 after another (act-order)",),
+    ),
+    "GPTQ: experts": (
+        "gptq",
+        more("model.layers.0.mlp.experts.0.up_proj.qweight", torch.ones(8, 8).int()),
+        ("experts.0.up_proj is int4 in a format whose experts are not supported",),
+    ),
+    "int4: act-order": (
+        "int4",
+        more(f"{Q}.weight_g_idx", torch.zeros(64, dtype=torch.int32)),
+        (f"{Q} has a weight_g_idx", "act-order"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_files_that_do_not_fit(model, tmp_path, case):
     form, change, parts = FILES[case]
-    QUANTIZE(model, tmp_path / "int8", *FORMS[form])
+    QUANTIZE(model, tmp_path / "int8", **FORMS[form])
     change_tensors(tmp_path / "int8", change)
     check_refused(tmp_path / "int8", parts)
 
@@ -153,7 +230,7 @@ def test_int8_embeddings_and_heads_are_refused(model, tmp_path, form, module):
     if path.exists():
         described = json.loads(path.read_text()) | {f"{module}.weight": "W8A8_DYNAMIC"}
         path.write_text(json.dumps(described))
-    check_refused(folder, (f"{module} is int8; embeddings, heads", "16 or 32 bits only"))
+    check_refused(folder, (f"{module} is quantised; embeddings, heads", "16 or 32 bits only"))
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
@@ -259,7 +336,27 @@ def test_modules_outside_of_layers_are_named_by_their_ends():
 
 
 GROUPS = {
-    "int4 weights": ({"weights": {"num_bits": 4}}, "int4 by channel"),
+    "int4 weights, int4 inputs": (
+        {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}},
+        "its inputs are int4 by token",
+    ),
+    "int4 weights with zero points, int8 inputs": (
+        {"weights": {"num_bits": 4, "symmetric": False}},
+        "int4 by channel, asymmetric; beside inputs of int8",
+    ),
+    "int4 by tensor": (
+        {"weights": {"num_bits": 4, "strategy": "tensor"}},
+        "int4 by tensor; groups",
+    ),
+    "small groups": (
+        {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16}},
+        "int4 by group of 16; groups of 32",
+    ),
+    "act-order": ({"weights": {"num_bits": 4, "actorder": "group"}}, "order of activations"),
+    "int4, not packed": (
+        {"weights": {"num_bits": 4}, "input_activations": None},
+        "int4 by channel in the format int-quantized",
+    ),
     "groups": ({"weights": {"strategy": "group"}}, "int8 by group"),
     "asymmetric weights": ({"weights": {"symmetric": False}}, "asymmetric"),
     "float8": ({"weights": {"type": "float"}}, "float8"),
@@ -268,6 +365,31 @@ GROUPS = {
     "int4 inputs": ({"input_activations": {"num_bits": 4}}, "int4 by token"),
     "quantised cache": ({"kv_cache_scheme": {"num_bits": 8}}, "KV cache"),
 }
+
+
+WORDS = {
+    "8 bits": ("gptq", {"bits": 8}, "8 bits; 4 are"),
+    "asymmetric": ("gptq", {"sym": False}, "asymmetric (sym)"),
+    "act-order": ("gptq", {"desc_act": True}, "order of activations (desc_act)"),
+    "modules of their own": ("gptq", {"dynamic": {"-:lm_head": {}}}, "in different ways (dynamic)"),
+    "a head": ("gptq", {"lm_head": True}, "head is quantised"),
+    "no zero points": ("awq", {"zero_point": False}, "no zero points (zero_point)"),
+    "small groups": ("awq", {"group_size": 16}, "groups are of 16; 32 or"),
+    "one group": ("awq", {"group_size": -1}, "groups are of -1; 32 or"),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_other_words_of_awq_and_gptq_are_named(model, tmp_path, case):
+    form, change, part = WORDS[case]
+    QUANTIZE(model, tmp_path / "int4", **FORMS[form])
+    path = tmp_path / "int4/config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(PrepError, match=re.escape(part)) as refused:
+        engine_config(tmp_path / "int4")
+    assert "\n" not in str(refused.value) and f"--quantization {form}: " in str(refused.value)
 
 
 @pytest.mark.parametrize("case", GROUPS)
@@ -285,9 +407,34 @@ def test_other_schemes_are_named(model, tmp_path, case):
     assert part in fault(config)
 
 
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_int4_groups_with_int8_inputs_are_refused_on_npus(model, tmp_path, form):
+    for name, group, served in (("groups", 32, False), ("rows", 0, True)):
+        how = {**FORMS["rows"], "form": form, "group": group}
+        QUANTIZE(model, tmp_path / name, **how)
+        config = engine_config(tmp_path / name).model_config
+        assert fault(config) is None
+        found = fault(config, on_npu=True)
+        assert found is None if served else "which the CPU fallback alone has" in found
+
+
+def test_int4_scales_that_are_not_finite(model, tmp_path):
+    """Scales of groups may be 0 or negative."""
+    QUANTIZE(model, tmp_path / "int4", **FORMS["int4"])
+
+    def change(tensors):
+        tensors[f"{Q}.weight_scale"][:2, 1] = torch.tensor([0.0, -1.0])
+        tensors[f"{DOWN}.weight_scale"][5, 1] = torch.nan
+
+    change_tensors(tmp_path / "int4", change)
+    text = f"{re.escape(DOWN)}: weight_scale holds values that are not finite"
+    with pytest.raises(PrepError, match=text), engine(tmp_path / "int4"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(f"{Q}.weight", "W4A8_DYNAMIC"), (f"{Q}.weight", "W8A8_MXFP8"), ("kv_cache_type", "C8")],
+    [(f"{Q}.weight", "W4A4_DYNAMIC"), (f"{Q}.weight", "W8A8_MXFP8"), ("kv_cache_type", "C8")],
 )
 def test_other_types_of_modelslim_are_named(model, tmp_path, name, kind):
     QUANTIZE(model, tmp_path / "int8", "modelslim")

@@ -5,23 +5,27 @@ on this host yet is checked by the loader alone.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_npu_prep.errors import PrepError
 
 DESCRIPTION = "quant_model_description.json"
-FLOAT, STATIC, DYNAMIC = "FLOAT", "W8A8", "W8A8_DYNAMIC"
-TYPES = (FLOAT, STATIC, DYNAMIC)
+FLOAT, STATIC, DYNAMIC, INT4 = "FLOAT", "W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"
+TYPES = (FLOAT, STATIC, DYNAMIC, INT4)
 """The names that ModelSlim has for how a weight was quantised, as far as this plugin can serve
 them."""
 
 REQUIRED = {
     STATIC: ("weight_scale", "input_scale", "input_offset", "quant_bias", "deq_scale"),
     DYNAMIC: ("weight_scale",),
+    INT4: ("weight_scale",),
 }
 """Tensors beside ``weight`` that each type needs."""
+
+PACKED_WEIGHT = ".weight_packed"
+"""End of the names of weights of four bits, eight to an int32."""
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 MTP_LAYER = re.compile(r"\bmtp_layers\.(\d+)\.")
@@ -35,6 +39,16 @@ FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_p
 
 NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
 """Modules that vLLM makes without a look at how they were quantised."""
+
+
+EXPERT = re.compile(r"\.experts\.")
+
+
+class Int4Form(NamedTuple):
+    """How a ModelSlim checkpoint has its weights of four bits."""
+
+    in_pairs: bool  # two outputs in a byte, the first in its low half; else one
+    group_size: int  # inputs that share a second scale; 0 if there is none
 
 
 class Entry(NamedTuple):
@@ -68,6 +82,16 @@ def read_headers(folder: Path) -> dict[str, Entry]:
         except (SafetensorError, OSError) as error:
             raise PrepError(f"{path}: no safetensors file: {error}") from None
     return found
+
+
+def _values_of(folder: Path, name: str, headers: Headers) -> list[int]:
+    """Read a small tensor; it is empty if no file has it."""
+    from safetensors import safe_open
+
+    if name not in headers:
+        return []
+    with safe_open(folder / headers[name].file, "pt") as file:
+        return file.get_tensor(name).tolist()
 
 
 def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
@@ -109,7 +133,7 @@ def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[
 
 
 def check_description(
-    folder: Path, modules: Mapping[str, str], headers: Headers, num_layers: int
+    folder: Path, modules: Mapping[str, str], headers: Headers, num_layers: int, int4: Int4Form
 ) -> None:
     """Hold ModelSlim's description against the files and the model's config.
 
@@ -136,7 +160,7 @@ def check_description(
                 f"{weight.dtype}; quantise the model again, or mend the description"
             )
         if kind != FLOAT:
-            _check_module(folder, module, kind, headers)
+            _check_module(folder, module, kind, headers, int4)
     for name, entry in headers.items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and entry.dtype == "I8" and module not in modules:
@@ -149,12 +173,13 @@ def check_compressed(
     ignored: Iterable[str],
     num_layers: int,
     num_decoder_layers: int | None = None,
+    schemes: Iterable[Any] = (),
 ) -> None:
     """Hold the weights of a compressed-tensors checkpoint against their scales.
 
     Modules that config.json leaves out (`ignored`) are names, or ``re:`` and a pattern.
     `num_layers` includes layers that draft, `num_decoder_layers` doesn't; None means that no layer
-    drafts.
+    drafts. `schemes` are the ``weights`` of ``config_groups``.
 
     Raises
     ------
@@ -163,13 +188,18 @@ def check_compressed(
     """
     ignored = tuple(ignored)
     num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
-    int8 = [n.removesuffix(".weight") for n in _weights(headers) if headers[n].dtype == "I8"]
-    names = {module.rpartition(".")[2] for module in int8}
-    for module in int8:
-        path = folder / headers[f"{module}.weight"].file
+    modules = quantized_modules(headers)
+    names = {module.rpartition(".")[2] for module in modules}
+    forms = {(each.group_size or -1, bool(each.symmetric)) for each in schemes if each}
+    for module, weight in modules.items():
+        path = folder / headers[weight].file
         _refuse_layers_beyond(module, num_layers, path)
         _refuse_where_unserved(module, path)
-        _check_module(folder, module, DYNAMIC, headers)
+        if weight.endswith(PACKED_WEIGHT):
+            _check_packed(folder, module, forms, headers)
+        else:
+            sizes = {size for size, _ in forms if size > 0}
+            _check_module(folder, module, DYNAMIC, headers, group_sizes=sizes)
     for name in _weights(headers):
         module, entry = name.removesuffix(".weight"), headers[name]
         is_left_out = any(_matches(module, pattern) for pattern in ignored)
@@ -177,13 +207,75 @@ def check_compressed(
             continue  # it drafts, and is served as it is
         if module.rpartition(".")[2] in names and entry.dtype != "I8" and not is_left_out:
             raise PrepError(
-                f"{folder / entry.file}: the weight of {module} is {entry.dtype}, int8 is "
-                'expected; quantise it, or add it to "ignore" in config.json'
+                f"{folder / entry.file}: the weight of {module} is {entry.dtype}, a quantised one "
+                'is expected; quantise it, or add it to "ignore" in config.json'
             )
     for name, entry in headers.items():
         module, _, last = name.rpartition(".")
-        if last == "weight_scale" and f"{module}.weight" not in headers:
+        if last == "weight_scale" and module not in modules:
             raise PrepError(f"{folder / entry.file}: {module} has a weight_scale but no weight")
+
+
+def check_awq_gptq(
+    folder: Path, headers: Headers, form: str, group_size: int, num_layers: int
+) -> dict[str, str]:
+    """Hold AWQ's or GPTQ's weights against their scales; return each module's file.
+
+    The form is ``auto_awq`` or ``auto_gptq``, the size of groups -1 if all inputs are one, and the
+    number of layers includes those that draft.
+
+    Raises
+    ------
+    PrepError
+        For the first module that lacks something; it names the module and the file.
+    """
+    found = {}
+    for name, weight in headers.items():
+        module, _, last = name.rpartition(".")
+        if last != "qweight":
+            continue
+        path = folder / weight.file
+        found[module] = str(path)
+        _refuse_layers_beyond(module, num_layers, path)
+        _refuse_where_unserved(module, path)
+        if EXPERT.search(module):
+            raise PrepError(
+                f"{path}: {module} is int4 in a format whose experts are not supported; quantise "
+                "the model in the format of compressed-tensors or ModelSlim"
+            )
+        if weight.dtype != "I32" or len(weight.shape) != 2:
+            raise PrepError(
+                f"{path}: qweight of {module} is {list(weight.shape)} {weight.dtype}; int32 with "
+                "two dimensions is expected"
+            )
+        first, second = weight.shape
+        is_awq = form == "auto_awq"
+        inputs, outputs = (first, 8 * second) if is_awq else (8 * first, second)
+        size = inputs if group_size == -1 else group_size
+        groups = -(-inputs // size)
+        for kind, shape in {"scales": (groups, outputs), "qzeros": (groups, outputs // 8)}.items():
+            entry = headers.get(f"{module}.{kind}")
+            if entry is None:
+                raise PrepError(f"{path}: {module} has no {kind}, which {form} needs")
+            if entry.shape != shape:
+                raise PrepError(
+                    f"{folder / entry.file}: {kind} of {module} is {list(entry.shape)}, its weight "
+                    f"{list(weight.shape)}: {list(shape)} is expected"
+                )
+        order = _values_of(folder, f"{module}.g_idx", headers)
+        if order and order != [number // size for number in range(inputs)]:
+            raise PrepError(
+                f"{path}: g_idx of {module} is not one group of {size} after another (act-order), "
+                "which is not supported; quantise without desc_act"
+            )
+    return found
+
+
+def quantized_modules(headers: Headers) -> dict[str, str]:
+    """Return the names of quantised weights, int8 or packed into int32, by their modules."""
+    int8 = {n.removesuffix(".weight"): n for n in _weights(headers) if headers[n].dtype == "I8"}
+    packed = {n.removesuffix(PACKED_WEIGHT): n for n in headers if n.endswith(PACKED_WEIGHT)}
+    return int8 | packed
 
 
 def _weights(headers: Headers) -> Iterator[str]:
@@ -218,7 +310,7 @@ def _drafts(module: str, num_decoder_layers: int) -> bool:
 def _refuse_where_unserved(module: str, path: Path) -> None:
     if NEVER_INT8.search(module):
         raise PrepError(
-            f"{path}: {module} is int8; embeddings, heads and the projections with which MTP "
+            f"{path}: {module} is quantised; embeddings, heads and the projections with which MTP "
             "layers begin are served in 16 or 32 bits only"
         )
 
@@ -230,7 +322,14 @@ def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
         )
 
 
-def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> None:
+def _check_module(
+    folder: Path,
+    module: str,
+    kind: str,
+    headers: Headers,
+    int4: Int4Form | None = None,
+    group_sizes: Collection[int] = (),
+) -> None:
     weight = headers[f"{module}.weight"]
     path = folder / weight.file
     if weight.dtype != "I8" or len(weight.shape) != 2:
@@ -238,13 +337,22 @@ def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> Non
             f"{path}: the weight of {module} is {weight.dtype} {list(weight.shape)}; int8 with "
             "two dimensions is expected"
         )
-    outputs = weight.shape[0]
-    for name in REQUIRED[kind]:
+    outputs, inputs = weight.shape
+    required, second = REQUIRED[kind], (outputs, 1)
+    if kind == INT4 and int4 is not None:
+        outputs *= 2 if int4.in_pairs else 1
+        if int4.group_size:
+            required = (*required, "weight_scale_second")
+            second = (outputs, -(-inputs // int4.group_size))
+    for name in required:
         if f"{module}.{name}" not in headers:
             raise PrepError(f"{path}: {module} has no {name}, which {kind} needs")
     single, channel = {(), (1,)}, {(outputs,), (outputs, 1)}
-    shapes = {
-        "weight_scale": channel | single if kind == DYNAMIC else channel,
+    shapes: dict[str, set[Any]] = {
+        "weight_scale": (channel | single if kind == DYNAMIC else channel)
+        | {(outputs, inputs // size) for size in group_sizes if inputs % size == 0},
+        "weight_scale_second": {second},
+        "weight_offset_second": {second},
         "weight_offset": channel,
         "input_scale": single,
         "input_offset": single,
@@ -260,3 +368,55 @@ def _check_module(folder: Path, module: str, kind: str, headers: Headers) -> Non
                 f"{folder / entry.file}: {name} of {module} is {list(entry.shape)}, its weight "
                 f"{list(weight.shape)}: {expected} is expected"
             )
+
+
+def _check_packed(
+    folder: Path, module: str, forms: Collection[tuple[int, bool]], headers: Headers
+) -> None:
+    """Hold a weight of four bits against its scales.
+
+    Forms are the sizes of groups in config.json, -1 for one group, each with whether its weights
+    are symmetric.
+    """
+    weight = headers[f"{module}{PACKED_WEIGHT}"]
+    path, found = folder / weight.file, f"weight_packed of {module} is {list(weight.shape)}"
+    if weight.dtype != "I32" or len(weight.shape) != 2:
+        raise PrepError(f"{path}: {found} {weight.dtype}; int32 with two dimensions is expected")
+    if f"{module}.weight_g_idx" in headers:
+        raise PrepError(
+            f"{path}: {module} has a weight_g_idx: its groups follow an order of activations "
+            "(act-order), which is not supported; quantise without it, or with actorder static"
+        )
+    outputs, inputs = weight.shape[0], 8 * weight.shape[1]
+    shape = _values_of(folder, f"{module}.weight_shape", headers)
+    if shape and (shape[0] != outputs or -(-shape[1] // 8) != weight.shape[1]):
+        raise PrepError(
+            f"{path}: {found}, its weight_shape {list(shape)}: {[shape[0], -(-shape[1] // 8)]} is "
+            "expected"
+        )
+    allowed: set[tuple[Any, ...]] = set()
+    for size, is_symmetric in forms:
+        groups = 1 if size == -1 else inputs // size
+        if size == -1 or inputs % size == 0:
+            zeros = None if is_symmetric else (-(-outputs // 8), groups)
+            allowed.add(((outputs, groups), zeros))
+    entries = [headers.get(f"{module}.{n}") for n in ("weight_scale", "weight_zero_point")]
+    given = tuple(None if each is None else each.shape for each in entries)
+    if given not in allowed:
+        sizes = " or ".join(str(size) for size in sorted({size for size, _ in forms}))
+        raise PrepError(
+            f"{path}: {found}; for groups of {sizes} (config.json) {_shapes(*allowed)} is "
+            f"expected beside it, {_shapes(given)} is there"
+        )
+
+
+def _shapes(*pairs: tuple[Any, ...]) -> str:
+    """Name pairs of shapes of scales and zero points; None is a tensor that is missing."""
+    told = [
+        " and ".join(
+            f"no {name}" if shape is None else f"{name} {list(shape)}"
+            for name, shape in zip(("weight_scale", "weight_zero_point"), pair)
+        )
+        for pair in sorted(pairs, key=str)
+    ]
+    return " or ".join(told) or "another width"

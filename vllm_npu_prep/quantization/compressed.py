@@ -21,6 +21,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A8Int,
+    CompressedTensorsWNA8Int,
+    CompressedTensorsWNA16,
+)
 from vllm.platforms.interface import PlatformEnum
 
 from vllm_npu_prep.errors import PrepError
@@ -28,10 +33,12 @@ from vllm_npu_prep.quantization.checkpoint import (
     check_compressed,
     float_modules_that_draft,
     prefix_of,
+    quantized_modules,
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import Int8Experts
+from vllm_npu_prep.quantization.experts import Int4Experts, Int8Experts
+from vllm_npu_prep.quantization.int4 import Int4LinearKernel, refuse_cut_groups
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
@@ -42,6 +49,9 @@ from vllm_npu_prep.quantization.modules import KnowsModules
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
+
+
+INT4 = (CompressedTensorsWNA16, CompressedTensorsWNA8Int, CompressedTensorsW4A8Int)
 
 
 class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
@@ -58,11 +68,13 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
         headers = read_headers(folder)
         if headers:
             decoders, layers = num_layers_of(hf_config)
-            check_compressed(folder, headers, self.ignore, layers, decoders)
+            packed = [group["weights"] for group in self.target_scheme_map.values()]
+            check_compressed(folder, headers, self.ignore, layers, decoders, packed)
             self.ignore = [*self.ignore, *float_modules_that_draft(headers, decoders)]
-            weights = {name.removesuffix(".weight"): each for name, each in headers.items()}
-            int8 = {name: each for name, each in weights.items() if each.dtype == "I8"}
-            files = {name: str(folder / each.file) for name, each in int8.items()}
+            files = {
+                name: str(folder / headers[weight].file)
+                for name, weight in quantized_modules(headers).items()
+            }
             made = {served_name(name, decoders): file for name, file in files.items()}
             self.expect({prefix_of(name, hf_config): file for name, file in made.items()})
 
@@ -91,10 +103,14 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = schemes[0]["weights"]
         inputs: Any = schemes[0]["input_activations"]
+        if weights.num_bits == 4 and inputs is None and weights.symmetric:
+            return Int4Experts(layer, self, weights.group_size or -1)
         if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
             raise PrepError(
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
-                f"these have weights by {weights.strategy} and inputs by {inputs.strategy}"
+                "or with symmetric int4 weights and inputs that are not rounded; these have "
+                f"int{weights.num_bits} weights by {weights.strategy} and inputs by "
+                f"{inputs.strategy if inputs else 'nothing'}"
             )
         return Int8Experts(layer, self)
 
@@ -103,11 +119,24 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
 class CheckedLinearMethod(CompressedTensorsLinearMethod):
     """vLLM's method, which holds the model's modules against the files before loading."""
 
-    def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **extra: Any,
+    ) -> None:
         """Make vLLM's parameters, with scales that are 0 until a file gives them."""
         config: Any = self.quantization_config
-        loader = config.before_loading(extra["weight_loader"])
-        super().create_weights(layer, *args, **{**extra, "weight_loader": loader})
+        extra["weight_loader"] = config.before_loading(extra["weight_loader"])
+        sizes = input_size_per_partition, output_partition_sizes
+        if isinstance(scheme := layer.scheme, INT4):
+            has_zeros = not getattr(scheme, "symmetric", True)
+            is_packed = not isinstance(scheme, CompressedTensorsW4A8Int)
+            if is_packed or scheme.group_size != -1:
+                refuse_cut_groups(layer, scheme.group_size, *sizes, has_zeros)
+        super().create_weights(layer, *sizes, *args, **extra)
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:
                 scale.data.zero_()  # vLLM leaves what memory held, which may pass for scales
@@ -159,3 +188,5 @@ def register_kernel() -> None:
 
     if Int8LinearKernel not in linear._POSSIBLE_INT8_KERNELS.get(PlatformEnum.OOT, ()):
         register_linear_kernel(Int8LinearKernel, PlatformEnum.OOT, "int8")
+    if Int4LinearKernel not in linear._POSSIBLE_KERNELS.get(PlatformEnum.OOT, ()):
+        register_linear_kernel(Int4LinearKernel, PlatformEnum.OOT, "mp")

@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, FLOAT, TYPES, modules_of
+from vllm_npu_prep.quantization.checkpoint import (
+    DESCRIPTION,
+    FLOAT,
+    INT4,
+    TYPES,
+    Int4Form,
+    modules_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 MODELSLIM, COMPRESSED_TENSORS = "ascend", "compressed-tensors"
-FORMATS = (COMPRESSED_TENSORS, MODELSLIM)
+AWQ, GPTQ = "auto_awq", "auto_gptq"
+"""What vLLM makes of ``awq`` and ``gptq`` in config.json."""
+
+FORMATS = (COMPRESSED_TENSORS, MODELSLIM, AWQ, GPTQ)
 """Values of ``--quantization`` that are served."""
 
 
@@ -37,22 +47,48 @@ def find_description(vllm_config: "VllmConfig") -> None:
         )
 
 
+SMALLEST_GROUP = 32
+"""Inputs that share a scale of four-bit weights; larger groups are multiples of it."""
+
 ON_NPUS = (
     "npu_dynamic_quant or npu_quantize round inputs, npu_quant_matmul multiplies; weights in ND"
 )
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
+FLOAT_INPUTS = "inputs that are not rounded"
+FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies; weights in ND"
+FLOAT_INPUTS_ON_THE_CPU = "weights are dequantised when they are loaded"
 
 
 def describe(model: "ModelConfig", on_npu: bool) -> str:
     """Return start-up's line: the format, how many modules of each kind, and which operators."""
-    text = f"{model.quantization}, int8 weights and inputs"
+    text = f"{model.quantization}, {_kinds(model)}"
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
-    return f"{text}: {ON_NPUS if on_npu else ON_THE_CPU}"
+    told = [ON_NPUS if on_npu else ON_THE_CPU] if "int8 inputs" in text else []
+    if FLOAT_INPUTS in text:
+        told.append(FLOAT_INPUTS_ON_NPUS if on_npu else FLOAT_INPUTS_ON_THE_CPU)
+    return f"{text}: {'; '.join(told)}"
 
 
-def fault(model: "ModelConfig") -> str | None:
+def leaves_inputs(model: "ModelConfig") -> bool:
+    """Return whether some layers have int4 weights and inputs that are not rounded."""
+    return model.quantization in FORMATS and FLOAT_INPUTS in _kinds(model)
+
+
+def _kinds(model: "ModelConfig") -> str:
+    if model.quantization in (AWQ, GPTQ):
+        size = _config_of(model).get("group_size")
+        return f"int4 by group of {size} with {FLOAT_INPUTS}"
+    groups = (_config_of(model).get("config_groups") or {}).values()
+    told = set()
+    for group in groups:
+        inputs = "int8 inputs" if group.get("input_activations") else FLOAT_INPUTS
+        told.add(f"{_words(group.get('weights') or {})} with {inputs}")
+    return " and ".join(sorted(told)) or "int8 inputs"
+
+
+def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
     """Say what of a model's quantisation can't be served, in a few words; None if all can."""
     method = model.quantization
     if method is None and getattr(model, "quantization_config", None) is None:
@@ -60,11 +96,36 @@ def fault(model: "ModelConfig") -> str | None:
     if method not in FORMATS or getattr(model, "quantization_config", None) is not None:
         return f"there are no kernels for {method or 'quantisation at start-up'}"
     if method == MODELSLIM:
-        return _fault_of_description(read_description(model.model, model.revision))
-    return _fault_of_groups(_compressed_config(model))
+        return _fault_of_description(read_description(model.model, model.revision), on_npu)
+    config = _config_of(model)
+    if method != COMPRESSED_TENSORS:
+        return fault_of_awq_gptq(config)
+    return _fault_of_groups(config, on_npu)
 
 
-def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
+def fault_of_awq_gptq(config: Mapping[str, Any]) -> str | None:
+    """Say what of AWQ's or GPTQ's ``quantization_config`` can't be served; None if all can."""
+    bits = config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size"))
+    is_awq = config.get("quant_method") == "awq"
+    if bits != 4:
+        return f"its weights have {bits} bits; 4 are supported"
+    if not size or (size % SMALLEST_GROUP and (is_awq or size != -1)):
+        return f"its groups are of {size}; {SMALLEST_GROUP} or a multiple are supported"
+    if is_awq and not config.get("zero_point"):
+        return "its weights have no zero points (zero_point), which AWQ's files are read with"
+    if not is_awq and not config.get("sym"):
+        return "its weights are asymmetric (sym); symmetric ones are supported"
+    if config.get("desc_act") and size != -1:
+        return "its groups follow an order of activations (desc_act)"
+    if config.get("lm_head"):
+        return "its head is quantised (lm_head), which is served in 16 or 32 bits"
+    if config.get("dynamic"):
+        return "its modules are quantised in different ways (dynamic)"
+    return None
+
+
+def _config_of(model: "ModelConfig") -> Mapping[str, Any]:
     text = getattr(model.hf_config, "text_config", None)
     for config in (model.hf_config, text):
         for name in ("quantization_config", "compression_config"):
@@ -74,7 +135,7 @@ def _compressed_config(model: "ModelConfig") -> Mapping[str, Any]:
     return {}
 
 
-def _fault_of_groups(config: Mapping[str, Any]) -> str | None:
+def _fault_of_groups(config: Mapping[str, Any], on_npu: bool) -> str | None:
     if config.get("kv_cache_scheme"):
         return "it quantises the KV cache (kv_cache_scheme)"
     transforms = config.get("transform_config") or {}
@@ -83,14 +144,16 @@ def _fault_of_groups(config: Mapping[str, Any]) -> str | None:
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         return "its weights are sparse (sparsity_config)"
     for name, group in (config.get("config_groups") or {}).items():
-        found = _fault_of_group(group)
+        form = group.get("format") or config.get("format")
+        is_int4 = _bits(group.get("weights")) == 4
+        found = _fault_of_int4(group, form, on_npu) if is_int4 else _fault_of_group(group)
         if found is not None:
             return f"{found} ({name} of its quantization_config)"
     return None
 
 
 def _fault_of_group(group: Mapping[str, Any]) -> str | None:
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
     described = _words(weights)
     if weights.get("num_bits") != 8 or weights.get("type", "int") != "int":
         return f"its weights are {described}"
@@ -98,12 +161,17 @@ def _fault_of_group(group: Mapping[str, Any]) -> str | None:
         return f"its weights are {described}; one symmetric scale for a channel is supported"
     if not inputs:
         return "its inputs are not quantised"
+    return _fault_of_activations(group, may_be_static=True)
+
+
+def _fault_of_activations(group: Mapping[str, Any], may_be_static: bool = False) -> str | None:
+    inputs = group.get("input_activations") or {}
     if inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int":
         return f"its inputs are {_words(inputs)}"
     if inputs.get("dynamic"):
         is_served = inputs.get("strategy") == "token" and inputs.get("symmetric", True)
     else:
-        is_served = inputs.get("strategy") == "tensor"
+        is_served = may_be_static and inputs.get("strategy") == "tensor"
     if not is_served:
         return (
             f"its inputs are {_words(inputs)}; a symmetric scale for each token, or a static one "
@@ -114,14 +182,54 @@ def _fault_of_group(group: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> str | None:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    described = _words(weights)
+    if on_npu and inputs and weights.get("strategy") != "channel":
+        return f"its weights are {described}, which the CPU fallback alone has"
+    if weights.get("actorder") not in (None, "static", "weight"):
+        return f"its weights are {described} in an order of activations (actorder)"
+    size = weights.get("group_size") or -1
+    is_grouped = weights.get("strategy") == "group" and size > 0 and size % SMALLEST_GROUP == 0
+    if not is_grouped and weights.get("strategy") != "channel":
+        return (
+            f"its weights are {described}; groups of {SMALLEST_GROUP} or a multiple are supported"
+        )
+    if inputs and not weights.get("symmetric", True):
+        return f"its weights are {described}; beside inputs of int8, symmetric ones are supported"
+    if form != "pack-quantized" and not (inputs and form == "int-quantized"):
+        return f"its weights are {described} in the format {form}; pack-quantized is supported"
+    return _fault_of_activations(group) if inputs else None
+
+
+def _bits(scheme: Mapping[str, Any] | None) -> int | None:
+    """Return the bits of whole numbers; None for other types."""
+    scheme = scheme or {}
+    return scheme.get("num_bits") if scheme.get("type", "int") == "int" else None
+
+
 def _words(scheme: Mapping[str, Any]) -> str:
     """Name bits, type, granularity and symmetry as compressed-tensors does."""
     symmetry = "" if scheme.get("symmetric", True) else ", asymmetric"
     strategy = scheme.get("strategy") or "?"
+    if scheme.get("group_size"):
+        strategy += f" of {scheme['group_size']}"
     return f"{scheme.get('type', 'int')}{scheme.get('num_bits')} by {strategy}{symmetry}"
 
 
-def _fault_of_description(description: Mapping[str, Any] | None) -> str | None:
+def int4_form(description: Mapping[str, Any]) -> Int4Form:
+    """Tell how ModelSlim wrote weights of four bits.
+
+    Version 1.0.0 has two in a byte. Groups are of 256 if nothing else is said (both from
+    vllm-project/vllm-ascend, ``quantization/methods/w4a8.py``); without second scales there are
+    none.
+    """
+    is_grouped = any(name.endswith(".weight_scale_second") for name in description)
+    size = int(description.get("group_size") or 256) if is_grouped else 0
+    return Int4Form(description.get("version") == "1.0.0", size)
+
+
+def _fault_of_description(description: Mapping[str, Any] | None, on_npu: bool) -> str | None:
     if description is None:
         return f"it has no {DESCRIPTION}"
     for name in ("kv_quant_type", "kv_cache_type", "fa_quant_type", "indexer_quant_type"):
@@ -130,6 +238,8 @@ def _fault_of_description(description: Mapping[str, Any] | None) -> str | None:
     for module, kind in modules_of(description).items():
         if kind not in TYPES:
             return f"{module} is {kind}; {', '.join(TYPES)} are supported"
+        if kind == INT4 and on_npu and (size := int4_form(description).group_size):
+            return f"{module} is {kind} in groups of {size}, which the CPU fallback alone has"
     return None
 
 

@@ -57,7 +57,8 @@ class Int8Linear:
     weight
         int8 ``[K, N]``: a transposed view, which both devices read as it is.
     weight_scale
-        float32 ``[N]``. If static, it is the input's scale times the weight's.
+        float32 ``[N]``. If static, it is the input's scale times the weight's. ``[G, N]`` if each
+        of G groups of inputs has its own.
     input_scale, input_offset
         If static, float32 ``[1]`` and int32 ``[1]``. None if each token gets a scale.
     sum_bias
@@ -89,7 +90,7 @@ class Int8Linear:
         """Return a layer whose column i is column ``order[i]``; the weight is written in place."""
         self.weight.copy_(self.weight[:, order])
         bias = None if self.sum_bias is None else self.sum_bias[order]
-        return replace(self, weight_scale=self.weight_scale[order], sum_bias=bias)
+        return replace(self, weight_scale=self.weight_scale[..., order], sum_bias=bias)
 
     def quantize(self, x: torch.Tensor) -> QuantizedRows:
         """Round rows ``[T, K]`` to int8."""
@@ -110,15 +111,28 @@ class TorchInt8Linear(Int8Linear):
         return QuantizedRows(quantize_all(x, self.input_scale, self.input_offset), None, x.dtype)
 
     def multiply(self, rows: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-        sums = torch._int_mm(rows.values.contiguous(), self.weight)  # int32 [T, N]
-        if self.sum_bias is not None:
-            sums = sums + self.sum_bias
-        product = sums.float() * self.weight_scale
+        if self.weight_scale.dim() == 2:
+            product = self._sum_of_groups(rows.values)
+        else:
+            sums = torch._int_mm(rows.values.contiguous(), self.weight)  # int32 [T, N]
+            if self.sum_bias is not None:
+                sums = sums + self.sum_bias
+            product = sums.float() * self.weight_scale
         if rows.scale is not None:
             product *= rows.scale[:, None]
         if bias is not None:
             product += bias
         return product.to(rows.dtype)
+
+    def _sum_of_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """Return float32 ``[T, N]``: exact sums within groups, whose scales multiply in float32."""
+        size = len(self.weight) // len(self.weight_scale)
+        product = torch.zeros(len(values), self.weight.shape[1])
+        for group, scale in enumerate(self.weight_scale):
+            part = slice(group * size, (group + 1) * size)
+            sums = torch._int_mm(values[:, part].contiguous(), self.weight[part])
+            product += sums.float() * scale
+        return product
 
 
 class NPUInt8Linear(Int8Linear):

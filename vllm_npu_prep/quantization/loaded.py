@@ -9,20 +9,24 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.int8 import DequantizedLinear, Int8Linear, int8_linear
 
 
-def check_scales(layer: nn.Module, name: str, scales: torch.Tensor) -> None:
+def check_scales(
+    layer: nn.Module, name: str, scales: torch.Tensor, of_groups: bool = False
+) -> None:
     """Raise unless all scales are positive and finite: others would turn rows into NaN.
 
-    A layer's scales are 0 until a file gives it some.
+    A layer's scales are 0 until a file gives it some. Those of groups of weights may be 0, for
+    groups of zeros, and negative: tools choose the sign by the larger end of a group.
     """
     if not bool(scales.any()):
         raise PrepError(
-            f"{name_of(layer)} is to be int8, but no file gives it a {name}: vLLM has another name "
-            "for it than the checkpoint, or none; quantise it, or leave the model in 16 bits"
+            f"{name_of(layer)} is to be quantised, but no file gives it a {name}: vLLM has another "
+            "name for it than the checkpoint, or none; quantise it, or leave the model in 16 bits"
         )
-    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+    if not bool((torch.isfinite(scales) & ((scales > 0) | of_groups)).all()):
         raise PrepError(
-            f"{name_of(layer)}: {name} holds values that are not positive and finite; the "
-            "checkpoint is damaged, or its weights were quantised wrongly"
+            f"{name_of(layer)}: {name} holds values that are not "
+            f"{'' if of_groups else 'positive and '}finite; the checkpoint is damaged, or its "
+            "weights were quantised wrongly"
         )
 
 
@@ -36,7 +40,8 @@ def check_offsets(layer: nn.Module, offsets: torch.Tensor) -> None:
 
 
 def name_of(layer: nn.Module) -> str:
-    return str(getattr(layer, "prefix", "") or type(layer).__name__)
+    name = getattr(layer, "prefix", "") or getattr(layer, "layer_name", "")
+    return str(name or type(layer).__name__)
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
@@ -47,7 +52,7 @@ def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
     """Make a layer ready to multiply: its ``int8`` becomes the implementation for its device.
 
     The layer's parameters stay, because other parts of vLLM look at ``weight``. The scale is that
-    of the weights alone, float32 ``[N]``.
+    of the weights alone, float32 ``[N]``, or ``[N, G]`` for G groups of inputs.
     """
     layer.channel_scale = scale
     layer.int8 = int8_linear(kept, dtype_of(layer))
@@ -61,7 +66,9 @@ def dequantize(layer: Any) -> None:
     """
     if not isinstance(getattr(layer, "int8", None), Int8Linear):
         return
-    weight = layer.weight.detach().float() * layer.channel_scale[:, None]  # [N, K]
+    scale = layer.channel_scale.view(len(layer.weight), -1, 1)  # [N, G, 1]
+    groups = layer.weight.detach().float().unflatten(1, (scale.shape[1], -1))
+    weight = (groups * scale).flatten(1)  # [N, K]
     if layer.weight.dtype == dtype_of(layer):  # a reload has put int8 levels into it
         layer.weight.data.copy_(weight)
     else:

@@ -4,6 +4,10 @@
 ``weight`` ``[N, K]``, the files have ``weight_scale`` and ``weight_offset`` ``[N, 1]``; static
 quantisation adds ``input_scale``, ``input_offset``, ``deq_scale`` (the product of both scales) and
 ``quant_bias`` (the layer's bias divided by ``deq_scale``, less the offset times the weights' sums).
+
+Weights of four bits are int8 as well, or two outputs in a byte ``[N / 2, K]``. With groups, a
+``weight_scale_second`` ``[N, K / group]`` multiplies ``weight_scale``. ``scale_bias``, which CANN's
+operators take for such weights, follows from the others, and is not read.
 """
 
 from collections.abc import Callable
@@ -26,8 +30,11 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.parameter import (
+    BasevLLMParameter,
     ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
     ModelWeightParameter,
+    PackedvLLMParameter,
     PerTensorScaleParameter,
 )
 
@@ -36,7 +43,9 @@ from vllm_npu_prep.quantization.checkpoint import (
     DESCRIPTION,
     DYNAMIC,
     FLOAT,
+    INT4,
     STATIC,
+    Int4Form,
     check_description,
     float_modules_that_draft,
     modules_of,
@@ -45,7 +54,13 @@ from vllm_npu_prep.quantization.checkpoint import (
     served_name,
 )
 from vllm_npu_prep.quantization.experts import Int8Experts
-from vllm_npu_prep.quantization.formats import MODELSLIM, read_description
+from vllm_npu_prep.quantization.formats import MODELSLIM, int4_form, read_description
+from vllm_npu_prep.quantization.int4 import (
+    add_levels,
+    levels_of_pairs,
+    load_nothing,
+    refuse_cut_groups,
+)
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
@@ -68,7 +83,9 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
     Attributes
     ----------
     modules
-        ``FLOAT``, ``W8A8`` or ``W8A8_DYNAMIC`` of each weight, by the module's name in vLLM.
+        One of `TYPES` of each weight, by the module's name in vLLM.
+    int4
+        How the files have weights of four bits.
     scales_as_int64
         Whether the files keep ``deq_scale`` as the bits of float32 in int64, as ModelSlim does for
         float16 models; None until files tell.
@@ -78,6 +95,7 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         super().__init__()
         self.modules: dict[str, str] = {}
         self.scales_as_int64: bool | None = None
+        self.int4 = Int4Form(in_pairs=True, group_size=0)
 
     def get_name(self) -> str:  # type: ignore[override]  # of the methods that vLLM brings
         return MODELSLIM
@@ -114,8 +132,9 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
             )
         modules, folder = modules_of(description), Path(model_name)
         headers, (decoders, layers) = read_headers(folder), num_layers_of(hf_config)
+        self.int4 = int4_form(description)
         if headers:
-            check_description(folder, modules, headers, layers)
+            check_description(folder, modules, headers, layers, self.int4)
         self.modules = dict.fromkeys(float_modules_that_draft(headers, decoders), FLOAT)
         for name, kind in modules.items():
             self.modules[prefix_of(served_name(name, decoders), hf_config)] = kind
@@ -293,7 +312,64 @@ class ModelSlimStaticLinear(ModelSlimDynamicLinear):
         return layer.int8(x)
 
 
-METHODS = {STATIC: ModelSlimStaticLinear, DYNAMIC: ModelSlimDynamicLinear}
+@register_weight_loader_v2_supported_method
+class ModelSlimInt4Linear(ModelSlimDynamicLinear):
+    """vLLM's method for ``W4A8_DYNAMIC``: weights of four bits, and a scale for each token."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **extra: Any,
+    ) -> None:
+        in_pairs, group_size = self.config.int4
+        sizes = input_size_per_partition, output_partition_sizes
+        if group_size:
+            refuse_cut_groups(layer, group_size, *sizes, zero_points=False)
+        super().create_weights(layer, *sizes, *args, **extra)
+        loader = self.config.before_loading(extra["weight_loader"])
+        outputs = sum(output_partition_sizes)
+        if in_pairs:
+            packed = torch.empty(outputs // 2, input_size_per_partition, dtype=torch.int8)
+            dims = {"input_dim": 1, "output_dim": 0, "packed_dim": 0, "packed_factor": 2}
+            layer.weight = _parameter(PackedvLLMParameter, loader, packed, **dims)
+        if group_size:
+            for name in ("weight_scale_second", "weight_offset_second"):
+                data = torch.zeros(outputs, input_size_per_partition // group_size)
+                made = _parameter(
+                    GroupQuantScaleParameter, loader, data.float(), input_dim=1, output_dim=0
+                )
+                layer.register_parameter(name, made)
+        ignored = self.config.before_loading(load_nothing)
+        layer.scale_bias = _parameter(BasevLLMParameter, ignored, torch.empty(0))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Unpack weights, and give each group the product of its scales.
+
+        Raises
+        ------
+        PrepError
+            For scales that are not positive, and for weights with an offset.
+        """
+        in_pairs, group_size = self.config.int4
+        scale, levels = layer.weight_scale.detach(), layer.weight.detach()
+        check_scales(layer, "weight_scale", scale)
+        check_offsets(layer, layer.weight_offset.detach())
+        if group_size:
+            second = layer.weight_scale_second.detach()
+            check_scales(layer, "weight_scale_second", second, of_groups=True)
+            check_offsets(layer, layer.weight_offset_second.detach())
+            scale = scale * second
+        add_levels(layer, levels_of_pairs(levels, 0) if in_pairs else levels, scale)
+
+
+METHODS = {
+    STATIC: ModelSlimStaticLinear,
+    DYNAMIC: ModelSlimDynamicLinear,
+    INT4: ModelSlimInt4Linear,
+}
 """The method by which each type of weight is made and called."""
 
 
@@ -319,6 +395,9 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
     kind = next(iter(kinds.values()))
     if kind == FLOAT:
         return UnquantizedFusedMoEMethod(layer.moe_config)
-    if kind != DYNAMIC:
-        raise PrepError(f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} is supported")
-    return Int8Experts(layer, config, has_offsets=True)
+    if kind == STATIC:
+        raise PrepError(
+            f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} and {INT4} are supported"
+        )
+    int4 = config.int4 if kind == INT4 else None
+    return Int8Experts(layer, config, has_offsets=True, int4=int4)

@@ -104,6 +104,34 @@ def _product(dtype: torch.dtype, static: bool) -> Probe:
     return Probe(call, expected)
 
 
+def _int4_product(dtype: torch.dtype, groups: int) -> Probe:
+    """Probe weights of four bits, packed by outputs; groups have offsets, whole rows a bias."""
+    x, levels = uniform(5, 128, dtype=dtype), _integers(128, 64, 6) % 16 - 8
+    scale = torch.linspace(1, 3, groups * 64).view(groups, 64).to(dtype) / 64
+    offset = (_integers(groups, 64, 7) % 16 - 8).to(dtype) if groups > 1 else None
+    bias = uniform(64, dtype=dtype) if groups == 1 and dtype == torch.float16 else None
+    words = (levels.long() & 15).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+
+    def call(put: Put) -> Results:
+        product = operators().npu_weight_quant_batchmatmul(
+            put(x),
+            put(words.sum(2).to(torch.int32)),
+            put(scale),
+            None if offset is None else put(offset),
+            bias=None if bias is None else put(bias),
+            antiquant_group_size=128 // groups if groups > 1 else 0,
+        )
+        return (product,)
+
+    def expected() -> Results:
+        parts = levels.double().unflatten(0, (groups, -1))
+        moved = parts if offset is None else parts + offset.double()[:, None]
+        product = x.double() @ (moved * scale.double()[:, None]).flatten(0, 1)
+        return (product if bias is None else product + bias.double(),)
+
+    return Probe(call, expected)
+
+
 def _experts_product(dtype: torch.dtype) -> Probe:
     """Probe the product of experts: groups of two rows, none and three, and a row of no expert."""
     sizes, here = (2, 0, 3), 5
@@ -240,9 +268,19 @@ OTHERS: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
 """The product of experts, and a form that the plugin doesn't call yet."""
 
 
-def refuse_wrong(dtype: torch.dtype, put: Put) -> None:
-    """Refuse to serve a quantised model where the device rounds or multiplies int8 wrongly."""
-    for operator, probe_of in OF_LINEAR_LAYERS.values():
+OF_INT4: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
+    "groups": ("npu_weight_quant_batchmatmul", partial(_int4_product, groups=4)),
+    "rows": ("npu_weight_quant_batchmatmul", partial(_int4_product, groups=1)),
+}
+"""The operator of layers with int4 weights whose inputs are not rounded."""
+
+
+def refuse_wrong(dtype: torch.dtype, put: Put, is_int4: bool = False) -> None:
+    """Refuse to serve a quantised model where the device rounds or multiplies wrongly.
+
+    With `is_int4` the operator of int4 weights is asked, too.
+    """
+    for operator, probe_of in [*OF_LINEAR_LAYERS.values(), *(OF_INT4.values() if is_int4 else ())]:
         outcome = probe_of(dtype).run(f"{operator}, {dtype}", put)
         if outcome.verdict.is_bad:
             raise PrepError(
@@ -270,6 +308,8 @@ def _rows() -> Iterator[Row]:
     for short, dtype in DTYPES.items():
         for name, (operator, probe_of) in {**OF_LINEAR_LAYERS, **OTHERS}.items():
             yield row_of_probe(f"int8-{name}-{short}", operator, probe_of, dtype)
+        for name, (operator, probe_of) in OF_INT4.items():
+            yield row_of_probe(f"int4-{name}-{short}", operator, probe_of, dtype)
         yield Row(
             f"int8-zeros-{short}",
             "npu_dynamic_quant, npu_quant_matmul",

@@ -150,6 +150,14 @@ def weight_quant(dtype=HALF, seed=0, **changes):
     }
 
 
+def int4_groups(seed=0, **changes):
+    """64 inputs in two groups, eight outputs in an int32."""
+    words = torch.randint(-(2**31), 2**31 - 1, (64, 1), dtype=torch.int64).int()
+    scales = (random(2, 8, seed=seed + 1) / 50).to(HALF)
+    given = {"x": random(5, 64, dtype=HALF, seed=seed), "weight": words, "antiquant_scale": scales}
+    return {**given, "antiquant_group_size": 32, **changes}
+
+
 def add(dtype=HALF, seed=0):
     x, weight = (random(5, size, dtype=dtype, seed=seed + size) for size in (4, 6))
     return {"x": x, "weight": weight, "C": random(4, 6, seed=seed)}

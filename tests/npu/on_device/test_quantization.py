@@ -51,6 +51,7 @@ class Case(NamedTuple):
     static: bool = False
     left_out: tuple[str, ...] = ()
     in_graphs: bool = False
+    scheme: str = "W8A8"
 
 
 CASES = {
@@ -60,6 +61,13 @@ CASES = {
     "Qwen3, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14),
     "Qwen3, static": Case("Qwen3", "float16", MODELSLIM, 14, static=True),
     "Qwen3, static, bfloat16": Case("Qwen3", "bfloat16", MODELSLIM, 14, static=True),
+    # Levels are int8 on the device, too
+    "Qwen3, W4A8, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14, scheme="W4A8"),
+    "Qwen3, W4A8": Case("Qwen3", "float16", COMPRESSED, 14, scheme="W4A8"),
+    # One more than of the float layer, which splits Q, K and V in their products
+    "Qwen3, AWQ": Case("Qwen3", "float16", "awq", 13, scheme="W4A16_ASYM"),
+    "Qwen3, W4A16": Case("Qwen3", "bfloat16", COMPRESSED, in_graphs=True, scheme="W4A16"),
+    "latent, W4A16": Case("DeepseekV3", "bfloat16", COMPRESSED, 0, LATENT, scheme="W4A16"),
     "Llama": Case("Llama", "float16", COMPRESSED, 12),
     "Llama in graphs": Case("Llama", "float16", COMPRESSED, in_graphs=True),
     # Rounded in a launch of their own
@@ -74,6 +82,13 @@ CASES = {
     ),
     "experts": Case("Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, in_graphs=True),
     "experts, ModelSlim": Case("Qwen3Moe", "float16", MODELSLIM, 0, MIXTURE, in_graphs=True),
+    # With the first seed, a level decides which expert a token takes
+    "experts, W4A8": Case(
+        "Qwen3Moe", "float16", MODELSLIM, 0, {**MIXTURE, "seed": 3}, in_graphs=True, scheme="W4A8"
+    ),
+    "experts, W4A16": Case(
+        "Qwen3Moe", "bfloat16", COMPRESSED, 0, MIXTURE, in_graphs=True, scheme="W4A16"
+    ),
     "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 0, HYBRID),
     "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 0, HYBRID | EXPERTS),
 }
@@ -102,7 +117,9 @@ def distance(model, int8, dtype, seed, **more):
 def test_logits_and_launches_of_a_layer(tmp_path, seed, name):
     case = CASES[name]
     model = make_model(tmp_path / "float", case.family, **case.config)
-    QUANTIZE(model, tmp_path / "int8", case.form, case.static, case.left_out)
+    group = 32 if case.scheme.startswith("W4A16") else 0
+    how = {"keep": case.left_out, "scheme": case.scheme, "group": group}
+    QUANTIZE(model, tmp_path / "int8", case.form, case.static, **how)
     mode = graphs("FULL_AND_PIECEWISE", 4, 16) if case.in_graphs else {}
     if "experts" in name:
         mode |= {"enable_expert_parallel": True}
@@ -191,9 +208,25 @@ def test_a_wrong_operator_is_named_at_start_up():
 
         return quant_matmul
 
-    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
+    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, is_int4=True)
     with (
         wrong_operator("npu_quant_matmul", make),
         pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"),
     ):
         int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
+
+
+def test_a_wrong_operator_of_int4_is_named_at_start_up():
+    """Planted: a kernel that takes each group's scale for the next one."""
+
+    def make(right):
+        def product(x, weight, scale, *args, **kwargs):
+            return right(x, weight, scale.roll(1, 0), *args, **kwargs)
+
+        return product
+
+    with (
+        wrong_operator("npu_weight_quant_batchmatmul", make),
+        pytest.raises(PrepError, match="computes npu_weight_quant_batchmatmul wrongly"),
+    ):
+        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, is_int4=True)

@@ -35,13 +35,16 @@ def free():
 
 LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
 STATES = {**ON_NPUS, "head_dim": 256}
-LAYERS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
-    "latent": ("DeepseekV3", LOW_RANK, ()),
-    "routers in float32": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, ()),
-    "states": ("Qwen3_5", STATES, ()),
-    "int8, static norms": ("Qwen3", {}, ("modelslim", True)),
-    "int8, dynamic norms, experts": ("Qwen3Moe", MIXTURE, ("modelslim", False)),
-    "int8, parts of latent projections": ("DeepseekV3", LOW_RANK, ("compressed-tensors", False)),
+COMPRESSED = {"form": "compressed-tensors"}
+AWQ = {"form": "awq", "scheme": "W4A16_ASYM", "group": 32}
+LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "latent": ("DeepseekV3", LOW_RANK, {}),
+    "routers in float32": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, {}),
+    "states": ("Qwen3_5", STATES, {}),
+    "int8, static norms": ("Qwen3", {}, {"form": "modelslim", "static": True}),
+    "int8, dynamic norms, experts": ("Qwen3Moe", MIXTURE, {"form": "modelslim"}),
+    "int8, parts of latent projections": ("DeepseekV3", LOW_RANK, COMPRESSED),
+    "int4, groups with zero points": ("Qwen3", {"hidden_size": 128}, AWQ),
 }
 """Family, config, and how it is quantised, of layers that keep what they derived of weights."""
 
@@ -58,7 +61,7 @@ def test_new_weights_are_read_in_graphs(tmp_path, name, runner_name):
         sizes = {"spread": 0.1, "embedding_scale": 20, **config}
         folders.append(make_model(tmp_path / f"float {seed}", family, seed=seed, **sizes))
         if how:
-            QUANTIZE(folders[-1], tmp_path / f"int8 {seed}", *how)
+            QUANTIZE(folders[-1], tmp_path / f"int8 {seed}", **how)
             folders[-1] = tmp_path / f"int8 {seed}"
     old, new = folders
     settings = {"dtype": "float16" if how else "bfloat16", "block_size": 128}

@@ -1,5 +1,6 @@
 """Refusals of vLLM's features, and of kinds of models, that this version doesn't support."""
 
+from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.startup.asked import STATE_MODELS, RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject
@@ -9,6 +10,10 @@ STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 architecture that vLLM doesn't know, it runs transformers' code and doesn't notice that the model
 is a hybrid.
 """
+
+
+def _fault(asked: RequestedEngine) -> str | None:
+    return fault(asked.model, on_npu=asked.kind == NPU_KIND)
 
 
 def _only_drafts(asked: RequestedEngine) -> bool:
@@ -77,12 +82,11 @@ MODELS = (
     ),
     Refusal(
         "quantization",
-        lambda c: fault(c.model),
+        _fault,
         "--quantization {method}",
         "{fault}",
-        "use weights of 16 or 32 bits, or int8 weights and inputs (W8A8) in the format of "
-        "compressed-tensors or ModelSlim",
-        lambda c: {"method": c.model.quantization, "fault": fault(c.model)},
+        "use weights of 16 or 32 bits, or of a kind that docs/guides/quantisation.md lists",
+        lambda c: {"method": c.model.quantization, "fault": _fault(c)},
     ),
 )
 

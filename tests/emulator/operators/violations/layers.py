@@ -139,11 +139,23 @@ FAMILIES["npu_scatter_nd_update"] = [
 ]
 
 weight_quant = of(layer_calls.WEIGHT_QUANT, layer_calls.weight_quant)
+int4_groups = of(layer_calls.WEIGHT_QUANT, layer_calls.int4_groups)
 FAMILIES["npu_weight_quant_batchmatmul"] = [
-    ("dtype", weight_quant(x=T.float), weight_quant(weight=T.int)),
-    ("form", weight_quant(quant_scale=torch.ones(6)), weight_quant(antiquant_group_size=32)),
+    ("dtype", weight_quant(x=T.float), weight_quant(weight=T.long)),
+    ("form", weight_quant(quant_scale=torch.ones(6))),
+    (
+        "groups",
+        weight_quant(antiquant_group_size=32),
+        int4_groups(antiquant_group_size=16),
+        int4_groups(antiquant_group_size=64),
+    ),
     ("shapes", weight_quant(x=lambda x: x[None]), weight_quant(weight=lambda w: w[:5])),
-    ("scales", weight_quant(antiquant_scale=T.float), weight_quant(antiquant_offset=zeros(5))),
+    (
+        "scales",
+        weight_quant(antiquant_scale=T.float),
+        weight_quant(antiquant_offset=zeros(5)),
+        int4_groups(antiquant_scale=zeros(1, 8)),
+    ),
     ("bias", weight_quant(bias=T.float), weight_quant(bias=strided)),
     ("inner_precise", weight_quant(inner_precise=2)),
 ]

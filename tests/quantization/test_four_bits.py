@@ -1,0 +1,120 @@
+"""Weights of four bits are those of an oracle that reads bytes, on each of two ranks."""
+
+import pytest
+import torch
+from vllm.model_executor import parameter
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsWNA16,
+)
+
+from examples import four_bits
+from tests.helpers.four_bits import weight_in
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization import register_kernels
+from vllm_npu_prep.quantization.awq_gptq import (
+    AWQLinearMethod,
+    CheckedAWQConfig,
+    CheckedGPTQConfig,
+    GPTQLinearMethod,
+)
+from vllm_npu_prep.quantization.int4 import refuse_cut_groups
+
+OUTPUTS, INPUTS = 48, 128
+
+
+def make_layer(form, group, has_zeros, outputs, inputs):
+    """A layer of one rank without weights, and vLLM's reader of them."""
+    layer = torch.nn.Module()
+    sizes = {
+        "output_size": OUTPUTS,
+        "input_size": INPUTS,
+        "output_partition_sizes": [outputs // 3, 2 * outputs // 3],
+        "input_size_per_partition": inputs,
+        "params_dtype": torch.float32,
+        "weight_loader": lambda *args: None,
+    }
+    if form == "compressed-tensors":
+        strategy = "group" if group else "channel"
+        reader = CompressedTensorsWNA16(strategy, 4, group or None, not has_zeros, "layer")
+    else:
+        config, method = WORDS[form]
+        scheme = "W4A16_ASYM" if has_zeros else "W4A16"
+        made = config.from_config(four_bits.config_of(form, scheme, group, {}))
+        reader = method(made, made)
+    reader.create_weights(layer=layer, **sizes)
+    return layer, reader
+
+
+def load_columns(parameter, tensor):
+    """Two modules of 16 and 32 outputs, as gate and up are loaded."""
+    if not hasattr(parameter, "output_dim"):
+        return
+    dim, start = parameter.output_dim, 0
+    per_word = 8 if tensor.shape[dim] < OUTPUTS else 1
+    for size in (OUTPUTS // 3, 2 * OUTPUTS // 3):
+        part = tensor.narrow(dim, start // per_word, size // per_word)
+        parameter.load_merged_column_weight(part, shard_offset=start // 2, shard_size=size // 2)
+        start += size
+
+
+def load_rows(parameter, tensor):
+    if hasattr(parameter, "output_dim"):
+        parameter.load_row_parallel_weight(tensor)
+
+
+WORDS = {
+    "awq": (CheckedAWQConfig, AWQLinearMethod),
+    "gptq": (CheckedGPTQConfig, GPTQLinearMethod),
+}
+FILES = [  # who wrote it, inputs of a group, whether groups have zero points
+    *(
+        (f"compressed-{group}-{zeros}", "compressed-tensors", group, zeros)
+        for group in (32, 64, 0)
+        for zeros in (False, True)
+    ),
+    *((f"AWQ-{group}", "awq", group, True) for group in (32, 64)),
+    *((f"GPTQ-{group}", "gptq", group, False) for group in (32, 64, 0)),
+]
+
+
+@pytest.mark.parametrize("cut", ["columns", "rows"])
+@pytest.mark.parametrize(
+    ("form", "group", "has_zeros"), [pytest.param(*file, id=name) for name, *file in FILES]
+)
+def test_weights_of_two_ranks_are_slices(monkeypatch, seed, form, group, has_zeros, cut):
+    register_kernels()
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 2)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
+    rounded = four_bits.round_groups(weight, group, has_zeros, "layer")
+    tensors = four_bits.tensors(form, "layer", rounded, group)
+    expected = weight_in(tensors, "layer")
+    for rank in range(2):
+        monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: rank)  # noqa: B023
+        sizes = (OUTPUTS // 2, INPUTS) if cut == "columns" else (OUTPUTS, INPUTS // 2)
+        layer, scheme = make_layer(form, group, has_zeros, *sizes)
+        for name, made in layer.named_parameters():
+            (load_columns if cut == "columns" else load_rows)(made, tensors[f"layer.{name}"])
+        scheme.process_weights_after_loading(layer)
+        if cut == "columns":
+            parts = expected.split([OUTPUTS // 3, 2 * OUTPUTS // 3])
+            part = torch.cat([each.chunk(2)[rank] for each in parts])
+        else:
+            part = expected.chunk(2, 1)[rank]
+        torch.testing.assert_close(layer.weight.data, part, rtol=1e-6, atol=0)
+        assert (part - weight[: len(part), : part.shape[1]]).abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("group", "inputs", "outputs", "part"),
+    [
+        (128, 192, [64], "192 of its inputs, which are not whole groups of 128"),
+        (-1, 36, [64], "not whole groups of 8"),
+        (32, 64, [64, 12], r"\[64, 12\] of its outputs"),
+    ],
+)
+def test_borders_of_ranks_within_groups_are_refused(group, inputs, outputs, part):
+    layer = torch.nn.Linear(2, 2)
+    refuse_cut_groups(layer, 32, 64, [64, 16], True)
+    with pytest.raises(PrepError, match=part):
+        refuse_cut_groups(layer, group, inputs, outputs, True)

@@ -1,0 +1,201 @@
+"""Linear layers of four-bit weights, whose inputs are rounded to int8 (W4A8) or not (W4A16).
+
+Weights are numbers from 0 to 15, eight of them in an int32, the first in its lowest bits. A group
+of inputs, or all inputs of an output channel, has a scale and a zero point, which is 8 where none
+is written. A weight is ``(number - zero point) * scale``.
+
+With rounded inputs, weights are levels from -8 to 7 in int8, and `Int8Linear` multiplies by them.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A8Int,
+    CompressedTensorsWNA8Int,
+)
+from vllm.scalar_type import scalar_types
+
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.int8 import Int8Linear
+from vllm_npu_prep.quantization.loaded import add_int8, check_scales, dtype_of, name_of
+
+PACKED = 8
+"""Numbers of an int32."""
+
+SYMMETRIC_ZERO = 8
+
+
+def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the numbers in a matrix of int32, int32 as well, eight times as many along `dim`."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    words = packed.movedim(dim, -1)
+    return ((words[..., None] >> shifts) & 15).flatten(-2).movedim(-1, dim)
+
+
+def levels_of_pairs(pairs: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the levels from -8 to 7 in int8, twice as many along `dim`.
+
+    A byte has the first of two in its low half, which moves up, and back with its sign.
+    """
+    return torch.stack(((pairs << 4) >> 4, pairs >> 4), dim + 1).flatten(dim, dim + 1)
+
+
+def load_nothing(*args: Any, **kwargs: Any) -> bool:
+    """Load a tensor that follows from others, and that nobody needs."""
+    del args, kwargs
+    return True
+
+
+def dequantize_groups(
+    numbers: torch.Tensor,  # int32 [N, K]
+    scale: torch.Tensor,  # [N, number of groups]
+    zero: "torch.Tensor | int",  # int32 [N, number of groups], or one for all
+) -> torch.Tensor:
+    """Return weights, float32 ``[N, K]``."""
+    groups = numbers.unflatten(1, (scale.shape[1], -1))
+    zeros = zero[..., None] if isinstance(zero, torch.Tensor) else zero
+    return ((groups - zeros) * scale.float()[..., None]).flatten(1)
+
+
+class Int4LinearKernel(MPLinearKernel):
+    """Linear layers of four-bit weights, for all of vLLM's readers of such files.
+
+    Where inputs are not rounded, a layer of the CPU fallback has its weights in the model's dtype
+    once they are loaded: a product with them is quicker there than one of int8. NPUs multiply by
+    packed ones, except of projections that latent attention's decodes absorb.
+    """
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0  # only CUDA devices have a capability
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Take all that start-up has not refused by name."""
+        wanted = (
+            [scalar_types.uint4] if c.zero_points else [scalar_types.uint4b8, scalar_types.int4]
+        )
+        return c.weight_type in wanted, f"{c.weight_type} is none of {wanted}"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace packed weights by those that the layer multiplies by."""
+        packed, scale, zero = params = list[Any](self._get_weight_params(layer))
+        is_packed = packed.dtype == torch.int32
+        numbers = unpack(packed.data, packed.packed_dim) if is_packed else packed.data
+        numbers = numbers if packed.input_dim == 1 else numbers.t()
+        scales = scale.data if scale.output_dim == 0 else scale.data.t()
+        check_scales(layer, self.w_s_name, scales, of_groups=True)
+        zeros: torch.Tensor | int = SYMMETRIC_ZERO
+        if self.config.zero_points:
+            zeros = unpack(zero.data, zero.packed_dim)
+            zeros = zeros if zero.output_dim == 0 else zeros.t()
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            if any(parameter is each for each in params):
+                delattr(layer, name)
+        if rounds_inputs(layer):
+            levels = numbers - SYMMETRIC_ZERO if is_packed else numbers
+            add_levels(layer, levels, scales.float())
+        elif numbers.device.type == "cpu" or name_of(layer).endswith("kv_b_proj"):
+            weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
+            layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        else:
+            add_packed(layer, numbers, scales, zeros)
+
+    def apply_weights(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if rounds_inputs(layer):
+            return layer.int8(x, bias)
+        if layer.weight.dtype == torch.int32:
+            return multiply_packed(layer, x, bias)
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def add_packed(
+    layer: Any, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int
+) -> None:
+    """Give a layer what ``npu_weight_quant_batchmatmul`` takes, in ND.
+
+    Weights are int32 ``[K, N / 8]``: levels from -8 to 7, eight outputs in a word, the first in its
+    lowest bits, as ``npu_convert_weight_to_int4pack`` puts them (vllm-project/vllm-ascend,
+    ``quantization/methods/w4a8.py``, takes pairs in bytes as they are in place of its result).
+    """
+    outputs = len(numbers)
+    if outputs % PACKED:
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {outputs} of its outputs, which NPUs read by {PACKED} "
+            "from weights of four bits; use another --tensor-parallel-size"
+        )
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
+    halves = (numbers.t() - SYMMETRIC_ZERO & 15).unflatten(1, (-1, PACKED))  # [K, N / 8, 8]
+    made = {
+        "weight": (halves.int() << shifts).sum(2, dtype=torch.int32),
+        "group_scale": scales.t().to(dtype_of(layer)),
+    }
+    if isinstance(zeros, torch.Tensor):
+        made["group_offset"] = (SYMMETRIC_ZERO - zeros.t()).to(dtype_of(layer))
+    for name, data in made.items():
+        layer.register_parameter(name, nn.Parameter(data.contiguous(), requires_grad=False))
+
+
+def multiply_packed(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``x @ weight + bias`` in one launch; bfloat16 biases take one more."""
+    groups = len(layer.group_scale)
+    is_apart = bias is not None and bias.dtype == torch.bfloat16  # it would have to be float32
+    product = torch.ops.npu.npu_weight_quant_batchmatmul(
+        x.reshape(-1, x.shape[-1]),
+        layer.weight,
+        layer.group_scale,
+        getattr(layer, "group_offset", None),
+        bias=None if is_apart else bias,
+        antiquant_group_size=len(layer.weight) // groups if groups > 1 else 0,
+    ).view(*x.shape[:-1], -1)
+    return product + bias if is_apart else product
+
+
+def rounds_inputs(layer: Any) -> bool:
+    """Return whether a layer's files ask for int8 inputs; AWQ's and GPTQ's never do."""
+    scheme = getattr(layer, "scheme", None)
+    return isinstance(scheme, CompressedTensorsW4A8Int | CompressedTensorsWNA8Int)
+
+
+def add_levels(layer: Any, levels: torch.Tensor, scales: torch.Tensor) -> None:
+    """Let a layer multiply rounded inputs by levels from -8 to 7.
+
+    Levels are ``[N, K]``, scales float32 ``[N, number of groups]``.
+    """
+    weight = levels.to(torch.int8).contiguous()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    by_channel = scales.shape[1] == 1
+    scale = scales[:, 0] if by_channel else scales.t()
+    add_int8(layer, Int8Linear(layer.weight.data.t(), scale.contiguous()), scales.contiguous())
+
+
+def refuse_cut_groups(
+    layer: nn.Module, group_size: int, inputs: int, outputs: list[int], zero_points: bool
+) -> None:
+    """Raise where the border between two ranks lies in a group, or in an int32.
+
+    Parameters
+    ----------
+    group_size
+        Inputs of a group; -1 for one group of all.
+    inputs, outputs
+        How many inputs a rank has, and how many outputs of each part of a fused layer.
+    zero_points
+        Whether outputs are packed, too, as zero points are.
+    """
+    whole = PACKED if group_size == -1 else group_size
+    if inputs % whole:
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {inputs} of its inputs, which are not whole groups of "
+            f"{whole} four-bit weights; use another --tensor-parallel-size"
+        )
+    if zero_points and any(size % PACKED for size in outputs):
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {outputs} of its outputs, whose zero points are packed "
+            f"by {PACKED}; use another --tensor-parallel-size"
+        )
