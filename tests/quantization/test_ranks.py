@@ -18,6 +18,8 @@ def tensors_of(kind: str, seed: int) -> dict[str, torch.Tensor]:
     weight = torch.randint(-127, 128, (OUTPUTS, INPUTS), generator=draw, dtype=torch.int8)
     scale = torch.rand(OUTPUTS, 1, generator=draw) / 100 + 0.001
     made = {"weight": weight, "weight_scale": scale, "weight_offset": torch.zeros(OUTPUTS, 1)}
+    if kind == "W4A8_DYNAMIC":  # two outputs in a byte
+        made |= {"weight": weight[: OUTPUTS // 2], "scale_bias": torch.zeros(OUTPUTS, 1)}
     if kind == "W8A8":
         bias = torch.randint(-999, 999, (OUTPUTS,), generator=draw)
         made["input_scale"] = torch.tensor([STEP])
