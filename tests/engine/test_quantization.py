@@ -25,6 +25,7 @@ from tests.helpers.quantized import (
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import asked_for, engine_of, on_both
 from tests.helpers.watch import count_verified
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import DESCRIPTION
 
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -277,6 +278,33 @@ def test_types_of_modelslim_side_by_side(qwen3, tmp_path, seed):
         got = generate(llm, prompts, greedy(12))
     assert kinds == {"FLOAT", "W8A8", "W4A8_DYNAMIC"}
     assert got == greedy_tokens(rounded_model(qwen3, folder), prompts, 12)
+
+
+MISSING = {  # family, its config, how it is quantised, what no file has
+    "a part of a fused layer": ("Qwen3", {}, INT4, "layers.1.self_attn.k_proj."),
+    "an expert, W4A16": ("Qwen3Moe", MOE, {**INT4, "scheme": "W4A16"}, "layers.1.mlp.experts.3."),
+    "an expert, W4A8": ("Qwen3Moe", MOE, W4A8, "layers.1.mlp.experts.3.up_proj."),
+    "a part, AWQ": ("Qwen3", {}, AWQ, "layers.1.mlp.up_proj."),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_weights_that_no_file_has_end_the_start(tmp_path, name):
+    """Other parts of the layer are there; groups of zeros may have a scale of 0."""
+    family, config, how, missing = MISSING[name]
+    folder = tmp_path / "int4"
+    QUANTIZE(make_model(tmp_path / "float", family, **config), folder, **how)
+
+    def leave_out(tensors):
+        for each in [each for each in tensors if missing in each]:
+            del tensors[each]
+
+    change_tensors(folder, leave_out)
+    if (description := folder / DESCRIPTION).exists():
+        told = json.loads(description.read_text())
+        description.write_text(json.dumps({n: t for n, t in told.items() if missing not in n}))
+    with pytest.raises(PrepError, match="no file gives some of them"), engine(folder):
+        pass
 
 
 async def all_at_once(ranks, prompts):

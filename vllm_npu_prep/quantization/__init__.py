@@ -1,7 +1,7 @@
 """Models with int8 or int4 weights, and int8 inputs or float ones, in several formats.
 
 - compressed-tensors, which vLLM reads: its int8 linear layers find `Int8LinearKernel` here, its
-  int4 ones `Int4LinearKernel`, and its int8 experts `Int8Experts`;
+  int4 ones `Int4LinearKernel`, and its experts `Int8Experts` and `Int4Experts`;
 - AWQ's and GPTQ's, which vLLM reads, too: int4 linear layers, by the same kernel;
 - ModelSlim's, ``--quantization ascend``: a file ``quant_model_description.json`` says of each
   weight how it was quantised.

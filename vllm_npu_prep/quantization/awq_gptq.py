@@ -65,8 +65,8 @@ class _Checked(KnowsModules):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
             raise PrepError(
-                f"{prefix}: experts of AWQ's and GPTQ's files are not supported; quantise the "
-                "model in the format of compressed-tensors or ModelSlim"
+                f"{prefix}: models with experts are not supported in AWQ's and GPTQ's formats; "
+                "quantise the model in that of compressed-tensors or ModelSlim"
             )
         if not isinstance(layer, LinearBase):
             return None
@@ -112,12 +112,12 @@ class _LoadsChecked:
         *args: Any,
         **extra: Any,
     ) -> None:
-        """Make vLLM's parameters, with scales that are 0 until a file gives them."""
+        """Make vLLM's parameters, with scales that are NaN until a file gives them."""
         extra["weight_loader"] = self.modules.before_loading(extra["weight_loader"])
         sizes = input_size_per_partition, output_partition_sizes
-        refuse_cut_groups(layer, self.quant_config.group_size, *sizes, True)
+        refuse_cut_groups(layer, self.quant_config.group_size, *sizes, outputs_are_packed=True)
         super().create_weights(layer, *sizes, *args, **extra)  # type: ignore[misc]
-        layer.scales.data.zero_()
+        layer.scales.data.fill_(torch.nan)
 
 
 @register_weight_loader_v2_supported_method

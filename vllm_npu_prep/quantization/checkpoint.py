@@ -37,7 +37,7 @@ MTP = "mtp."
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Parts of tensors ``[experts, ...]`` that hold all experts of a layer, as Qwen3.5's files do."""
 
-NEVER_INT8 = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
+NEVER_QUANTISED = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
 """Modules that vLLM makes without a look at how they were quantised."""
 
 
@@ -119,7 +119,7 @@ def prefix_of(module: str, hf_config: Any) -> str:
 
 
 def float_modules_that_draft(headers: Headers, num_decoder_layers: int) -> list[str]:
-    """List the modules of MTP layers that aren't int8, by their names in vLLM.
+    """List the modules of MTP layers whose weights are floats, by their names in vLLM.
 
     Tools that quantise a model often copy its MTP layers as they are, and don't name them.
     """
@@ -190,7 +190,8 @@ def check_compressed(
     num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
     modules = quantized_modules(headers)
     names = {module.rpartition(".")[2] for module in modules}
-    forms = {(each.group_size or -1, bool(each.symmetric)) for each in schemes if each}
+    int4 = [each for each in schemes if each and each.num_bits == 4]
+    forms = {(each.group_size or -1, bool(each.symmetric)) for each in int4}
     for module, weight in modules.items():
         path = folder / headers[weight].file
         _refuse_layers_beyond(module, num_layers, path)
@@ -308,7 +309,7 @@ def _drafts(module: str, num_decoder_layers: int) -> bool:
 
 
 def _refuse_where_unserved(module: str, path: Path) -> None:
-    if NEVER_INT8.search(module):
+    if NEVER_QUANTISED.search(module):
         raise PrepError(
             f"{path}: {module} is quantised; embeddings, heads and the projections with which MTP "
             "layers begin are served in 16 or 32 bits only"

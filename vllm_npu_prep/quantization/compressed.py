@@ -87,6 +87,7 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
         if not isinstance(layer, RoutedExperts):
             if isinstance(layer, LinearBase):
                 self.made(prefix)
+                self._refuse_mixed_parts(layer, prefix)
             method = super().get_quant_method(layer, prefix)
             is_int8 = type(method) is CompressedTensorsLinearMethod
             return CheckedLinearMethod(self) if is_int8 else method
@@ -109,10 +110,22 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             raise PrepError(
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
                 "or with symmetric int4 weights and inputs that are not rounded; these have "
-                f"int{weights.num_bits} weights by {weights.strategy} and inputs by "
-                f"{inputs.strategy if inputs else 'nothing'}"
+                f"{'symmetric' if weights.symmetric else 'asymmetric'} int{weights.num_bits} "
+                f"weights by {weights.strategy} and inputs "
+                f"{f'by {inputs.strategy}' if inputs else 'that are not rounded'}"
             )
         return Int8Experts(layer, self)
+
+    def _refuse_mixed_parts(self, layer: LinearBase, prefix: str) -> None:
+        """Refuse a fused layer whose parts have different schemes: vLLM would take the first."""
+        parent, _, last = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(last, ())
+        schemes = [self.get_scheme_dict(layer, f"{parent}.{part}") for part in parts]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise PrepError(
+                f"{prefix}: {', '.join(parts)} are quantised in different ways; quantise the "
+                "parts of a layer alike"
+            )
 
 
 @register_weight_loader_v2_supported_method
@@ -127,7 +140,10 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
         *args: Any,
         **extra: Any,
     ) -> None:
-        """Make vLLM's parameters, with scales that are 0 until a file gives them."""
+        """Make vLLM's parameters, whose scales show whether a file has given them.
+
+        vLLM leaves what memory held, which may pass for scales.
+        """
         config: Any = self.quantization_config
         extra["weight_loader"] = config.before_loading(extra["weight_loader"])
         sizes = input_size_per_partition, output_partition_sizes
@@ -139,7 +155,7 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
         super().create_weights(layer, *sizes, *args, **extra)
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:
-                scale.data.zero_()  # vLLM leaves what memory held, which may pass for scales
+                scale.data.fill_(torch.nan if isinstance(scheme, INT4) else 0)
 
 
 class Int8LinearKernel(Int8ScaledMMLinearKernel):

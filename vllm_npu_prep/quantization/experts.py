@@ -1,4 +1,4 @@
-"""Mixtures of experts with int8 or int4 weights, in both formats.
+"""Mixtures of experts with int8 or int4 weights, by compressed-tensors and ModelSlim.
 
 Weights of each expert have a scale for each output channel, those of int4 perhaps for each group of
 inputs. Its inputs, and the rows between its two products, get a scale for each token (dynamic), or
@@ -35,6 +35,7 @@ from vllm_npu_prep.quantization.int4 import (
     levels_of_pairs,
     load_nothing,
     refuse_cut_groups,
+    refuse_odd,
     unpack,
 )
 from vllm_npu_prep.quantization.int8 import TorchInt8Linear, swiglu_may_round
@@ -133,15 +134,18 @@ class Int8Experts(ExpertsMethod):
         sizes = _sizes(self.moe, hidden_size, intermediate_size_per_partition)
         for name, (outputs, inputs) in sizes.items():
             if self.group_size:
-                refuse_cut_groups(layer, self.group_size, inputs, [outputs], zero_points=False)
+                refuse_cut_groups(layer, self.group_size, inputs, [outputs])
+            if self.in_pairs:
+                refuse_odd(layer, [intermediate_size_per_partition, outputs])
             rows = outputs // 2 if self.in_pairs else outputs
             made = {"weight": torch.empty(num_experts, rows, inputs, dtype=torch.int8)}
             made["weight_scale"] = torch.zeros(num_experts, outputs, 1)
             if self.has_offsets:
                 made["weight_offset"] = torch.zeros(num_experts, outputs, 1)
             if self.group_size:
-                for second in SECOND:
-                    made[second] = torch.zeros(num_experts, outputs, inputs // self.group_size)
+                sizes_of_second = num_experts, outputs, inputs // self.group_size
+                for second, missing in zip(SECOND, (torch.nan, 0.0)):
+                    made[second] = torch.full(sizes_of_second, missing)
             if self.is_int4:
                 made["scale_bias"] = torch.empty(0)
             _register(layer, name, made, self.config, extra_weight_attrs, SECOND)
@@ -222,13 +226,15 @@ class Int4Experts(TorchMoEMethod):
         self.dtype = params_dtype
         sizes = _sizes(self.moe, hidden_size, intermediate_size_per_partition)
         for name, (outputs, inputs) in sizes.items():
-            refuse_cut_groups(layer, self.group_size, inputs, [outputs], zero_points=False)
+            refuse_cut_groups(layer, self.group_size, inputs, [outputs])
             groups = 1 if self.group_size == -1 else inputs // self.group_size
             made = {
                 "weight_packed": torch.empty(
                     num_experts, outputs, inputs // PACKED, dtype=torch.int32
                 ),
-                "weight_scale": torch.zeros(num_experts, outputs, groups, dtype=params_dtype),
+                "weight_scale": torch.full(
+                    (num_experts, outputs, groups), torch.nan, dtype=params_dtype
+                ),
                 "weight_shape": torch.empty(0),
             }
             grouped = () if self.group_size == -1 else ("weight_scale",)

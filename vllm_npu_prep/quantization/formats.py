@@ -55,12 +55,12 @@ ON_NPUS = (
 )
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 FLOAT_INPUTS = "inputs that are not rounded"
-FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies; weights in ND"
+FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies in linear layers; weights in ND"
 FLOAT_INPUTS_ON_THE_CPU = "weights are dequantised when they are loaded"
 
 
 def describe(model: "ModelConfig", on_npu: bool) -> str:
-    """Return start-up's line: the format, how many modules of each kind, and which operators."""
+    """Return start-up's line: the format, the kinds of weights and inputs, and which operators."""
     text = f"{model.quantization}, {_kinds(model)}"
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
@@ -78,8 +78,9 @@ def leaves_inputs(model: "ModelConfig") -> bool:
 
 def _kinds(model: "ModelConfig") -> str:
     if model.quantization in (AWQ, GPTQ):
-        size = _config_of(model).get("group_size")
-        return f"int4 by group of {size} with {FLOAT_INPUTS}"
+        size = _group_size(_config_of(model))
+        strategy = "channel" if size == -1 else f"group of {size}"
+        return f"int4 by {strategy} with {FLOAT_INPUTS}"
     groups = (_config_of(model).get("config_groups") or {}).values()
     told = set()
     for group in groups:
@@ -106,7 +107,7 @@ def fault(model: "ModelConfig", on_npu: bool = False) -> str | None:
 def fault_of_awq_gptq(config: Mapping[str, Any]) -> str | None:
     """Say what of AWQ's or GPTQ's ``quantization_config`` can't be served; None if all can."""
     bits = config.get("bits", config.get("w_bit"))
-    size = config.get("group_size", config.get("q_group_size"))
+    size = _group_size(config)
     is_awq = config.get("quant_method") == "awq"
     if bits != 4:
         return f"its weights have {bits} bits; 4 are supported"
@@ -185,8 +186,6 @@ def _fault_of_activations(group: Mapping[str, Any], may_be_static: bool = False)
 def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> str | None:
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     described = _words(weights)
-    if on_npu and inputs and weights.get("strategy") != "channel":
-        return f"its weights are {described}, which the CPU fallback alone has"
     if weights.get("actorder") not in (None, "static", "weight"):
         return f"its weights are {described} in an order of activations (actorder)"
     size = weights.get("group_size") or -1
@@ -199,7 +198,15 @@ def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> 
         return f"its weights are {described}; beside inputs of int8, symmetric ones are supported"
     if form != "pack-quantized" and not (inputs and form == "int-quantized"):
         return f"its weights are {described} in the format {form}; pack-quantized is supported"
-    return _fault_of_activations(group) if inputs else None
+    if inputs and (found := _fault_of_activations(group)):
+        return found
+    if on_npu and inputs and is_grouped:
+        return f"its weights are {described}, which the CPU fallback alone has"
+    return None
+
+
+def _group_size(config: Mapping[str, Any]) -> Any:
+    return config.get("group_size", config.get("q_group_size"))
 
 
 def _bits(scheme: Mapping[str, Any] | None) -> int | None:
@@ -235,10 +242,11 @@ def _fault_of_description(description: Mapping[str, Any] | None, on_npu: bool) -
     for name in ("kv_quant_type", "kv_cache_type", "fa_quant_type", "indexer_quant_type"):
         if str(description.get(name) or FLOAT) != FLOAT:
             return f"{name} is {description[name]}: the KV cache is not quantised here"
+    size = int4_form(description).group_size if on_npu else 0
     for module, kind in modules_of(description).items():
         if kind not in TYPES:
             return f"{module} is {kind}; {', '.join(TYPES)} are supported"
-        if kind == INT4 and on_npu and (size := int4_form(description).group_size):
+        if kind == INT4 and size:
             return f"{module} is {kind} in groups of {size}, which the CPU fallback alone has"
     return None
 

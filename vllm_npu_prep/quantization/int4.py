@@ -38,13 +38,14 @@ def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
 def levels_of_pairs(pairs: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the levels from -8 to 7 in int8, twice as many along `dim`.
 
-    A byte has the first of two in its low half, which moves up, and back with its sign.
+    A byte has the first level in its low half, and the second in its high half. Shifting to the
+    right keeps the sign.
     """
     return torch.stack(((pairs << 4) >> 4, pairs >> 4), dim + 1).flatten(dim, dim + 1)
 
 
 def load_nothing(*args: Any, **kwargs: Any) -> bool:
-    """Load a tensor that follows from others, and that nobody needs."""
+    """Leave out a tensor that follows from others; it counts as loaded."""
     del args, kwargs
     return True
 
@@ -92,7 +93,7 @@ class Int4LinearKernel(MPLinearKernel):
         if self.config.zero_points:
             zeros = unpack(zero.data, zero.packed_dim)
             zeros = zeros if zero.output_dim == 0 else zeros.t()
-        for name, parameter in list(layer.named_parameters(recurse=False)):
+        for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
             if any(parameter is each for each in params):
                 delattr(layer, name)
         if rounds_inputs(layer):
@@ -130,9 +131,9 @@ def add_packed(
             "from weights of four bits; use another --tensor-parallel-size"
         )
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
-    halves = (numbers.t() - SYMMETRIC_ZERO & 15).unflatten(1, (-1, PACKED))  # [K, N / 8, 8]
+    fields = (numbers.t() - SYMMETRIC_ZERO & 15).unflatten(1, (-1, PACKED))  # [K, N / 8, 8]
     made = {
-        "weight": (halves.int() << shifts).sum(2, dtype=torch.int32),
+        "weight": (fields.int() << shifts).sum(2, dtype=torch.int32),
         "group_scale": scales.t().to(dtype_of(layer)),
     }
     if isinstance(zeros, torch.Tensor):
@@ -175,7 +176,11 @@ def add_levels(layer: Any, levels: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def refuse_cut_groups(
-    layer: nn.Module, group_size: int, inputs: int, outputs: list[int], zero_points: bool
+    layer: nn.Module,
+    group_size: int,
+    inputs: int,
+    outputs: list[int],
+    outputs_are_packed: bool = False,
 ) -> None:
     """Raise where the border between two ranks lies in a group, or in an int32.
 
@@ -185,8 +190,8 @@ def refuse_cut_groups(
         Inputs of a group; -1 for one group of all.
     inputs, outputs
         How many inputs a rank has, and how many outputs of each part of a fused layer.
-    zero_points
-        Whether outputs are packed, too, as zero points are.
+    outputs_are_packed
+        Whether outputs are, too, as zero points are.
     """
     whole = PACKED if group_size == -1 else group_size
     if inputs % whole:
@@ -194,8 +199,17 @@ def refuse_cut_groups(
             f"{name_of(layer)}: a rank has {inputs} of its inputs, which are not whole groups of "
             f"{whole} four-bit weights; use another --tensor-parallel-size"
         )
-    if zero_points and any(size % PACKED for size in outputs):
+    if outputs_are_packed and any(size % PACKED for size in outputs):
         raise PrepError(
             f"{name_of(layer)}: a rank has {outputs} of its outputs, whose zero points are packed "
             f"by {PACKED}; use another --tensor-parallel-size"
+        )
+
+
+def refuse_odd(layer: nn.Module, outputs: list[int]) -> None:
+    """Raise where the border between two ranks lies in a byte that has two outputs."""
+    if any(size % 2 for size in outputs):
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {outputs} of its outputs, which lie in bytes by two; "
+            "use another --tensor-parallel-size"
         )

@@ -1,4 +1,4 @@
-"""What both formats do with a layer whose weights have been loaded."""
+"""What all formats do with a layer whose weights have been loaded."""
 
 from typing import Any
 
@@ -15,9 +15,10 @@ def check_scales(
     """Raise unless all scales are positive and finite: others would turn rows into NaN.
 
     A layer's scales are 0 until a file gives it some. Those of groups of weights may be 0, for
-    groups of zeros, and negative: tools choose the sign by the larger end of a group.
+    groups of zeros, and negative: tools choose the sign by the larger end of a group. So they are
+    NaN until a file gives them.
     """
-    if not bool(scales.any()):
+    if not bool(scales.nan_to_num().any()):
         raise PrepError(
             f"{name_of(layer)} is to be quantised, but no file gives it a {name}: vLLM has another "
             "name for it than the checkpoint, or none; quantise it, or leave the model in 16 bits"
@@ -25,8 +26,8 @@ def check_scales(
     if not bool((torch.isfinite(scales) & ((scales > 0) | of_groups)).all()):
         raise PrepError(
             f"{name_of(layer)}: {name} holds values that are not "
-            f"{'' if of_groups else 'positive and '}finite; the checkpoint is damaged, or its "
-            "weights were quantised wrongly"
+            f"{'' if of_groups else 'positive and '}finite, or no file gives some of them; the "
+            "checkpoint is damaged, a file of it is missing, or it was quantised wrongly"
         )
 
 
@@ -59,7 +60,7 @@ def add_int8(layer: Any, kept: Int8Linear, scale: torch.Tensor) -> None:
 
 
 def dequantize(layer: Any) -> None:
-    """Give a layer weights in the model's dtype in place of int8 ones; inputs aren't rounded then.
+    """Give a layer weights in the model's dtype in place of levels; inputs aren't rounded then.
 
     This is for weights by which something else multiplies, too: both then compute with the same
     numbers. Layers that are not quantised stay as they are.

@@ -60,6 +60,7 @@ from vllm_npu_prep.quantization.int4 import (
     levels_of_pairs,
     load_nothing,
     refuse_cut_groups,
+    refuse_odd,
 )
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
@@ -327,20 +328,20 @@ class ModelSlimInt4Linear(ModelSlimDynamicLinear):
         in_pairs, group_size = self.config.int4
         sizes = input_size_per_partition, output_partition_sizes
         if group_size:
-            refuse_cut_groups(layer, group_size, *sizes, zero_points=False)
+            refuse_cut_groups(layer, group_size, *sizes)
         super().create_weights(layer, *sizes, *args, **extra)
         loader = self.config.before_loading(extra["weight_loader"])
         outputs = sum(output_partition_sizes)
         if in_pairs:
+            refuse_odd(layer, output_partition_sizes)
             packed = torch.empty(outputs // 2, input_size_per_partition, dtype=torch.int8)
             dims = {"input_dim": 1, "output_dim": 0, "packed_dim": 0, "packed_factor": 2}
             layer.weight = _parameter(PackedvLLMParameter, loader, packed, **dims)
         if group_size:
             for name in ("weight_scale_second", "weight_offset_second"):
-                data = torch.zeros(outputs, input_size_per_partition // group_size)
-                made = _parameter(
-                    GroupQuantScaleParameter, loader, data.float(), input_dim=1, output_dim=0
-                )
+                missing = torch.nan if name == "weight_scale_second" else 0.0
+                data = torch.full((outputs, input_size_per_partition // group_size), missing)
+                made = _parameter(GroupQuantScaleParameter, loader, data, input_dim=1, output_dim=0)
                 layer.register_parameter(name, made)
         ignored = self.config.before_loading(load_nothing)
         layer.scale_bias = _parameter(BasevLLMParameter, ignored, torch.empty(0))

@@ -29,7 +29,7 @@ class KnowsModules:
     """
 
     _fused: MutableMapping[str, list[str]]
-    _expected: dict[str, str]  # files by module, of those that are int8
+    _expected: dict[str, str]  # files by module, of those that are quantised
     _made: set[str]
     _num_held = 0  # modules that had been made when they were last held against the files
 
@@ -44,7 +44,7 @@ class KnowsModules:
         self._fused = ChainMap(given, getattr(self, "_fused", FUSED_MODULES))
 
     def expect(self, files: dict[str, str]) -> None:
-        """Say which modules are int8, by their names in vLLM, each with the file that names it."""
+        """Say which modules are quantised, by their names in vLLM, and which file names each."""
         self._expected, self._made, self._num_held = files, set(), 0
 
     def rename(self, renamed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
