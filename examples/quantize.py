@@ -72,7 +72,9 @@ DESCRIPTION = "quant_model_description.json"
 SIZE_OF_FILE = 4 << 30
 TOKENS_OF_RUN = 256
 RUNS_OVER_TEXT = 8
-FORMATS = ("compressed-tensors", "modelslim", "awq", "gptq")
+FORMATS = ("compressed-tensors", "modelslim")
+OF_FOUR_BITS = ("awq", "gptq")
+"""Formats without int8."""
 SCHEMES = ("W8A8", "W4A16", "W4A16_ASYM", "W4A8")
 """As llm-compressor names them."""
 
@@ -313,7 +315,7 @@ def quantize(
     model, out
         Folders; the second is replaced.
     form
-        One of `FORMATS`.
+        One of `FORMATS`, or with four bits of `OF_FOUR_BITS`.
     static
         Give inputs one scale for all tokens: ModelSlim's ``W8A8`` in place of ``W8A8_DYNAMIC``.
         Experts stay dynamic.
@@ -490,7 +492,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the copy; replaced")
     parser.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=(*FORMATS, *OF_FOUR_BITS),
         default=FORMATS[0],
         help="whose files: %(default)s if not given",
     )

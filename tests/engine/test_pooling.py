@@ -122,7 +122,7 @@ def test_an_int8_copy_without_the_head_is_refused(folder, tmp_path, monkeypatch)
         "pooler_config": {"step_tag_id": 7},
     }
     with (
-        pytest.raises(PrepError, match="is to be int8, but no file gives it a weight_scale"),
+        pytest.raises(PrepError, match="is to be quantised, but no file gives it a weight_scale"),
         engine_of("V1", tmp_path / "int8", **rewards),
     ):
         pass
