@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from examples.quantize import compressed_tensors_config, end_of, quantize_weight
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, engine_config, make_model
-from tests.helpers.quantized import QUANTIZE, change_tensors
+from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, check_compressed, read_headers
 from vllm_npu_prep.quantization.formats import fault
@@ -181,6 +182,23 @@ def test_files_that_do_not_fit(model, tmp_path, case):
     QUANTIZE(model, tmp_path / "int8", **FORMS[form])
     change_tensors(tmp_path / "int8", change)
     check_refused(tmp_path / "int8", parts)
+
+
+NEEDLESS = ("weight_offset", "weight_offset_second", "scale_bias", "weight_shape", "g_idx")
+"""Ends of the names of tensors that a file may lack: they are 0, or follow from the others."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_module_without_one_of_its_tensors_is_named(model, tmp_path, form):
+    """Whichever it is: what is missing would be zeros, or what memory held."""
+    QUANTIZE(model, tmp_path / "whole", **FORMS[form])
+    names = [name for name in tensors_in(tmp_path / "whole") if name.startswith(f"{DOWN}.")]
+    names = [name for name in names if not name.endswith(NEEDLESS)]
+    assert len(names) >= 2
+    for name in names:
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / name)
+        change_tensors(folder, without(name))
+        check_refused(folder, (DOWN,))
 
 
 def check_refused(folder, parts):

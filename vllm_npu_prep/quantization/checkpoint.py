@@ -269,6 +269,10 @@ def check_awq_gptq(
                 f"{path}: g_idx of {module} is not one group of {size} after another (act-order), "
                 "which is not supported; quantise without desc_act"
             )
+    for name, entry in headers.items():
+        module, _, last = name.rpartition(".")
+        if last == "scales" and module not in found:
+            raise PrepError(f"{folder / entry.file}: {module} has scales but no qweight")
     return found
 
 
