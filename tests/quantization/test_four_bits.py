@@ -1,5 +1,8 @@
 """Weights of four bits are those of an oracle that reads bytes, on each of two ranks."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.model_executor import parameter
@@ -17,6 +20,7 @@ from vllm_npu_prep.quantization.awq_gptq import (
     CheckedGPTQConfig,
     GPTQLinearMethod,
 )
+from vllm_npu_prep.quantization.compressed import CheckedLinearMethod
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 
 OUTPUTS, INPUTS = 48, 128
@@ -118,3 +122,22 @@ def test_borders_of_ranks_within_groups_are_refused(group, inputs, outputs, part
     refuse_cut_groups(layer, 32, 64, [64, 16], True)
     with pytest.raises(PrepError, match=part):
         refuse_cut_groups(layer, group, inputs, outputs, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "is_refused"),
+    [("meta", "q_proj", True), ("cpu", "q_proj", False), ("meta", "kv_b_proj", False)],
+)
+def test_devices_that_multiply_by_words_need_whole_ones(monkeypatch, device, name, is_refused):
+    """Before weights are loaded; latent attention's weights are dequantised everywhere."""
+    register_kernels()
+    for asked in ("get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"):
+        monkeypatch.setattr(parameter, asked, lambda: 0)
+    layer = torch.nn.Module()
+    layer.prefix, layer.scheme = name, CompressedTensorsWNA16("group", 4, 32, True, name)
+    config = SimpleNamespace(before_loading=lambda loader: loader)
+    refused = pytest.raises(PrepError, match=r"\[12\] of its outputs, which are packed by 8")
+    with torch.device(device), refused if is_refused else nullcontext():
+        CheckedLinearMethod(config).create_weights(
+            layer, 64, [12], 64, 12, torch.float16, weight_loader=lambda *args: None
+        )

@@ -38,7 +38,7 @@ from vllm_npu_prep.quantization.checkpoint import (
     served_name,
 )
 from vllm_npu_prep.quantization.experts import Int4Experts, Int8Experts
-from vllm_npu_prep.quantization.int4 import Int4LinearKernel, refuse_cut_groups
+from vllm_npu_prep.quantization.int4 import Int4LinearKernel, multiplies_packed, refuse_cut_groups
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
@@ -148,10 +148,12 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
         extra["weight_loader"] = config.before_loading(extra["weight_loader"])
         sizes = input_size_per_partition, output_partition_sizes
         if isinstance(scheme := layer.scheme, INT4):
-            has_zeros = not getattr(scheme, "symmetric", True)
+            packs_outputs = not getattr(scheme, "symmetric", True)
+            if isinstance(scheme, CompressedTensorsWNA16):
+                packs_outputs |= multiplies_packed(layer, torch.get_default_device())
             is_packed = not isinstance(scheme, CompressedTensorsW4A8Int)
             if is_packed or scheme.group_size != -1:
-                refuse_cut_groups(layer, scheme.group_size, *sizes, has_zeros)
+                refuse_cut_groups(layer, scheme.group_size, *sizes, packs_outputs)
         super().create_weights(layer, *sizes, *args, **extra)
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:

@@ -79,7 +79,9 @@ class Int4LinearKernel(MPLinearKernel):
         wanted = (
             [scalar_types.uint4] if c.zero_points else [scalar_types.uint4b8, scalar_types.int4]
         )
-        return c.weight_type in wanted, f"{c.weight_type} is none of {wanted}"
+        if c.weight_type in wanted:
+            return True, None
+        return False, f"{c.weight_type} is none of {wanted}"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace packed weights by those that the layer multiplies by."""
@@ -99,11 +101,11 @@ class Int4LinearKernel(MPLinearKernel):
         if rounds_inputs(layer):
             levels = numbers - SYMMETRIC_ZERO if is_packed else numbers
             add_levels(layer, levels, scales.float())
-        elif numbers.device.type == "cpu" or name_of(layer).endswith("kv_b_proj"):
+        elif multiplies_packed(layer, numbers.device):
+            add_packed(layer, numbers, scales, zeros)
+        else:
             weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
             layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-        else:
-            add_packed(layer, numbers, scales, zeros)
 
     def apply_weights(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -115,6 +117,11 @@ class Int4LinearKernel(MPLinearKernel):
         return torch.nn.functional.linear(x, layer.weight, bias)
 
 
+def multiplies_packed(layer: Any, device: torch.device) -> bool:
+    """Return whether a layer without rounded inputs multiplies by packed weights on a device."""
+    return device.type != "cpu" and not name_of(layer).endswith("kv_b_proj")
+
+
 def add_packed(
     layer: Any, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int
 ) -> None:
@@ -124,12 +131,6 @@ def add_packed(
     lowest bits, as ``npu_convert_weight_to_int4pack`` puts them (vllm-project/vllm-ascend,
     ``quantization/methods/w4a8.py``, takes pairs in bytes as they are in place of its result).
     """
-    outputs = len(numbers)
-    if outputs % PACKED:
-        raise PrepError(
-            f"{name_of(layer)}: a rank has {outputs} of its outputs, which NPUs read by {PACKED} "
-            "from weights of four bits; use another --tensor-parallel-size"
-        )
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
     fields = (numbers.t() - SYMMETRIC_ZERO & 15).unflatten(1, (-1, PACKED))  # [K, N / 8, 8]
     made = {
@@ -191,7 +192,7 @@ def refuse_cut_groups(
     inputs, outputs
         How many inputs a rank has, and how many outputs of each part of a fused layer.
     outputs_are_packed
-        Whether outputs are, too, as zero points are.
+        Whether outputs are, too: in zero points, and in weights that NPUs multiply by.
     """
     whole = PACKED if group_size == -1 else group_size
     if inputs % whole:
@@ -201,8 +202,8 @@ def refuse_cut_groups(
         )
     if outputs_are_packed and any(size % PACKED for size in outputs):
         raise PrepError(
-            f"{name_of(layer)}: a rank has {outputs} of its outputs, whose zero points are packed "
-            f"by {PACKED}; use another --tensor-parallel-size"
+            f"{name_of(layer)}: a rank has {outputs} of its outputs, which are packed by "
+            f"{PACKED}; use another --tensor-parallel-size"
         )
 
 
