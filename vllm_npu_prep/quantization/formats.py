@@ -65,15 +65,28 @@ def describe(model: "ModelConfig", on_npu: bool) -> str:
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
-    told = [ON_NPUS if on_npu else ON_THE_CPU] if "int8 inputs" in text else []
-    if FLOAT_INPUTS in text:
+    told = [ON_NPUS if on_npu else ON_THE_CPU] if rounds_inputs(model) else []
+    if leaves_inputs(model):
         told.append(FLOAT_INPUTS_ON_NPUS if on_npu else FLOAT_INPUTS_ON_THE_CPU)
     return f"{text}: {'; '.join(told)}"
 
 
+def rounds_inputs(model: "ModelConfig") -> bool:
+    """Return whether some layers round their inputs to int8."""
+    groups = _groups_of(model)
+    return model.quantization == MODELSLIM or any(g.get("input_activations") for g in groups)
+
+
 def leaves_inputs(model: "ModelConfig") -> bool:
     """Return whether some layers have int4 weights and inputs that are not rounded."""
-    return model.quantization in FORMATS and FLOAT_INPUTS in _kinds(model)
+    groups = _groups_of(model)
+    return model.quantization in (AWQ, GPTQ) or not all(g.get("input_activations") for g in groups)
+
+
+def _groups_of(model: "ModelConfig") -> list[Mapping[str, Any]]:
+    """Return compressed-tensors' groups of modules; no other format has any."""
+    is_compressed = model.quantization == COMPRESSED_TENSORS
+    return list((_config_of(model).get("config_groups") or {}).values()) if is_compressed else []
 
 
 def _kinds(model: "ModelConfig") -> str:
@@ -81,9 +94,8 @@ def _kinds(model: "ModelConfig") -> str:
         size = _group_size(_config_of(model))
         strategy = "channel" if size == -1 else f"group of {size}"
         return f"int4 by {strategy} with {FLOAT_INPUTS}"
-    groups = (_config_of(model).get("config_groups") or {}).values()
     told = set()
-    for group in groups:
+    for group in _groups_of(model):
         inputs = "int8 inputs" if group.get("input_activations") else FLOAT_INPUTS
         told.add(f"{_words(group.get('weights') or {})} with {inputs}")
     return " and ".join(sorted(told)) or "int8 inputs"

@@ -17,7 +17,7 @@ from vllm_npu_prep.attention.fused_releases import (
 from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_refusal
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
-from vllm_npu_prep.quantization.formats import leaves_inputs
+from vllm_npu_prep.quantization.formats import leaves_inputs, rounds_inputs
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
@@ -214,7 +214,7 @@ def _needed_operators(asked: RequestedEngine) -> list[str]:
     if asked.uses_fused_operator:
         found += ["npu_scatter_pa_kv_cache"]
         found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
-    if asked.model.quantization is not None:
+    if rounds_inputs(asked.model):
         found += OF_INT8
     if leaves_inputs(asked.model):
         found += OF_INT4
