@@ -1,6 +1,7 @@
 """Offloading on the device: streams of copies beside the one that computes."""
 
 import pytest
+import torch
 
 import ascend_emulator
 from tests.conftest import SEED
@@ -9,6 +10,7 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model, r
 from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.prompts import prompts_of
+from vllm_npu_prep.device import copy_stream, host_memory
 
 BLOCK_SIZE = 16
 LENGTHS, OTHERS = [61, 90, 33], [150, 140]
@@ -60,4 +62,16 @@ def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path):
     size = settings["block_size"]
     assert again == sum(left_to_compute(length, size) + 5 for length in lengths)
     assert beside.syncs == alone.syncs and beside.d2h_bytes > alone.d2h_bytes
+    assert ascend_emulator.counters().hazards == 0
+
+
+def test_copies_begin_after_what_was_issued_before_them():
+    """The host waits for nothing in between, as it may in steps of an engine."""
+    written = torch.zeros(1 << 16, dtype=torch.int8, device="npu")
+    on_host = host_memory("npu", written.nbytes)
+    torch.npu.synchronize()
+    written.fill_(7)
+    copy_stream(written.device).copy([(on_host, written)])
+    torch.npu.synchronize()
+    assert (on_host == 7).all()
     assert ascend_emulator.counters().hazards == 0
