@@ -172,6 +172,26 @@ FAULTS = {
             lambda value: value,
         ),
         Fault(
+            "future-chosen",
+            "the lightning indexer chooses among all keys of a request, those behind a token, too",
+            "limits of a choice",
+            lambda limits, num_keys: limits * 0 + num_keys,
+        ),
+        Fault(
+            "neighbours-choice",
+            "sparse attention reads what the request's token before has chosen",
+            "rows of a choice",
+            lambda rows, first: (rows - 1).clamp(min=first),
+        ),
+        Fault(
+            "unchosen-read",
+            "sparse attention takes an entry of -1 for position 0, and reads all entries",
+            "choice",
+            lambda choice: choice._replace(
+                entries=choice.entries.clamp(min=0), read=choice.read | True
+            ),
+        ),
+        Fault(
             "early-maximum",
             "npu_dequant_swiglu_quant with dynamic scales reads the maximum of a part of a row "
             "above 7,840 columns before it is written: that of the last part counts for nothing",

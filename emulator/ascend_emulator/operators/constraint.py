@@ -52,6 +52,8 @@ FAMILIES = (
     "npu_gather_pa_kv_cache",
     "npu_attention_update",
     "npu_scatter_nd_update",
+    "npu_lightning_indexer",
+    "npu_sparse_flash_attention",
     "npu_weight_quant_batchmatmul",
     "npu_matmul_add_fp32",
     "npu_format_cast",

@@ -241,6 +241,22 @@ SCHEMAS = {
     ("npu::npu_scatter_nd_update_", ""): (
         "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)"
     ),
+    ("npu::npu_lightning_indexer", ""): (
+        "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
+        'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, '
+        "int sparse_mode=3, int pre_tokens=9223372036854775807, "
+        "int next_tokens=9223372036854775807, bool return_value=False) -> (Tensor, Tensor)"
+    ),
+    ("npu::npu_sparse_flash_attention", ""): (
+        "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, "
+        "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+        'int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", '
+        "int sparse_mode=3, int pre_tokens=9223372036854775807, "
+        "int next_tokens=9223372036854775807, int attention_mode=0, "
+        "bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)"
+    ),
     ("npu::npu_weight_quant_batchmatmul", ""): (
         "(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None, "
         "Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int "
