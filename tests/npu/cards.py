@@ -24,7 +24,7 @@ first."""
 UNDER_EVERY_PROFILE = (
     *("counts", "fused", "fused_families", "graphs", "kernels", "latent"),
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
-    *("served", "shared_prefix", "tokens", "verify_device", "windows"),
+    *("served", "shared_prefix", "sparse_operators", "tokens", "verify_device", "windows"),
 )
 OF_FILES = {"memory": "small", "ranks": "skewed"}
 SKEWED = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers[fia"

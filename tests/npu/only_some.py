@@ -11,12 +11,13 @@ its own, of few sizes only. Start-up refuses the others in one line."""
 
 LEFT_OUT = {
     "docs": {"fia-block-256", "fia-block-384", "fia-block-512", "latent-prefill-fp16"},
-    "8.5": {"latent-wide-prefill-bf16"}
+    "8.5": {"latent-wide-prefill-bf16", "sparse-index-float-weights"}
     | {"delta-prefill", "delta-equal-prefill", "delta-most-prefill"},
 }
 """Rows of ``verify-device`` that are left out: the documentation wants blocks of 128, and projected
 keys with a rotated part in bfloat16. Start-up refuses others where it is asked to
-(``"kernel_rules": "documented"``). On 8.5 see `REFUSED_MODELS`; gated delta nets begin with 9.1."""
+(``"kernel_rules": "documented"``). Weights of an indexer in float32 begin with 9.0. On 8.5 see
+`REFUSED_MODELS`; gated delta nets begin with 9.1."""
 
 NO_STATES = "no aclnnChunkGatedDeltaRule"
 REFUSED_MODELS = {

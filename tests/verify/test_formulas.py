@@ -34,6 +34,15 @@ def test_attention_is_that_of_torch(heads, window, seed):
     assert float(lse[0, 0]) == pytest.approx(math.log(sum(one)), rel=1e-5)
 
 
+def test_an_index_score_is_a_weighted_sum_of_positive_products():
+    query = torch.tensor([[[1.0, 2.0], [3.0, -1.0]]])  # one token of two heads
+    key = torch.tensor([[1.0, 1.0], [-1.0, 2.0], [0.0, -1.0]])
+    weights = torch.tensor([[2.0, -0.5]])
+    # Products of the first head are 3, 3 and -2, those of the second one 2, -5 and 1
+    scores = formulas.index_scores(query, weights, key)
+    assert scores.tolist() == [[2 * 3 - 0.5 * 2, 2 * 3, -0.5 * 1]]
+
+
 def test_a_token_that_sees_nothing_gets_zeros():
     output, lse = formulas.attention(
         torch.ones(2, 1, 4), torch.ones(0, 1, 4), torch.ones(0, 1, 4), 1.0, formulas.visible(2, 0)

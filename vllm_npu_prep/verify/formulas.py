@@ -62,6 +62,19 @@ def attention(
     return output, lse
 
 
+def index_scores(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Compute how a lightning indexer scores the keys of one request, float64 ``[Q, S]``.
+
+    Queries are ``[Q, heads, D]``, weights ``[Q, heads]`` and keys ``[S, D]``. A score is the sum
+    over heads of the weight times the product of query and key, where the product is above 0.
+    """
+    scores = torch.zeros(len(query), len(key), dtype=torch.float64)
+    for head in range(query.shape[1]):
+        products = query[:, head].double() @ key.double().T
+        scores += weights[:, head, None].double() * products.where(products > 0, 0.0)
+    return scores
+
+
 def uniform_average(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the mean of all values for each token and head: attention that ignores query and keys.
 

@@ -10,6 +10,7 @@ from vllm_npu_prep.verify import (
     graphs,
     int8,
     latent,
+    sparse,
 )
 from vllm_npu_prep.verify.row import Row
 
@@ -18,6 +19,7 @@ ROWS: tuple[Row, ...] = (
     *attention.ROWS,
     *fused.ROWS,
     *latent.ROWS,
+    *sparse.ROWS,
     *delta.ROWS,
     *int8.ROWS,
     *graphs.ROWS,

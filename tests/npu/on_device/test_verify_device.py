@@ -99,15 +99,17 @@ FOUND_BY = {
         "fia-no-lse fia-decode-bf16",
     ),
     "first-table-row": (
-        "fia-decode-bf16 fia-chunk-bf16 atb-decode-bf16 fia-shared-blocks",
+        "fia-decode-bf16 fia-chunk-bf16 atb-decode-bf16 fia-shared-blocks "
+        "sparse-index-decode-bf16 sparse-attend-decode-fp16",
         "fia-prompt-bf16 write-atb-bf16",
     ),
     "ignored-rope": (
-        "latent-decode-bf16 latent-drafts-bf16 latent-prefill-bf16",
-        "fia-decode-bf16",
+        "latent-decode-bf16 latent-drafts-bf16 latent-prefill-bf16 sparse-attend-decode-bf16",
+        "fia-decode-bf16 sparse-index-decode-bf16",
     ),
     "whole-block-read": (
-        "fia-decode-bf16 atb-decode-bf16 graph-fia-decode-bf16 latent-decode-bf16",
+        "fia-decode-bf16 atb-decode-bf16 graph-fia-decode-bf16 latent-decode-bf16 "
+        "sparse-index-decode-bf16 sparse-index-all-fp16",
         "fia-prompt-bf16",
     ),
     "padding-slot-written": (
@@ -117,6 +119,18 @@ FOUND_BY = {
     "transposed-cache": (
         "write-fia-bf16 write-atb-bf16 fia-decode-bf16 graph-fia-decode-bf16",
         "fia-one-kv-head-decode fia-encoder-bf16",
+    ),
+    "future-chosen": (
+        "sparse-index-drafts-bf16 sparse-index-prefill-fp16 graph-sparse-drafts",
+        "sparse-index-decode-bf16 sparse-attend-drafts-bf16 graph-sparse-decode",
+    ),
+    "neighbours-choice": (
+        "sparse-attend-drafts-bf16 sparse-attend-prefill-fp16 graph-sparse-drafts",
+        "sparse-attend-decode-bf16 sparse-index-drafts-bf16 graph-sparse-decode",
+    ),
+    "unchosen-read": (
+        "sparse-attend-all-bf16 sparse-attend-decode-fp16 sparse-attend-padding-bf16",
+        "sparse-attend-2048 sparse-index-all-bf16",
     ),
     "early-maximum": ("int8-swiglu-wide-bf16 int8-swiglu-wide-fp16", "int8-dynamic-quant-bf16"),
     "added-flags": ("atb-prompt-bf16 atb-window-encoder-bf16", "atb-prompt-fp16 atb-chunk-bf16"),
@@ -129,6 +143,7 @@ NAMED = {
     "ignored-mask": "as no mask",
     "ignored-scale": "as without a scale",
     "first-table-row": "as all requests over the first one's blocks",
+    "future-chosen": "a position behind the token",
     "padding-slot-written": "as a slot of -1 written to the last slot",
 }
 """What the first row that finds a fault says of it."""

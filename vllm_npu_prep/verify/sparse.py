@@ -1,0 +1,376 @@
+"""Sparse attention: which positions an indexer chooses, and attention over chosen positions.
+
+Both operators get lengths and blocks as tensors of the device, so a captured graph reads those of
+its replay. Choices are compared as sets, by their scores: of nearly equal scores, any may be
+chosen.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch_npu
+
+from vllm_npu_prep.aclnn import first_release, missing_functions
+from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.device import graph_pool
+from vllm_npu_prep.graph import GraphCall, make_pool
+from vllm_npu_prep.prep.state import AttentionState
+from vllm_npu_prep.verify import formulas
+from vllm_npu_prep.verify.outcome import NotHereError, Outcome, Verdict, worst_of
+from vllm_npu_prep.verify.row import DTYPES, FILLER, Row, RowContext, compare, normal
+from vllm_npu_prep.verify.steps import PagedForm, PagedStep
+from vllm_npu_prep.wording import counted
+
+INDEX_HEAD, LATENT, ROPE = 128, 512, 64
+SCALE = (128 + ROPE) ** -0.5
+
+SCORE_TOLERANCE = 1e-3
+"""Scores are computed in float32, of numbers that are not rounded before."""
+
+OUTPUT_TOLERANCE = 0.03
+"""Probabilities are rounded between two products."""
+
+NOTHING_CHOSEN = -1
+
+
+def choose(
+    query: torch.Tensor,  # [T, H, 128]
+    weights: torch.Tensor,  # [T, H]
+    plane: torch.Tensor,  # [num_blocks, block_size, 1, 128]
+    metadata: AscendMetadata,
+    count: int,
+) -> torch.Tensor:
+    """Return the positions that tokens choose, int32 ``[T, 1, count]``."""
+    assert metadata.block_tables is not None
+    chosen, _ = torch_npu.npu_lightning_indexer(
+        query,
+        plane,
+        weights,
+        actual_seq_lengths_query=metadata.query_start_loc[1:],
+        actual_seq_lengths_key=metadata.seq_lens,
+        block_table=metadata.block_tables,
+        layout_query="TND",
+        layout_key="PA_BSND",
+        sparse_count=count,
+        sparse_mode=3,
+    )
+    return chosen
+
+
+def attend_chosen(
+    query: torch.Tensor,  # [T, N, 512]
+    query_rope: torch.Tensor,  # [T, N, 64]
+    latent: torch.Tensor,  # [num_blocks, block_size, 1, 512]
+    rope: torch.Tensor,  # [num_blocks, block_size, 1, 64]
+    chosen: torch.Tensor,  # int32 [T, 1, count]
+    metadata: AscendMetadata,
+) -> torch.Tensor:
+    """Attend over the latent rows of chosen positions, ``[T, N, 512]``."""
+    assert metadata.block_tables is not None
+    output, *_ = torch_npu.npu_sparse_flash_attention(
+        query,
+        latent,
+        latent,
+        chosen,
+        SCALE,
+        block_table=metadata.block_tables,
+        actual_seq_lengths_query=metadata.query_start_loc[1:],
+        actual_seq_lengths_kv=metadata.seq_lens,
+        query_rope=query_rope,
+        key_rope=rope,
+        layout_query="TND",
+        layout_kv="PA_BSND",
+        sparse_mode=3,
+        attention_mode=2,
+    )
+    return output
+
+
+@dataclass(frozen=True)
+class SparseForm(PagedForm):
+    """What a step depends on.
+
+    Behind the padding requests, which see no key, come rows of no request at all.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    count: int  # number of positions that a token chooses at most
+    dtype: torch.dtype
+    heads: int = 4  # of the indexer, or of attention
+    weights_dtype: torch.dtype | None = None  # that of the queries if it is None
+    block_size: int = 128
+    num_padding: int = 0
+    padding_len: int = 0
+    num_rows_of_nobody: int = 0
+
+    def __str__(self) -> str:
+        padding = f", {counted(self.num_padding, 'padding request')}" * bool(self.num_padding)
+        return (
+            f"{self.count} of (cached, new) tokens {list(self.lengths)}, {self.heads} heads, "
+            f"{str(self.dtype).removeprefix('torch.')}{padding}"
+        )
+
+
+class SparseStep(PagedStep):
+    """A step with random queries, keys and latent rows; other rows of the caches are large."""
+
+    form: SparseForm
+
+    def __init__(
+        self,
+        form: SparseForm,
+        device: torch.device,
+        seed: int = 0,
+        num_blocks: int | None = None,
+        table_width: int | None = None,
+    ) -> None:
+        self.form, self.device = form, device
+        self._generator = torch.Generator().manual_seed(seed)
+        draw = partial(normal, self._generator, dtype=form.dtype)
+        self.num_tokens = sum(form.query_lens)
+        rows = self.num_tokens + form.num_padding + form.num_rows_of_nobody
+        self.index_query = draw(rows, form.heads, INDEX_HEAD)
+        weights = form.weights_dtype or form.dtype
+        self.weights = normal(self._generator, rows, form.heads, dtype=weights)
+        # Few of many chosen rows have weight: a plain average of them would be near 0
+        self.query = draw(rows, form.heads, LATENT, scale=1.5)
+        self.query_rope = draw(rows, form.heads, ROPE)
+        self.place_in_blocks(self._generator, num_blocks, table_width)
+        self.metadata = self.metadata_with(AttentionState.ChunkedPrefill, None)
+        sizes = INDEX_HEAD, LATENT, ROPE
+        self.rows = [[draw(length, size) for length in form.seq_lens] for size in sizes]
+        self.planes = [self.put(self._plane(each)) for each in self.rows]
+
+    def _plane(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        size = rows[0].shape[1]
+        plane = torch.full((self.num_blocks, self.form.block_size, 1, size), FILLER)
+        slots = self.slots_of([range(length) for length in self.form.seq_lens])
+        given = torch.cat(rows)[:, None].to(self.form.dtype)
+        return formulas.paged_write(plane.to(self.form.dtype), given, slots, self.form.block_size)
+
+    def choose(self) -> torch.Tensor:
+        """Choose on the device."""
+        given = self.put(self.index_query), self.put(self.weights), self.planes[0]
+        return choose(*given, self.metadata, self.form.count)
+
+    def attend(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Attend on the device; `chosen` is there."""
+        given = self.put(self.query), self.put(self.query_rope), *self.planes[1:]
+        return attend_chosen(*given, chosen, self.metadata)
+
+    def _tokens(self) -> Iterator[tuple[int, int, int]]:
+        """Yield each token's request, its place in the request's step, and what it sees."""
+        for request, (old, new) in enumerate(self.form.lengths):
+            for place in range(new):
+                yield request, place, old + place + 1
+
+    def check_choice(self, chosen: torch.Tensor) -> Outcome:
+        """Compare the scores of what was chosen with the best ones."""
+        form, given = self.form, str(self.form)
+        starts, scores = self.metadata.query_start_loc_np, []
+        for request, keys in enumerate(self.rows[0]):
+            own = slice(*starts[request : request + 2])
+            scores += formulas.index_scores(self.index_query[own], self.weights[own], keys)
+        shape = len(self.index_query), 1, form.count
+        if chosen.shape != shape or chosen.dtype is not torch.int32:
+            got = f"{[*chosen.shape]} {chosen.dtype}"
+            return Outcome(given, f"shape {[*shape]} of int32", got, Verdict.DIFFERS)
+        rows, got, expected = chosen[:, 0].cpu(), [], []
+        for token, (_, _, seen) in enumerate(self._tokens()):
+            row, count = rows[token], min(form.count, seen)
+            if wrong := what_is_wrong(row, count, seen):
+                wanted = f"{counted(count, 'position')} below {seen}, and -1 behind them"
+                text = f"{wrong} at token {token} of {self.num_tokens}: {row[:count].tolist()}"
+                return Outcome(given, wanted, text, Verdict.DIFFERS)
+            got.append(scores[token][row[:count].long()].sort(descending=True).values)
+            expected.append(scores[token][:seen].topk(count).values)
+        padding = rows[self.num_tokens : self.num_tokens + form.num_padding]
+        outcomes = [
+            compare(
+                torch.cat(got), torch.cat(expected), given, tolerance=SCORE_TOLERANCE, where=("",)
+            ),
+            compare(padding, torch.full_like(padding, NOTHING_CHOSEN), f"padding of {given}"),
+        ]
+        return worst_of(outcomes, given)
+
+    def draw_choice(self) -> torch.Tensor:
+        """Draw different positions up to each token, on the host; -1 in rows of nobody."""
+        chosen = torch.full((len(self.query), 1, self.form.count), NOTHING_CHOSEN)
+        for token, (_, _, seen) in enumerate(self._tokens()):
+            own = torch.randperm(seen, generator=self._generator)[: self.form.count]
+            chosen[token, 0, : len(own)] = own
+        return chosen.int()
+
+    def check_output(self, output: torch.Tensor, chosen: torch.Tensor) -> Outcome:
+        """Compare attention over a choice, which is on the host, with the formula."""
+        form, expected = self.form, []
+        queries = torch.cat((self.query, self.query_rope), -1)
+        for token, (request, _, _) in enumerate(self._tokens()):
+            latent, rope = (rows[request][:, None] for rows in self.rows[1:])
+            own = chosen[token, 0]
+            seen = torch.zeros(1, len(latent), dtype=torch.bool)
+            seen[0, own[own >= 0].long()] = True
+            keys = torch.cat((latent, rope), -1)
+            expected.append(formulas.attention(queries[token, None], keys, latent, SCALE, seen)[0])
+        expected.append(torch.zeros(form.num_padding, form.heads, LATENT, dtype=torch.float64))
+        own_rows = output[: self.num_tokens + form.num_padding]
+        return compare(own_rows, torch.cat(expected), str(form), tolerance=OUTPUT_TOLERANCE)
+
+
+def what_is_wrong(row: torch.Tensor, count: int, seen: int) -> str:
+    """Say what is wrong with a token's choice, whatever its scores are; empty if nothing is."""
+    own, rest = row[:count], row[count:]
+    if (own == NOTHING_CHOSEN).any():
+        return "-1 before the last position"
+    if ((own < 0) | (own >= seen)).any():
+        return "a position behind the token" if (own >= 0).all() else "a position below 0"
+    if len(own.unique()) < count:
+        return "a position twice"
+    return "more positions than the token sees" if (rest != NOTHING_CHOSEN).any() else ""
+
+
+LENGTHS = {
+    "decode": ((200, 1), (2, 1), (127, 1)),
+    "drafts": ((127, 3), (4, 4), (40, 2)),
+    "prefill": ((0, 70), (130, 20), (3, 5)),
+}
+MORE_THAN_ALL = ((40, 1), (3, 4), (0, 7))
+
+
+def forms_of(dtype: torch.dtype, count: int = 16) -> dict[str, SparseForm]:
+    """Return a form of each kind of step: the choice matters, or has room for all."""
+    forms = {name: SparseForm(lengths, count, dtype) for name, lengths in LENGTHS.items()}
+    forms["all"] = SparseForm(MORE_THAN_ALL, 2048, dtype)
+    forms["padding"] = replace(forms["drafts"], num_padding=2, num_rows_of_nobody=2)
+    return forms
+
+
+def _need(*operators: str) -> None:
+    for function in missing_functions(operators).values():
+        raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
+
+
+INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
+
+
+def _run_choice(form: SparseForm, context: RowContext) -> Outcome:
+    _need(INDEXER)
+    step = SparseStep(form, context.device.device)
+    return step.check_choice(step.choose())
+
+
+def _run_attention(form: SparseForm, context: RowContext) -> Outcome:
+    _need(ATTENTION)
+    step = SparseStep(form, context.device.device)
+    chosen = step.draw_choice()
+    return step.check_output(step.attend(step.put(chosen)), chosen)
+
+
+STEPS = {
+    "decode": (LENGTHS["decode"], ((5, 1), (250, 1), (60, 1)), ((139, 1), (1, 1), (128, 1))),
+    "drafts": (LENGTHS["drafts"], ((9, 2), (200, 4), (1, 3)), ((60, 1), (61, 2), (5, 2))),
+}
+"""Lengths of the steps that take turns in one graph, by request; some have fewer tokens."""
+
+NUM_BLOCKS, TABLE_WIDTH = 12, 3
+
+
+def _replayed(name: str, context: RowContext) -> Outcome:
+    """Capture both operators once, and replay them with other lengths, blocks and numbers."""
+    _need(INDEXER, ATTENTION)
+    most = sum(new for _, new in STEPS[name][0])
+    steps = []
+    for seed, lengths in enumerate(STEPS[name]):
+        spare = most - sum(new for _, new in lengths)
+        form = SparseForm(lengths, 16, torch.bfloat16, num_rows_of_nobody=spare)
+        sizes = seed, NUM_BLOCKS, TABLE_WIDTH
+        steps.append(SparseStep(form, context.device.device, *sizes))
+    first = steps[0]
+    queries = [first.put(each) for each in _queries(first)]
+    planes = [torch.zeros_like(plane) for plane in first.planes]
+    metadata = replace(
+        first.metadata,
+        query_start_loc=first.metadata.query_start_loc.clone(),
+        seq_lens=first.metadata.seq_lens.clone(),
+        block_tables=first.put(first.table),
+    )
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = choose(*queries[:2], planes[0], metadata, 16)
+        return chosen, attend_chosen(*queries[2:], *planes[1:], chosen, metadata)
+
+    def load(step: SparseStep) -> None:
+        own = step.metadata
+        targets = [*queries, *planes, metadata.query_start_loc, metadata.seq_lens]
+        sources = [*_queries(step), *step.planes, own.query_start_loc, own.seq_lens]
+        assert metadata.block_tables is not None
+        for target, source in zip(
+            (*targets, metadata.block_tables), (*sources, step.put(step.table))
+        ):
+            target.copy_(source)
+
+    load(first)
+    graph = make_pool("npu", graph_pool("npu")).new_graph()
+    with context.device.capturing():
+        run()
+        graph.capture(GraphCall(run, (), {}))
+    found = []
+    for step in (*steps, first):  # the first again: nothing of the others may be left
+        load(step)
+        chosen, output = graph.replay(GraphCall(run, (), {}))
+        found.append((step, chosen.clone(), output.clone()))
+    context.device.synchronize()
+    outcomes = []
+    for step, chosen, output in found:
+        outcomes.append(step.check_choice(chosen))
+        if not outcomes[-1].verdict.is_bad:
+            outcomes.append(step.check_output(output, chosen.cpu()))
+    return worst_of(outcomes, f"{len(found)} replays; {first.form}")
+
+
+def _queries(step: SparseStep) -> list[torch.Tensor]:
+    return [step.index_query, step.weights, step.query, step.query_rope]
+
+
+WHAT = {
+    "decode": "decodes",
+    "drafts": "decodes with drafts",
+    "prefill": "prompts and chunks",
+    "all": "fewer keys than a token may choose",
+    "padding": "padding requests, and rows of nobody",
+}
+
+
+def _rows() -> Iterator[Row]:
+    for part, operator, run in (
+        ("index", "choice of positions", _run_choice),
+        ("attend", "attention over chosen positions", _run_attention),
+    ):
+        for short, dtype in DTYPES.items():
+            for name, form in forms_of(dtype).items():
+                what = f"sparse attention, {operator}: {WHAT[name]}"
+                yield Row(f"sparse-{part}-{name}-{short}", what, partial(run, form))
+        what = f"sparse attention, {operator}: "
+        long = SparseForm(((3000, 1), (2500, 2)), 2048, torch.bfloat16)
+        most = replace(long, heads=64 if part == "index" else 16)
+        yield Row(f"sparse-{part}-2048", f"{what}2,048 of more keys", partial(run, most))
+    blocks = SparseForm(LENGTHS["drafts"], 16, torch.bfloat16, block_size=64)
+    yield Row("sparse-index-block-64", f"{what}blocks of 64", partial(_run_choice, blocks))
+    yield Row("sparse-attend-block-64", f"{what}blocks of 64", partial(_run_attention, blocks))
+    heads = SparseForm(LENGTHS["decode"], 16, torch.bfloat16, heads=128)
+    yield Row("sparse-attend-most-heads", f"{what}128 heads", partial(_run_attention, heads))
+    weights = SparseForm(LENGTHS["drafts"], 16, torch.bfloat16, weights_dtype=torch.float32)
+    yield Row(
+        "sparse-index-float-weights",
+        "sparse attention, choice of positions: weights in float32",
+        partial(_run_choice, weights),
+        instead="give weights in the dtype of queries, or use CANN 9.0 or newer",
+    )
+    for name in STEPS:
+        what = f"sparse attention in a graph, {WHAT[name]}: lengths changed before each replay"
+        yield Row(f"graph-sparse-{name}", what, partial(_replayed, name))
+
+
+ROWS: tuple[Row, ...] = tuple(_rows())
