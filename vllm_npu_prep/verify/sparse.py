@@ -8,6 +8,7 @@ chosen.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch_npu
@@ -35,19 +36,24 @@ OUTPUT_TOLERANCE = 0.03
 NOTHING_CHOSEN = -1
 
 
-def choose(
-    query: torch.Tensor,  # [T, H, 128]
-    weights: torch.Tensor,  # [T, H]
-    plane: torch.Tensor,  # [num_blocks, block_size, 1, 128]
-    metadata: AscendMetadata,
-    count: int,
-) -> torch.Tensor:
+class Given(NamedTuple):
+    """What a layer gives both operators, on the device; ``N`` heads attend, ``H`` choose."""
+
+    index_query: torch.Tensor  # [T, H, 128]
+    weights: torch.Tensor  # [T, H]
+    index_keys: torch.Tensor  # [num_blocks, block_size, 1, 128]
+    query: torch.Tensor  # [T, N, 512]
+    query_rope: torch.Tensor  # [T, N, 64]
+    latent: torch.Tensor  # [num_blocks, block_size, 1, 512]
+    rope: torch.Tensor  # [num_blocks, block_size, 1, 64]
+
+
+def choose(given: Given, metadata: AscendMetadata, count: int) -> torch.Tensor:
     """Return the positions that tokens choose, int32 ``[T, 1, count]``."""
-    assert metadata.block_tables is not None
     chosen, _ = torch_npu.npu_lightning_indexer(
-        query,
-        plane,
-        weights,
+        given.index_query,
+        given.index_keys,
+        given.weights,
         actual_seq_lengths_query=metadata.query_start_loc[1:],
         actual_seq_lengths_key=metadata.seq_lens,
         block_table=metadata.block_tables,
@@ -59,27 +65,19 @@ def choose(
     return chosen
 
 
-def attend_chosen(
-    query: torch.Tensor,  # [T, N, 512]
-    query_rope: torch.Tensor,  # [T, N, 64]
-    latent: torch.Tensor,  # [num_blocks, block_size, 1, 512]
-    rope: torch.Tensor,  # [num_blocks, block_size, 1, 64]
-    chosen: torch.Tensor,  # int32 [T, 1, count]
-    metadata: AscendMetadata,
-) -> torch.Tensor:
+def attend_chosen(given: Given, metadata: AscendMetadata, chosen: torch.Tensor) -> torch.Tensor:
     """Attend over the latent rows of chosen positions, ``[T, N, 512]``."""
-    assert metadata.block_tables is not None
     output, *_ = torch_npu.npu_sparse_flash_attention(
-        query,
-        latent,
-        latent,
+        given.query,
+        given.latent,
+        given.latent,
         chosen,
         SCALE,
         block_table=metadata.block_tables,
         actual_seq_lengths_query=metadata.query_start_loc[1:],
         actual_seq_lengths_kv=metadata.seq_lens,
-        query_rope=query_rope,
-        key_rope=rope,
+        query_rope=given.query_rope,
+        key_rope=given.rope,
         layout_query="TND",
         layout_kv="PA_BSND",
         sparse_mode=3,
@@ -114,7 +112,17 @@ class SparseForm(PagedForm):
 
 
 class SparseStep(PagedStep):
-    """A step with random queries, keys and latent rows; other rows of the caches are large."""
+    """A step with random queries, keys and latent rows; other rows of the caches are large.
+
+    Attributes
+    ----------
+    keys, latent, rope
+        Lists by request, on the host: ``[seq_len, 128]``, ``[seq_len, 512]``, ``[seq_len, 64]``.
+    index_query, weights, query, query_rope
+        On the host, as in `Given`.
+    given
+        The step on the device.
+    """
 
     form: SparseForm
 
@@ -132,73 +140,72 @@ class SparseStep(PagedStep):
         self.num_tokens = sum(form.query_lens)
         rows = self.num_tokens + form.num_padding + form.num_rows_of_nobody
         self.index_query = draw(rows, form.heads, INDEX_HEAD)
-        weights = form.weights_dtype or form.dtype
-        self.weights = normal(self._generator, rows, form.heads, dtype=weights)
+        weights_dtype = form.weights_dtype or form.dtype
+        self.weights = normal(self._generator, rows, form.heads, dtype=weights_dtype)
         # Few of many chosen rows have weight: a plain average of them would be near 0
         self.query = draw(rows, form.heads, LATENT, scale=1.5)
         self.query_rope = draw(rows, form.heads, ROPE)
+        self.keys, self.latent, self.rope = (
+            [draw(length, size) for length in form.seq_lens] for size in (INDEX_HEAD, LATENT, ROPE)
+        )
         self.place_in_blocks(self._generator, num_blocks, table_width)
         self.metadata = self.metadata_with(AttentionState.ChunkedPrefill, None)
-        sizes = INDEX_HEAD, LATENT, ROPE
-        self.rows = [[draw(length, size) for length in form.seq_lens] for size in sizes]
-        self.planes = [self.put(self._plane(each)) for each in self.rows]
+        self.given = Given(
+            self.put(self.index_query),
+            self.put(self.weights),
+            self._plane(self.keys),
+            self.put(self.query),
+            self.put(self.query_rope),
+            self._plane(self.latent),
+            self._plane(self.rope),
+        )
 
     def _plane(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        size = rows[0].shape[1]
-        plane = torch.full((self.num_blocks, self.form.block_size, 1, size), FILLER)
+        shape = self.num_blocks, self.form.block_size, 1, rows[0].shape[1]
+        plane = torch.full(shape, FILLER, dtype=self.form.dtype)
         slots = self.slots_of([range(length) for length in self.form.seq_lens])
-        given = torch.cat(rows)[:, None].to(self.form.dtype)
-        return formulas.paged_write(plane.to(self.form.dtype), given, slots, self.form.block_size)
+        return self.put(
+            formulas.paged_write(plane, torch.cat(rows)[:, None], slots, self.form.block_size)
+        )
 
-    def choose(self) -> torch.Tensor:
-        """Choose on the device."""
-        given = self.put(self.index_query), self.put(self.weights), self.planes[0]
-        return choose(*given, self.metadata, self.form.count)
-
-    def attend(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Attend on the device; `chosen` is there."""
-        given = self.put(self.query), self.put(self.query_rope), *self.planes[1:]
-        return attend_chosen(*given, chosen, self.metadata)
-
-    def _tokens(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each token's request, its place in the request's step, and what it sees."""
+    def _tokens(self) -> Iterator[tuple[int, int]]:
+        """Yield each token's request, and how many keys the token sees."""
         for request, (old, new) in enumerate(self.form.lengths):
-            for place in range(new):
-                yield request, place, old + place + 1
+            for position in range(old, old + new):
+                yield request, position + 1
 
     def check_choice(self, chosen: torch.Tensor) -> Outcome:
         """Compare the scores of what was chosen with the best ones."""
         form, given = self.form, str(self.form)
-        starts, scores = self.metadata.query_start_loc_np, []
-        for request, keys in enumerate(self.rows[0]):
-            own = slice(*starts[request : request + 2])
-            scores += formulas.index_scores(self.index_query[own], self.weights[own], keys)
         shape = len(self.index_query), 1, form.count
         if chosen.shape != shape or chosen.dtype is not torch.int32:
-            got = f"{[*chosen.shape]} {chosen.dtype}"
-            return Outcome(given, f"shape {[*shape]} of int32", got, Verdict.DIFFERS)
-        rows, got, expected = chosen[:, 0].cpu(), [], []
-        for token, (_, _, seen) in enumerate(self._tokens()):
+            text = f"{[*chosen.shape]} {chosen.dtype}"
+            return Outcome(given, f"{[*shape]} of int32", text, Verdict.DIFFERS)
+        rows = chosen[:, 0].cpu()
+        got, expected = [], []
+        for token, (request, seen) in enumerate(self._tokens()):
             row, count = rows[token], min(form.count, seen)
             if wrong := what_is_wrong(row, count, seen):
                 wanted = f"{counted(count, 'position')} below {seen}, and -1 behind them"
                 text = f"{wrong} at token {token} of {self.num_tokens}: {row[:count].tolist()}"
                 return Outcome(given, wanted, text, Verdict.DIFFERS)
-            got.append(scores[token][row[:count].long()].sort(descending=True).values)
-            expected.append(scores[token][:seen].topk(count).values)
+            own = self.index_query[token, None], self.weights[token, None]
+            scores = formulas.index_scores(*own, self.keys[request])[0]
+            got.append(scores[row[:count].long()].sort(descending=True).values)
+            expected.append(scores[:seen].topk(count).values)
+        scores, best = torch.cat(got), torch.cat(expected)
         padding = rows[self.num_tokens : self.num_tokens + form.num_padding]
+        nothing = torch.full_like(padding, NOTHING_CHOSEN)
         outcomes = [
-            compare(
-                torch.cat(got), torch.cat(expected), given, tolerance=SCORE_TOLERANCE, where=("",)
-            ),
-            compare(padding, torch.full_like(padding, NOTHING_CHOSEN), f"padding of {given}"),
+            compare(scores, best, given, tolerance=SCORE_TOLERANCE, where=("score",)),
+            compare(padding, nothing, f"padding of {given}"),
         ]
         return worst_of(outcomes, given)
 
     def draw_choice(self) -> torch.Tensor:
         """Draw different positions up to each token, on the host; -1 in rows of nobody."""
         chosen = torch.full((len(self.query), 1, self.form.count), NOTHING_CHOSEN)
-        for token, (_, _, seen) in enumerate(self._tokens()):
+        for token, (_, seen) in enumerate(self._tokens()):
             own = torch.randperm(seen, generator=self._generator)[: self.form.count]
             chosen[token, 0, : len(own)] = own
         return chosen.int()
@@ -207,12 +214,11 @@ class SparseStep(PagedStep):
         """Compare attention over a choice, which is on the host, with the formula."""
         form, expected = self.form, []
         queries = torch.cat((self.query, self.query_rope), -1)
-        for token, (request, _, _) in enumerate(self._tokens()):
-            latent, rope = (rows[request][:, None] for rows in self.rows[1:])
-            own = chosen[token, 0]
+        for token, (request, _) in enumerate(self._tokens()):
+            latent, rope = self.latent[request][:, None], self.rope[request][:, None]
+            keys, own = torch.cat((latent, rope), -1), chosen[token, 0]
             seen = torch.zeros(1, len(latent), dtype=torch.bool)
             seen[0, own[own >= 0].long()] = True
-            keys = torch.cat((latent, rope), -1)
             expected.append(formulas.attention(queries[token, None], keys, latent, SCALE, seen)[0])
         expected.append(torch.zeros(form.num_padding, form.heads, LATENT, dtype=torch.float64))
         own_rows = output[: self.num_tokens + form.num_padding]
@@ -236,10 +242,13 @@ LENGTHS = {
     "drafts": ((127, 3), (4, 4), (40, 2)),
     "prefill": ((0, 70), (130, 20), (3, 5)),
 }
+COUNT = 16
+"""How many positions a token chooses in most rows, so that it can't choose all."""
+
 MORE_THAN_ALL = ((40, 1), (3, 4), (0, 7))
 
 
-def forms_of(dtype: torch.dtype, count: int = 16) -> dict[str, SparseForm]:
+def forms_of(dtype: torch.dtype, count: int = COUNT) -> dict[str, SparseForm]:
     """Return a form of each kind of step: the choice matters, or has room for all."""
     forms = {name: SparseForm(lengths, count, dtype) for name, lengths in LENGTHS.items()}
     forms["all"] = SparseForm(MORE_THAN_ALL, 2048, dtype)
@@ -258,14 +267,15 @@ INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 def _run_choice(form: SparseForm, context: RowContext) -> Outcome:
     _need(INDEXER)
     step = SparseStep(form, context.device.device)
-    return step.check_choice(step.choose())
+    return step.check_choice(choose(step.given, step.metadata, form.count))
 
 
 def _run_attention(form: SparseForm, context: RowContext) -> Outcome:
     _need(ATTENTION)
     step = SparseStep(form, context.device.device)
     chosen = step.draw_choice()
-    return step.check_output(step.attend(step.put(chosen)), chosen)
+    output = attend_chosen(step.given, step.metadata, step.put(chosen))
+    return step.check_output(output, chosen)
 
 
 STEPS = {
@@ -284,32 +294,28 @@ def _replayed(name: str, context: RowContext) -> Outcome:
     steps = []
     for seed, lengths in enumerate(STEPS[name]):
         spare = most - sum(new for _, new in lengths)
-        form = SparseForm(lengths, 16, torch.bfloat16, num_rows_of_nobody=spare)
+        form = SparseForm(lengths, COUNT, torch.bfloat16, num_rows_of_nobody=spare)
         sizes = seed, NUM_BLOCKS, TABLE_WIDTH
         steps.append(SparseStep(form, context.device.device, *sizes))
     first = steps[0]
-    queries = [first.put(each) for each in _queries(first)]
-    planes = [torch.zeros_like(plane) for plane in first.planes]
+    given = Given(*(torch.zeros_like(each) for each in first.given))
+    at = first.metadata
     metadata = replace(
-        first.metadata,
-        query_start_loc=first.metadata.query_start_loc.clone(),
-        seq_lens=first.metadata.seq_lens.clone(),
+        at,
+        query_start_loc=at.query_start_loc.clone(),
+        seq_lens=at.seq_lens.clone(),
         block_tables=first.put(first.table),
     )
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = choose(*queries[:2], planes[0], metadata, 16)
-        return chosen, attend_chosen(*queries[2:], *planes[1:], chosen, metadata)
+        chosen = choose(given, metadata, COUNT)
+        return chosen, attend_chosen(given, metadata, chosen)
 
     def load(step: SparseStep) -> None:
-        own = step.metadata
-        targets = [*queries, *planes, metadata.query_start_loc, metadata.seq_lens]
-        sources = [*_queries(step), *step.planes, own.query_start_loc, own.seq_lens]
-        assert metadata.block_tables is not None
-        for target, source in zip(
-            (*targets, metadata.block_tables), (*sources, step.put(step.table))
-        ):
+        for target, source in zip(given, step.given):
             target.copy_(source)
+        for name in ("query_start_loc", "seq_lens", "block_tables"):
+            getattr(metadata, name).copy_(getattr(step.metadata, name))
 
     load(first)
     graph = make_pool("npu", graph_pool("npu")).new_graph()
@@ -328,10 +334,6 @@ def _replayed(name: str, context: RowContext) -> Outcome:
         if not outcomes[-1].verdict.is_bad:
             outcomes.append(step.check_output(output, chosen.cpu()))
     return worst_of(outcomes, f"{len(found)} replays; {first.form}")
-
-
-def _queries(step: SparseStep) -> list[torch.Tensor]:
-    return [step.index_query, step.weights, step.query, step.query_rope]
 
 
 WHAT = {
@@ -356,12 +358,15 @@ def _rows() -> Iterator[Row]:
         long = SparseForm(((3000, 1), (2500, 2)), 2048, torch.bfloat16)
         most = replace(long, heads=64 if part == "index" else 16)
         yield Row(f"sparse-{part}-2048", f"{what}2,048 of more keys", partial(run, most))
-    blocks = SparseForm(LENGTHS["drafts"], 16, torch.bfloat16, block_size=64)
-    yield Row("sparse-index-block-64", f"{what}blocks of 64", partial(_run_choice, blocks))
-    yield Row("sparse-attend-block-64", f"{what}blocks of 64", partial(_run_attention, blocks))
-    heads = SparseForm(LENGTHS["decode"], 16, torch.bfloat16, heads=128)
-    yield Row("sparse-attend-most-heads", f"{what}128 heads", partial(_run_attention, heads))
-    weights = SparseForm(LENGTHS["drafts"], 16, torch.bfloat16, weights_dtype=torch.float32)
+        blocks = SparseForm(LENGTHS["drafts"], COUNT, torch.bfloat16, block_size=64)
+        yield Row(f"sparse-{part}-block-64", f"{what}blocks of 64", partial(run, blocks))
+    heads = SparseForm(LENGTHS["decode"], COUNT, torch.bfloat16, heads=128)
+    yield Row(
+        "sparse-attend-most-heads",
+        "sparse attention over chosen positions: 128 heads",
+        partial(_run_attention, heads),
+    )
+    weights = SparseForm(LENGTHS["drafts"], COUNT, torch.bfloat16, weights_dtype=torch.float32)
     yield Row(
         "sparse-index-float-weights",
         "sparse attention, choice of positions: weights in float32",

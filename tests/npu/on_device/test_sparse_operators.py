@@ -60,7 +60,7 @@ def test_lengths_and_blocks_are_on_the_device(name, seed):
         torch.npu.synchronize()
 
 
-def test_a_replay_reads_its_own_lengths_and_asks_the_host_for_nothing(seed):
+def test_a_replay_reads_its_own_lengths_without_an_update(seed):
     first, other = (indexer(lengths, seed) for lengths in (LENGTHS, ((60, 3), (9, 2), (20, 1))))
     other = first | {
         "actual_seq_lengths_query": other["actual_seq_lengths_query"],
