@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ascend_emulator.operators.lightning_indexer import lightning_indexer
+from ascend_emulator.operators.sparse_flash_attention import sparse_flash_attention
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify.calls.call import Call, described, made_arguments, read_list, write_list
 from vllm_npu_prep.verify.calls.expected import expected_of, some_rows
@@ -199,3 +201,56 @@ def test_positions_that_a_graph_was_not_told_yet_are_drawn():
     assert ((positions >= 0) & (positions < 5)).all()
     known = remade(call_of("npu::npu_mrope", **{**given, "positions": torch.tensor([4, 0, 3])}))
     assert known["positions"].tolist() == [4, 0, 3]
+
+
+def sparse_call(operator, names, told, **tensors):
+    """A call over blocks of 32, of requests that are told, or will be at a replay."""
+    ends, lengths, table = told
+    bf16 = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
+    given = {
+        **bf16,
+        "actual_seq_lengths_query": torch.tensor(ends, dtype=torch.int32),
+        names[0]: torch.tensor(lengths, dtype=torch.int32),
+        "block_table": torch.tensor(table, dtype=torch.int32),
+        "layout_query": "TND",
+        names[1]: "PA_BSND",
+    }
+    return operator, given
+
+
+TOLD = {
+    "lengths": ([1, 5, 6], [70, 40, 1], [[3, 1, 5], [4, 2, 0], [6, 0, 0]]),
+    "a replay's": ([0, 0, 0], [0, 0, 0], [[9, 9, 9]] * 3),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_choice_is_right_by_its_scores(told):
+    shapes = {"query": (6, 4, 128), "weights": (6, 4), "key": (8, 32, 1, 128)}
+    names = "actual_seq_lengths_key", "layout_key"
+    operator, given = sparse_call("npu::npu_lightning_indexer", names, TOLD[told], **shapes)
+    a = remade(call_of(operator, **given, sparse_count=16))
+    chosen, _ = lightning_indexer(**a)
+    (expected,) = expected_of(operator, None, a)
+    torch.testing.assert_close(expected.of(chosen), expected.values, rtol=1e-4, atol=1e-4)
+    assert (expected.values > -100).sum() == (chosen[expected.rows] >= 0).sum() > 0
+    row = int((chosen[:, 0] >= 0).sum(1).argmax())
+    for wrong in (0 if chosen[row, 0, 0] else 1, -1):  # another key in the place of the best one
+        other = chosen.clone()
+        other[row, 0, 0] = wrong
+        assert not torch.allclose(expected.of(other), expected.values, atol=1e-2)
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_attention_over_a_choice_is_that_over_its_rows(told):
+    shapes = {"query": (6, 4, 512), "query_rope": (6, 4, 64), "key_rope": (8, 32, 1, 64)}
+    shapes |= dict.fromkeys(("key", "value"), (8, 32, 1, 512))
+    names = "actual_seq_lengths_kv", "layout_kv"
+    operator, given = sparse_call("npu::npu_sparse_flash_attention", names, TOLD[told], **shapes)
+    given["sparse_indices"] = torch.zeros(6, 1, 16, dtype=torch.int32)
+    a = remade(call_of(operator, **given, scale_value=0.05, attention_mode=2))
+    output, *_ = sparse_flash_attention(**a)
+    (expected,) = expected_of(operator, None, a)
+    torch.testing.assert_close(expected.of(output).double(), expected.values, rtol=0.02, atol=0.02)
+    assert len(expected.rows) == 6 and expected.values.abs().max() > 0.3
+    assert not torch.allclose(expected.of(output.roll(1, 0)).double(), expected.values, atol=0.1)

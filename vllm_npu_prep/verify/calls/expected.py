@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from vllm_npu_prep.verify import formulas
-from vllm_npu_prep.verify.calls import expected_attention, expected_experts
+from vllm_npu_prep.verify.calls import expected_attention, expected_experts, expected_sparse
 from vllm_npu_prep.verify.calls.expected_part import (
     Arguments,
     Expected,
@@ -109,6 +109,7 @@ FORMULAS: Mapping[str, Formula] = {
     "npu_swiglu": _swiglu,
     **expected_attention.FORMULAS,
     **expected_experts.FORMULAS,
+    **expected_sparse.FORMULAS,
 }
 """By operators, without their overloads: a function of the arguments on the host, by name."""
 

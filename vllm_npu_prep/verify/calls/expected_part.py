@@ -36,7 +36,7 @@ class Expected:
         Int64: places in the first dimension and in the second one. None means all.
     places_in
         The result holds places in these rows, and what stands there has to equal `values`. Of equal
-        numbers, an operator may choose any.
+        numbers, an operator may choose any. A place of -1 is the last one.
     """
 
     result: int
@@ -51,7 +51,7 @@ class Expected:
         part = got if self.rows is None else got[self.rows.to(got.device)]
         part = part if self.columns is None else part[:, self.columns.to(got.device)]
         if self.places_in is not None:
-            places = part.cpu().long()
+            places = part.cpu().long() % self.places_in.shape[-1]
             places = places if places.dim() > 1 else places[:, None]
             return self.places_in.gather(-1, places).view(part.shape)
         if part.dtype is torch.int8 and self.values.is_floating_point():

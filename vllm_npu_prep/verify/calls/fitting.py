@@ -60,6 +60,43 @@ def _blocks(a: Made, random: torch.Generator) -> None:
         _inside(a["block_table"], len(a["key"]), random)
 
 
+def _requests(name: str) -> Callable[[Made, torch.Generator], None]:
+    """Return a function that gives requests whole tokens, as many keys at least, and blocks.
+
+    In a graph, lengths and blocks are told at a replay.
+    """
+
+    def fit_requests(a: Made, random: torch.Generator) -> None:
+        ends, lengths, table = a["actual_seq_lengths_query"], a[name], a.get("block_table")
+        if table is None:
+            return
+        tokens = len(a["query"])
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        if (counts < 0).any() or not 0 < ends[-1] <= tokens:
+            ends.copy_(torch.arange(1, len(ends) + 1) * tokens // len(ends))
+            counts = ends.diff(prepend=ends.new_zeros(1))
+        lengths.copy_(lengths.clamp(max=table.shape[1] * a["key"].shape[1]).maximum(counts))
+        _blocks(a, random)
+
+    return fit_requests
+
+
+def _chosen(a: Made, random: torch.Generator) -> None:
+    """Choose different positions up to each token: a recording has none, for scores are floats.
+
+    Values are keys.
+    """
+    _requests("actual_seq_lengths_kv")(a, random)
+    a["value"].copy_(a["key"])
+    chosen, begin = a["sparse_indices"], 0
+    chosen.fill_(-1)
+    for end, length in zip(a["actual_seq_lengths_query"].tolist(), a["actual_seq_lengths_kv"]):
+        for row in range(begin, end):
+            seen = torch.randperm(int(length) - (end - row) + 1, generator=random)
+            chosen[row, 0, : len(seen)] = seen[: chosen.shape[-1]]
+        begin = end
+
+
 def _experts_of_tokens(a: Made, random: torch.Generator) -> None:
     """Choose different experts for each token, the first one of this rank among them.
 
@@ -150,6 +187,7 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_fused_infer_attention_score": _blocks,
     "npu_fused_infer_attention_score_v2": _blocks,
     "npu_grouped_matmul": _groups,
+    "npu_lightning_indexer": _requests("actual_seq_lengths_key"),
     "npu_moe_finalize_routing": _places("expanded_src_to_dst_row", with_gaps=True),
     "npu_moe_gating_top_k_softmax_v2": _finished,
     "npu_moe_init_routing_v2": _experts_of_tokens,
@@ -159,6 +197,7 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_quantize": _scales(STEP, "scales"),
     "npu_recurrent_gated_delta_rule": _rule,
     "npu_scatter_pa_kv_cache": _slots,
+    "npu_sparse_flash_attention": _chosen,
     "rsqrt": _positive,
 }
 """By operators, without their overloads."""
