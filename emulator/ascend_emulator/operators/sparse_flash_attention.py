@@ -128,6 +128,8 @@ def _positions(
     """
     read = torch.arange(entries.shape[1]) < -(-limits[:, None] // block)
     entries, read = faults.apply("choice", Choice(entries, read))
+    width = max(1, int(read.sum(1).max()))  # no column behind it is read for any of the tokens
+    entries, read = entries[:, :width], read[:, :width]
     given = entries[read]
     inside = (given >= -1) & (given * block < num_keys)
     call.demand("chosen positions", inside.all(), f"{given[~inside].tolist()} of {num_keys} keys")

@@ -120,6 +120,15 @@ def test_requests_without_keys_choose_nothing_and_get_zeros(seed):
     assert (output[1:] == 0).all() and output[0].any()
 
 
+def test_more_tokens_than_keys_leave_the_first_ones_without_any(seed):
+    lengths, keys = ((0, 4), (9, 1)), int32(2, 10)
+    indices, _ = call(INDEXER, indexer(lengths, seed, actual_seq_lengths_key=keys))
+    assert (indices[:, 0] >= 0).sum(1).tolist() == [0, 0, 1, 2, 10]
+    given = attention(lengths, seed, actual_seq_lengths_kv=keys, sparse_indices=indices)
+    output, *_ = call(ATTENTION, given)
+    assert (output != 0).any(-1).any(-1).tolist() == [False, False, True, True, True]
+
+
 def test_without_any_key_nothing_is_written_in_tnd(seed):
     arguments = indexer(((0, 1), (0, 2)), seed, actual_seq_lengths_key=int32(0, 0))
     indices, _ = call(INDEXER, arguments)
