@@ -130,7 +130,7 @@ def _positions(
     entries, read = faults.apply("choice", Choice(entries, read))
     width = max(1, int(read.sum(1).max()))  # no column behind it is read for any of the tokens
     entries, read = entries[:, :width], read[:, :width]
-    given = entries[read]
+    given = entries[read].long()
     inside = (given >= -1) & (given * block < num_keys)
     call.demand("chosen positions", inside.all(), f"{given[~inside].tolist()} of {num_keys} keys")
     is_one = read & (entries >= 0)

@@ -82,7 +82,11 @@ FAMILIES["npu_sparse_flash_attention"] = [
     ("choice", attend(sparse_indices=T.long), attend(sparse_indices=lambda s: s[1:])),
     ("block of a choice", *(attend(sparse_block_size=n) for n in (0, 3, 256))),
     ("blocks of both", attend_of(block_size=48, sparse_block_size=32)),
-    ("chosen positions", attend(sparse_indices=lambda s: s - 3)),
+    (
+        "chosen positions",
+        attend(sparse_indices=lambda s: s - 3),
+        attend(sparse_indices=lambda s: s * 0 + 2**29, sparse_block_size=16),
+    ),
     ("order of a choice", attend(sparse_indices=lambda s: s.where(torch.arange(16) > 0, -1))),
     ("softmax_lse", attend(return_softmax_lse=True)),
     ("block size", attend_of(block_size=40), attend_of(block_size=1040)),
