@@ -675,12 +675,14 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/compressed.py": [
         ("int8: what memory held passes for scales that no file has", "scale.data.fill_(torch.nan if isinstance(scheme, INT4) else 0)", "pass", ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_is_refused",)),
         ("int4: weights that no file has are zeros", "torch.nan if isinstance(scheme, INT4) else 0", "0", ("tests/engine/test_quantization.py::test_weights_that_no_file_has_end_the_start[a part of a fused layer]",)),
+        ("int4: a reload waits for a weight by its second name", "            del layer.weight_packed\n", "", (f"{INT8_TOKENS[0]}[W4A8, bytes, experts]",)),
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
-        ("int4: experts have each other's scales", "scale[expert], SYMMETRIC_ZERO", "scale[expert - 1], SYMMETRIC_ZERO", W4A16_TOKENS),
+        ("int4: experts have each other's scales", "scale[expert], zero)", "scale[expert - 1], zero)", W4A16_TOKENS),
+        ("int4: zero points of experts are off by one", "scale[expert], zero)", "scale[expert], zero + 1)", (f"{INT8_TOKENS[0]}[W4A16, experts, zero points of rows]",)),
     ],
     "quantization/rounding.py": [
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),

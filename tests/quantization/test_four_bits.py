@@ -11,7 +11,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 
 from examples import four_bits
+from tests.helpers.engine import engine_config, make_model
 from tests.helpers.four_bits import weight_in
+from tests.helpers.quantized import QUANTIZE
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.quantization.awq_gptq import (
@@ -21,6 +23,7 @@ from vllm_npu_prep.quantization.awq_gptq import (
     GPTQLinearMethod,
 )
 from vllm_npu_prep.quantization.compressed import CheckedLinearMethod
+from vllm_npu_prep.quantization.formats import describe, multiplies_packed
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 
 OUTPUTS, INPUTS = 48, 128
@@ -141,3 +144,15 @@ def test_devices_that_multiply_by_words_need_whole_ones(monkeypatch, device, nam
         CheckedLinearMethod(config).create_weights(
             layer, 64, [12], 64, 12, torch.float16, weight_loader=lambda *args: None
         )
+
+
+@pytest.mark.parametrize("keep", [("self_attn",), ()])
+def test_experts_alone_need_no_operator_of_packed_weights(tmp_path, keep):
+    """They are dequantised when they are loaded; beside them, attention has packed weights."""
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = make_model(tmp_path / "float", "Qwen3Moe", **config)
+    how = {"form": "compressed-tensors", "scheme": "W4A16", "group": 32, "keep": keep}
+    QUANTIZE(model, tmp_path / "int4", **how)
+    config = engine_config(tmp_path / "int4")
+    assert multiplies_packed(config) is (keep == ())
+    assert ("npu_weight_quant_batchmatmul" in describe(config, on_npu=True)) is (keep == ())

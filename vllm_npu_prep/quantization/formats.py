@@ -56,18 +56,20 @@ ON_NPUS = (
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 FLOAT_INPUTS = "inputs that are not rounded"
 FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies in linear layers; weights in ND"
-FLOAT_INPUTS_ON_THE_CPU = "weights are dequantised when they are loaded"
+DEQUANTISED = "weights are dequantised when they are loaded"
 
 
-def describe(model: "ModelConfig", on_npu: bool) -> str:
+def describe(vllm_config: "VllmConfig", on_npu: bool) -> str:
     """Return start-up's line: the format, the kinds of weights and inputs, and which operators."""
+    model = vllm_config.model_config
     text = f"{model.quantization}, {_kinds(model)}"
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
     told = [ON_NPUS if on_npu else ON_THE_CPU] if rounds_inputs(model) else []
     if leaves_inputs(model):
-        told.append(FLOAT_INPUTS_ON_NPUS if on_npu else FLOAT_INPUTS_ON_THE_CPU)
+        is_packed = on_npu and multiplies_packed(vllm_config)
+        told.append(FLOAT_INPUTS_ON_NPUS if is_packed else DEQUANTISED)
     return f"{text}: {'; '.join(told)}"
 
 
@@ -81,6 +83,15 @@ def leaves_inputs(model: "ModelConfig") -> bool:
     """Return whether some layers have int4 weights and inputs that are not rounded."""
     groups = _groups_of(model)
     return model.quantization in (AWQ, GPTQ) or not all(g.get("input_activations") for g in groups)
+
+
+def multiplies_packed(vllm_config: "VllmConfig") -> bool:
+    """Return whether some linear layers have packed weights by which NPUs multiply.
+
+    Experts are dequantised when they are loaded, and files may have nothing else in four bits.
+    """
+    has_packed = getattr(vllm_config.quant_config, "has_packed_layers", True)
+    return leaves_inputs(vllm_config.model_config) and has_packed
 
 
 def _groups_of(model: "ModelConfig") -> list[Mapping[str, Any]]:

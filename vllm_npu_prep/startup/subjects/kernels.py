@@ -17,7 +17,7 @@ from vllm_npu_prep.attention.fused_releases import (
 from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_refusal
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
-from vllm_npu_prep.quantization.formats import leaves_inputs, rounds_inputs
+from vllm_npu_prep.quantization.formats import multiplies_packed, rounds_inputs
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
@@ -216,7 +216,7 @@ def _needed_operators(asked: RequestedEngine) -> list[str]:
         found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
     if rounds_inputs(asked.model):
         found += OF_INT8
-    if leaves_inputs(asked.model):
+    if multiplies_packed(asked.config):
         found += OF_INT4
     return found
 
