@@ -21,6 +21,9 @@ SUMMED = 2e-2
 SINGLE = 1e-4
 """Tolerance of scales of rows that were computed in float32."""
 
+WORDS = 128
+"""How many int32 of a row of a weight are widened at once."""
+
 
 # ------------------------------------------------------------------------- experts
 
@@ -151,6 +154,30 @@ def _quant_matmul(a: Arguments) -> list[Expected]:
     return [Expected(0, values, rows)]
 
 
+def _weight_quant_matmul(a: Arguments) -> list[Expected]:
+    """Multiply by words that have eight outputs each, the first in the lowest bits.
+
+    Scales and offsets are of groups of inputs, or of all inputs of an output.
+    """
+    rows, words, bias = some_rows(len(a["x"])), a["weight"], a.get("bias")
+    if words.dtype is not torch.int32 or not words.is_contiguous():
+        return []  # forms that no layer calls
+    groups = a["antiquant_scale"].shape[0] if a.get("antiquant_group_size") else 1
+    scale = a["antiquant_scale"].double().view(groups, 1, -1)  # [G, 1, N]
+    offset = torch.zeros_like(scale)
+    if a.get("antiquant_offset") is not None:
+        offset = a["antiquant_offset"].double().view(scale.shape)
+    parts = []
+    for start in range(0, words.shape[1], WORDS):
+        some = words[:, start : start + WORDS, None] >> torch.arange(0, 32, 4) & 15  # [K, W, 8]
+        levels = torch.where(some > 7, some - 16, some).flatten(1).double()
+        of = slice(8 * start, 8 * start + levels.shape[1])
+        weight = (levels.unflatten(0, (groups, -1)) + offset[..., of]) * scale[..., of]
+        parts.append(a["x"][rows].double() @ weight.flatten(0, 1))
+    values = torch.cat(parts, -1)
+    return [Expected(0, values if bias is None else values + bias.double(), rows)]
+
+
 def _normed(a: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return some rows, the norm of their sums, and the sums."""
     rows = some_rows(len(a["x1"]))
@@ -209,5 +236,6 @@ FORMULAS: Mapping[str, Formula] = {
     "_npu_moe_token_unpermute": _unpermute,
     "npu_quant_matmul": _quant_matmul,
     "npu_quantize": _quantize,
+    "npu_weight_quant_batchmatmul": _weight_quant_matmul,
 }
 """By operators, without their overloads: a function of the arguments on the host, by name."""

@@ -18,6 +18,9 @@ STEP = 1 / 32
 OF_SUMS = 1 / 64
 """About the size of each of two scales of a product: float16 holds what comes out."""
 
+OF_WEIGHTS = 1 / 64
+"""About the size of a scale of weights of four bits."""
+
 GAP = 8
 """One in so many is left out: a pair of token and expert without a row, a token of padding."""
 
@@ -116,6 +119,16 @@ def _scales(about: float, *names: str) -> Callable[[Made, torch.Generator], None
     return fit_scales
 
 
+def _words(a: Made, random: torch.Generator) -> None:
+    """Draw numbers of four bits, eight in an int32, with scales, and with whole zero points."""
+    weight = a["weight"]
+    if weight.dtype is torch.int32:
+        weight.copy_(torch.randint(-(1 << 31), 1 << 31, weight.shape, generator=random))
+    _scale(a["antiquant_scale"], OF_WEIGHTS)
+    if a.get("antiquant_offset") is not None:
+        a["antiquant_offset"].copy_((a["antiquant_offset"].double() * 4).round())
+
+
 def _positive(a: Made, random: torch.Generator) -> None:
     a["self"].abs_()
 
@@ -159,6 +172,7 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_quantize": _scales(STEP, "scales"),
     "npu_recurrent_gated_delta_rule": _rule,
     "npu_scatter_pa_kv_cache": _slots,
+    "npu_weight_quant_batchmatmul": _words,
     "rsqrt": _positive,
 }
 """By operators, without their overloads."""
