@@ -74,6 +74,9 @@ W4A16_TOKENS = (f"{INT8_TOKENS[0]}[W4A16, experts in groups]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
 INT4_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[Qwen3, AWQ]",)
+PACKED_EXPERTS = (
+    f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[experts, W4A16, zero points]",
+)
 INT4 = ("tests/quantization/test_four_bits.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
@@ -682,6 +685,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
         ("int4: experts have each other's scales", "scale[expert], zero)", "scale[expert - 1], zero)", W4A16_TOKENS),
+        ("int4: NPUs move zero points of experts the other way", "offset[expert] = SYMMETRIC_ZERO - zero", "offset[expert] = zero - SYMMETRIC_ZERO", PACKED_EXPERTS),
+        ("int4: NPUs take outputs of experts in another order", "pack_outputs(unpack(packed[expert], 1).t() - SYMMETRIC_ZERO)", "pack_outputs(unpack(packed[expert], 1).t().flip(1) - SYMMETRIC_ZERO)", PACKED_EXPERTS),
         ("int4: zero points of experts are off by one", "scale[expert], zero)", "scale[expert], zero + 1)", (f"{INT8_TOKENS[0]}[W4A16, experts, zero points of rows]",)),
     ],
     "quantization/rounding.py": [

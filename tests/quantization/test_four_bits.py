@@ -23,7 +23,7 @@ from vllm_npu_prep.quantization.awq_gptq import (
     GPTQLinearMethod,
 )
 from vllm_npu_prep.quantization.compressed import CheckedLinearMethod
-from vllm_npu_prep.quantization.formats import describe, multiplies_packed
+from vllm_npu_prep.quantization.formats import describe, packed_operators
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 
 OUTPUTS, INPUTS = 48, 128
@@ -171,12 +171,13 @@ def test_devices_that_multiply_by_words_need_whole_ones(monkeypatch, device, nam
 
 
 @pytest.mark.parametrize("keep", [("self_attn",), ()])
-def test_experts_alone_need_no_operator_of_packed_weights(tmp_path, keep):
-    """They are dequantised when they are loaded; beside them, attention has packed weights."""
+def test_experts_alone_need_no_operator_of_packed_layers(tmp_path, keep):
+    """Beside them, attention has such weights."""
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = make_model(tmp_path / "float", "Qwen3Moe", **config)
     how = {"form": "compressed-tensors", "scheme": "W4A16", "group": 32, "keep": keep}
     QUANTIZE(model, tmp_path / "int4", **how)
     config = engine_config(tmp_path / "int4")
-    assert multiplies_packed(config) is (keep == ())
-    assert ("npu_weight_quant_batchmatmul" in describe(config, on_npu=True)) is (keep == ())
+    expected = {"npu_grouped_matmul", *(() if keep else ["npu_weight_quant_batchmatmul"])}
+    assert {*packed_operators(config)} == expected
+    assert {name for name in describe(config, on_npu=True).split() if "matmul" in name} == expected

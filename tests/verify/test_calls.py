@@ -133,6 +133,23 @@ def test_packed_weights_are_those_that_an_oracle_reads(seed, groups):
     torch.testing.assert_close(found.values.float(), expected, rtol=1e-4, atol=1e-3)
 
 
+def test_packed_weights_of_experts_are_those_of_rows(seed):
+    """Each row has the weight of its expert: two rows of the first one, and one of the third."""
+    random = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 64, 2), generator=random).to(torch.int32)
+    scale, offset = (torch.randn(3, 2, 16, generator=random) for _ in range(2))
+    x, sizes = torch.randn(5, 64, generator=random), torch.tensor([2, 0, 1])
+    of_weights = {"antiquant_scale": [scale], "antiquant_offset": [offset]}
+    given = {"x": [x], "weight": [words], "group_list": sizes, "group_list_type": 1, **of_weights}
+    (found,) = expected_of("npu::npu_grouped_matmul", None, given)
+    assert found.rows.tolist() == [0, 1, 2]
+    for row, expert in enumerate((0, 0, 2)):
+        one = {"x": x[[row]], "weight": words[expert], "antiquant_group_size": 32}
+        one |= {name: each[0][expert] for name, each in of_weights.items()}
+        (alone,) = expected_of("npu::npu_weight_quant_batchmatmul", None, one)
+        torch.testing.assert_close(found.values[[row]], alone.values)
+
+
 def test_attention_over_blocks_is_that_over_keys(seed):
     """The same request, once with fresh keys and once with a cache in blocks."""
     random = torch.Generator().manual_seed(seed)

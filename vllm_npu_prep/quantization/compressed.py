@@ -1,5 +1,6 @@
 """compressed-tensors: vLLM's own reader, with kernels and checks of this plugin."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from vllm_npu_prep.quantization.experts import (
     Int8Experts,
     Int8Form,
 )
+from vllm_npu_prep.quantization.formats import EXPERTS_OPERATOR, LAYERS_OPERATOR
 from vllm_npu_prep.quantization.int4 import (
     Int4LinearKernel,
     load_nothing,
@@ -76,11 +78,11 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
 
     Attributes
     ----------
-    has_packed_layers
-        Whether files have packed weights that are not experts'; True until files tell.
+    packed_operators
+        What multiplies by the packed weights that files have; all that may until files tell.
     """
 
-    has_packed_layers = True
+    packed_operators: Collection[str] = (LAYERS_OPERATOR, EXPERTS_OPERATOR)
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -93,9 +95,11 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             decoders, layers = num_layers_of(hf_config)
             packed = [group["weights"] for group in self.target_scheme_map.values()]
             check_compressed(folder, headers, self.ignore, layers, decoders, packed)
-            self.has_packed_layers = any(
-                name.endswith(PACKED_WEIGHT) and not EXPERT.search(name) for name in headers
-            )
+            self.packed_operators = {
+                EXPERTS_OPERATOR if EXPERT.search(name) else LAYERS_OPERATOR
+                for name in headers
+                if name.endswith(PACKED_WEIGHT)
+            }
             self.ignore = [*self.ignore, *float_modules_that_draft(headers, decoders)]
             files = {
                 name: str(folder / headers[weight].file)

@@ -2,10 +2,10 @@
 
 Weights of each expert have a scale for each output channel, those of int4 perhaps for each group of
 inputs. Its inputs, and the rows between its two products, get a scale for each token (dynamic), or
-stay as they are (W4A16).
+stay as they are (W4A16). NPUs multiply the latter by packed weights.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,10 +22,7 @@ from vllm_npu_prep.ops.moe_method import (
     refuse_other_experts,
     sum_of_experts,
 )
-from vllm_npu_prep.ops.npu.experts import (
-    Rows,
-    grouped_product,
-)
+from vllm_npu_prep.ops.npu.experts import UNQUANTISED, Activate, Rows, grouped_product
 from vllm_npu_prep.ops.npu.switches import is_fused
 from vllm_npu_prep.quantization.checkpoint import Int4Form
 from vllm_npu_prep.quantization.int4 import (
@@ -34,6 +31,7 @@ from vllm_npu_prep.quantization.int4 import (
     dequantize_groups,
     levels_of_pairs,
     load_nothing,
+    pack_outputs,
     refuse_cut_groups,
     refuse_odd,
     unpack,
@@ -95,6 +93,36 @@ class NPUInt8Experts:
             scale=[scale],
             per_token_scale=[rows.scales],
             output_dtype=self.dtype,
+        )
+
+
+class NPUInt4Experts:
+    """Packed weights of a layer's experts for grouped products of rows that are not rounded.
+
+    vLLM's `layer` has ``w13_weight`` and ``w2_weight``, int32 ``[num_local_experts, K, N / 8]``,
+    and scales and offsets ``[num_local_experts, G, N]`` in the dtype of the rows, without G if a
+    group has all inputs. The operator wants offsets of symmetric weights, too (cann/ops-transformer
+    of November 2025, ``CheckGroupedMatmulAntiQuant`` in ``aclnn_grouped_matmul.cpp``);
+    vllm-project/vllm-ascend makes the same call (``ops/fused_moe/moe_mlp.py``).
+    """
+
+    quant_mode = UNQUANTISED
+
+    def __init__(self, layer: Any, activate: Activate) -> None:
+        self.layer, self.activate = layer, activate
+
+    def up(self, rows: Rows) -> Rows:
+        return rows._replace(values=self.activate(self._product(rows, "w13")))
+
+    def down(self, rows: Rows) -> torch.Tensor:
+        return self._product(rows, "w2")
+
+    def _product(self, rows: Rows, name: str) -> torch.Tensor:
+        return grouped_product(
+            rows,
+            getattr(self.layer, f"{name}_weight"),
+            antiquant_scale=[getattr(self.layer, f"{name}_group_scale")],
+            antiquant_offset=[getattr(self.layer, f"{name}_group_offset")],
         )
 
 
@@ -175,12 +203,12 @@ class CompressedInt4(Int8Form):
     def __init__(self, scheme: Any, is_packed: bool) -> None:
         super().__init__()
         self.size, self.has_zeros = scheme.group_size or -1, not scheme.symmetric
-        self.is_packed = is_packed
+        self.is_packed, self.packs_outputs = is_packed, self.has_zeros
         self.of_groups = () if self.size == -1 else ("weight_scale", "weight_zero_point")
 
     def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
         if self.is_packed or self.size != -1:
-            refuse_cut_groups(layer, self.size, inputs, outputs, self.has_zeros)
+            refuse_cut_groups(layer, self.size, inputs, outputs, self.packs_outputs)
 
     def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
         groups = 1 if self.size == -1 else inputs // self.size
@@ -208,12 +236,33 @@ class CompressedInt4(Int8Form):
         """Check scales, and leave weights in the model's dtype."""
         scale, packed = self._scale(layer, name), _of(layer, name, "weight_packed")
         weight = scale.new_empty(*packed.shape[:2], packed.shape[2] * PACKED, dtype=dtype)
-        zeros: Any = [SYMMETRIC_ZERO] * len(packed)
-        if self.has_zeros:
-            zeros = (unpack(each, 0) for each in _of(layer, name, "weight_zero_point"))
-        for expert, (words, zero) in enumerate(zip(packed, zeros)):
+        for expert, (words, zero) in enumerate(zip(packed, self._zeros(layer, name))):
             weight[expert] = dequantize_groups(unpack(words, 1), scale[expert], zero)
         _replace(layer, name, PACKED_KINDS, weight=weight)
+
+    def pack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Check scales, and leave what `NPUInt4Experts` multiplies by."""
+        scale, packed = self._scale(layer, name), _of(layer, name, "weight_packed")
+        experts, outputs, words = packed.shape
+        weight = packed.new_empty(experts, words * PACKED, outputs // PACKED)
+        offset = torch.zeros_like(scale)
+        for expert, zero in enumerate(self._zeros(layer, name)):
+            weight[expert] = pack_outputs(unpack(packed[expert], 1).t() - SYMMETRIC_ZERO)
+            offset[expert] = SYMMETRIC_ZERO - zero
+        scales, offsets = (
+            each.transpose(1, 2).to(dtype).contiguous()
+            if self.size != -1
+            else each[..., 0].to(dtype)
+            for each in (scale, offset)
+        )
+        made = {"group_scale": scales, "group_offset": offsets}
+        _replace(layer, name, PACKED_KINDS, weight=weight, **made)
+
+    def _zeros(self, layer: Any, name: str) -> Iterable[Any]:
+        """Return each expert's zero points, int32 ``[N, G]``, or the one of all groups."""
+        if not self.has_zeros:
+            return [SYMMETRIC_ZERO] * len(_of(layer, name, "weight_packed"))
+        return (unpack(each, 0) for each in _of(layer, name, "weight_zero_point"))
 
     def _scale(self, layer: Any, name: str) -> torch.Tensor:
         scale = _of(layer, name, "weight_scale")
@@ -268,20 +317,26 @@ class Int8Experts(ExpertsMethod):
 class Int4Experts(TorchMoEMethod):
     """vLLM's method for compressed-tensors' experts of int4 weights whose inputs stay as they are.
 
-    Weights are dequantised when they are loaded.
+    Weights stay packed where NPUs multiply by them; else they are dequantised when they are loaded.
     """
 
     def __init__(self, layer: Any, config: KnowsModules, form: CompressedInt4) -> None:
         super().__init__(layer.moe_config)
         self.config, self.form = config, form
+        form.packs_outputs |= self._is_fused
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         self.dtype = _create(self, layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        bring = self.form.pack if self._is_fused else self.form.dequantize
         for name in ("w13", "w2"):
-            self.form.dequantize(layer, name, self.dtype)
-        super().process_weights_after_loading(layer)
+            bring(layer, name, self.dtype)
+        if self._is_fused:
+            weights = NPUInt4Experts(layer, self._activation(layer))
+            self.grouped = GroupedExperts.of(layer, weights, self._finalize)
+        else:
+            super().process_weights_after_loading(layer)
 
 
 def _create(

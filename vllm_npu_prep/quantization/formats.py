@@ -55,7 +55,8 @@ ON_NPUS = (
 )
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 FLOAT_INPUTS = "inputs that are not rounded"
-FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies in linear layers; weights in ND"
+LAYERS_OPERATOR, EXPERTS_OPERATOR = "npu_weight_quant_batchmatmul", "npu_grouped_matmul"
+"""What multiplies by packed weights on NPUs: those of linear layers, and those of experts."""
 DEQUANTISED = "weights are dequantised when they are loaded"
 
 
@@ -68,8 +69,8 @@ def describe(vllm_config: "VllmConfig", on_npu: bool) -> str:
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
     told = [ON_NPUS if on_npu else ON_THE_CPU] if rounds_inputs(model) else []
     if leaves_inputs(model):
-        is_packed = on_npu and multiplies_packed(vllm_config)
-        told.append(FLOAT_INPUTS_ON_NPUS if is_packed else DEQUANTISED)
+        operators = " and ".join(packed_operators(vllm_config))
+        told.append(f"{operators} by packed weights, in ND" if on_npu else DEQUANTISED)
     return f"{text}: {'; '.join(told)}"
 
 
@@ -85,13 +86,11 @@ def leaves_inputs(model: "ModelConfig") -> bool:
     return model.quantization in (AWQ, GPTQ) or not all(g.get("input_activations") for g in groups)
 
 
-def multiplies_packed(vllm_config: "VllmConfig") -> bool:
-    """Return whether some linear layers have packed weights by which NPUs multiply.
-
-    Experts are dequantised when they are loaded, and files may have nothing else in four bits.
-    """
-    has_packed = getattr(vllm_config.quant_config, "has_packed_layers", True)
-    return leaves_inputs(vllm_config.model_config) and has_packed
+def packed_operators(vllm_config: "VllmConfig") -> list[str]:
+    """Return the operators by which NPUs multiply float inputs by packed weights."""
+    if not leaves_inputs(vllm_config.model_config):
+        return []
+    return list(getattr(vllm_config.quant_config, "packed_operators", [LAYERS_OPERATOR]))
 
 
 def _groups_of(model: "ModelConfig") -> list[Mapping[str, Any]]:

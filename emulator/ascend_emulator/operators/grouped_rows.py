@@ -75,7 +75,7 @@ def _dequantised(
     call.demand("dtype", rows.dtype in SCALE_DTYPE, rows.dtype)
     levels = torch.stack([int4_values(each) for each in words]).float()
     groups, k, n = levels.shape
-    found = []
+    found: list[torch.Tensor] = []
     for name, given in (("scales", scales), ("offsets", offsets)):
         told = [f"{shape_of(each)} {each.dtype}" for each in given or ()]
         call.demand(name, len(told) == 1 and given[0].dtype == rows.dtype, told)

@@ -202,7 +202,9 @@ def int4_rows(seed=0, groups=2, **changes):
     shape = (3, groups, 8) if groups > 1 else (3, 8)
     scales, offsets = (random(*shape, dtype=HALF, seed=seed + each) for each in (2, 3))
     given = {"antiquant_scale": [scales / 50], "antiquant_offset": [offsets * 9]}
-    return rows() | {"x": [random(7, 64, dtype=HALF, seed=seed)], "weight": [words]} | given | changes
+    return (
+        rows() | {"x": [random(7, 64, dtype=HALF, seed=seed)], "weight": [words]} | given | changes
+    )
 
 
 def int8_rows():

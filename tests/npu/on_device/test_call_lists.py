@@ -101,7 +101,8 @@ def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points"]
+    "kind",
+    ["int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points", "experts"],
 )
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     """The first call of each operator, captured and not; those that size a workspace have none."""
@@ -109,9 +110,11 @@ def test_other_models_give_what_their_formulas_say(kind, tmp_path):
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}
-    elif kind == "int4, zero points":
-        how = {"scheme": "W4A16_ASYM", "group": 32}
-        model, others = models.int8_of("Qwen3ForCausalLM", "awq", **how), {}
+    elif kind in ("int4, zero points", "experts"):
+        name, form = "Qwen3ForCausalLM", "awq"
+        if kind == "experts":
+            name, form = "Qwen3MoeForCausalLM", "compressed-tensors"
+        model, others = models.int8_of(name, form, scheme="W4A16_ASYM", group=32), {}
     else:
         model = models.int8_of("DeepseekV3ForCausalLM")
         others = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

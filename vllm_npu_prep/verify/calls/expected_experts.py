@@ -9,6 +9,7 @@ from vllm_npu_prep.verify.calls.expected_part import (
     Arguments,
     Expected,
     Formula,
+    packed_product,
     product,
     rounded,
     rounded_by_row,
@@ -20,9 +21,6 @@ SUMMED = 2e-2
 
 SINGLE = 1e-4
 """Tolerance of scales of rows that were computed in float32."""
-
-WORDS = 128
-"""How many int32 of a row of a weight are widened at once."""
 
 
 # ------------------------------------------------------------------------- experts
@@ -95,12 +93,24 @@ def _grouped(a: Arguments) -> list[Expected]:
     (x,), (weight,) = a["x"], a["weight"]
     experts = _expert_of_rows(a)
     rows = some_rows(len(experts))
+    if weight.dtype is torch.int32:
+        return [Expected(0, _by_packed_experts(a, x[rows], experts[rows]), rows)]
     values = torch.cat([product(x[[row]], weight[experts[row]], None) for row in rows.tolist()])
     for name, of in (("scale", experts[rows]), ("per_token_scale", rows)):
         if a.get(name):
             factors = a[name][0][of].double()
             values = values * (factors if factors.dim() > 1 else factors[:, None])
     return [Expected(0, values, rows)]
+
+
+def _by_packed_experts(a: Arguments, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Multiply rows, sorted by expert, by packed weights with scales and offsets."""
+    scales, offsets = (a[f"antiquant_{name}"][0] for name in ("scale", "offset"))
+    found = [x.new_empty(0, scales.shape[-1], dtype=torch.float64)]
+    for expert in experts.unique().tolist():
+        factors = (each[expert].double().view(-1, each.shape[-1]) for each in (scales, offsets))
+        found.append(packed_product(x[experts == expert], a["weight"][0][expert], *factors))
+    return torch.cat(found)
 
 
 def _sum(rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> list[Expected]:
@@ -155,26 +165,14 @@ def _quant_matmul(a: Arguments) -> list[Expected]:
 
 
 def _weight_quant_matmul(a: Arguments) -> list[Expected]:
-    """Multiply by words that have eight outputs each, the first in the lowest bits.
-
-    Scales and offsets are of groups of inputs, or of all inputs of an output.
-    """
+    """Multiply by packed weights of groups of inputs, or of all inputs of an output."""
     rows, words, bias = some_rows(len(a["x"])), a["weight"], a.get("bias")
     if words.dtype is not torch.int32 or not words.is_contiguous():
         return []  # forms that no layer calls
     groups = a["antiquant_scale"].shape[0] if a.get("antiquant_group_size") else 1
-    scale = a["antiquant_scale"].double().view(groups, 1, -1)  # [G, 1, N]
-    offset = torch.zeros_like(scale)
-    if a.get("antiquant_offset") is not None:
-        offset = a["antiquant_offset"].double().view(scale.shape)
-    parts = []
-    for start in range(0, words.shape[1], WORDS):
-        some = words[:, start : start + WORDS, None] >> torch.arange(0, 32, 4) & 15  # [K, W, 8]
-        levels = torch.where(some > 7, some - 16, some).flatten(1).double()
-        of = slice(8 * start, 8 * start + levels.shape[1])
-        weight = (levels.unflatten(0, (groups, -1)) + offset[..., of]) * scale[..., of]
-        parts.append(a["x"][rows].double() @ weight.flatten(0, 1))
-    values = torch.cat(parts, -1)
+    scale, offset = a["antiquant_scale"].double().view(groups, -1), a.get("antiquant_offset")
+    offset = None if offset is None else offset.double().view(scale.shape)
+    values = packed_product(a["x"][rows], words, scale, offset)
     return [Expected(0, values if bias is None else values + bias.double(), rows)]
 
 

@@ -83,6 +83,10 @@ def _groups(a: Made, random: torch.Generator) -> None:
     for name in ("scale", "per_token_scale"):
         for scale in a.get(name) or ():
             _scale(scale, OF_SUMS)
+    for weight, scale, offset in zip(
+        a["weight"], a.get("antiquant_scale") or (), a.get("antiquant_offset") or ()
+    ):
+        _of_four_bits(weight, scale, offset, random)
     groups = a.get("group_list")
     if groups is None:
         return
@@ -120,13 +124,21 @@ def _scales(about: float, *names: str) -> Callable[[Made, torch.Generator], None
 
 
 def _words(a: Made, random: torch.Generator) -> None:
+    _of_four_bits(a["weight"], a["antiquant_scale"], a.get("antiquant_offset"), random)
+
+
+def _of_four_bits(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    random: torch.Generator,
+) -> None:
     """Draw numbers of four bits, eight in an int32, with scales, and with whole zero points."""
-    weight = a["weight"]
     if weight.dtype is torch.int32:
         weight.copy_(torch.randint(-(1 << 31), 1 << 31, weight.shape, generator=random))
-    _scale(a["antiquant_scale"], OF_WEIGHTS)
-    if a.get("antiquant_offset") is not None:
-        a["antiquant_offset"].copy_((a["antiquant_offset"].double() * 4).round())
+    _scale(scale, OF_WEIGHTS)
+    if offset is not None:
+        offset.copy_((offset.double() * 4).round())
 
 
 def _positive(a: Made, random: torch.Generator) -> None:
