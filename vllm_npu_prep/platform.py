@@ -471,7 +471,7 @@ def _log_start_up(
         *([f"verified      {check_table(vllm_config)}"] if config.verified else []),
     ]
     if model.quantization is not None:
-        lines.append(f"quantised     {describe(model, KIND == NPU_KIND)}")
+        lines.append(f"quantised     {describe(vllm_config, KIND == NPU_KIND)}")
     if KIND == NPU_KIND:
         lines.append(f"fused         {_used_operators(vllm_config)}")
     parallel = vllm_config.parallel_config

@@ -22,7 +22,7 @@ def weight_in(tensors: Tensors, module: str) -> torch.Tensor | None:
     if f"{module}.scale_bias" in tensors:
         return _weight_of_pairs(tensors, module)
     if f"{module}.weight_packed" not in tensors:
-        return None
+        return _weight_of_levels(tensors, module)
     outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
     numbers = numbers_in(tensors[f"{module}.weight_packed"])[:, :inputs]
     scales = tensors[f"{module}.weight_scale"].float().numpy()
@@ -30,6 +30,15 @@ def weight_in(tensors: Tensors, module: str) -> torch.Tensor | None:
     if f"{module}.weight_zero_point" in tensors:
         zeros = numbers_in(tensors[f"{module}.weight_zero_point"].t()).T[:outputs]
     return dequantised(numbers, scales, zeros)
+
+
+def _weight_of_levels(tensors: Tensors, module: str) -> torch.Tensor | None:
+    """A weight of levels alone in int8, with scales of groups; None if it has no groups."""
+    scales = tensors.get(f"{module}.weight_scale", torch.ones(1)).float().numpy()
+    if scales.ndim != 2 or scales.shape[1] == 1:
+        return None
+    levels = tensors[f"{module}.weight"].numpy().astype(int)
+    return dequantised(levels, scales, np.zeros(scales.shape, dtype=int))
 
 
 def _weight_of_words(tensors: Tensors, module: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -61,3 +62,24 @@ def merge(model: Path, adapter: Path, folder: Path) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((model / "config.json").read_text())
     return folder
+
+
+def add_to_products(network: Any, adapter: Path) -> None:
+    """Add an adapter's products to those of transformers' layers, whose inputs may be rounded.
+
+    Those of the adapter are not.
+    """
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    factor = config["lora_alpha"] / config["r"]
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+            b = tensors[name.replace("_A", "_B")]
+            _add(network.get_submodule(module), factor * a.T @ b.T)
+
+
+def _add(module: Any, delta: torch.Tensor) -> None:
+    given = []
+    module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]), prepend=True)
+    module.register_forward_hook(lambda _, inputs, output: output + given.pop() @ delta)

@@ -157,10 +157,10 @@ def _give_rewards(folder: Path) -> Path:
 
 
 @cache
-def int8_of(name: str, form: str = "compressed-tensors", keep: tuple[str, ...] = ()) -> Path:
-    """The same with int8 weights, whose inputs are rounded; in a format of `quantize`."""
+def int8_of(name: str, form: str = "compressed-tensors", **how: Any) -> Path:
+    """The same with int8 weights, whose inputs are rounded, or as `quantize` is told."""
     folder = new_folder("int8")
-    quantize.quantize(folder_of(name), folder, form, keep=keep, plain=True)
+    quantize.quantize(folder_of(name), folder, form, plain=True, **how)
     return folder
 
 

@@ -5,6 +5,7 @@ rounds the inputs of each quantised layer: the same arithmetic in float32.
 """
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quantize
 
-from tests.helpers.four_bits import rounds_inputs, weight_in
+from tests.helpers.four_bits import numbers_in, rounds_inputs, weight_in
 from tests.helpers.huggingface import load
 from tests.helpers.mtp import PlainDrafter
 
@@ -47,6 +48,23 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     tensors = {name: tensor.clone() for name, tensor in tensors_in(folder).items()}
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def quantize_to_bytes(model: Path, folder: Path, **how: Any) -> None:
+    """Write W4A8 as llm-compressor does: levels of four bits in int8, a byte each."""
+
+    def unpack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_packed")]:
+            weight = name.removesuffix("_packed")
+            levels = numbers_in(tensors.pop(name)) - 8
+            tensors[weight] = torch.from_numpy(levels).to(torch.int8)
+            del tensors[f"{weight}_shape"]
+
+    QUANTIZE(model, folder, "compressed-tensors", scheme="W4A8", **how)
+    change_tensors(folder, unpack)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["format"] = "int-quantized"
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def draw_biases(tensors: dict[str, torch.Tensor]) -> None:

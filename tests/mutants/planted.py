@@ -74,6 +74,9 @@ W4A16_TOKENS = (f"{INT8_TOKENS[0]}[W4A16, experts in groups]",)
 INT8_MTP = ("tests/engine/test_quantization.py::test_mtp_layers_draft_for_an_int8_model",)
 INT8_ON_NPU = ("tests/npu/on_device/test_quantization.py",)
 INT4_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[Qwen3, AWQ]",)
+PACKED_EXPERTS = (
+    f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[experts, W4A16, zero points]",
+)
 INT4 = ("tests/quantization/test_four_bits.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
@@ -675,12 +678,16 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/compressed.py": [
         ("int8: what memory held passes for scales that no file has", "scale.data.fill_(torch.nan if isinstance(scheme, INT4) else 0)", "pass", ("tests/engine/test_pooling.py::test_an_int8_copy_without_the_head_is_refused",)),
         ("int4: weights that no file has are zeros", "torch.nan if isinstance(scheme, INT4) else 0", "0", ("tests/engine/test_quantization.py::test_weights_that_no_file_has_end_the_start[a part of a fused layer]",)),
+        ("int4: a reload waits for a weight by its second name", "            del layer.weight_packed\n", "", (f"{INT8_TOKENS[0]}[W4A8, bytes, experts]",)),
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
-        ("int4: experts have each other's scales", "scale[expert], SYMMETRIC_ZERO", "scale[expert - 1], SYMMETRIC_ZERO", W4A16_TOKENS),
+        ("int4: experts have each other's scales", "scale[expert], zero)", "scale[expert - 1], zero)", W4A16_TOKENS),
+        ("int4: NPUs move zero points of experts the other way", "offset[expert] = SYMMETRIC_ZERO - zero", "offset[expert] = zero - SYMMETRIC_ZERO", PACKED_EXPERTS),
+        ("int4: NPUs take outputs of experts in another order", "pack_outputs(unpack(packed[expert], 1).t() - SYMMETRIC_ZERO)", "pack_outputs(unpack(packed[expert], 1).t().flip(1) - SYMMETRIC_ZERO)", PACKED_EXPERTS),
+        ("int4: zero points of experts are off by one", "scale[expert], zero)", "scale[expert], zero + 1)", (f"{INT8_TOKENS[0]}[W4A16, experts, zero points of rows]",)),
     ],
     "quantization/rounding.py": [
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),
@@ -692,8 +699,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int4: outputs of a pair are swapped", "((pairs << 4) >> 4, pairs >> 4)", "(pairs >> 4, (pairs << 4) >> 4)", W4A8_TOKENS),
         ("int4: nibbles are swapped", "torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)", "torch.tensor([4, 0, 12, 8, 20, 16, 28, 24], dtype=torch.int32)", INT4),
         ("int4: zero points are off by one", "(groups - zeros)", "(groups - zeros + 1)", INT4),
+        ("int4: each piece of a weight has the scales of the first one", "scales[part], zero)", "scales[: len(numbers)], zero)", INT4),
         ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
-        ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=numbers.device)", INT4_ON_NPU),
+        ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=levels.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=levels.device)", INT4_ON_NPU),
         ("int4: NPUs move zero points the other way", "(SYMMETRIC_ZERO - zeros.t())", "(zeros.t() - SYMMETRIC_ZERO)", INT4_ON_NPU),
         ("int4: the border of two ranks may lie in a group", "    if inputs % whole:\n", "    if inputs % 8:\n", INT4),
     ],

@@ -11,9 +11,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 
 from examples import four_bits
-from tests.helpers.four_bits import weight_in
+from tests.helpers.engine import engine_config, make_model
+from tests.helpers.four_bits import dequantised, numbers_in, weight_in
+from tests.helpers.quantized import QUANTIZE
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization import register_kernels
+from vllm_npu_prep.quantization import int4, register_kernels
 from vllm_npu_prep.quantization.awq_gptq import (
     AWQLinearMethod,
     CheckedAWQConfig,
@@ -21,6 +23,7 @@ from vllm_npu_prep.quantization.awq_gptq import (
     GPTQLinearMethod,
 )
 from vllm_npu_prep.quantization.compressed import CheckedLinearMethod
+from vllm_npu_prep.quantization.formats import describe, packed_operators
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 
 OUTPUTS, INPUTS = 48, 128
@@ -87,6 +90,7 @@ FILES = [  # who wrote it, inputs of a group, whether groups have zero points
 )
 def test_weights_of_two_ranks_are_slices(monkeypatch, seed, form, group, has_zeros, cut):
     register_kernels()
+    monkeypatch.setattr(int4, "PIECE", 1)  # of weights that are unpacked at once
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 2)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
@@ -107,6 +111,29 @@ def test_weights_of_two_ranks_are_slices(monkeypatch, seed, form, group, has_zer
             part = expected.chunk(2, 1)[rank]
         torch.testing.assert_close(layer.weight.data, part, rtol=1e-6, atol=0)
         assert (part - weight[: len(part), : part.shape[1]]).abs().max() > 0
+
+
+@pytest.mark.parametrize("file", [FILES[1], FILES[4], FILES[6], FILES[8]], ids=lambda file: file[0])
+def test_words_of_npus_have_the_levels_of_files(monkeypatch, seed, file):
+    """Made of some outputs after others; offsets are added to levels."""
+    _, form, group, has_zeros = file
+    register_kernels()
+    for asked in ("get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"):
+        monkeypatch.setattr(parameter, asked, lambda asked=asked: int(asked.endswith("size")))
+    monkeypatch.setattr(int4, "PIECE", 1)
+    monkeypatch.setattr(int4, "multiplies_packed", lambda *args: True)
+    weight = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(seed))
+    rounded = four_bits.round_groups(weight, group, has_zeros, "layer")
+    tensors = four_bits.tensors(form, "layer", rounded, group)
+    layer, scheme = make_layer(form, group, has_zeros, OUTPUTS, INPUTS)
+    for name, made in layer.named_parameters():
+        if hasattr(made, "output_dim"):
+            made.data.copy_(tensors[f"layer.{name}"])
+    scheme.process_weights_after_loading(layer)
+    levels = (numbers_in(layer.weight.data) + 8) % 16 - 8
+    offset = getattr(layer, "group_offset", torch.zeros_like(layer.group_scale))
+    found = dequantised(levels.T, layer.group_scale.data.t().numpy(), -offset.data.t().numpy())
+    torch.testing.assert_close(found, weight_in(tensors, "layer"), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +168,16 @@ def test_devices_that_multiply_by_words_need_whole_ones(monkeypatch, device, nam
         CheckedLinearMethod(config).create_weights(
             layer, 64, [12], 64, 12, torch.float16, weight_loader=lambda *args: None
         )
+
+
+@pytest.mark.parametrize("keep", [("self_attn",), ()])
+def test_experts_alone_need_no_operator_of_packed_layers(tmp_path, keep):
+    """Beside them, attention has such weights."""
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = make_model(tmp_path / "float", "Qwen3Moe", **config)
+    how = {"form": "compressed-tensors", "scheme": "W4A16", "group": 32, "keep": keep}
+    QUANTIZE(model, tmp_path / "int4", **how)
+    config = engine_config(tmp_path / "int4")
+    expected = {"npu_grouped_matmul", *(() if keep else ["npu_weight_quant_batchmatmul"])}
+    assert {*packed_operators(config)} == expected
+    assert {name for name in describe(config, on_npu=True).split() if "matmul" in name} == expected

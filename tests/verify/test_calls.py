@@ -5,6 +5,7 @@ import torch
 
 from ascend_emulator.operators.lightning_indexer import lightning_indexer
 from ascend_emulator.operators.sparse_flash_attention import sparse_flash_attention
+from tests.helpers.four_bits import dequantised, numbers_in
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.verify.calls.call import Call, described, made_arguments, read_list, write_list
 from vllm_npu_prep.verify.calls.expected import expected_of, some_rows
@@ -112,6 +113,45 @@ def test_torchs_own_operators_are_computed_in_float64_by_rows(seed):
     torch.testing.assert_close(found.values.float(), (x @ weight.T)[found.rows])
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_packed_weights_are_those_that_an_oracle_reads(seed, groups):
+    """Over the border of what is widened at once; scales and offsets of the next group differ."""
+    random = torch.Generator().manual_seed(seed)
+    shape, outputs = (128, 130), 8 * 130
+    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=random).to(torch.int32)
+    scale, offset = (torch.randn(groups, outputs, generator=random) for _ in range(2))
+    given = {
+        "x": torch.randn(30, 128, generator=random),
+        "weight": words,
+        "antiquant_scale": scale,
+        "antiquant_offset": offset,
+        "bias": torch.randn(outputs, generator=random),
+        "antiquant_group_size": 128 // groups if groups > 1 else 0,
+    }
+    (found,) = expected_of("npu::npu_weight_quant_batchmatmul", None, given)
+    levels = (numbers_in(words) + 8) % 16 - 8
+    weight = dequantised(levels.T, scale.T.numpy(), -offset.T.numpy())
+    expected = given["x"][found.rows] @ weight.T + given["bias"]
+    torch.testing.assert_close(found.values.float(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_packed_weights_of_experts_are_those_of_rows(seed):
+    """Each row has the weight of its expert: two rows of the first one, and one of the third."""
+    random = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 64, 2), generator=random).to(torch.int32)
+    scale, offset = (torch.randn(3, 2, 16, generator=random) for _ in range(2))
+    x, sizes = torch.randn(5, 64, generator=random), torch.tensor([2, 0, 1])
+    of_weights = {"antiquant_scale": [scale], "antiquant_offset": [offset]}
+    given = {"x": [x], "weight": [words], "group_list": sizes, "group_list_type": 1, **of_weights}
+    (found,) = expected_of("npu::npu_grouped_matmul", None, given)
+    assert found.rows.tolist() == [0, 1, 2]
+    for row, expert in enumerate((0, 0, 2)):
+        one = {"x": x[[row]], "weight": words[expert], "antiquant_group_size": 32}
+        one |= {name: each[0][expert] for name, each in of_weights.items()}
+        (alone,) = expected_of("npu::npu_weight_quant_batchmatmul", None, one)
+        torch.testing.assert_close(found.values[[row]], alone.values)
+
+
 def test_attention_over_blocks_is_that_over_keys(seed):
     """The same request, once with fresh keys and once with a cache in blocks."""
     random = torch.Generator().manual_seed(seed)
@@ -192,6 +232,13 @@ def test_what_is_written_into_a_list_is_expected():
     first, second = expected_of("aten::split_with_sizes_copy.out", split, given)
     assert (first.result, first.values.flatten().tolist()) == (0, [0, 3])
     assert (second.result, second.values.flatten().tolist()) == (1, [1, 2, 4, 5])
+
+
+def test_a_sum_with_a_dtype_is_expected():
+    """Not every operator that takes a dtype takes a device."""
+    given = {"self": torch.arange(6).view(2, 3), "dim": [1], "dtype": torch.int32}
+    (found,) = expected_of("aten::sum.dim_IntList", torch.ops.aten.sum.dim_IntList, given)
+    assert found.values.tolist() == [3, 12]
 
 
 def test_positions_that_a_graph_was_not_told_yet_are_drawn():

@@ -206,4 +206,7 @@ def test_nan_infinity_and_shape_are_differences():
     assert compare(torch.full((3,), float("inf")), x, "").verdict is Verdict.DIFFERS
     infinite = torch.full((3,), float("inf"))
     assert compare(infinite, infinite, "").verdict is Verdict.SAME
+    filled = torch.full((3,), float("nan"))
+    assert compare(filled, filled, "").verdict is Verdict.SAME
+    assert compare(x, filled, "").verdict is Verdict.DIFFERS
     assert compare(x[:2], x, "").verdict is Verdict.DIFFERS

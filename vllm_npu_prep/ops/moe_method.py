@@ -249,11 +249,14 @@ class TorchMoEMethod(ExpertsMethod, UnquantizedFusedMoEMethod):
         """Keep the layout in which weights were loaded: grouped products read it."""
         super().process_weights_after_loading(layer)
         if self._is_fused:
-            switch, activate = ONE_LAUNCH.get(layer.activation, (None, None))
-            if activate is None or switch not in self._one_launch:
-                activate = activation_of(layer.activation)
-            weights = UnquantisedExperts(layer, activate)
+            weights = UnquantisedExperts(layer, self._activation(layer))
             self.grouped = GroupedExperts.of(layer, weights, self._finalize)
+
+    def _activation(self, layer: Any) -> Activate:
+        """Return what comes between the products, in one launch if there is an operator."""
+        switch, activate = ONE_LAUNCH.get(layer.activation, (None, None))
+        is_one = activate is not None and switch in self._one_launch
+        return activate if activate is not None and is_one else activation_of(layer.activation)
 
     def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
         return apply_experts(x, layer.w13_weight, layer.w2_weight, *pairs)

@@ -1,5 +1,6 @@
 """compressed-tensors: vLLM's own reader, with kernels and checks of this plugin."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsWNA8Int,
     CompressedTensorsWNA16,
 )
+from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms.interface import PlatformEnum
 
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import (
+    EXPERT,
+    PACKED_WEIGHT,
     check_compressed,
     float_modules_that_draft,
     prefix_of,
@@ -37,8 +41,19 @@ from vllm_npu_prep.quantization.checkpoint import (
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import Int4Experts, Int8Experts
-from vllm_npu_prep.quantization.int4 import Int4LinearKernel, multiplies_packed, refuse_cut_groups
+from vllm_npu_prep.quantization.experts import (
+    CompressedInt4,
+    Int4Experts,
+    Int8Experts,
+    Int8Form,
+)
+from vllm_npu_prep.quantization.formats import EXPERTS_OPERATOR, LAYERS_OPERATOR
+from vllm_npu_prep.quantization.int4 import (
+    Int4LinearKernel,
+    load_nothing,
+    multiplies_packed,
+    refuse_cut_groups,
+)
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
     add_int8,
@@ -51,13 +66,23 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
+PACKED = "pack-quantized"
+"""The format in which int32 have eight numbers of four bits."""
 INT4 = (CompressedTensorsWNA16, CompressedTensorsWNA8Int, CompressedTensorsW4A8Int)
 
 
 class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field where ours is a property
     KnowsModules, CompressedTensorsConfig
 ):
-    """vLLM's config, which also holds the checkpoint's files against each other."""
+    """vLLM's config, which also holds the checkpoint's files against each other.
+
+    Attributes
+    ----------
+    packed_operators
+        What multiplies by the packed weights that files have; all that may until files tell.
+    """
+
+    packed_operators: Collection[str] = (LAYERS_OPERATOR, EXPERTS_OPERATOR)
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -70,6 +95,11 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             decoders, layers = num_layers_of(hf_config)
             packed = [group["weights"] for group in self.target_scheme_map.values()]
             check_compressed(folder, headers, self.ignore, layers, decoders, packed)
+            self.packed_operators = {
+                EXPERTS_OPERATOR if EXPERT.search(name) else LAYERS_OPERATOR
+                for name in headers
+                if name.endswith(PACKED_WEIGHT)
+            }
             self.ignore = [*self.ignore, *float_modules_that_draft(headers, decoders)]
             files = {
                 name: str(folder / headers[weight].file)
@@ -104,17 +134,21 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = schemes[0]["weights"]
         inputs: Any = schemes[0]["input_activations"]
-        if weights.num_bits == 4 and inputs is None and weights.symmetric:
-            return Int4Experts(layer, self, weights.group_size or -1)
+        if weights.num_bits == 4:
+            form = CompressedInt4(weights, self._format_of(schemes[0]) == PACKED)
+            kind = Int4Experts if inputs is None else Int8Experts
+            return kind(layer, self, form)
         if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
             raise PrepError(
                 f"{prefix}: experts are served with int8 weights by channel and inputs by token, "
-                "or with symmetric int4 weights and inputs that are not rounded; these have "
-                f"{'symmetric' if weights.symmetric else 'asymmetric'} int{weights.num_bits} "
-                f"weights by {weights.strategy} and inputs "
+                f"or with int4 weights; these have int{weights.num_bits} weights by "
+                f"{weights.strategy} and inputs "
                 f"{f'by {inputs.strategy}' if inputs else 'that are not rounded'}"
             )
-        return Int8Experts(layer, self)
+        return Int8Experts(layer, self, Int8Form())
+
+    def _format_of(self, scheme: dict[str, Any]) -> str:
+        return str(scheme.get("format") or self.quant_format)
 
     def _refuse_mixed_parts(self, layer: LinearBase, prefix: str) -> None:
         """Refuse a fused layer whose parts have different schemes: vLLM would take the first."""
@@ -155,6 +189,14 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
             if is_packed or scheme.group_size != -1:
                 refuse_cut_groups(layer, scheme.group_size, *sizes, packs_outputs)
         super().create_weights(layer, *sizes, *args, **extra)
+        if isinstance(scheme, CompressedTensorsW4A8Int):
+            # vLLM has the weight by two names, and would wait for both when weights are reloaded.
+            del layer.weight_packed
+            scheme.kernel.w_q_name = "weight"
+        if hasattr(layer, "weight_shape"):
+            # Each part of a layer loads it again: a reload would count it for what is missing.
+            ignored = config.before_loading(load_nothing)
+            layer.weight_shape = BasevLLMParameter(data=torch.empty(0), weight_loader=ignored)
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:
                 scale.data.fill_(torch.nan if isinstance(scheme, INT4) else 0)

@@ -2,10 +2,10 @@
 
 Weights of each expert have a scale for each output channel, those of int4 perhaps for each group of
 inputs. Its inputs, and the rows between its two products, get a scale for each token (dynamic), or
-stay as they are (W4A16).
+stay as they are (W4A16). NPUs multiply the latter by packed weights.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,10 +22,7 @@ from vllm_npu_prep.ops.moe_method import (
     refuse_other_experts,
     sum_of_experts,
 )
-from vllm_npu_prep.ops.npu.experts import (
-    Rows,
-    grouped_product,
-)
+from vllm_npu_prep.ops.npu.experts import UNQUANTISED, Activate, Rows, grouped_product
 from vllm_npu_prep.ops.npu.switches import is_fused
 from vllm_npu_prep.quantization.checkpoint import Int4Form
 from vllm_npu_prep.quantization.int4 import (
@@ -34,6 +31,7 @@ from vllm_npu_prep.quantization.int4 import (
     dequantize_groups,
     levels_of_pairs,
     load_nothing,
+    pack_outputs,
     refuse_cut_groups,
     refuse_odd,
     unpack,
@@ -45,6 +43,8 @@ from vllm_npu_prep.quantization.modules import KnowsModules
 BY_CHANNEL = FusedMoeWeightScaleSupported.CHANNEL
 SECOND = ("weight_scale_second", "weight_offset_second")
 """What ModelSlim's groups have; offsets are 0."""
+PACKED_KINDS = ("weight_packed", "weight_scale", "weight_zero_point")
+"""What is dequantised."""
 
 
 class NPUInt8Experts:
@@ -96,91 +96,203 @@ class NPUInt8Experts:
         )
 
 
-class Int8Experts(ExpertsMethod):
-    """vLLM's method for experts of int8 inputs, and of int8 weights, or int4 ones kept as int8.
+class NPUInt4Experts:
+    """Packed weights of a layer's experts for grouped products of rows that are not rounded.
 
-    ModelSlim's files have offsets of weights, compressed-tensors' don't (`has_offsets`). Its int4
-    weights come in the form `int4`.
+    vLLM's `layer` has ``w13_weight`` and ``w2_weight``, int32 ``[num_local_experts, K, N / 8]``,
+    and scales and offsets ``[num_local_experts, G, N]`` in the dtype of the rows, without G if a
+    group has all inputs. The operator wants offsets of symmetric weights, too (cann/ops-transformer
+    of November 2025, ``CheckGroupedMatmulAntiQuant`` in ``aclnn_grouped_matmul.cpp``);
+    vllm-project/vllm-ascend makes the same call (``ops/fused_moe/moe_mlp.py``).
     """
+
+    quant_mode = UNQUANTISED
+
+    def __init__(self, layer: Any, activate: Activate) -> None:
+        self.layer, self.activate = layer, activate
+
+    def up(self, rows: Rows) -> Rows:
+        return rows._replace(values=self.activate(self._product(rows, "w13")))
+
+    def down(self, rows: Rows) -> torch.Tensor:
+        return self._product(rows, "w2")
+
+    def _product(self, rows: Rows, name: str) -> torch.Tensor:
+        return grouped_product(
+            rows,
+            getattr(self.layer, f"{name}_weight"),
+            antiquant_scale=[getattr(self.layer, f"{name}_group_scale")],
+            antiquant_offset=[getattr(self.layer, f"{name}_group_offset")],
+        )
+
+
+class Int8Form:
+    """What files have of experts: levels in int8, and a scale for each output channel.
+
+    ModelSlim's files have offsets of weights, compressed-tensors' don't.
+    """
+
+    of_groups: Collection[str] = ()  # parameters that are cut as weights are
+
+    def __init__(self, has_offsets: bool = False) -> None:
+        self.has_offsets = has_offsets
+
+    def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
+        """Raise where the border of two ranks lies in what belongs together.
+
+        `outputs` are those of each part of a weight.
+        """
+
+    def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        """Make what files fill, by the ends of its names; what is empty follows from the rest."""
+        made = {"weight": torch.empty(experts, outputs, inputs, dtype=torch.int8)}
+        names = ("weight_scale", "weight_offset") if self.has_offsets else ("weight_scale",)
+        return made | {name: torch.zeros(experts, outputs, 1) for name in names}
+
+    def finish(self, layer: Any, name: str) -> None:
+        """Check scales of ``w13`` or ``w2``, and leave int8 weights and float32 scales.
+
+        Scales that are not positive, and weights with an offset, are refused.
+        """
+        check_scales(layer, f"weight_scale ({name})", _of(layer, name, "weight_scale"))
+        if self.has_offsets:
+            check_offsets(layer, _of(layer, name, "weight_offset"))
+
+
+class ModelSlimInt4(Int8Form):
+    """Levels of four bits, two outputs in a byte or one, and perhaps second scales of groups."""
+
+    def __init__(self, form: Int4Form) -> None:
+        super().__init__(has_offsets=True)
+        self.in_pairs, self.group_size = form
+        self.of_groups = SECOND
+
+    def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
+        if self.group_size:
+            refuse_cut_groups(layer, self.group_size, inputs, outputs)
+        if self.in_pairs:
+            refuse_odd(layer, outputs)
+
+    def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        made = super().parameters(experts, outputs, inputs)
+        if self.in_pairs:
+            made["weight"] = torch.empty(experts, outputs // 2, inputs, dtype=torch.int8)
+        if self.group_size:
+            sizes = experts, outputs, inputs // self.group_size
+            made |= {kind: torch.full(sizes, lack) for kind, lack in zip(SECOND, (torch.nan, 0.0))}
+        return made | {"scale_bias": torch.empty(0)}
+
+    def finish(self, layer: Any, name: str) -> None:
+        super().finish(layer, name)
+        levels, scale = _of(layer, name, "weight"), _of(layer, name, "weight_scale")
+        if self.group_size:
+            second = _of(layer, name, "weight_scale_second")
+            check_scales(layer, f"weight_scale_second ({name})", second, of_groups=True)
+            check_offsets(layer, _of(layer, name, "weight_offset_second"))
+            scale = scale * second
+        levels = levels_of_pairs(levels, 1) if self.in_pairs else levels
+        _replace(layer, name, SECOND, weight=levels, weight_scale=scale)
+
+
+class CompressedInt4(Int8Form):
+    """compressed-tensors' numbers of four bits, eight in an int32, or levels alone in int8.
+
+    `scheme` is what ``config.json`` says of weights.
+    """
+
+    def __init__(self, scheme: Any, is_packed: bool) -> None:
+        super().__init__()
+        self.size, self.has_zeros = scheme.group_size or -1, not scheme.symmetric
+        self.is_packed, self.packs_outputs = is_packed, self.has_zeros
+        self.of_groups = () if self.size == -1 else ("weight_scale", "weight_zero_point")
+
+    def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
+        if self.is_packed or self.size != -1:
+            refuse_cut_groups(layer, self.size, inputs, outputs, self.packs_outputs)
+
+    def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        groups = 1 if self.size == -1 else inputs // self.size
+        made = {"weight_scale": torch.full((experts, outputs, groups), torch.nan)}
+        if not self.is_packed:
+            return {**super().parameters(experts, outputs, inputs), **made}
+        words = torch.empty(experts, outputs, inputs // PACKED, dtype=torch.int32)
+        made |= {"weight_packed": words, "weight_shape": torch.empty(0)}
+        if self.has_zeros:
+            zeros = torch.empty(experts, outputs // PACKED, groups, dtype=torch.int32)
+            made["weight_zero_point"] = zeros
+        return made
+
+    def finish(self, layer: Any, name: str) -> None:
+        """Check scales, and leave levels in int8 and float32 scales."""
+        self._scale(layer, name)
+        if self.is_packed:
+            packed = _of(layer, name, "weight_packed")
+            levels = packed.new_empty(*packed.shape[:2], packed.shape[2] * PACKED, dtype=torch.int8)
+            for expert, words in enumerate(packed):
+                levels[expert] = unpack(words, 1) - SYMMETRIC_ZERO
+            _replace(layer, name, ("weight_packed",), weight=levels)
+
+    def dequantize(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Check scales, and leave weights in the model's dtype."""
+        scale, packed = self._scale(layer, name), _of(layer, name, "weight_packed")
+        weight = scale.new_empty(*packed.shape[:2], packed.shape[2] * PACKED, dtype=dtype)
+        for expert, (words, zero) in enumerate(zip(packed, self._zeros(layer, name))):
+            weight[expert] = dequantize_groups(unpack(words, 1), scale[expert], zero)
+        _replace(layer, name, PACKED_KINDS, weight=weight)
+
+    def pack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Check scales, and leave what `NPUInt4Experts` multiplies by."""
+        scale, packed = self._scale(layer, name), _of(layer, name, "weight_packed")
+        experts, outputs, words = packed.shape
+        weight = packed.new_empty(experts, words * PACKED, outputs // PACKED)
+        offset = torch.zeros_like(scale)
+        for expert, zero in enumerate(self._zeros(layer, name)):
+            weight[expert] = pack_outputs(unpack(packed[expert], 1).t() - SYMMETRIC_ZERO)
+            offset[expert] = SYMMETRIC_ZERO - zero
+        scales, offsets = (
+            each.transpose(1, 2).to(dtype).contiguous()
+            if self.size != -1
+            else each[..., 0].to(dtype)
+            for each in (scale, offset)
+        )
+        made = {"group_scale": scales, "group_offset": offsets}
+        _replace(layer, name, PACKED_KINDS, weight=weight, **made)
+
+    def _zeros(self, layer: Any, name: str) -> Iterable[Any]:
+        """Return each expert's zero points, int32 ``[N, G]``, or the one of all groups."""
+        if not self.has_zeros:
+            return [SYMMETRIC_ZERO] * len(_of(layer, name, "weight_packed"))
+        return (unpack(each, 0) for each in _of(layer, name, "weight_zero_point"))
+
+    def _scale(self, layer: Any, name: str) -> torch.Tensor:
+        scale = _of(layer, name, "weight_scale")
+        check_scales(layer, f"weight_scale ({name})", scale, of_groups=True)
+        return scale
+
+
+class Int8Experts(ExpertsMethod):
+    """vLLM's method for experts of int8 inputs, and of int8 weights, or int4 ones kept as int8."""
 
     _weights: NPUInt8Experts | None = None
     apply = ExpertsMethod.routed
 
-    def __init__(
-        self,
-        layer: Any,
-        config: KnowsModules,
-        has_offsets: bool = False,
-        int4: Int4Form | None = None,
-    ) -> None:
+    def __init__(self, layer: Any, config: KnowsModules, form: Int8Form) -> None:
         super().__init__(layer.moe_config)
-        self.config = config
-        self.has_offsets = has_offsets
-        self.is_int4 = int4 is not None
-        self.in_pairs, self.group_size = int4 or Int4Form(in_pairs=False, group_size=0)
+        self.config, self.form = config, form
         self._in_one_launch = is_fused("int8_swiglu")
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        refuse_other_experts("quantised experts", layer, self.moe)
-        self.dtype = params_dtype
-        sizes = _sizes(self.moe, hidden_size, intermediate_size_per_partition)
-        for name, (outputs, inputs) in sizes.items():
-            if self.group_size:
-                refuse_cut_groups(layer, self.group_size, inputs, [outputs])
-            if self.in_pairs:
-                refuse_odd(layer, [intermediate_size_per_partition, outputs])
-            rows = outputs // 2 if self.in_pairs else outputs
-            made = {"weight": torch.empty(num_experts, rows, inputs, dtype=torch.int8)}
-            made["weight_scale"] = torch.zeros(num_experts, outputs, 1)
-            if self.has_offsets:
-                made["weight_offset"] = torch.zeros(num_experts, outputs, 1)
-            if self.group_size:
-                sizes_of_second = num_experts, outputs, inputs // self.group_size
-                for second, missing in zip(SECOND, (torch.nan, 0.0)):
-                    made[second] = torch.full(sizes_of_second, missing)
-            if self.is_int4:
-                made["scale_bias"] = torch.empty(0)
-            _register(layer, name, made, self.config, extra_weight_attrs, SECOND)
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        self.dtype = _create(self, layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep scales in the form by which the device multiplies.
-
-        Scales that are not positive, and weights with an offset, are refused.
-        """
+        """Keep weights and scales in the form by which the device multiplies."""
         for name in ("w13", "w2"):
-            scale = getattr(layer, f"{name}_weight_scale").detach()
-            check_scales(layer, f"weight_scale ({name})", scale)
-            if self.has_offsets:
-                check_offsets(layer, getattr(layer, f"{name}_weight_offset"))
-            if self.is_int4:
-                self._unpack(layer, name, scale)
+            self.form.finish(layer, name)
         if self._weights is not None:
             self._weights.refresh()
         elif self._is_fused:
             self._weights = NPUInt8Experts(layer, self.dtype, self._in_one_launch)
             self.grouped = GroupedExperts.of(layer, self._weights, self._finalize)
-
-    def _unpack(self, layer: Any, name: str, scale: torch.Tensor) -> None:
-        """Replace what int4 files have by levels in int8 and a scale for each group."""
-        levels = getattr(layer, f"{name}_weight").detach()
-        if self.group_size:
-            second = getattr(layer, f"{name}_weight_scale_second").detach()
-            check_scales(layer, f"weight_scale_second ({name})", second, of_groups=True)
-            check_offsets(layer, getattr(layer, f"{name}_weight_offset_second"))
-            scale = scale * second
-            for kind in SECOND:
-                delattr(layer, f"{name}_{kind}")
-        levels = levels_of_pairs(levels, 1) if self.in_pairs else levels
-        for kind, data in (("weight", levels), ("weight_scale", scale)):
-            setattr(layer, f"{name}_{kind}", nn.Parameter(data, requires_grad=False))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return None: no kernel of vLLM computes these experts."""
@@ -205,80 +317,69 @@ class Int8Experts(ExpertsMethod):
 class Int4Experts(TorchMoEMethod):
     """vLLM's method for compressed-tensors' experts of int4 weights whose inputs stay as they are.
 
-    Weights are dequantised when they are loaded. Groups are of `group_size` inputs, or one of all
-    if that is -1.
+    Weights stay packed where NPUs multiply by them; else they are dequantised when they are loaded.
     """
 
-    def __init__(self, layer: Any, config: KnowsModules, group_size: int) -> None:
+    def __init__(self, layer: Any, config: KnowsModules, form: CompressedInt4) -> None:
         super().__init__(layer.moe_config)
-        self.config, self.group_size = config, group_size
+        self.config, self.form = config, form
+        form.packs_outputs |= self._is_fused
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        refuse_other_experts("quantised experts", layer, self.moe)
-        self.dtype = params_dtype
-        sizes = _sizes(self.moe, hidden_size, intermediate_size_per_partition)
-        for name, (outputs, inputs) in sizes.items():
-            refuse_cut_groups(layer, self.group_size, inputs, [outputs])
-            groups = 1 if self.group_size == -1 else inputs // self.group_size
-            made = {
-                "weight_packed": torch.empty(
-                    num_experts, outputs, inputs // PACKED, dtype=torch.int32
-                ),
-                "weight_scale": torch.full(
-                    (num_experts, outputs, groups), torch.nan, dtype=params_dtype
-                ),
-                "weight_shape": torch.empty(0),
-            }
-            grouped = () if self.group_size == -1 else ("weight_scale",)
-            _register(layer, name, made, self.config, extra_weight_attrs, grouped)
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        self.dtype = _create(self, layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        bring = self.form.pack if self._is_fused else self.form.dequantize
         for name in ("w13", "w2"):
-            packed, scale = (
-                getattr(layer, f"{name}_{kind}").detach()
-                for kind in ("weight_packed", "weight_scale")
-            )
-            check_scales(layer, f"weight_scale ({name})", scale, of_groups=True)
-            for kind in ("weight_packed", "weight_scale"):
-                delattr(layer, f"{name}_{kind}")
-            weight = scale.new_empty(*packed.shape[:2], packed.shape[2] * PACKED, dtype=self.dtype)
-            for expert, words in enumerate(packed):
-                weight[expert] = dequantize_groups(unpack(words, 1), scale[expert], SYMMETRIC_ZERO)
-            setattr(layer, f"{name}_weight", nn.Parameter(weight, requires_grad=False))
-        super().process_weights_after_loading(layer)
+            bring(layer, name, self.dtype)
+        if self._is_fused:
+            weights = NPUInt4Experts(layer, self._activation(layer))
+            self.grouped = GroupedExperts.of(layer, weights, self._finalize)
+        else:
+            super().process_weights_after_loading(layer)
 
 
-def _sizes(moe: Any, hidden_size: int, inner_size: int) -> dict[str, tuple[int, int]]:
-    """Return the outputs and inputs of an expert's two weights on this rank."""
-    parts = 2 if moe.is_act_and_mul else 1
-    return {"w13": (parts * inner_size, hidden_size), "w2": (hidden_size, inner_size)}
-
-
-def _register(
+def _create(
+    method: Int8Experts | Int4Experts,
     layer: Any,
-    name: str,
-    made: dict[str, torch.Tensor],
-    config: KnowsModules,
-    attributes: dict[str, Any],
-    of_groups: Collection[str] = (),
-) -> None:
-    """Add parameters of all experts; vLLM's loader cuts what groups have as it cuts weights.
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size_per_partition: int,
+    params_dtype: torch.dtype,
+    **attributes: Any,
+) -> torch.dtype:
+    """Add what files fill to vLLM's layer, and return the model's dtype.
 
-    Where a parameter is empty, the files have something that follows from the others. It stays with
-    the layer: a file may have it after all else.
+    vLLM's loader cuts what groups have as it cuts weights. Where a parameter is empty, the files
+    have something that follows from the others. It stays with the layer: a file may have it after
+    all else.
     """
+    refuse_other_experts("quantised experts", layer, method.moe)
+    inner, form = intermediate_size_per_partition, method.form
+    parts = [inner] * (2 if method.moe.is_act_and_mul else 1)
+    for name, outputs, inputs in (("w13", parts, hidden_size), ("w2", [hidden_size], inner)):
+        form.refuse_cut(layer, outputs, inputs)
+        for kind, data in form.parameters(num_experts, sum(outputs), inputs).items():
+            parameter = nn.Parameter(data, requires_grad=False)
+            cut = FusedMoeWeightScaleSupported.GROUP if kind in form.of_groups else BY_CHANNEL
+            loader = attributes["weight_loader"] if data.numel() else load_nothing
+            own = {
+                "quant_method": cut.value,
+                "weight_loader": method.config.before_loading(loader),
+            }
+            set_weight_attrs(parameter, {**attributes, **own})
+            layer.register_parameter(f"{name}_{kind}", parameter)
+    return params_dtype
+
+
+def _of(layer: Any, name: str, kind: str) -> torch.Tensor:
+    return getattr(layer, f"{name}_{kind}").detach()
+
+
+def _replace(layer: Any, name: str, gone: Collection[str], **made: torch.Tensor) -> None:
+    """Put tensors into the place of what the files had."""
+    for kind in gone:
+        if hasattr(layer, f"{name}_{kind}"):
+            delattr(layer, f"{name}_{kind}")
     for kind, data in made.items():
-        parameter = nn.Parameter(data, requires_grad=False)
-        form = FusedMoeWeightScaleSupported.GROUP if kind in of_groups else BY_CHANNEL
-        loader = attributes["weight_loader"] if data.numel() else load_nothing
-        own = {"quant_method": form.value, "weight_loader": config.before_loading(loader)}
-        set_weight_attrs(parameter, {**attributes, **own})
-        layer.register_parameter(f"{name}_{kind}", parameter)
+        setattr(layer, f"{name}_{kind}", nn.Parameter(data, requires_grad=False))

@@ -55,19 +55,22 @@ ON_NPUS = (
 )
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 FLOAT_INPUTS = "inputs that are not rounded"
-FLOAT_INPUTS_ON_NPUS = "npu_weight_quant_batchmatmul multiplies in linear layers; weights in ND"
-FLOAT_INPUTS_ON_THE_CPU = "weights are dequantised when they are loaded"
+LAYERS_OPERATOR, EXPERTS_OPERATOR = "npu_weight_quant_batchmatmul", "npu_grouped_matmul"
+"""What multiplies by packed weights on NPUs: those of linear layers, and those of experts."""
+DEQUANTISED = "weights are dequantised when they are loaded"
 
 
-def describe(model: "ModelConfig", on_npu: bool) -> str:
+def describe(vllm_config: "VllmConfig", on_npu: bool) -> str:
     """Return start-up's line: the format, the kinds of weights and inputs, and which operators."""
+    model = vllm_config.model_config
     text = f"{model.quantization}, {_kinds(model)}"
     if model.quantization == MODELSLIM:
         kinds = Counter(modules_of(read_description(model.model, model.revision) or {}).values())
         text += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
     told = [ON_NPUS if on_npu else ON_THE_CPU] if rounds_inputs(model) else []
     if leaves_inputs(model):
-        told.append(FLOAT_INPUTS_ON_NPUS if on_npu else FLOAT_INPUTS_ON_THE_CPU)
+        operators = " and ".join(packed_operators(vllm_config))
+        told.append(f"{operators} by packed weights, in ND" if on_npu else DEQUANTISED)
     return f"{text}: {'; '.join(told)}"
 
 
@@ -81,6 +84,13 @@ def leaves_inputs(model: "ModelConfig") -> bool:
     """Return whether some layers have int4 weights and inputs that are not rounded."""
     groups = _groups_of(model)
     return model.quantization in (AWQ, GPTQ) or not all(g.get("input_activations") for g in groups)
+
+
+def packed_operators(vllm_config: "VllmConfig") -> list[str]:
+    """Return the operators by which NPUs multiply float inputs by packed weights."""
+    if not leaves_inputs(vllm_config.model_config):
+        return []
+    return list(getattr(vllm_config.quant_config, "packed_operators", [LAYERS_OPERATOR]))
 
 
 def _groups_of(model: "ModelConfig") -> list[Mapping[str, Any]]:

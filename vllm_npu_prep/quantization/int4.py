@@ -7,6 +7,7 @@ is written. A weight is ``(number - zero point) * scale``.
 With rounded inputs, weights are levels from -8 to 7 in int8, and `Int8Linear` multiplies by them.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,12 +28,39 @@ PACKED = 8
 
 SYMMETRIC_ZERO = 8
 
+PIECE = 1 << 22
+"""How many weights are unpacked at once: each takes up to 16 bytes for a moment."""
+
 
 def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the numbers in a matrix of int32, int32 as well, eight times as many along `dim`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     words = packed.movedim(dim, -1)
     return ((words[..., None] >> shifts) & 15).flatten(-2).movedim(-1, dim)
+
+
+def inputs_of(packed: Any) -> int:
+    """Return the inputs of a weight in int32, a parameter of vLLM's, which packs them."""
+    return packed.shape[packed.input_dim] * PACKED
+
+
+def pieces(packed: Any, outputs: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield which outputs of a weight come next, and their numbers, int32 ``[n, K]``."""
+    words = packed.data if packed.output_dim == 0 else packed.data.t()
+    step = max(PIECE // inputs_of(packed) // PACKED, 1) * PACKED
+    for start in range(0, outputs, step):
+        part = slice(start, min(start + step, outputs))
+        yield part, unpack(words[part], 1)
+
+
+def levels_in(weight: Any, outputs: int) -> torch.Tensor:
+    """Return levels from -8 to 7 in int8, ``[N, K]``, in which some files have them already."""
+    if weight.dtype == torch.int8:
+        return weight.data
+    levels = weight.new_empty(outputs, inputs_of(weight), dtype=torch.int8)
+    for part, numbers in pieces(weight, outputs):
+        levels[part] = numbers - SYMMETRIC_ZERO
+    return levels
 
 
 def levels_of_pairs(pairs: torch.Tensor, dim: int) -> torch.Tensor:
@@ -86,12 +114,9 @@ class Int4LinearKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace packed weights by those that the layer multiplies by."""
         packed, scale, zero = params = list[Any](self._get_weight_params(layer))
-        is_packed = packed.dtype == torch.int32
-        numbers = unpack(packed.data, packed.packed_dim) if is_packed else packed.data
-        numbers = numbers if packed.input_dim == 1 else numbers.t()
         scales = scale.data if scale.output_dim == 0 else scale.data.t()
         check_scales(layer, self.w_s_name, scales, of_groups=True)
-        zeros: torch.Tensor | int = SYMMETRIC_ZERO
+        zeros: torch.Tensor | None = None
         if self.config.zero_points:
             zeros = unpack(zero.data, zero.packed_dim)
             zeros = zeros if zero.output_dim == 0 else zeros.t()
@@ -99,13 +124,15 @@ class Int4LinearKernel(MPLinearKernel):
             if any(parameter is each for each in params):
                 delattr(layer, name)
         if rounds_inputs(layer):
-            levels = numbers - SYMMETRIC_ZERO if is_packed else numbers
-            add_levels(layer, levels, scales.float())
-        elif multiplies_packed(layer, numbers.device):
-            add_packed(layer, numbers, scales, zeros)
+            add_levels(layer, levels_in(packed, len(scales)), scales.float())
+        elif multiplies_packed(layer, scales.device):
+            add_packed(layer, packed, scales, zeros)
         else:
-            weight = dequantize_groups(numbers, scales, zeros).to(dtype_of(layer))
-            layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+            weight = scales.new_empty(len(scales), inputs_of(packed), dtype=dtype_of(layer))
+            for part, numbers in pieces(packed, len(scales)):
+                zero = SYMMETRIC_ZERO if zeros is None else zeros[part]
+                weight[part] = dequantize_groups(numbers, scales[part], zero)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
 
     def apply_weights(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -122,25 +149,29 @@ def multiplies_packed(layer: Any, device: torch.device) -> bool:
     return device.type != "cpu" and not name_of(layer).endswith("kv_b_proj")
 
 
-def add_packed(
-    layer: Any, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int
-) -> None:
+def add_packed(layer: Any, packed: Any, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
     """Give a layer what ``npu_weight_quant_batchmatmul`` takes, in ND.
 
     Weights are int32 ``[K, N / 8]``: levels from -8 to 7, eight outputs in a word, the first in its
     lowest bits, as ``npu_convert_weight_to_int4pack`` puts them (vllm-project/vllm-ascend,
     ``quantization/methods/w4a8.py``, takes pairs in bytes as they are in place of its result).
     """
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
-    fields = (numbers.t() - SYMMETRIC_ZERO & 15).unflatten(1, (-1, PACKED))  # [K, N / 8, 8]
-    made = {
-        "weight": (fields.int() << shifts).sum(2, dtype=torch.int32),
-        "group_scale": scales.t().to(dtype_of(layer)),
-    }
-    if isinstance(zeros, torch.Tensor):
+    weight = packed.new_empty(inputs_of(packed), len(scales) // PACKED)
+    for part, numbers in pieces(packed, len(scales)):
+        words = pack_outputs(numbers.t() - SYMMETRIC_ZERO)
+        weight[:, part.start // PACKED : part.stop // PACKED] = words
+    made = {"weight": weight, "group_scale": scales.t().to(dtype_of(layer))}
+    if zeros is not None:
         made["group_offset"] = (SYMMETRIC_ZERO - zeros.t()).to(dtype_of(layer))
     for name, data in made.items():
         layer.register_parameter(name, nn.Parameter(data.contiguous(), requires_grad=False))
+
+
+def pack_outputs(levels: torch.Tensor) -> torch.Tensor:
+    """Return int32 ``[K, n / 8]`` of levels from -8 to 7, int32 ``[K, n]``."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=levels.device)
+    fields = (levels & 15).unflatten(1, (-1, PACKED))  # [K, n / 8, 8]
+    return (fields << shifts).sum(2, dtype=torch.int32)
 
 
 def multiply_packed(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

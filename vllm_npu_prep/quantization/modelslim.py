@@ -53,7 +53,7 @@ from vllm_npu_prep.quantization.checkpoint import (
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import Int8Experts
+from vllm_npu_prep.quantization.experts import Int8Experts, Int8Form, ModelSlimInt4
 from vllm_npu_prep.quantization.formats import MODELSLIM, int4_form, read_description
 from vllm_npu_prep.quantization.int4 import (
     add_levels,
@@ -400,5 +400,5 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
         raise PrepError(
             f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} and {INT4} are supported"
         )
-    int4 = config.int4 if kind == INT4 else None
-    return Int8Experts(layer, config, has_offsets=True, int4=int4)
+    form = ModelSlimInt4(config.int4) if kind == INT4 else Int8Form(has_offsets=True)
+    return Int8Experts(layer, config, form)

@@ -4,7 +4,7 @@ Rounding may differ by a level where a number lies between two, so int8 results 
 fractions of their range. Products are compared as other results are.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -128,6 +128,37 @@ def _int4_product(dtype: torch.dtype, groups: int) -> Probe:
         moved = parts if offset is None else parts + offset.double()[:, None]
         product = x.double() @ (moved * scale.double()[:, None]).flatten(0, 1)
         return (product if bias is None else product + bias.double(),)
+
+    return Probe(call, expected)
+
+
+def _int4_experts_product(dtype: torch.dtype, groups: int) -> Probe:
+    """Probe the same groups of rows, with packed weights that have offsets."""
+    sizes, here = (2, 0, 3), 5
+    x, levels = uniform(here + 1, 128, dtype=dtype), _integers(3 * 128, 64, 8) % 16 - 8
+    words = ((levels.long() & 15).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(2)
+    scale = torch.linspace(1, 3, 3 * groups * 64).view(3, groups, 64).to(dtype) / 64
+    offset = (_integers(3 * groups, 64, 9) % 16 - 8).view(3, groups, 64).to(dtype)
+
+    def call(put: Put) -> Results:
+        shape = (3, groups, 64) if groups > 1 else (3, 64)
+        product = operators().npu_grouped_matmul(
+            [put(x)],
+            [put(words.to(torch.int32).view(3, 128, 8))],
+            antiquant_scale=[put(scale.view(shape))],
+            antiquant_offset=[put(offset.view(shape))],
+            group_list=put(torch.tensor(sizes)),
+            group_list_type=1,
+            group_type=0,
+            split_item=2,
+        )[0]
+        return (product[:here],)
+
+    def expected() -> Results:
+        parts = levels.double().view(3, groups, -1, 64) + offset.double()[:, :, None]
+        weight = (parts * scale.double()[:, :, None]).flatten(1, 2)  # [E, k, n]
+        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+        return (torch.einsum("tk,tkn->tn", x[:here].double(), weight[expert]),)
 
     return Probe(call, expected)
 
@@ -271,16 +302,19 @@ OTHERS: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
 OF_INT4: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
     "groups": ("npu_weight_quant_batchmatmul", partial(_int4_product, groups=4)),
     "rows": ("npu_weight_quant_batchmatmul", partial(_int4_product, groups=1)),
+    "experts": ("npu_grouped_matmul", partial(_int4_experts_product, groups=4)),
+    "experts-rows": ("npu_grouped_matmul", partial(_int4_experts_product, groups=1)),
 }
-"""The operator of layers with int4 weights whose inputs are not rounded."""
+"""Operators of layers and of experts with int4 weights whose inputs are not rounded."""
 
 
-def refuse_wrong(dtype: torch.dtype, put: Put, is_int4: bool = False) -> None:
+def refuse_wrong(dtype: torch.dtype, put: Put, of_int4: Collection[str] = ()) -> None:
     """Refuse to serve a quantised model where the device rounds or multiplies wrongly.
 
-    With `is_int4` the operator of int4 weights is asked, too.
+    `of_int4` are operators that are given int4 weights.
     """
-    for operator, probe_of in [*OF_LINEAR_LAYERS.values(), *(OF_INT4.values() if is_int4 else ())]:
+    int4 = [each for each in OF_INT4.values() if each[0] in of_int4]
+    for operator, probe_of in [*OF_LINEAR_LAYERS.values(), *int4]:
         outcome = probe_of(dtype).run(f"{operator}, {dtype}", put)
         if outcome.verdict.is_bad:
             raise PrepError(

@@ -137,10 +137,14 @@ def compare(
 
 
 def _excess(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return how far each element is beyond what is allowed; above 0 is wrong, and so is NaN."""
+    """Return how far each element is beyond what is allowed; above 0 is wrong.
+
+    NaN is wrong unless it is expected, as where memory is filled with it.
+    """
     a, b = found.double(), expected.double()
     difference = (a - b).abs() - tolerance * (1 + b.abs())
-    difference = torch.where(a == b, -1.0, difference)  # infinities, too
+    is_equal = (a == b) | (a.isnan() & b.isnan())  # infinities, too
+    difference = torch.where(is_equal, -1.0, difference)
     return difference.nan_to_num(nan=float("inf"))
 
 

@@ -37,6 +37,7 @@ FAMILIES = (
     "npu_grouped_matmul",
     "npu_grouped_matmul, rows",
     "npu_grouped_matmul, int8 rows",
+    "npu_grouped_matmul, int4 weights",
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_softmax_v2",
     "npu_moe_init_routing_v2",

@@ -1,6 +1,7 @@
 """Reference of the grouped matrix product in which rows are grouped: a weight for each group.
 
 Rows and weights are float, or both are int8 with scales for both, or without any for int32 sums.
+Rows may be float beside weights of four bits, which have scales and offsets.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from ascend_emulator.operators.constraint import Call, shape_of
+from ascend_emulator.operators.matmul import int4_values
 
 GROUPED_MATMUL = "npu::npu_grouped_matmul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,6 +21,7 @@ CUMULATIVE, COUNTS = 0, 1
 """``group_list_type``: whether the list holds the ends of groups or their sizes."""
 GROUPS = ("group_list", "group_list_type")
 SCALES = ("scale", "per_token_scale", "output_dtype")
+ANTIQUANT = ("antiquant_scale", "antiquant_offset")
 SCALE_DTYPE = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 """Dtype of the scales of int8 weights by the result's dtype."""
 RESULTS = {3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
@@ -36,18 +39,20 @@ def grouped_rows(
     `given` are all other arguments that are not left out. With int8, results are multiplied by
     scales of weights and of rows.
     """
-    is_int8 = x[0].dtype == torch.int8
-    family = "npu_grouped_matmul, int8 rows" if is_int8 else "npu_grouped_matmul, rows"
-    call = Call(family, GROUPED_MATMUL)
-    taken = (*GROUPS, *SCALES) if is_int8 else GROUPS
+    is_int8, is_int4 = x[0].dtype == torch.int8, weight[0].dtype == torch.int32
+    kind = "int4 weights" if is_int4 else "int8 rows" if is_int8 else "rows"
+    call = Call(f"npu_grouped_matmul, {kind}", GROUPED_MATMUL)
+    taken = (*GROUPS, *(SCALES if is_int8 else ANTIQUANT if is_int4 else ()))
     others = [name for name in given if name not in taken]
-    call.demand("form" if is_int8 else "plain", not others, others)
+    call.demand("form" if is_int8 or is_int4 else "plain", not others, others)
+    if is_int4:
+        weight = [_dequantised(call, x[0], weight[0], *(given.get(name) for name in ANTIQUANT))]
     rows, columns = _one_pair(call, (torch.int8,) if is_int8 else DTYPES, x, weight, split_item)
     dtype, scales = rows.dtype, None
     if is_int8:
         dtype, scales = _scales(call, given, len(rows), columns)
-    listed, kind = (given.get(name) for name in GROUPS)
-    sizes = _sizes_of_groups(call, listed, kind or 0, len(columns), len(rows))
+    listed, form = (given.get(name) for name in GROUPS)
+    sizes = _sizes_of_groups(call, listed, form or 0, len(columns), len(rows))
     undefined = UNDEFINED_INT32 if dtype == torch.int32 else torch.nan
     output = torch.full((len(rows), columns.shape[2]), undefined, dtype=dtype)
     wide = torch.float64 if is_int8 else torch.float32  # sums of int8 are exact
@@ -60,6 +65,26 @@ def grouped_rows(
                 product = product.float() * scales[0][group].float() * scales[1][start:end, None]
             output[start:end] = product.to(dtype)
     return [output]
+
+
+def _dequantised(
+    call: Call, rows: torch.Tensor, words: torch.Tensor, scales: Any, offsets: Any
+) -> torch.Tensor:
+    """Return weights ``[groups, k, n]`` in the dtype of the rows, as products take them."""
+    call.demand("words", words.dim() == 3 and words.is_contiguous(), shape_of(words))
+    call.demand("dtype", rows.dtype in SCALE_DTYPE, rows.dtype)
+    levels = torch.stack([int4_values(each) for each in words]).float()
+    groups, k, n = levels.shape
+    found: list[torch.Tensor] = []
+    for name, given in (("scales", scales), ("offsets", offsets)):
+        told = [f"{shape_of(each)} {each.dtype}" for each in given or ()]
+        call.demand(name, len(told) == 1 and given[0].dtype == rows.dtype, told)
+        shape, parts = shape_of(given[0]), given[0].shape[1] if given[0].dim() == 3 else 1
+        fits = shape in ((groups, n), (groups, parts, n)) and k % parts == 0
+        call.demand(name, fits and (not found or parts == len(found[0][0])), told)
+        found.append(given[0].float().view(groups, parts, n))
+    scale, offset = (each.repeat_interleave(k // each.shape[1], 1) for each in found)
+    return ((levels + offset) * scale).to(rows.dtype)
 
 
 def _scales(

@@ -195,6 +195,18 @@ def swiglu(static=False):
     return arguments | ({"quant_mode": 0, **scales} if static else {})
 
 
+def int4_rows(seed=0, groups=2, **changes):
+    """The same rows beside weights of 64 inputs in two groups, eight outputs in an int32."""
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31 - 1, (3, 64, 1), generator=draw).int()
+    shape = (3, groups, 8) if groups > 1 else (3, 8)
+    scales, offsets = (random(*shape, dtype=HALF, seed=seed + each) for each in (2, 3))
+    given = {"antiquant_scale": [scales / 50], "antiquant_offset": [offsets * 9]}
+    return (
+        rows() | {"x": [random(7, 64, dtype=HALF, seed=seed)], "weight": [words]} | given | changes
+    )
+
+
 def int8_rows():
     """Seven rows of three experts, of which the last two belong to none."""
     return rows() | {

@@ -6,6 +6,7 @@ import torch
 from tests.emulator.operators import layer_calls as calls
 from tests.emulator.operators.calls import call
 from tests.emulator.operators.formula import DTYPES, assert_close, random
+from tests.helpers.four_bits import numbers_in
 
 EXPERT_OF_PAIR = [expert for chosen in calls.IDS for expert in chosen]
 ACTIVE = [(expert, pair) for pair, expert in enumerate(EXPERT_OF_PAIR) if 1 <= expert < 4]
@@ -81,6 +82,22 @@ def test_one_group_is_given_by_its_end():
     arguments["weight"] = [arguments["weight"][0][:1]]
     (output,) = call(calls.GROUPED_MATMUL, arguments)
     assert output[:4].isfinite().all() and output[4:].isnan().all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_multiply_packed_weights_of_their_expert(seed, groups):
+    """Groups of inputs have scales and offsets of their own."""
+    arguments = calls.int4_rows(seed, groups)
+    (got,) = call(calls.GROUPED_MATMUL, arguments)
+    (x,), (words,) = arguments["x"], arguments["weight"]
+    levels = torch.from_numpy((numbers_in(words) + 8) % 16 - 8).double()  # [3, 64, 8]
+    scale, offset = (
+        arguments[f"antiquant_{each}"][0].double().view(3, groups, 1, 8)
+        for each in ("scale", "offset")
+    )
+    weight = ((levels.unflatten(1, (groups, -1)) + offset) * scale).flatten(1, 2)
+    expected = torch.cat([x[:2].double() @ weight[0], x[2:5].double() @ weight[2]])
+    torch.testing.assert_close(got[:5].double(), expected, rtol=5e-3, atol=2e-2)
 
 
 def test_sums_of_int8_rows_are_exact_in_int32():

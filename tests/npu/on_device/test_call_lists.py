@@ -100,13 +100,21 @@ def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
     assert write.captured and write.arguments["slot_mapping"]["values"] == [300, -1]
 
 
-@pytest.mark.parametrize("kind", ["int8 experts, latent attention, ranks", "gated delta nets"])
+@pytest.mark.parametrize(
+    "kind",
+    ["int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points", "experts"],
+)
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     """The first call of each operator, captured and not; those that size a workspace have none."""
     from vllm_npu_prep.verify.calls.call_rows import rows_of
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}
+    elif kind in ("int4, zero points", "experts"):
+        name, form = "Qwen3ForCausalLM", "awq"
+        if kind == "experts":
+            name, form = "Qwen3MoeForCausalLM", "compressed-tensors"
+        model, others = models.int8_of(name, form, scheme="W4A16_ASYM", group=32), {}
     else:
         model = models.int8_of("DeepseekV3ForCausalLM")
         others = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

@@ -89,6 +89,9 @@ CASES = {
     "experts, W4A16": Case(
         "Qwen3Moe", "bfloat16", COMPRESSED, 0, MIXTURE, in_graphs=True, scheme="W4A16"
     ),
+    "experts, W4A16, zero points": Case(
+        "Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, scheme="W4A16_ASYM"
+    ),
     "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 0, HYBRID),
     "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 0, HYBRID | EXPERTS),
 }
@@ -151,6 +154,14 @@ def launches_of(folder, dtype, seed):
     return sum(counts.values())
 
 
+def test_packed_experts_take_the_launches_of_float_ones(tmp_path, seed):
+    model = make_model(tmp_path / "float", "Qwen3Moe", **MIXTURE)
+    how = {"scheme": "W4A16", "group": 32, "keep": ("self_attn",)}
+    QUANTIZE(model, tmp_path / "int4", COMPRESSED, **how)
+    launches = [launches_of(folder, "float16", seed) for folder in (model, tmp_path / "int4")]
+    assert launches[0] == launches[1]
+
+
 GLM = {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "use_qk_norm": True}
 GLM |= {"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 2}
 FAMILIES = {
@@ -208,7 +219,7 @@ def test_a_wrong_operator_is_named_at_start_up():
 
         return quant_matmul
 
-    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, is_int4=True)
+    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
     with (
         wrong_operator("npu_quant_matmul", make),
         pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"),
@@ -216,17 +227,32 @@ def test_a_wrong_operator_is_named_at_start_up():
         int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
 
 
-def test_a_wrong_operator_of_int4_is_named_at_start_up():
+def shift_scales(right):
+    def product(x, weight, scale, *args, **kwargs):
+        return right(x, weight, scale.roll(1, 0), *args, **kwargs)
+
+    return product
+
+
+def shift_scales_of_experts(right):
+    def product(*args, antiquant_scale, **kwargs):
+        return right(*args, antiquant_scale=[antiquant_scale[0].roll(1, 1)], **kwargs)
+
+    return product
+
+
+@pytest.mark.parametrize(
+    ("operator", "make"),
+    [
+        ("npu_weight_quant_batchmatmul", shift_scales),
+        ("npu_grouped_matmul", shift_scales_of_experts),
+    ],
+)
+def test_a_wrong_operator_of_int4_is_named_at_start_up(operator, make):
     """Planted: a kernel that takes each group's scale for the next one."""
-
-    def make(right):
-        def product(x, weight, scale, *args, **kwargs):
-            return right(x, weight, scale.roll(1, 0), *args, **kwargs)
-
-        return product
-
+    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, [operator])
     with (
-        wrong_operator("npu_weight_quant_batchmatmul", make),
-        pytest.raises(PrepError, match="computes npu_weight_quant_batchmatmul wrongly"),
+        wrong_operator(operator, make),
+        pytest.raises(PrepError, match=f"computes {operator} wrongly"),
     ):
-        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, is_int4=True)
+        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, [operator])

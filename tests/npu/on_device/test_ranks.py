@@ -78,6 +78,7 @@ CASES = {
     "states, MTP": Case("Qwen3.5 of heads of 128", {TP: 2}, drafts="mtp"),
     "int8": Case("Qwen3", {TP: 2}, int8="compressed-tensors"),
     "int8, experts": Case("Qwen3Moe", {TP: 2}, int8="modelslim", more=EXPERTS),
+    "int4, experts": Case("Qwen3Moe", {TP: 2}, int8="compressed-tensors", more=EXPERTS),
     "int8, latent": Case("DeepSeek V3", {TP: 2}, int8="modelslim", more=EXPERTS),
     "shared contexts": Case("Qwen3", {TP: 4, SHARED: 2}, **HALF),
     "shared contexts, latent": Case("DeepSeek V3", {TP: 2, SHARED: 2}, "eager", waits=True),
@@ -171,7 +172,8 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
     model = made = make(folder, case.model, case.drafts == "mtp")
     if case.int8:
         left_out = ("kv_b_proj",) if "latent" in name else ()
-        QUANTIZE(model, tmp_path / "int8", case.int8, False, left_out)
+        how = {"scheme": "W4A16", "group": 32} if name.startswith("int4") else {}
+        QUANTIZE(model, tmp_path / "int8", case.int8, False, left_out, **how)
         made = tmp_path / "int8"
     loras = adapters_of(model) if case.adapters else None
     with asked_for(case.runner):

@@ -45,6 +45,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "int8, dynamic norms, experts": ("Qwen3Moe", MIXTURE, {"form": "modelslim"}),
     "int8, parts of latent projections": ("DeepseekV3", LOW_RANK, COMPRESSED),
     "int4, groups with zero points": ("Qwen3", {"hidden_size": 128}, AWQ),
+    "int4, experts": ("Qwen3Moe", MIXTURE, {**AWQ, **COMPRESSED}),
 }
 """Family, config, and how it is quantised, of layers that keep what they derived of weights."""
 

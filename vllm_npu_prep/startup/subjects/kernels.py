@@ -17,7 +17,7 @@ from vllm_npu_prep.attention.fused_releases import (
 from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_refusal
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
-from vllm_npu_prep.quantization.formats import leaves_inputs, rounds_inputs
+from vllm_npu_prep.quantization.formats import packed_operators, rounds_inputs
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
@@ -34,7 +34,6 @@ OF_LATENT_ROWS = (
     "npu_gather_pa_kv_cache",
     "npu_attention_update",
 )
-OF_INT4 = ("npu_weight_quant_batchmatmul",)
 OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
 
 KNOWN_CHIPS = re.compile(r"Ascend910(B\d|_93)")
@@ -216,9 +215,7 @@ def _needed_operators(asked: RequestedEngine) -> list[str]:
         found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
     if rounds_inputs(asked.model):
         found += OF_INT8
-    if leaves_inputs(asked.model):
-        found += OF_INT4
-    return found
+    return found + packed_operators(asked.config)
 
 
 def _chip(asked: RequestedEngine) -> dict[str, object]:

@@ -125,7 +125,8 @@ def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expe
     if not operator.startswith("aten::"):
         return []
     given = {name: tree_map(_wide, value) for name, value in arguments.items()}
-    if given.get("dtype") is not None or "device" in given:
+    takes_device = any(argument.name == "device" for argument in function._schema.arguments)
+    if takes_device and (given.get("dtype") is not None or "device" in given):
         given["device"] = torch.device("cpu")
     results = function(**given)
     if results is None:

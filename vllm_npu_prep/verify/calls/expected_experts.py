@@ -9,6 +9,7 @@ from vllm_npu_prep.verify.calls.expected_part import (
     Arguments,
     Expected,
     Formula,
+    packed_product,
     product,
     rounded,
     rounded_by_row,
@@ -92,12 +93,24 @@ def _grouped(a: Arguments) -> list[Expected]:
     (x,), (weight,) = a["x"], a["weight"]
     experts = _expert_of_rows(a)
     rows = some_rows(len(experts))
+    if weight.dtype is torch.int32:
+        return [Expected(0, _by_packed_experts(a, x[rows], experts[rows]), rows)]
     values = torch.cat([product(x[[row]], weight[experts[row]], None) for row in rows.tolist()])
     for name, of in (("scale", experts[rows]), ("per_token_scale", rows)):
         if a.get(name):
             factors = a[name][0][of].double()
             values = values * (factors if factors.dim() > 1 else factors[:, None])
     return [Expected(0, values, rows)]
+
+
+def _by_packed_experts(a: Arguments, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Multiply rows, sorted by expert, by packed weights with scales and offsets."""
+    scales, offsets = (a[f"antiquant_{name}"][0] for name in ("scale", "offset"))
+    found = [x.new_empty(0, scales.shape[-1], dtype=torch.float64)]
+    for expert in experts.unique().tolist():
+        factors = (each[expert].double().view(-1, each.shape[-1]) for each in (scales, offsets))
+        found.append(packed_product(x[experts == expert], a["weight"][0][expert], *factors))
+    return torch.cat(found)
 
 
 def _sum(rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> list[Expected]:
@@ -149,6 +162,18 @@ def _quant_matmul(a: Arguments) -> list[Expected]:
     if bias is not None and not is_summed:
         values = values + bias.double()
     return [Expected(0, values, rows)]
+
+
+def _weight_quant_matmul(a: Arguments) -> list[Expected]:
+    """Multiply by packed weights of groups of inputs, or of all inputs of an output."""
+    rows, words, bias = some_rows(len(a["x"])), a["weight"], a.get("bias")
+    if words.dtype is not torch.int32 or not words.is_contiguous():
+        return []  # forms that no layer calls
+    groups = a["antiquant_scale"].shape[0] if a.get("antiquant_group_size") else 1
+    scale, offset = a["antiquant_scale"].double().view(groups, -1), a.get("antiquant_offset")
+    offset = None if offset is None else offset.double().view(scale.shape)
+    values = packed_product(a["x"][rows], words, scale, offset)
+    return [Expected(0, values if bias is None else values + bias.double(), rows)]
 
 
 def _normed(a: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -209,5 +234,6 @@ FORMULAS: Mapping[str, Formula] = {
     "_npu_moe_token_unpermute": _unpermute,
     "npu_quant_matmul": _quant_matmul,
     "npu_quantize": _quantize,
+    "npu_weight_quant_batchmatmul": _weight_quant_matmul,
 }
 """By operators, without their overloads: a function of the arguments on the host, by name."""

@@ -15,6 +15,9 @@ HEADS = 4
 COLUMNS = 8192
 """How many columns of a weight are widened to float64 at once."""
 
+WORDS = 128
+"""How many int32 of a row of a packed weight are widened at once."""
+
 LEVELS = 128
 ONE_LEVEL = 1 / LEVELS
 """Results in int8 are compared as fractions: rounding may go to either side of a number between two
@@ -71,6 +74,24 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     parts = [x.double() @ part.double() for part in weight.split(COLUMNS, 1)]
     result = torch.cat(parts, -1)
     return result if bias is None else result + bias.double()
+
+
+def packed_product(
+    x: torch.Tensor,
+    words: torch.Tensor,  # int32 [K, N / 8], eight outputs in each, the first in the lowest bits
+    scale: torch.Tensor,  # [G, N] for G groups of inputs
+    offset: torch.Tensor | None,  # [G, N], added to numbers from -8 to 7
+) -> torch.Tensor:
+    """Multiply by weights of four bits, some columns at a time: float64 ``[T, N]``."""
+    parts = []
+    for start in range(0, words.shape[1], WORDS):
+        some = words[:, start : start + WORDS, None] >> torch.arange(0, 32, 4) & 15  # [K, W, 8]
+        levels = torch.where(some > 7, some - 16, some).flatten(1).double()
+        of = slice(8 * start, 8 * start + levels.shape[1])
+        weight = levels.unflatten(0, (len(scale), -1))  # [G, K / G, 8 W]
+        weight = weight if offset is None else weight + offset[:, None, of]
+        parts.append(x.double() @ (weight * scale[:, None, of]).flatten(0, 1))
+    return torch.cat(parts, -1)
 
 
 def rounded(result: int, values: torch.Tensor, rows: torch.Tensor) -> Expected:

@@ -18,6 +18,9 @@ STEP = 1 / 32
 OF_SUMS = 1 / 64
 """About the size of each of two scales of a product: float16 holds what comes out."""
 
+OF_WEIGHTS = 1 / 64
+"""About the size of a scale of weights of four bits."""
+
 GAP = 8
 """One in so many is left out: a pair of token and expert without a row, a token of padding."""
 
@@ -117,6 +120,10 @@ def _groups(a: Made, random: torch.Generator) -> None:
     for name in ("scale", "per_token_scale"):
         for scale in a.get(name) or ():
             _scale(scale, OF_SUMS)
+    for weight, scale, offset in zip(
+        a["weight"], a.get("antiquant_scale") or (), a.get("antiquant_offset") or ()
+    ):
+        _of_four_bits(weight, scale, offset, random)
     groups = a.get("group_list")
     if groups is None:
         return
@@ -151,6 +158,24 @@ def _scales(about: float, *names: str) -> Callable[[Made, torch.Generator], None
                 _scale(a[name], about)
 
     return fit_scales
+
+
+def _words(a: Made, random: torch.Generator) -> None:
+    _of_four_bits(a["weight"], a["antiquant_scale"], a.get("antiquant_offset"), random)
+
+
+def _of_four_bits(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    random: torch.Generator,
+) -> None:
+    """Draw numbers of four bits, eight in an int32, with scales, and with whole zero points."""
+    if weight.dtype is torch.int32:
+        weight.copy_(torch.randint(-(1 << 31), 1 << 31, weight.shape, generator=random))
+    _scale(scale, OF_WEIGHTS)
+    if offset is not None:
+        offset.copy_((offset.double() * 4).round())
 
 
 def _positive(a: Made, random: torch.Generator) -> None:
@@ -198,6 +223,7 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_recurrent_gated_delta_rule": _rule,
     "npu_scatter_pa_kv_cache": _slots,
     "npu_sparse_flash_attention": _chosen,
+    "npu_weight_quant_batchmatmul": _words,
     "rsqrt": _positive,
 }
 """By operators, without their overloads."""

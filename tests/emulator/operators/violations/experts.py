@@ -14,6 +14,7 @@ from tests.emulator.operators.violations.breaking import (
 
 T = torch.Tensor
 FAMILIES = {}
+ONE_SCALE = {name: [zeros(3, 65536)] for name in ("antiquant_scale", "antiquant_offset")}
 
 matmuls = of("npu::npu_grouped_matmul", calls.matmul_arguments)
 FAMILIES["npu_grouped_matmul"] = [
@@ -37,6 +38,33 @@ FAMILIES["npu_grouped_matmul, rows"] = [
     ("inner limit", grouped(x=[zeros(7, 65536)], weight=[zeros(3, 6, 65536).mT])),
     ("group list", grouped(group_list=T.int), grouped(group_list=None), grouped(group_list_type=2)),
     ("group sizes", grouped(group_list=torch.tensor([2, -1, 3]))),
+]
+
+int4_rows = of("npu::npu_grouped_matmul", layer_calls.int4_rows)
+FAMILIES["npu_grouped_matmul, int4 weights"] = [
+    ("one tensor each", int4_rows(x=lambda x: x * 2), int4_rows(split_item=0)),
+    ("form", int4_rows(bias=[zeros(3, 8)]), int4_rows(act_type=5), int4_rows(output_dtype=5)),
+    ("words", int4_rows(weight=first(strided)), int4_rows(weight=first(lambda w: w[0]))),
+    ("dtype", int4_rows(x=first(T.float))),
+    ("shapes", int4_rows(x=first(lambda x: x[:, :4].contiguous()))),
+    ("contiguous", int4_rows(x=first(strided))),
+    (
+        "inner limit",
+        int4_rows(weight=[zeros(3, 64, 8192, dtype=torch.int32)], **ONE_SCALE),
+    ),
+    (
+        "scales",
+        int4_rows(antiquant_scale=None),
+        int4_rows(antiquant_scale=first(T.float)),
+        int4_rows(antiquant_scale=first(lambda s: s[..., :4])),
+    ),
+    (
+        "offsets",
+        int4_rows(antiquant_offset=None),
+        int4_rows(antiquant_offset=first(lambda s: s[:, :1])),
+    ),
+    ("group list", int4_rows(group_list=None), int4_rows(group_list_type=2)),
+    ("group sizes", int4_rows(group_list=torch.tensor([2, -1, 3]))),
 ]
 
 int8_rows = of("npu::npu_grouped_matmul", layer_calls.int8_rows)
