@@ -15,6 +15,8 @@ STEPS = 12
 def test_a_buffer_is_rewritten_only_after_its_copy():
     layout = StepLayout(4096, 8)
     ring = StagingRing(make_device("npu"), layout.nbytes(), pin_memory=True)
+    busy = torch.ones(1024, 1024, device="npu")
+    torch.mm(busy, busy)  # copies stay in flight behind it, however quick the host is
     for step in range(STEPS):
         staged = ring.acquire(layout)
         staged.np.positions[:] = step
