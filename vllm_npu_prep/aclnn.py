@@ -47,6 +47,7 @@ FUNCTIONS = {
     "npu_recurrent_gated_delta_rule": "aclnnRecurrentGatedDeltaRule",
     "npu_rms_norm": "aclnnRmsNorm",
     "npu_rotary_mul": "aclnnRotaryPositionEmbedding",
+    "npu_scatter_nd_update_": "aclnnScatterNdUpdate",
     "npu_scatter_pa_kv_cache": "aclnnScatterPaKvCache",
     "npu_sparse_flash_attention": "aclnnSparseFlashAttention",
     "npu_swiglu": "aclnnSwiGlu",

@@ -45,6 +45,8 @@ class RecordConfig(BaseModel):
         Most bytes of the files, or of the memory.
     request_ids
         Whether records name requests by a salted hash, or by the engine's ids.
+    choices
+        Whether the positions that indexers choose are written beside each record.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -53,6 +55,7 @@ class RecordConfig(BaseModel):
     steps: str = "last 64"
     max_bytes: int = Field(default=256 << 20, ge=1 << 16, le=1 << 40)
     request_ids: Literal["hashed", "plain"] = "hashed"
+    choices: bool = False
 
     @field_validator("steps")
     @classmethod

@@ -183,6 +183,8 @@ class NPUPlatform(Platform):
         from vllm_npu_prep.attention.layers import refuse_what_is_asked
 
         refuse_what_is_asked(attn_selector_config)
+        if attn_selector_config.use_sparse:
+            return "vllm_npu_prep.attention.sparse.AscendSparseMLABackend"
         if attn_selector_config.use_mla:
             return "vllm_npu_prep.attention.mla.AscendMLABackend"
         return "vllm_npu_prep.attention.backend.AscendAttentionBackend"
@@ -291,7 +293,7 @@ class NPUPlatform(Platform):
             return
         family = KERNEL_FAMILIES[decisions_of(vllm_config).attention]
         states_note = _settle_states(vllm_config)
-        notes = _settle_connector(vllm_config)
+        notes = _settle_connector(vllm_config) + _settle_indexers(vllm_config)
         find_description(vllm_config)
         refuse_unsupported(vllm_config, family, KIND)
         switched_off = modes.settle_mode(vllm_config) + _switch_off(vllm_config)
@@ -318,6 +320,28 @@ class NPUPlatform(Platform):
             if vllm_config.parallel_config.use_ray:
                 ray_cluster.prepare_for_workers(vllm_config.parallel_config, KIND)
             _log_start_up(vllm_config, decisions, scheduling, notes, switched_off)
+
+
+def _settle_indexers(vllm_config: "VllmConfig") -> list[str]:
+    """Name the layers that share an indexer as vLLM reads it, and let every draft pass choose.
+
+    transformers lists them in ``indexer_types``; vLLM knows ``index_topk_pattern`` and its
+    frequency only. The result is a line for the log if the model's draft passes share a choice.
+    """
+    text: Any = vllm_config.model_config.hf_text_config
+    named = getattr(text, "index_topk_pattern", None) or getattr(text, "index_topk_freq", None)
+    if (types := getattr(text, "indexer_types", None)) and not named:
+        text.index_topk_pattern = "".join("S" if each == "shared" else "F" for each in types)
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "mtp":
+        return []
+    if speculative.index_share_for_mtp_iteration:  # start-up refuses the flag
+        return []
+    drafter: Any = speculative.draft_model_config and speculative.draft_model_config.hf_config
+    if not getattr(drafter, "index_share_for_mtp_iteration", False):
+        return []
+    drafter.index_share_for_mtp_iteration = False
+    return ["each draft pass chooses its positions, where the model would share one choice"]
 
 
 def _settle_states(vllm_config: "VllmConfig") -> list[str]:

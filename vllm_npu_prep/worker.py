@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_npu_prep.attention.layers import refuse_other_layers
 from vllm_npu_prep.attention.step_memory import step_bound
 from vllm_npu_prep.compat import kv_connector, v2
-from vllm_npu_prep.compat.models import look_at_models_before_weights
+from vllm_npu_prep.compat.models import look_at_models_before_weights, make_indexers_of
 from vllm_npu_prep.compat.multimodal import items_of
 from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
 from vllm_npu_prep.config import parse_config
@@ -113,6 +113,10 @@ class NPUWorker(Worker):
 
             register_layer()
             leave_states_in_their_blocks()
+        if hasattr(self.model_config.hf_text_config, "index_topk"):
+            from vllm_npu_prep.attention.sparse import LightningIndexer
+
+            make_indexers_of(LightningIndexer)
         options = parse_config(self.vllm_config.additional_config)
         register_overrides(options.triton_kernels, self.use_v2_model_runner)
         register_kernels()

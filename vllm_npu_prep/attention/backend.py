@@ -145,6 +145,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
     num_drafts
         0: K and V of a draft are in the slot of its position, while a recurrent state of a draft
         needs a block of its own.
+    index_topk
+        The most positions to which a token attends; None without sparse attention.
     kernel_block_size
         The number of tokens of a block as kernels see it (`attention.kernel_blocks`).
     """
@@ -169,6 +171,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
         self.dcp = find_dcp(vllm_config.parallel_config)
         model = vllm_config.model_config
+        self.index_topk: int | None = getattr(model.hf_text_config, "index_topk", None)
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
         self.masks = MaskCache(
             device,

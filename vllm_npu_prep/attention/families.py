@@ -43,6 +43,7 @@ class KernelFamily:
     logits_soft_cap: bool
     kv_sharing: bool
     mla: bool  # whether it computes latent attention
+    sparse: bool  # whether it computes latent attention over chosen positions
     lse: bool  # whether it returns the log-sum-exp, by which parts of a context are merged
     # KV connectors of vLLM that can read its cache (`vllm_npu_prep.attention.kv_transfer`)
     kv_connectors: tuple[str, ...] = ()
@@ -75,6 +76,7 @@ COMPILED = KernelFamily(
     logits_soft_cap=True,
     kv_sharing=True,
     mla=True,
+    sparse=True,
     lse=True,
     kv_connectors=KV_CONNECTORS,
 )
@@ -93,6 +95,7 @@ FIA = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=True,
     mla=True,
+    sparse=True,
     lse=True,
     kv_connectors=KV_CONNECTORS,
 )
@@ -109,6 +112,7 @@ ATB = KernelFamily(
     logits_soft_cap=False,
     kv_sharing=False,
     mla=False,
+    sparse=False,
     lse=False,
     kv_connectors=KV_CONNECTORS,
     # In bfloat16, flash attention takes its mask as flags; splitfuse adds its mask to the scores.

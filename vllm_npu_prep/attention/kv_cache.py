@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.utils import AttentionGroup
@@ -121,9 +122,9 @@ def allocate_planes(
     Returns
     -------
     dict
-        For each layer name, ``(2, num_blocks, block_size, num_kv_heads, head_size)``; for latent
-        attention ``(num_blocks, page)``; for recurrent states both parts of the states of all
-        blocks.
+        For each layer name, ``(2, num_blocks, block_size, num_kv_heads, head_size)``, and 1 in
+        place of 2 for an indexer's keys; for latent attention ``(num_blocks, page)``; for recurrent
+        states both parts of the states of all blocks.
 
     Raises
     ------
@@ -164,13 +165,18 @@ def allocate_planes(
                 caches[layer_name] = _states_of(layer_name, spec, buffers[start])
                 continue
             cache = buffers[start].view(spec.dtype)
-            if isinstance(spec, MLAAttentionSpec):
+            if holds_latent_rows(spec):
                 caches[layer_name] = cache.view(config.num_blocks, -1)
                 continue
             count = kernel_blocks_of(spec.block_size)
             blocks = config.num_blocks * count, spec.block_size // count
             caches[layer_name] = cache.view(planes, *blocks, spec.num_kv_heads, spec.head_size)
     return caches
+
+
+def holds_latent_rows(spec: KVCacheSpec) -> bool:
+    """Whether a cache has two planes of different widths; the keys of an indexer have one plane."""
+    return isinstance(spec, MLAAttentionSpec) and spec.cache_role is not SparseCacheRole.INDEXER
 
 
 def _layer_spec(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:

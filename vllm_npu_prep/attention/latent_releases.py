@@ -12,7 +12,7 @@ is published of releases before 8.5. Nothing was run on hardware.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_npu_prep.attention.fused_releases import (
     MAX_LENGTHS,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 NUM_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 KV_LORA_RANK, ROPE_SIZE, HEAD_SIZE = 512, 64, 128
+MAX_INDEX_HEADS, MAX_CHOSEN = 64, 2048
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,45 @@ def latent_refusal(layers: LatentLayers, rules: FusedRules) -> str | None:
         return "bfloat16, by its documentation"
     if rules.documented and layers.max_num_seqs > MAX_LENGTHS:  # prefills can't be split
         return f"--max-num-seqs {MAX_LENGTHS}, by its documentation, not {layers.max_num_seqs}"
+    return None
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What decides whether the calls of an indexer are taken."""
+
+    num_heads: int
+    head_dim: int
+    topk: int  # the most positions that a token chooses
+
+
+def indexer_of(text: Any) -> Indexer:
+    """Return the indexer of a model's ``hf_text_config``."""
+    return Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
+
+
+def sparse_refusal(layers: LatentLayers, indexer: Indexer, rules: FusedRules) -> str | None:
+    """Return what both operators of sparse attention take instead; None if they take all calls.
+
+    Sources: ``lightning_indexer_tiling.cpp`` and ``sparse_flash_attention_tiling.cpp`` in CANN's
+    ops-transformer, and the operators' pages in Ascend/op-plugin.
+    """
+    if rules.release is OLDEST:
+        return "no sparse attention that is known (CANN 8.5 and newer do)"
+    if (layers.kv_lora_rank, layers.rope_size) != (KV_LORA_RANK, ROPE_SIZE):
+        given = f"{layers.kv_lora_rank} and {layers.rope_size}"
+        return f"latent rows of {KV_LORA_RANK} and rotated keys of {ROPE_SIZE}, not {given}"
+    if indexer.head_dim != HEAD_SIZE or indexer.num_heads > MAX_INDEX_HEADS:
+        given = f"{indexer.num_heads} of {indexer.head_dim}"
+        return f"up to {MAX_INDEX_HEADS} index heads of {HEAD_SIZE}, not {given}"
+    most, larger = indexer.topk, rules.release.name != "8.5"
+    if most > MAX_CHOSEN and not (larger and most <= 4 * MAX_CHOSEN and most % 1024 == 0):
+        further = ", or 3072 to 8192 in steps of 1024" if larger else ""
+        return f"up to {MAX_CHOSEN} chosen positions{further}, not {most}"
+    if layers.num_heads > NUM_HEADS[-1]:
+        return f"up to {NUM_HEADS[-1]} heads a rank, not {layers.num_heads}"
+    if layers.block_size % 16 or layers.block_size > 1024:
+        return f"blocks of 16 to 1024 tokens, in steps of 16, not {layers.block_size}"
     return None
 
 

@@ -21,7 +21,6 @@ COMPUTED = (Attention, ChunkedLocalAttention, EncoderOnlyAttention, MLAAttention
 
 ASKED = {
     "has_sink": ("attention sinks", "the softmax of its kernels gets the scores of tokens only"),
-    "use_sparse": ("sparse attention", "attention reads the whole context, and has no indexer"),
     "use_rswa": (
         "a sliding window that keeps prompts in sight (R-SWA)",
         "windows move over prompts, too",

@@ -284,7 +284,7 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         kv_b_proj: Any,
         indexer: Any = None,
     ) -> None:
-        del q_lora_rank, qk_head_dim, indexer  # vLLM's layer projects; start-up refuses indexers
+        del q_lora_rank, qk_head_dim, indexer  # vLLM's layer projects, and calls indexers
         assert num_kv_heads == 1 and attn_type == AttentionType.DECODER
         extras = alibi_slopes, sliding_window, logits_soft_cap, kv_sharing_target_layer_name
         assert extras == (None,) * 4, "vLLM's MLA layer has none of these"

@@ -125,7 +125,7 @@ class RecurrentMetadataBuilder(AttentionMetadataBuilder[RecurrentMetadata]):
 
     holds_states = True
     reorder_batch_threshold = 1  # decodes come first in the batch
-    latent = sliding_window = attention_chunk_size = None
+    latent = sliding_window = attention_chunk_size = index_topk = None
     causal = True
 
     def __init__(

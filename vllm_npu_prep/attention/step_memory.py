@@ -63,6 +63,7 @@ def step_bound(
         model.dtype.itemsize,
         model.max_model_len,
         max((split.workspace_tokens for split in splits), default=0),
+        vllm_config.scheduler_config.max_num_batched_tokens,
     )
     process = PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * model.max_model_len
     return StepBound(measured, attention, process if computes_on_host else 0)
@@ -75,10 +76,13 @@ def attention_bytes(
     itemsize: int,  # the bytes of an element of the cache
     max_seq_len: int,  # the length of the longest sequence, in tokens
     chunk_rows: int,  # the most latent rows that are gathered at once
+    num_tokens: int,  # the most tokens of a step
 ) -> int:
     """Return the most memory, in bytes, that attention takes beside its inputs and results."""
-    working = [0]
+    working, choosing = [0], [0]
     for layer in layers:
+        if hasattr(layer, "choosing_bytes"):  # `vllm_npu_prep.attention.sparse.IndexKeys`
+            choosing.append(layer.choosing_bytes(max_seq_len, num_tokens))
         impl = getattr(layer, "impl", None)
         kernels = getattr(impl, "kernels", None)
         shape = getattr(impl, "layer_shape", None) or getattr(impl, "shape", None)
@@ -88,4 +92,4 @@ def attention_bytes(
         working.append(kernels.working_bytes(shape, itemsize, max_seq_len, *more))
     is_constant = decisions.mask_form is MaskForm.COMPRESSED
     masks = COMPRESSED_MASK_SIZE**2 if is_constant else decisions.dense_bytes
-    return masks + max(working)
+    return masks + max(working) + max(choosing)

@@ -91,3 +91,18 @@ def look_at_models_before_weights(
             ) from None
         check(model, vllm_config.compilation_config.static_forward_context)
         return model
+
+
+def make_indexers_of(indexer: Any) -> None:
+    """Let vLLM's models with sparse attention make indexers of this class."""
+    from vllm.model_executor.models import deepseek_v2
+
+    deepseek_v2.Indexer = indexer  # type: ignore[misc]
+
+
+def split_models_at(operator: str) -> None:
+    """Let torch.compile split models at an operator of this plugin, as at vLLM's attention."""
+    from vllm.config import CompilationConfig
+
+    if operator not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(operator)

@@ -18,6 +18,7 @@ from rich.text import Text
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ShownInExplain
+from vllm_npu_prep.prep.choices import NOTHING, num_chosen
 from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
 from vllm_npu_prep.records.contract import (
@@ -74,6 +75,12 @@ def explain_json(view: StepView) -> dict[str, Any]:
     out |= {name: getattr(step, name).tolist() for name in REQUEST_LEVEL}
     out |= {name: int(getattr(step, name)) for name in SCALARS}
     out["attn_state"] = step.attn_state.name
+    if view.settings.index_topk:
+        out["num_chosen"] = num_chosen(step.positions, view.settings.index_topk).tolist()
+    if view.choices:
+        out["choices"] = {
+            layer: [runs_of_choice(row) for row in chosen] for layer, chosen in view.choices.items()
+        }
     if view.samples:
         out["samples"] = [each.model_dump(exclude_none=True) for each in view.samples]
     out["attn_mask"] = _mask_json(view.plans[0], step.positions)
@@ -195,6 +202,8 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         lines.append(("mask", f"{where}{mask}{size}: {view.mask_reason(index)}"))
     if step.shape.latent:
         lines.append(("latent", latent_halves(step.latent)))
+    if view.settings.index_topk:
+        lines.append(("sparse", who_chooses(step.positions, view.settings.index_topk)))
     if step.shape.dcp:
         lines.append(("ranks", shared_context(view)))
     if step.shape.states:
@@ -225,7 +234,8 @@ def request_tables(view: StepView, selection: Selection) -> Iterator[StepTable]:
         yield shard_table(view, selection)
     for group in view.state_groups:
         yield state_table(view, selection, group)
-    for table in (item_table(view, selection), sample_table(view, selection)):
+    tables = item_table, sample_table, choice_table
+    for table in (make(view, selection) for make in tables):
         if table.rows:
             yield table
 
@@ -271,11 +281,40 @@ def sample_table(view: StepView, selection: Selection) -> StepTable:
     return StepTable("samples", ["req_id", "token", "from", "tokens to draw from"], rows)
 
 
+def who_chooses(positions: np.ndarray, index_topk: int) -> str:
+    """Say in words how many tokens attend to chosen positions, and how many to all."""
+    choosing = int(np.count_nonzero(positions >= index_topk))
+    return (
+        f"{counted(choosing, 'token')} with {counted(index_topk, 'position')} each, chosen by an "
+        "indexer among those up to the token's own; "
+        f"{counted(len(positions) - choosing, 'token')} with all of these"
+    )
+
+
+def runs_of_choice(chosen: np.ndarray) -> list[tuple[int, int]]:
+    """Return the positions that a token has chosen as runs, each as first and count."""
+    return [(run.start, len(run)) for run in runs_of(sorted(chosen[chosen > NOTHING].tolist()))]
+
+
+def choice_table(view: StepView, selection: Selection) -> StepTable:
+    """Return what the indexer of each layer chose, where a record has it."""
+    rows: list[list[object]] = []
+    for token in range(selection.first, selection.end) if view.choices else ():
+        for layer, chosen in view.choices.items():
+            own = sorted(chosen[token][chosen[token] > NOTHING].tolist())
+            name = layer.partition(".self_attn.")[0]
+            rows.append([token, int(view.step.positions[token]), name, ranges(own)])
+    columns = ["token", "position", "indexer of", "positions that it chose"]
+    return StepTable("sparse attention", columns, rows)
+
+
 def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
     step = view.step
     variables = token_level(view)
     for name in SEVERAL_PER_TOKEN:
         variables |= {f"{name} {index}": row for index, row in enumerate(getattr(step, name))}
+    if view.settings.index_topk:
+        variables["num_chosen"] = num_chosen(step.positions, view.settings.index_topk)
     if len(step.owners()):
         variables["dcp_ranks"] = step.owners()
     for index in view.tables:

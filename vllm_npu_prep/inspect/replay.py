@@ -26,8 +26,8 @@ def replay(
     Yields
     ------
     path, differences
-        Of each record: the core's first difference, the oracle's, and that of its samples
-        (`sample_difference`), as far as there are any.
+        Of each record: the core's first difference, the oracle's, and those of its samples and
+        choices (`sample_difference`, `choice_difference`), as far as there are any.
 
     Raises
     ------
@@ -35,11 +35,13 @@ def replay(
         For a file that is not a record, or if there is no such step.
     """
     from vllm_npu_prep.records.comparison import (
+        choice_difference,
         core_difference,
         oracle_difference,
         sample_difference,
     )
     from vllm_npu_prep.records.record_file import read_record, record_files
+    from vllm_npu_prep.records.step_choices import read_choices
     from vllm_npu_prep.records.step_samples import read_samples
 
     files = record_files(path, step)
@@ -49,6 +51,9 @@ def replay(
         try:
             found = [core_difference(record), oracle_difference(record)]
             found.append(sample_difference(record, samples))
+            positions = record.step().positions
+            choices = read_choices(file, len(positions), record.settings.index_topk)
+            found.append(choice_difference(record, choices, positions))
         except PrepError as error:
             raise PrepError(f"{file}: {error}") from None
         yield file, [each for each in found if each is not None]

@@ -22,6 +22,7 @@ from vllm_npu_prep.records.record import StepRecord
 from vllm_npu_prep.records.record_file import read_record
 from vllm_npu_prep.records.scenario import Scenario
 from vllm_npu_prep.records.settings import LayerGroup, RecordSettings
+from vllm_npu_prep.records.step_choices import read_choices
 from vllm_npu_prep.records.step_samples import StepSamples, read_samples
 from vllm_npu_prep.wording import counted
 
@@ -75,6 +76,8 @@ class StepView:
     padded: bool = True  # whether the device sees other sizes than the scheduler's
     # By row of the batch; empty unless the engine returned masks of sampling or replayed traces
     samples: StepSamples = field(default_factory=list)
+    # What each layer's indexer chose, int32 ``[num_tokens, index_topk]``; empty if not recorded
+    choices: dict[str, np.ndarray] = field(default_factory=dict)
     # The text of each token (`vllm_npu_prep.inspect.texts`); empty without a tokenizer
     input_texts: list[str | None] = field(default_factory=list)
 
@@ -246,4 +249,6 @@ def view_of_record(file: Path) -> StepView:
     except PrepError as error:
         raise PrepError(f"{file}: {error}") from None
     samples = read_samples(file, len(view.requests))
-    return replace(view, samples=samples, input_texts=input_texts(file, record))
+    choices = read_choices(file, view.step.total_num_scheduled_tokens, view.settings.index_topk)
+    texts = input_texts(file, record)
+    return replace(view, samples=samples, choices=choices, input_texts=texts)

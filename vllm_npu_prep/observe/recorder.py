@@ -33,6 +33,8 @@ from vllm_npu_prep.prep.batch import BatchTables, PreparedStep
 from vllm_npu_prep.prep.embeds import NO_PLACEHOLDERS, Placeholders
 from vllm_npu_prep.ranks import is_one_of_several, rank_across_engines
 from vllm_npu_prep.records.record import FORMAT
+from vllm_npu_prep.records.step_choices import SUFFIX as CHOICES
+from vllm_npu_prep.records.step_choices import choices_to_bytes
 from vllm_npu_prep.records.step_samples import SUFFIX as SAMPLES
 from vllm_npu_prep.records.step_samples import RequestSamples, to_bytes
 from vllm_npu_prep.wording import counted, runs_of
@@ -91,6 +93,10 @@ class Sampled(NamedTuple):
         return [[(run.start, len(run)) for run in runs_of(tokens)] for tokens in kept]
 
 
+def _nbytes(arrays: dict[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
 class StepRecorder:
     """Notes each step that the runner prepares, and writes the records.
 
@@ -142,7 +148,9 @@ class StepRecorder:
         # A step may fail in the thread that waits for its output.
         self._lock = threading.Lock()
         self._salt = os.urandom(16)
-        self._sampled: dict[int, Sampled] = {}  # by step of the ring
+        # What is known of steps of the ring after they were noted
+        self._sampled: dict[int, Sampled] = {}
+        self._choices: dict[int, dict[str, np.ndarray]] = {}
         if self._span is None:
             logger.info(
                 "Recording the last %s; %s writes them to %s.",
@@ -220,6 +228,7 @@ class StepRecorder:
         oldest = self._ring.popleft()
         sampled = self._sampled.pop(oldest.number, None)
         self._ring_bytes -= oldest.nbytes + (sampled.nbytes if sampled else 0)
+        self._ring_bytes -= _nbytes(self._choices.pop(oldest.number, {}))
         oldest.advance(self._past_blocks)
 
     # ----------------------------------------------------------------- files
@@ -264,6 +273,8 @@ class StepRecorder:
             write_whole(self._path(snapshot.number), content)
             if snapshot.number in self._sampled:
                 self._write_sampled(snapshot.number, self._sampled[snapshot.number])
+            if snapshot.number in self._choices:
+                self._write_choices(snapshot.number, self._choices[snapshot.number])
         except PrepError as error:
             self._stop(str(error))
 
@@ -281,13 +292,39 @@ class StepRecorder:
                 self._ring_bytes += sampled.nbytes
                 self._sampled[number] = sampled
 
+    def takes_choices(self, number: int) -> bool:
+        """Whether what indexers choose in this step is kept or written."""
+        return not self._why_stopped and (self._span is None or number in self._span)
+
+    def note_choices(self, number: int, chosen: dict[str, np.ndarray]) -> None:
+        """Note the positions that each layer's indexer chose in a step, after it was noted.
+
+        Older steps are forgotten to make room.
+        """
+        if not self.takes_choices(number):
+            return
+        with self._noting():
+            if number <= self._last_written:
+                self._write_choices(number, chosen)
+            elif self._ring and number >= self._ring[0].number:
+                self._ring_bytes += _nbytes(chosen) - _nbytes(self._choices.get(number, {}))
+                self._choices[number] = chosen
+                while self._ring and self._ring_bytes > self._ring_most:
+                    self._forget_oldest()
+
     def _write_sampled(self, number: int, sampled: Sampled) -> None:
-        content = sampled.to_bytes()
+        self._write_beside(number, SAMPLES, sampled.to_bytes())
+
+    def _write_choices(self, number: int, chosen: dict[str, np.ndarray]) -> None:
+        self._write_beside(number, CHOICES, choices_to_bytes(chosen))
+
+    def _write_beside(self, number: int, suffix: str, content: bytes) -> None:
         self._file_bytes += len(content)
         if self._span is not None and self._file_bytes > self.config.max_bytes:
-            self._stop(f"samples of step {number} exceed max_bytes {self.config.max_bytes:,}")
+            what = suffix.split(".")[1]
+            self._stop(f"{what} of step {number} exceed max_bytes {self.config.max_bytes:,}")
             return
-        write_whole(self._path(number).with_suffix(SAMPLES), content)
+        write_whole(self._path(number).with_suffix(suffix), content)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"step-{number:06d}.npz"

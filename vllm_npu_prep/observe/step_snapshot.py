@@ -51,6 +51,7 @@ def recorded_groups(builders: Iterable[tuple[int, Any, Any]]) -> tuple[LayerGrou
             causal=builder.causal,
             state_threshold=builder.reorder_batch_threshold if builder.holds_states else None,
             state_drafts=builder.num_drafts,
+            index_topk=builder.index_topk,
         )
         for group, builder, _ in builders
     )

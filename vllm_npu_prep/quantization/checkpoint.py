@@ -37,7 +37,10 @@ MTP = "mtp."
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Parts of tensors ``[experts, ...]`` that hold all experts of a layer, as Qwen3.5's files do."""
 
-NEVER_QUANTISED = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$")
+NEVER_QUANTISED = re.compile(
+    r"(^|\.)(embed_tokens|lm_head|shared_head\.head|eh_proj|input_proj)$"
+    r"|\.indexer\.(wk|weights_proj)$"
+)
 """Modules that vLLM makes without a look at how they were quantised."""
 
 
@@ -315,8 +318,8 @@ def _drafts(module: str, num_decoder_layers: int) -> bool:
 def _refuse_where_unserved(module: str, path: Path) -> None:
     if NEVER_QUANTISED.search(module):
         raise PrepError(
-            f"{path}: {module} is quantised; embeddings, heads and the projections with which MTP "
-            "layers begin are served in 16 or 32 bits only"
+            f"{path}: {module} is quantised; embeddings, heads, the projections with which MTP "
+            "layers begin, and an indexer's wk and weights_proj are served in 16 or 32 bits only"
         )
 
 

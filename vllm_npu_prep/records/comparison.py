@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, Level
+from vllm_npu_prep.prep.choices import wrong_choice
 from vllm_npu_prep.prep.oracle import (
     OracleGraphs,
     OracleRequest,
@@ -102,6 +103,23 @@ def sample_difference(record: StepRecord, samples: Sequence[RequestSamples]) -> 
             if not any(first <= token < first + count for first, count in runs):
                 size = sum(count for _, count in runs)
                 return _of_sample(*at, "mask", (row, index), token, f"one of {size} others")
+    return None
+
+
+def choice_difference(
+    record: StepRecord, choices: Mapping[str, np.ndarray], positions: np.ndarray
+) -> Difference | None:
+    """Find a token whose indexer chose what it must not see, or another number of positions.
+
+    `positions` are those of the step's tokens.
+    """
+    for layer, chosen in choices.items():
+        found = wrong_choice(chosen, positions)
+        if found is not None:
+            variable, index = f"choices.{layer}", (found.token,)
+            req_id, token = _owner(record, "positions", index)
+            given, allowed = f"{found.given} ({found.rule})", str(found.allowed)
+            return Difference(record.number, "core", variable, index, req_id, token, given, allowed)
     return None
 
 

@@ -120,6 +120,9 @@ class Scenario(Strict):
     chunked_prefill: bool = True
     mrope_dims: Annotated[int, Field(ge=0, le=4)] = 0
     latent: ScenarioLatent | None = None
+    index_topk: Positive | None = (
+        None  # most positions to which a token of sparse attention attends
+    )
     dcp: ScenarioShards | None = None
     more_kv_cache_groups: list[ScenarioGroup] = Field(default_factory=list, max_length=15)
 
@@ -194,6 +197,7 @@ class Scenario(Strict):
                     sliding_window=group.sliding_window,
                     attention_chunk_size=group.attention_chunk_size,
                     state_threshold=1 if group.holds_states else None,
+                    index_topk=None if group.holds_states else self.index_topk,
                 )
                 for index, group in enumerate(self.groups)
             ],

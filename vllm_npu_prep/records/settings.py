@@ -51,6 +51,8 @@ class LayerGroup(Strict):
     # Most tokens of a decode, in a group with recurrent states
     # (`vllm_npu_prep.prep.recurrent_states`)
     state_threshold: Positive | None = None
+    # Most positions to which a token of sparse attention attends
+    index_topk: Positive | None = None
     state_drafts: Annotated[int, Field(ge=0, le=1 << 10)] = 0  # `RecurrentGroups.num_drafts`
 
     @property
@@ -194,6 +196,11 @@ class RecordSettings(Strict):
         threshold = max((g.state_threshold or 1 for g in found.values()), default=1)
         drafts = max((g.state_drafts for g in found.values()), default=0)
         return RecurrentGroups(tuple(found), threshold, drafts)
+
+    @property
+    def index_topk(self) -> int | None:
+        """The most positions to which a token attends; None without sparse attention."""
+        return next((group.index_topk for group in self.groups if group.index_topk), None)
 
     @property
     def main_group(self) -> int:

@@ -26,6 +26,7 @@ from vllm_npu_prep.device.communicator import union_over_ranks
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.check import StepCheck
 from vllm_npu_prep.observe.check_level import make_check
+from vllm_npu_prep.observe.choices import watch_choices
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.observe.recorder import StepRecorder, make_recorder
 from vllm_npu_prep.ops import models_of, replace_modules
@@ -230,7 +231,11 @@ class CommonRunner:
             is_profiling=is_profiling,
         )
         self.recorder = make_recorder(config, tables, self.preparer.builders, num_blocks)
-        self.step_check = make_check(parse_config(config.additional_config).check, self)
+        options = parse_config(config.additional_config)
+        self.step_check = make_check(options.check, self)
+        if any(builder.index_topk for _, builder, _ in self.preparer.builders):
+            records = options.record is not None and options.record.choices
+            watch_choices(self, check=options.check == "full", record=records)
 
     # ----------------------------------------------------------------- from start to end
 

@@ -27,11 +27,15 @@ MTP_MODELS = {
     "MiMoMTPModel": "MiMoForCausalLM",
     "Glm4MoeMTPModel": "Glm4MoeForCausalLM",
     "DeepSeekMTPModel": "DeepseekV3ForCausalLM",
+    "DeepseekV32MTPModel": "DeepseekV32ForCausalLM",
     "Qwen3NextMTP": "Qwen3NextForCausalLM",
     "Qwen3_5MTP": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeMTP": "Qwen3_5MoeForCausalLM",
 }
 """Architectures of MTP layers that draft, each with the model that it comes with."""
+
+SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Architectures whose layers attend to positions that an indexer chooses."""
 
 STATE_MODELS = (
     "Qwen3NextForCausalLM",
@@ -69,6 +73,11 @@ class RequestedEngine:
     def has_states(self) -> bool:
         """Whether it has linear attention for whose recurrent states steps are prepared."""
         return self.model.is_hybrid and self.model.architecture in STATE_MODELS
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether an indexer chooses the positions to which its layers attend."""
+        return self.model.architecture in SPARSE_MODELS
 
     @property
     def pools(self) -> bool:

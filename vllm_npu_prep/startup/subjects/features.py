@@ -2,7 +2,7 @@
 
 from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.quantization.formats import fault
-from vllm_npu_prep.startup.asked import STATE_MODELS, RequestedEngine
+from vllm_npu_prep.startup.asked import SPARSE_MODELS, STATE_MODELS, RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -14,6 +14,22 @@ is a hybrid.
 
 def _fault(asked: RequestedEngine) -> str | None:
     return fault(asked.model, on_npu=asked.kind == NPU_KIND)
+
+
+OTHER_SPARSE = {
+    "DeepseekV4": "its layers attend over compressed positions, too, which need caches of their "
+    "own and operators that torch_npu does not have",
+    "MiniMaxM3": "it chooses blocks of positions over separate K and V, which no kernel takes",
+    "Glm5Next": "its indexer scores pooled keys, which need a cache of their own",
+}
+"""What sparse attention of other architectures would need, by how their names begin."""
+
+
+def _what_sparse_attention_lacks(asked: RequestedEngine) -> str:
+    for name, lacks in OTHER_SPARSE.items():
+        if asked.model.architecture.startswith(name):
+            return lacks
+    return "its indexer has not been tried"
 
 
 def _only_drafts(asked: RequestedEngine) -> bool:
@@ -47,10 +63,18 @@ MODELS = (
     ),
     Refusal(
         "sparse-attention",
-        lambda c: hasattr(c.text, "index_topk") or getattr(c.text, "sparse_attention_config", None),
-        "sparse attention ({model})",
-        "attention reads the whole context, and has no indexer",
-        "use another model",
+        lambda c: (
+            not c.is_sparse
+            and (hasattr(c.text, "index_topk") or getattr(c.text, "sparse_attention_config", None))
+        ),
+        "sparse attention of {architecture} ({model})",
+        "{lacks}",
+        "models whose sparse attention is supported: {known}",
+        lambda c: {
+            "architecture": c.model.architecture,
+            "lacks": _what_sparse_attention_lacks(c),
+            "known": ", ".join(SPARSE_MODELS),
+        },
     ),
     Refusal(
         "states",

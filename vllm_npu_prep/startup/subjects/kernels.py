@@ -14,7 +14,12 @@ from vllm_npu_prep.attention.fused_releases import (
     FusedRules,
     release_of,
 )
-from vllm_npu_prep.attention.latent_releases import latent_layers_of, latent_refusal
+from vllm_npu_prep.attention.latent_releases import (
+    indexer_of,
+    latent_layers_of,
+    latent_refusal,
+    sparse_refusal,
+)
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
 from vllm_npu_prep.quantization.formats import packed_operators, rounds_inputs
@@ -33,6 +38,11 @@ OF_LATENT_ROWS = (
     "npu_fused_infer_attention_score_v2",
     "npu_gather_pa_kv_cache",
     "npu_attention_update",
+)
+OF_CHOSEN_ROWS = (
+    "npu_lightning_indexer",
+    "npu_scatter_nd_update_",
+    "npu_sparse_flash_attention",
 )
 OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
 
@@ -83,6 +93,14 @@ NEEDS = (
         lambda family: family.mla,
         "it needs npu_fused_infer_attention_score with query_rope and key_rope, and a cache of "
         "latent rows",
+        f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
+    ),
+    ModelNeed(
+        "sparse",
+        "sparse attention",
+        lambda model: hasattr(model.hf_text_config, "index_topk"),
+        lambda family: family.sparse,
+        "it needs an indexer, and attention over the rows that it chooses",
         f'use {{{{"{SECTION}": {{{{"attention": "fia"}}}}}}}}, or the CPU fallback',
     ),
 )
@@ -144,7 +162,11 @@ def _fused_words(asked: RequestedEngine) -> dict[str, object]:
 
 def _latent_demand(asked: RequestedEngine) -> str | None:
     layers = latent_layers_of(asked.config, asked.block_size)
-    return None if layers is None else latent_refusal(layers, asked.fused_rules)
+    if layers is None:
+        return None
+    if asked.is_sparse:
+        return sparse_refusal(layers, indexer_of(asked.text), asked.fused_rules)
+    return latent_refusal(layers, asked.fused_rules)
 
 
 def _what_works(asked: RequestedEngine) -> str:
@@ -212,7 +234,10 @@ def _needed_operators(asked: RequestedEngine) -> list[str]:
     found: list[str] = []
     if asked.uses_fused_operator:
         found += ["npu_scatter_pa_kv_cache"]
-        found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
+        if asked.is_sparse:
+            found += OF_CHOSEN_ROWS
+        else:
+            found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
     if rounds_inputs(asked.model):
         found += OF_INT8
     return found + packed_operators(asked.config)
@@ -253,6 +278,14 @@ LIMITS = (
             "dtype": c.model.dtype,
             "dtypes": ", ".join(DTYPE_NAMES[str(dtype)] for dtype in c.family.dtypes),
         },
+    ),
+    Refusal(
+        "indexer-kv-dtype",
+        lambda c: c.is_sparse and c.config.attention_config.indexer_kv_dtype != "auto",
+        "indexer_kv_dtype {dtype} in --attention-config",
+        "an indexer keeps its keys in the model's dtype",
+        "leave the key out",
+        lambda c: {"dtype": c.config.attention_config.indexer_kv_dtype},
     ),
     Refusal(
         "kv-cache-dtype",
@@ -315,7 +348,7 @@ LIMITS = (
         "latent-attention",
         lambda c: c.uses_fused_operator and _latent_demand(c) is not None,
         "latent attention of {model}",
-        "fused attention of CANN {release} takes {demand}",
+        "attention of CANN {release} takes {demand}",
         "use a model, --tensor-parallel-size, --block-size, --dtype or number of drafts that fits, "
         "or the CPU fallback",
         lambda c: {"release": c.fused_rules.release.name, "demand": _latent_demand(c)},

@@ -34,11 +34,28 @@ def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
     text, kinds = asked.text, asked.layer_types
     return bool(
         kinds - {"full_attention"}
+        or asked.is_sparse
         or asked.model.is_hybrid
         or asked.model.get_sliding_window()
         or getattr(text, "attention_chunk_size", None)
         or getattr(text, "num_kv_shared_layers", None)
     )
+
+
+def _begins_with_follower(asked: RequestedEngine) -> bool:
+    """Tell whether a pipeline stage begins with a layer that reads what an earlier stage chose."""
+    text, stages = asked.text, _parallel(asked).pipeline_parallel_size
+    if not asked.is_sparse or stages == 1:
+        return False
+    from vllm.distributed.utils import get_pp_indices
+
+    count, every = text.num_hidden_layers, getattr(text, "index_topk_freq", None) or 1
+    offset = getattr(text, "index_skip_topk_offset", 2)  # as vLLM's `DeepseekV2MLAAttention` has it
+    pattern = getattr(text, "index_topk_pattern", None) or [
+        "S" if max(layer - offset + 1, 0) % every else "F" for layer in range(count)
+    ]
+    firsts = (get_pp_indices(count, stage, stages)[0] for stage in range(stages))
+    return any(pattern[first] == "S" for first in firsts)
 
 
 def _has_untried_beside(asked: RequestedEngine) -> bool:
@@ -129,6 +146,15 @@ RANKS = (
         "an engine that loses a rank stops, and has to be restarted",
     ),
     Refusal(
+        "sparse-stages",
+        _begins_with_follower,
+        "--pipeline-parallel-size {size} with layers that share an indexer ({model})",
+        "a stage would begin with a layer that reads what an indexer of another stage chose",
+        "use --tensor-parallel-size, or let VLLM_PP_LAYER_PARTITION cut before layers that have an "
+        "indexer",
+        lambda c: {"size": _parallel(c).pipeline_parallel_size},
+    ),
+    Refusal(
         "async-stages",
         lambda c: (
             _parallel(c).pipeline_parallel_size > 1
@@ -171,7 +197,8 @@ SHARED_CONTEXTS = (
     Refusal(
         "shared-contexts-layers",
         _sees_parts_of_contexts,
-        SHARED + "windows, attention chunks, shared K and V or recurrent states ({model})",
+        SHARED + "windows, attention chunks, shared K and V, sparse attention or recurrent states "
+        "({model})",
         "it is for layers that see whole contexts and have K and V of their own",
         "use --tensor-parallel-size",
     ),

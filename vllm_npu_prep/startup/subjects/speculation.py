@@ -107,7 +107,7 @@ SPECULATION = (
         "mtp-index-share",
         lambda c: c.speculative.index_share_for_mtp_iteration,
         "index_share_for_mtp_iteration",
-        "no MTP layers with an indexer draft",
+        "each draft pass chooses the positions to which it attends",
         "leave the key out",
     ),
     Refusal(
