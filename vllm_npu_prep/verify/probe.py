@@ -65,6 +65,9 @@ def probe_layers(
 
     `with_padding` says whether full graphs will give attention padding requests.
     """
+    if forms := sparse_forms(attn_groups, layers, dtype):
+        probe_forms("sparse attention", forms, device, log)
+        return
     if forms := latent_forms(attn_groups, layers, dtype):
         probe_forms("latent attention and cache writes", forms, device, log)
         return
@@ -139,6 +142,27 @@ def latent_forms(
                 arguments = what, "fia", str(form), partial(run, form, builder.masks)
                 found.setdefault(form, ProbedForm(*arguments, NO_OTHER_KERNELS))
     return [*found.values()]
+
+
+def sparse_forms(
+    attn_groups: Groups, layers: Mapping[str, Any], dtype: torch.dtype
+) -> list[ProbedForm]:
+    """Return what an engine's layers of sparse attention ask of family ``fia``."""
+    indexers = [each.shape for each in layers.values() if hasattr(each, "choosing_bytes")]
+    if not indexers:
+        return []
+    from vllm_npu_prep.verify.sparse import probed_forms as of_sparse_attention
+
+    found: dict[tuple[Any, ...], list[ProbedForm]] = {}
+    for impl, _, group in _impls(attn_groups, layers):
+        given = impl.shape, indexers[0], dtype, group.kv_cache_spec.block_size
+        if given not in found:
+            text = f"{indexers[0].topk} positions, {indexers[0].num_heads} index heads"
+            found[given] = [
+                ProbedForm(what, "fia", text, run, NO_OTHER_KERNELS)
+                for what, run in of_sparse_attention(*given).items()
+            ]
+    return [form for forms in found.values() for form in forms]
 
 
 def delta_forms(layers: Mapping[str, Any]) -> list[ProbedForm]:

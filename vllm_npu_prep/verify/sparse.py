@@ -5,15 +5,17 @@ its replay. Choices are compared as sets, by their scores: of nearly equal score
 chosen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch_npu
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
+from vllm_npu_prep.attention.kernels.latent import LatentShape, Planes
+from vllm_npu_prep.attention.kernels.sparse import IndexShape
+from vllm_npu_prep.attention.kernels.sparse_fia import SparseFiaKernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import graph_pool
 from vllm_npu_prep.graph import GraphCall, make_pool
@@ -49,41 +51,19 @@ class Given(NamedTuple):
 
 
 def choose(given: Given, metadata: AscendMetadata, count: int) -> torch.Tensor:
-    """Return the positions that tokens choose, int32 ``[T, 1, count]``."""
-    chosen, _ = torch_npu.npu_lightning_indexer(
-        given.index_query,
-        given.index_keys,
-        given.weights,
-        actual_seq_lengths_query=metadata.query_start_loc[1:],
-        actual_seq_lengths_key=metadata.seq_lens,
-        block_table=metadata.block_tables,
-        layout_query="TND",
-        layout_key="PA_BSND",
-        sparse_count=count,
-        sparse_mode=3,
-    )
+    """Return the positions that tokens choose, int32 ``[T, count]``."""
+    chosen = given.index_query.new_empty(len(given.index_query), count, dtype=torch.int32)
+    queries = given.index_query, given.weights, given.index_keys
+    SparseFiaKernels().choose(*queries, metadata, chosen)
     return chosen
 
 
 def attend_chosen(given: Given, metadata: AscendMetadata, chosen: torch.Tensor) -> torch.Tensor:
     """Attend over the latent rows of chosen positions, ``[T, N, 512]``."""
-    output, *_ = torch_npu.npu_sparse_flash_attention(
-        given.query,
-        given.latent,
-        given.latent,
-        chosen,
-        SCALE,
-        block_table=metadata.block_tables,
-        actual_seq_lengths_query=metadata.query_start_loc[1:],
-        actual_seq_lengths_kv=metadata.seq_lens,
-        query_rope=given.query_rope,
-        key_rope=given.rope,
-        layout_query="TND",
-        layout_kv="PA_BSND",
-        sparse_mode=3,
-        attention_mode=2,
-    )
-    return output
+    shape = LatentShape(given.query.shape[1], LATENT, ROPE, 128, 128, SCALE)
+    planes = Planes(given.latent, given.rope)
+    queries = given.query, given.query_rope
+    return SparseFiaKernels().attend_chosen(*queries, planes, chosen, metadata, shape)
 
 
 @dataclass(frozen=True)
@@ -177,11 +157,11 @@ class SparseStep(PagedStep):
     def check_choice(self, chosen: torch.Tensor) -> Outcome:
         """Compare the scores of what was chosen with the best ones."""
         form, given = self.form, str(self.form)
-        shape = len(self.index_query), 1, form.count
+        shape = len(self.index_query), form.count
         if chosen.shape != shape or chosen.dtype is not torch.int32:
             text = f"{[*chosen.shape]} {chosen.dtype}"
             return Outcome(given, f"{[*shape]} of int32", text, Verdict.DIFFERS)
-        rows = chosen[:, 0].cpu()
+        rows = chosen.cpu()
         got, expected = [], []
         for token, (request, seen) in enumerate(self._tokens()):
             row, count = rows[token], min(form.count, seen)
@@ -204,10 +184,10 @@ class SparseStep(PagedStep):
 
     def draw_choice(self) -> torch.Tensor:
         """Draw different positions up to each token, on the host; -1 in rows of nobody."""
-        chosen = torch.full((len(self.query), 1, self.form.count), NOTHING_CHOSEN)
+        chosen = torch.full((len(self.query), self.form.count), NOTHING_CHOSEN)
         for token, (_, seen) in enumerate(self._tokens()):
             own = torch.randperm(seen, generator=self._generator)[: self.form.count]
-            chosen[token, 0, : len(own)] = own
+            chosen[token, : len(own)] = own
         return chosen.int()
 
     def check_output(self, output: torch.Tensor, chosen: torch.Tensor) -> Outcome:
@@ -216,7 +196,7 @@ class SparseStep(PagedStep):
         queries = torch.cat((self.query, self.query_rope), -1)
         for token, (request, _) in enumerate(self._tokens()):
             latent, rope = self.latent[request][:, None], self.rope[request][:, None]
-            keys, own = torch.cat((latent, rope), -1), chosen[token, 0]
+            keys, own = torch.cat((latent, rope), -1), chosen[token]
             seen = torch.zeros(1, len(latent), dtype=torch.bool)
             seen[0, own[own >= 0].long()] = True
             expected.append(formulas.attention(queries[token, None], keys, latent, SCALE, seen)[0])
@@ -254,6 +234,27 @@ def forms_of(dtype: torch.dtype, count: int = COUNT) -> dict[str, SparseForm]:
     forms["all"] = SparseForm(MORE_THAN_ALL, 2048, dtype)
     forms["padding"] = replace(forms["drafts"], num_padding=2, num_rows_of_nobody=2)
     return forms
+
+
+def probed_forms(
+    shape: LatentShape, index: IndexShape, dtype: torch.dtype, block_size: int
+) -> dict[str, Callable[[torch.device], Outcome]]:
+    """Return what start-up tries of an engine's layers, by what it is: decodes and chunks, in which
+    tokens choose some of their positions, or all."""
+    most = index.topk
+    lengths = (most + 5, 1), (2, 1), (most - 1, 3), (0, 4)
+    of_index = SparseForm(lengths, most, dtype, index.num_heads, block_size=block_size)
+
+    def choice(device: torch.device) -> Outcome:
+        step = SparseStep(of_index, device)
+        return step.check_choice(choose(step.given, step.metadata, most))
+
+    def attention(device: torch.device) -> Outcome:
+        step = SparseStep(replace(of_index, heads=shape.num_heads), device)
+        chosen = step.draw_choice()
+        return step.check_output(attend_chosen(step.given, step.metadata, step.put(chosen)), chosen)
+
+    return {"positions that are chosen": choice, "attention over chosen positions": attention}
 
 
 def _need(*operators: str) -> None:

@@ -54,7 +54,8 @@ class Expected:
         part = got if self.rows is None else got[self.rows.to(got.device)]
         part = part if self.columns is None else part[:, self.columns.to(got.device)]
         if self.places_in is not None:
-            places = part.cpu().long() % self.places_in.shape[-1]
+            places = part.cpu().long()
+            places = places.where(places != -1, self.places_in.shape[-1] - 1)
             places = places if places.dim() > 1 else places[:, None]
             return self.places_in.gather(-1, places).view(part.shape)
         if part.dtype is torch.int8 and self.values.is_floating_point():
