@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 
 DEFAULT_MODEL = Path(".cache/tiny-qwen3")
 PROJECTION = re.compile(
-    r"\.(?!eh_proj|input_proj)(\w+_proj|kv_a_proj_with_mqa|in_proj_(qkvz?|z)|w[123])\.weight$"
+    r"\.(?!eh_proj|input_proj)(\w+_proj|kv_a_proj_with_mqa|wq_b|in_proj_(qkvz?|z)|w[123])\.weight$"
     r"|\.layers?\.\d+\.(.+\.)?(query|key|value|dense|W(qkv|o|i))\.weight$"  # encoders
 )
 """Weights that are quantised: two-dimensional ones of these modules, but not the projections with
@@ -66,6 +66,9 @@ times that of the median token. In SmolLM2 it is 25 to 2,190 times for six `down
 LOST = 0.005
 """With one scale for all tokens, a module keeps its dtype if the expected mean square of the
 rounding error is a larger share of the mean square of the median token's inputs."""
+
+OF_INDEXERS = r"\.indexer\.(wk|weights_proj)$"
+"""What vLLM makes one float projection of, whatever the rest of a model is."""
 
 BOOK = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 DESCRIPTION = "quant_model_description.json"
@@ -109,7 +112,7 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 def is_quantized(name: str, tensor: torch.Tensor, keep: list[str]) -> bool:
     """Whether a tensor is a projection that `keep` does not leave in its dtype."""
     module = name.removesuffix(".weight")
-    kept = any(re.search(pattern, module) for pattern in keep)
+    kept = any(re.search(pattern, module) for pattern in (OF_INDEXERS, *keep))
     return tensor.dim() == 2 and bool(PROJECTION.search(name)) and not kept
 
 
