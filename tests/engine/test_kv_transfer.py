@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.engine import engine, generate, greedy, runner_of
+from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.huggingface import greedy_tokens, reference
+from tests.helpers.latent import V32
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import serve_on_ranks
@@ -48,6 +49,27 @@ def count_tokens(llm) -> Counter:
 def whole_blocks(length: int) -> int:
     """Tokens of a prompt that can be loaded: at least one is left to compute."""
     return (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_keys_of_indexers_are_stored_and_loaded(tmp_path, seed, runner):
+    """Changed keys change what is chosen, and so the tokens."""
+    model = make_model(tmp_path / "model", "DeepseekV32", **V32)
+    prompts = prompts_of(seed, [60, 50])
+    expected = reference(model, prompts, 12)
+    settings = connected(tmp_path / "files", async_scheduling=False)
+    with engine_of(runner, model, **settings) as llm:
+        assert generate(llm, prompts, greedy(12)) == expected
+    with engine_of(runner, model, **settings) as llm:
+        computed = count_tokens(llm)
+        assert generate(llm, prompts, greedy(12)) == expected
+    assert computed["scheduled"] == sum(len(p) - whole_blocks(len(p)) + 11 for p in prompts)
+    files = sorted((tmp_path / "files").rglob("*indexer*"))
+    assert len(files) == 2 * len(prompts)
+    for file in files:
+        save_file({"kv_cache": -load_file(file)["kv_cache"]}, file)
+    with engine_of(runner, model, **settings) as llm:
+        assert generate(llm, prompts, greedy(12)) != expected
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -45,3 +45,12 @@ def test_memory_keeps_the_bound_that_start_up_states(
             assert in_use() - before - held_bytes(runner_of(llm)) < 32 << 20
         row = check_bound(llm, longest)
     assert row["got"] == expected_tokens(model, longest)
+
+
+def test_a_prompt_of_sparse_attention_keeps_the_bound(tmp_path):
+    """Scores of all positions are computed piece by piece."""
+    longest = 65536
+    model = model_for(tmp_path / "model", longest, is_sparse=True)
+    with engine_of("V2", model, **settings_for(longest, BUDGET, "float32")) as llm:
+        generate(llm, [prompt_of(BUDGET)], greedy(2))
+        check_bound(llm, longest)

@@ -71,6 +71,8 @@ CASES = {  # family, asynchronous, graph mode, other settings
     "Glm4Moe-sync-None": ("Glm4Moe", False, None, SMALL),
     "DeepseekV3-sync-None": ("DeepseekV3", False, None, SMALL),
     "DeepseekV3-async-FULL_AND_PIECEWISE": ("DeepseekV3", True, PIECES, BLOCKS),
+    "DeepseekV32-sync-None": ("DeepseekV32", False, None, SMALL),
+    "DeepseekV32-async-FULL_AND_PIECEWISE": ("DeepseekV32", True, PIECES, BLOCKS),
     "Qwen3Next-async-None": ("Qwen3Next", True, None, STATES | {"num_gpu_blocks_override": 30}),
     "Qwen3_5-sync-FULL_AND_PIECEWISE": ("Qwen3_5", False, PIECES, STATES),
     "Qwen3_5Moe-sync-PIECEWISE": ("Qwen3_5Moe", False, "PIECEWISE", STATES),

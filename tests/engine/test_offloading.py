@@ -18,7 +18,7 @@ from tests.engine.test_kv_transfer import count_tokens
 from tests.helpers.engine import engine, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import GATED_DELTA
-from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.latent import GLM_DSA, LATENT, V3_EXPERTS
 from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.prompts import prompts_of
 from tests.helpers.sessions import send_part
@@ -41,6 +41,7 @@ CASES = {
         graphs("FULL_AND_PIECEWISE", 1, 8, async_scheduling=True, kv_transfer_config=IN_CHUNKS),
     ),
     "latent": ("DeepseekV3", {**LATENT, **V3_EXPERTS}, {}),
+    "sparse": ("GlmMoeDsa", GLM_DSA, graphs("FULL_DECODE_ONLY", 1, 8)),
     "states": (
         "Qwen3_5",
         GATED_DELTA,

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.engine import engine, engine_config, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import greedy_tokens, is_varied
 from tests.helpers.hybrids import EXPERTS, GATED_DELTA, QWEN3_NEXT
-from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.latent import GLM_DSA, LATENT, V3_EXPERTS, V32
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.mtp import make_mtp_model, record_verified, wrong_drafts
 from tests.helpers.prompts import prompts_of
@@ -135,6 +135,14 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "latent": (*DEEPSEEK, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     # As vllm-ascend wants it
     "latent, ModelSlim": (*DEEPSEEK, partial(QUANTIZE, **DYNAMIC, keep=("kv_b_proj",)), GRAPHS),
+    "sparse": ("DeepseekV32", V32, partial(QUANTIZE, **DYNAMIC), GRAPHS),
+    "sparse, W4A8, layers that share an indexer": (
+        "GlmMoeDsa",
+        GLM_DSA,
+        # Else a level would decide to which position one of its tokens attends
+        partial(QUANTIZE, **{**W4A8, "group": 0}, keep=("wq_b",)),
+        {},
+    ),
     "Qwen3-Next": ("Qwen3Next", QWEN3_NEXT, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     "Qwen3.5, static, a float layer": (
         "Qwen3_5",

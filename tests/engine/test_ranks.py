@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.engine import REPLAYED, graphs, make_model
 from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
-from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.latent import GLM_DSA, LATENT, V3_EXPERTS, V32
 from tests.helpers.mtp import PlainDrafter, make_mtp_model, num_accepted
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, accepted_drafts, serve_on_ranks
@@ -33,6 +33,8 @@ LAYOUTS = {  # settings, a model's family, its config; with "MTP" it drafts
     "tensors and stages": (TP2 | PP2 | SYNC, "Qwen3", {}),
     "latent attention and experts": (TP2 | EXPERTS | GRAPHS, "DeepseekV3", DEEPSEEK),
     "latent attention in stages": (PP2 | GRAPHS | SYNC, "DeepseekV3", DEEPSEEK),
+    "sparse attention and experts": (TP2 | EXPERTS | GRAPHS, "DeepseekV32", V32),
+    "sparse attention in stages": (PP2 | GRAPHS | SYNC, "GlmMoeDsa", GLM_DSA),
     "experts": (TP2 | EXPERTS | SYNC, "Mixtral", MIXTRAL),
     "linear attention": (TP2 | GRAPHS | CACHED, "Qwen3_5", GATED_DELTA),
     "linear attention and experts": (TP2 | EXPERTS | SYNC, "Qwen3Next", QWEN3_NEXT),
@@ -155,6 +157,7 @@ ENGINES = {  # settings, a model's family, its config; with "MTP" it drafts
     "experts": (DP2 | EXPERTS | graphs("FULL", 4, 8), "Mixtral", MIXTRAL),
     "experts, each cut in two": (DP2, "Mixtral", MIXTRAL),
     "latent attention and experts": (DP2 | EXPERTS | GRAPHS, "DeepseekV3", DEEPSEEK),
+    "sparse attention and experts": (DP2 | EXPERTS | GRAPHS, "DeepseekV32", V32),
     "MTP, latent attention": (DP2 | EXPERTS | GRAPHS, "DeepseekV3", {}),
     "MTP, synchronous": (DP2 | EXPERTS | SYNC, "Glm4Moe", {}),
     "experts, in stages": (DP2 | PP2 | EXPERTS | GRAPHS | SYNC, "Mixtral", MIXTRAL),

@@ -1,5 +1,6 @@
 """What Hugging Face transformers makes of the models and prompts of a test."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ import torch
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, loader: Any = None, **how: Any) -> Any:
-    """A model by transformers, whose attention is its plain code."""
-    from transformers import AutoModelForCausalLM
+    """A model by transformers, whose attention is its plain code.
+
+    An engine in this process lets transformers take some models' configs for others'.
+    """
+    import transformers
 
     how |= {"dtype": dtype, "attn_implementation": "eager"}
-    return (loader or AutoModelForCausalLM).from_pretrained(folder, **how).eval()
+    named = json.loads((folder / "config.json").read_text())["architectures"][0]
+    loader = loader or getattr(transformers, named, transformers.AutoModelForCausalLM)
+    return loader.from_pretrained(folder, **how).eval()
 
 
 def reference(

@@ -44,6 +44,24 @@ V3_EXPERTS: dict[str, Any] = {  # by sigmoid, bias and groups; layer 0 dense
 V3_EXPERTS_ON_NPUS = {**V3_EXPERTS, "n_routed_experts": 12}
 """`npu_moe_gating_top_k` takes groups of three experts or more."""
 
+CHOOSING: dict[str, Any] = {  # fewer positions than most tokens of tests see
+    "q_lora_rank": 20,
+    "index_topk": 16,
+    "index_n_heads": 8,
+    "index_head_dim": 24,
+}
+
+V32: dict[str, Any] = {**LATENT, **V3_EXPERTS, **CHOOSING}
+"""DeepSeek V3.2 for the CPU fallback."""
+
+GLM_DSA: dict[str, Any] = {  # GLM-5: rotates by pairs, and two layers read what another chose
+    **V32,
+    "num_hidden_layers": 4,
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 1,
+    "indexer_rope_interleave": True,
+}
+
 YARN = {  # as Kimi K2's, but for fewer positions before it stretches them
     "rope_type": "yarn",
     "factor": 32.0,

@@ -19,7 +19,7 @@ from tests.helpers.drafters import save_weights
 from tests.helpers.engine import make_model
 from tests.helpers.huggingface import load
 from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
-from tests.helpers.latent import GROUPED_EXPERTS, LATENT, ONE_GROUP, V3_EXPERTS
+from tests.helpers.latent import GROUPED_EXPERTS, LATENT, ONE_GROUP, V3_EXPERTS, V32
 
 QWEN = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 """Hybrids, whose MTP layer attends, and whose norms add 1 to weights."""
@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MiMo": {},
     "Glm4Moe": {**GROUPED_EXPERTS, **ONE_GROUP, "first_k_dense_replace": 1, "use_qk_norm": True},
     "DeepseekV3": {**LATENT, **V3_EXPERTS, "q_lora_rank": 20},
+    "DeepseekV32": V32,
     "Qwen3Next": QWEN3_NEXT,
     "Qwen3_5": GATED_DELTA,
     "Qwen3_5Moe": QWEN3_NEXT,  # the same sizes, and experts

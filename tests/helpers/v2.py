@@ -37,8 +37,10 @@ def on_both(cases: dict[str, Any]) -> list[Any]:
 def asked_for(runner: str) -> Iterator[None]:
     """Engines that begin here, and their processes, have the runner "V1" or "V2"."""
     asked = {RUNNER_ENV_VAR: str(int(runner == "V2"))}
+    import vllm.platforms
     from vllm import envs
 
+    _ = vllm.platforms.current_platform  # whose choice of a device sets variables for good
     envs.disable_envs_cache()  # which an engine that is still alive has begun
     with mock.patch.dict("os.environ", asked):
         yield

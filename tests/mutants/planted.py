@@ -31,6 +31,10 @@ LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
 )
+SPARSE = ("tests/attention/test_sparse.py",)
+SPARSE_ENGINE = "tests/engine/test_sparse.py::test_"
+SPARSE_TOKENS = (f"{SPARSE_ENGINE}tokens_are_those_of_transformers[GLM-5-V2]",)
+CHOICES = (f"{SPARSE_ENGINE}choices_are_those_of_transformers[GLM-5-V2]",)
 SPECULATION = ("tests/engine/test_speculation.py",)
 MTP = ("tests/engine/test_mtp.py",)
 DIFFERENTIAL = ("tests/differential",)
@@ -259,6 +263,21 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("what windows have left behind is read, and masked", "return max(0, first_position - window + 1), end", "return 0, end", WINDOWS),
         ("one token before the window is read, and masked", "return max(0, first_position - window + 1), end", "return max(0, first_position - window), end", CORE),
     ],
+    "attention/kernels/sparse.py": [
+        ("a token chooses the position behind its own", "scores.masked_fill_(positions > own,", "scores.masked_fill_(positions > own + 1,", SPARSE),
+        ("positions are chosen by another request's keys", "keys = rows[slots_of(metadata, request, positions,", "keys = rows[slots_of(metadata, 0, positions,", SPARSE),
+        ("chosen rows of another request are read", "slots[rows] = slots_of(metadata, request, positions,", "slots[rows] = slots_of(metadata, 0, positions,", SPARSE),
+        ("scores of index heads below 0 count", "@ keys).relu_()", "@ keys)", SPARSE),
+        ("of equal scores the later position is chosen", "equal.cumsum(1, dtype=torch.int32) <= missing", "equal.flip(1).cumsum(1, dtype=torch.int32).flip(1) <= missing", SPARSE),
+        ("a context of more than index_topk is seen whole", "if metadata.max_seq_len <= chosen.shape[1]:", "if metadata.max_seq_len:", SPARSE),
+        ("scores that are not numbers choose nothing", "scores.nan_to_num_(nan=0.0)", "pass", SPARSE),
+    ],
+    "attention/sparse.py": [
+        ("decodes attend to what their prompts chose", "self.kernels.choose(*queries,", "if metadata.max_query_len > 1:\n            self.kernels.choose(*queries,", SPARSE_TOKENS),
+        ("index keys go to the slots of other tokens", "self.kernels.write_keys(keys[:seen].contiguous(), plane, metadata)", "self.kernels.write_keys(keys[:seen].flip(0).contiguous(), plane, metadata)", SPARSE_TOKENS),
+        ("the wrong part of index heads is rotated", "query_rope, query_rest = query.split(sizes, -1)", "query_rest, query_rope = query.split(sizes[::-1], -1)", SPARSE_TOKENS),
+        ("keys of indexers are not stored", "@maybe_transfer_kv_layer\n", "", ("tests/engine/test_kv_transfer.py::test_keys_of_indexers_are_stored_and_loaded[V2]",)),
+    ],
     "attention/kv_cache.py": [
         ("encoders see all, whatever their window", "                sliding_window=layer.sliding_window,\n", "", POOLING),
         ("a state overlays another block's K", "first, second = buffer.view(2, -1, half)", "first, second = buffer.view(-1, 2, half).unbind(1)", ("tests/attention/test_kv_cache.py",)),
@@ -452,6 +471,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the cheap check leaves out states where the pass that wrote the step found nothing", "step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups", "step.rule == Rule.HOLDS and not shape.local.groups", MESSAGES),
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
+    "observe/choices.py": [
+        ("a choice that cannot be right is not named", "wrong_choice(of_tokens, step.positions) if self.check else None", "None", (f"{SPARSE_ENGINE}the_full_check_names_a_choice_that_cannot_be_right",)),
+        ("choices of one layer are recorded for all", "self._seen[layer] = of_tokens.copy()", "self._seen[layer] = self._seen.get(self.layers[0], of_tokens.copy())", CHOICES),
+    ],
     "observe/ledger.py": [
         ("the ledger takes the scheduler's count for one before drafts are verified", "told = min(told, request.certain - 1 + num_kept)", "pass", SPECULATION),
         ("the check takes a state that the host brought for what its block held before", "            self.states[block] = expected\n", "            self.states.setdefault(block, expected)\n", OFFLOADING),
@@ -565,6 +588,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/arrays.py": [
         ("padding writes slot 0", "PAD_SLOT_ID = -1", "PAD_SLOT_ID = 0", CORE),
         ("padding not marked", 'is_padding: A = array(bool_, "tokens", TOKEN, True,', 'is_padding: A = array(bool_, "tokens", TOKEN, False,', CORE),
+    ],
+    "platform.py": [
+        ("layers that share an indexer are not told to vLLM", '"S" if each == "shared" else "F"', '"F"', ("tests/startup/test_start_up.py",)),
+    ],
+    "prep/choices.py": [
+        ("a position that was chosen twice goes unnoticed", "| is_twice.any(1)", "", SPARSE),
+        ("a token at the border chooses one position less", "return np.minimum(positions + 1, index_topk)", "return np.minimum(positions, index_topk)", ("tests/prep/test_choices.py",)),
     ],
     "prep/batch.py": [
         ("a full graph takes the batch's own state", "in_full_graph = padding.mode is GraphMode.FULL", "in_full_graph = False", ("tests/prep/test_graph_padding.py",)),

@@ -9,6 +9,7 @@ from tests.helpers.engine import LLAMA4, make_model
 from tests.helpers.huggingface import logits_of
 from tests.helpers.hybrids import EXPERTS, ON_NPUS
 from tests.helpers.latent import (
+    GLM_DSA,
     GLM_FLASH_ON_NPUS,
     KIMI_K2,
     LATENT_ON_NPUS,
@@ -24,6 +25,8 @@ from tests.npu.inputs import adapters_of, prompts
 from tests.npu.only_some import HEAD_SIZE
 
 LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
+INDEXED = {**LOW_RANK, **V3_EXPERTS_ON_NPUS, "index_n_heads": 8, "index_head_dim": 128}
+INDEXED["index_topk"] = 48  # of up to 161 positions
 CLEAR = {"spread": 0.1, "embedding_scale": 20}
 """Much of a next token follows from the one before it: drafters can guess some."""
 CLEARER = {"spread": 0.2, "embedding_scale": 10}
@@ -46,6 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**LOW_RANK, "first_k_dense_replace": 2, "n_routed_experts": 0, **CLEAR},
     ),
+    "DeepSeek V3.2": ("DeepseekV32", {**INDEXED, **CLEAR}),
+    "GLM-5": ("GlmMoeDsa", {**GLM_DSA, **INDEXED, **CLEAR}),
     "Kimi K2": ("DeepseekV3", {**LOW_RANK, **KIMI_K2, **CLEAR}),
     "GLM-4.7-Flash": ("Glm4MoeLite", {**LOW_RANK, **GLM_FLASH_ON_NPUS, **CLEARER}),
     "Qwen3-Next": (
@@ -61,6 +66,7 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
     "MiMo": ("MiMo", {}),
     "GLM-4.5": ("Glm4Moe", GLM),
     "DeepSeek V3": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}),
+    "DeepSeek V3.2": ("DeepseekV32", INDEXED),
     "Qwen3.5": ("Qwen3_5", STATES),
     "Qwen3.5 of blocks of 128": ("Qwen3_5", OF_128),
     "Qwen3.5 of heads of 128": ("Qwen3_5", {**ON_NPUS, "head_dim": 128}),
@@ -68,6 +74,9 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BOUND = {"float16": 0.1, "bfloat16": 0.3}
 """By how many standard deviations of logits a token may lack the best one's."""
+BOUND_OF_CHOICES = {"float16": 0.7, "bfloat16": 0.7}
+"""The same where an indexer chooses: 16 bits let a token attend to another position here and there.
+On the CPU fallback V3.2's tokens lack up to 0.20 and 0.46, and GLM-5's 0.02 and 1.12."""
 CLOSE, CLOSE_IN_INT8 = 0.1, 0.25
 """How near two logits are where either may be taken, in bfloat16, and of int8 models, whose inputs
 may come to lie a level higher or lower."""

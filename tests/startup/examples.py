@@ -75,6 +75,16 @@ MIMO = small_model("MiMoForCausalLM", model_type="qwen2", num_nextn_predict_laye
 """A model that comes with an MTP layer, which drafts."""
 VISION = small_model("Qwen2_5_VLForConditionalGeneration")
 
+SPARSE: Model = {
+    **MLA,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "q_lora_rank": 20,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+"""A model whose indexer chooses the positions to which a token attends."""
+
 NGRAM = "-sc.method ngram -sc.num_speculative_tokens 2"
 MTP = "-sc.method mtp -sc.num_speculative_tokens 2"
 DRAFTS = "-sc.method draft_model -sc.num_speculative_tokens 2 -sc.model DRAFTER"
@@ -167,9 +177,14 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         Example(model=small_model("BertModel", position_embedding_type="alibi")),
     ),
     "sparse-attention": (
-        Example(model={**MLA, "q_lora_rank": 20, "index_topk": 8}),
         Example(
-            model=small_model("Qwen3ForCausalLM", sparse_attention_config={"sparse_topk_blocks": 2})
+            says="its indexer has not been tried", model={**MLA, "q_lora_rank": 20, "index_topk": 8}
+        ),
+        Example(
+            says="supported: DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM",
+            model=small_model(
+                "Qwen3ForCausalLM", sparse_attention_config={"sparse_topk_blocks": 2}
+            ),
         ),
     ),
     "states": (
@@ -249,6 +264,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "logits-soft-cap": tuple(Example(model=SOFT_CAP, family=family) for family in ("fia", "atb")),
     "kv-sharing": (Example(model=SHARED_LAYERS, family="atb"),),
     "mla": (Example(model=MLA, family="atb"),),
+    "sparse": (Example(model=SPARSE, family="atb", also=("mla",)),),
     "nz-cache": (Example(says="NPUs of type Ascend310P3: ", family="fia", chip="Ascend310P3"),),
     "chip": tuple(
         Example(says=f"NPUs of type {chip}: ", family="fia", chip=chip)
@@ -260,6 +276,9 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             "--dtype torch.float32: kernel family fia takes bfloat16, float16",
             family="fia",
         ),
+    ),
+    "indexer-kv-dtype": (
+        Example("--attention-config.indexer_kv_dtype fp8", "indexer_kv_dtype fp8 in", model=SPARSE),
     ),
     "kv-cache-dtype": (
         Example("--kv-cache-dtype fp8", "--kv-cache-dtype fp8: "),
@@ -326,6 +345,13 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         ),
     ),
     "latent-attention": (
+        Example(says="takes up to 64 index heads of 128, not 2 of 16", model=SPARSE, family="fia"),
+        Example(
+            "--dtype bfloat16",
+            "takes up to 2048 chosen positions, or 3072 to 8192 in steps of 1024, not 2049",
+            model={**SPARSE, "index_head_dim": 128, "index_topk": 2049},
+            family="fia",
+        ),
         Example(says="rows of 512, not 32", model={**MLA, "kv_lora_rank": 32}, family="fia"),
         Example(says="keys of 64, not 8", model={**MLA, "qk_rope_head_dim": 8}, family="fia"),
         Example(says="not 16 and 128", model={**MLA, "qk_nope_head_dim": 16}, family="fia"),
@@ -595,7 +621,14 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "shared-contexts-family": (
         Example(SHARED_BY_2, "with kernel family atb", model=ONE_KV_HEAD, family="atb"),
     ),
+    "sparse-stages": (
+        Example(
+            "--pipeline-parallel-size 2 --no-async-scheduling",
+            model={**SPARSE, "num_hidden_layers": 2, "index_topk_pattern": "FS"},
+        ),
+    ),
     "shared-contexts-layers": (
+        Example(SHARED_BY_2, model=SPARSE),
         Example(SHARED_BY_2, model={**ONE_KV_HEAD, **WINDOWS, "use_sliding_window": True}),
     ),
     "shared-contexts-speculation": (Example(f"{SHARED_BY_2} {NGRAM}", model=ONE_KV_HEAD),),

@@ -1,6 +1,7 @@
 """What start-up refuses, switches off and says; which platform is active."""
 
 import importlib.metadata
+import json
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import vllm_npu_prep
 from tests.helpers.deploy import PODS, command_of, serve_flags, services
 from tests.helpers.drafters import disturb_model
 from tests.helpers.engine import engine_config, make_model
+from tests.helpers.latent import GLM_DSA
 from tests.helpers.own_connector import PullingConnector
 from tests.helpers.releases import serve_parser
 from tests.helpers.v2 import asked_for
@@ -116,6 +118,22 @@ def test_drafters_leave_scheduling_as_vllm_decides_it(configure, model, tmp_path
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     asynchronous = configure(speculative_config=ngram).scheduler_config.async_scheduling
     assert asynchronous == is_since("0.33.0")
+
+
+def test_layers_share_an_indexer_and_draft_passes_do_not(block, configure, tmp_path):
+    """transformers names the layers in its own way; vLLM shares what the first pass chose."""
+    folder = make_model(tmp_path, "GlmMoeDsa", **GLM_DSA, num_nextn_predict_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    del config["index_topk_freq"], config["index_skip_topk_offset"]
+    config["index_share_for_mtp_iteration"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    made = configure(folder, speculative_config=drafts)
+    assert made.model_config.hf_text_config.index_topk_pattern == "FSFS"
+    drafter = made.speculative_config.draft_model_config.hf_config
+    assert not drafter.index_share_for_mtp_iteration
+    said = block(folder, speculative_config=drafts, max_model_len=127)
+    assert "each draft pass chooses its positions" in said
 
 
 def test_a_connector_that_is_registered_by_name_is_its_owner_s(configure, monkeypatch):
