@@ -26,13 +26,13 @@ TORCH_NPU_ALLOWED = (
     "attention/kernels/fia.py",
     "attention/kernels/fused_delta.py",
     "attention/kernels/latent_fia.py",
+    "attention/kernels/sparse_fia.py",
     "attention/kernels/atb.py",
     "graph/",
     "verify/calls/call_recorder.py",
     "verify/calls/call_rows.py",
     "verify/collectives.py",
     "verify/copies.py",
-    "verify/sparse.py",
     "verify/calls/verified.py",
 )
 PATCHABLE = {"torch", "vllm", "sys"}

@@ -17,6 +17,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_npu_prep.attention.families import KERNEL_FAMILIES, REFERENCE
 from vllm_npu_prep.attention.fused_calls import rules_of
 from vllm_npu_prep.compat.kernels import register_ir_operators
+from vllm_npu_prep.compat.models import split_models_at
 from vllm_npu_prep.compat.releases import note_on_torch
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 from vllm_npu_prep.config import (
@@ -216,6 +217,9 @@ class NPUPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        model = vllm_config.model_config
+        if model is not None and hasattr(model.hf_text_config, "index_topk"):
+            split_models_at("vllm::npu_prep_choose_positions")
         modes.set_defaults(vllm_config)
 
     @classmethod

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.attention.fused_releases import MAX_LENGTHS, version_of
-from vllm_npu_prep.compat.models import split_models_at
 from vllm_npu_prep.config import decisions_of, graphs_need_masks
 from vllm_npu_prep.device import (
     BLOCKING_ENV_VAR,
@@ -50,8 +49,6 @@ def set_defaults(vllm_config: "VllmConfig") -> None:
     for. Layers that are not traced into cost fewer launches without Inductor, which fuses what it
     traces.
     """
-    if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
-        split_models_at("vllm::npu_prep_choose_positions")
     if not {"all", "none"} & set(vllm_config.compilation_config.custom_ops):
         vllm_config.compilation_config.custom_ops.append("all")
     passes = vllm_config.compilation_config.pass_config
