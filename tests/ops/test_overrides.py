@@ -49,7 +49,7 @@ def test_a_worker_registers_first_of_all_and_as_the_option_says(option, monkeypa
     options = {"npu_prep": {"triton_kernels": option}}
     worker.vllm_config = SimpleNamespace(additional_config=options)
     worker.parallel_config = SimpleNamespace(use_ray=False)
-    worker.model_config = SimpleNamespace(is_hybrid=False)
+    worker.model_config = SimpleNamespace(is_hybrid=False, hf_text_config=None)
     worker.use_v2_model_runner = False
     with pytest.raises(RegisteredError, match=option):
         worker.init_device()
