@@ -9,6 +9,7 @@ from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import is_varied, load, reference
 from tests.helpers.latent import GLM_DSA, V32
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of, on_both
 from tests.helpers.watch import count_preemptions, count_states
@@ -117,6 +118,31 @@ def test_choices_are_those_of_transformers(tmp_path, seed, monkeypatch, capsys, 
     assert main(["replay", str(tmp_path)]) == 1
     said = f"choices.{layer}[0] (token 0, request 0-.*): recorded {positions[0] + 1} "
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("runner", ALSO_V2)
+def test_choices_of_the_last_steps_are_kept_beside_drafts(tmp_path, seed, runner):
+    """Those of the model's layers: neither captures nor draft passes are among them."""
+    folder, _ = make_mtp_model(tmp_path / "model", "DeepseekV32")
+    steps = {"dir": str(tmp_path / "steps"), "steps": "last 8", "choices": True}
+    with engine_of(
+        runner,
+        folder,
+        block_size=16,
+        max_model_len=128,
+        max_num_batched_tokens=48,
+        additional_config={"npu_prep": {"check": "full", "record": steps}},
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        **graphs("FULL_AND_PIECEWISE", 1, 4, 8),
+    ) as llm:
+        generate(llm, prompts_of(seed, [40, 5]), greedy(16))
+        llm.collective_rpc("dump_steps")
+    files = record_files(tmp_path / "steps")
+    assert len(files) == 8
+    for file in files:
+        chosen = read_choices(file, len(read_record(file).prepared["positions"]), TOPK)
+        assert list(chosen) == [f"model.layers.{n}.self_attn.indexer.k_cache" for n in (0, 1)]
+    assert main(["replay", str(tmp_path / "steps")]) == 0
 
 
 @pytest.mark.parametrize("runner", ALSO_V2)
