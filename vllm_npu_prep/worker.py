@@ -42,7 +42,7 @@ from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
 from vllm_npu_prep.ops.npu.routing import refuse_routers
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
-from vllm_npu_prep.quantization.formats import packed_operators
+from vllm_npu_prep.quantization.formats import operators_of
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
@@ -138,8 +138,8 @@ class NPUWorker(Worker):
                 logger.info("%s.", changed)
         self._read_table()
         if options.probe and self.device.type == "npu" and self.model_config.quantization:
-            of_int4 = packed_operators(self.vllm_config)
-            refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device), of_int4)
+            operators = operators_of(self.vllm_config)
+            refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device), operators)
         register_fused(
             self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
         )

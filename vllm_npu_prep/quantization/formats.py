@@ -55,6 +55,9 @@ ON_NPUS = (
 )
 ON_THE_CPU = "inputs are rounded in torch, products are summed in int32"
 FLOAT_INPUTS = "inputs that are not rounded"
+OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
+"""What rounds inputs and multiplies int8 by int8 on NPUs."""
+
 LAYERS_OPERATOR, EXPERTS_OPERATOR = "npu_weight_quant_batchmatmul", "npu_grouped_matmul"
 """What multiplies by packed weights on NPUs: those of linear layers, and those of experts."""
 DEQUANTISED = "weights are dequantised when they are loaded"
@@ -84,6 +87,12 @@ def leaves_inputs(model: "ModelConfig") -> bool:
     """Return whether some layers have int4 weights and inputs that are not rounded."""
     groups = _groups_of(model)
     return model.quantization in (AWQ, GPTQ) or not all(g.get("input_activations") for g in groups)
+
+
+def operators_of(vllm_config: "VllmConfig") -> list[str]:
+    """Return the operators by which NPUs round and multiply in the layers of a quantised model."""
+    rounding = OF_INT8 if rounds_inputs(vllm_config.model_config) else ()
+    return [*rounding, *packed_operators(vllm_config)]
 
 
 def packed_operators(vllm_config: "VllmConfig") -> list[str]:

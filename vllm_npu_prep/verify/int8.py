@@ -308,13 +308,11 @@ OF_INT4: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
 """Operators of layers and of experts with int4 weights whose inputs are not rounded."""
 
 
-def refuse_wrong(dtype: torch.dtype, put: Put, of_int4: Collection[str] = ()) -> None:
-    """Refuse to serve a quantised model where the device rounds or multiplies wrongly.
-
-    `of_int4` are operators that are given int4 weights.
-    """
-    int4 = [each for each in OF_INT4.values() if each[0] in of_int4]
-    for operator, probe_of in [*OF_LINEAR_LAYERS.values(), *int4]:
+def refuse_wrong(dtype: torch.dtype, put: Put, operators: Collection[str]) -> None:
+    """Refuse to serve a quantised model where one of its operators rounds or multiplies wrongly."""
+    for operator, probe_of in [*OF_LINEAR_LAYERS.values(), *OF_INT4.values()]:
+        if operator not in operators:
+            continue
         outcome = probe_of(dtype).run(f"{operator}, {dtype}", put)
         if outcome.verdict.is_bad:
             raise PrepError(

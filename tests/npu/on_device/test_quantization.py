@@ -20,6 +20,7 @@ from tests.helpers.quantized import (
 )
 from tests.helpers.step_logits import greedy_steps
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization.formats import LAYERS_OPERATOR, OF_INT8
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify import int8 as int8_probes
 
@@ -210,7 +211,7 @@ def test_gemmas_norms_multiply_in_float32(tmp_path, seed):
 
 
 def test_a_wrong_operator_is_named_at_start_up():
-    """Planted: a kernel that leaves the scales of tokens out."""
+    """Planted: a kernel that leaves the scales of tokens out; int4 layers do not call it."""
 
     def make(right):
         def quant_matmul(*args, pertoken_scale=None, **kwargs):
@@ -219,12 +220,11 @@ def test_a_wrong_operator_is_named_at_start_up():
 
         return quant_matmul
 
-    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
-    with (
-        wrong_operator("npu_quant_matmul", make),
-        pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"),
-    ):
-        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu)
+    int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, OF_INT8)
+    with wrong_operator("npu_quant_matmul", make):
+        int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, [LAYERS_OPERATOR])
+        with pytest.raises(PrepError, match="computes npu_quant_matmul wrongly"):
+            int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, OF_INT8)
 
 
 def shift_scales(right):

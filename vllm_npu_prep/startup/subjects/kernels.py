@@ -22,7 +22,7 @@ from vllm_npu_prep.attention.latent_releases import (
 )
 from vllm_npu_prep.config import SECTION
 from vllm_npu_prep.device import CPU_KIND, NPU_KIND, device_name, free_memory
-from vllm_npu_prep.quantization.formats import packed_operators, rounds_inputs
+from vllm_npu_prep.quantization.formats import operators_of
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
@@ -44,7 +44,6 @@ OF_CHOSEN_ROWS = (
     "npu_scatter_nd_update_",
     "npu_sparse_flash_attention",
 )
-OF_INT8 = ("npu_dynamic_quant", "npu_quantize", "npu_quant_matmul")
 
 KNOWN_CHIPS = re.compile(r"Ascend910(B\d|_93)")
 """The chips whose operators' demands are known, from reading CANN's code: A2 and A3. CANN calls a
@@ -238,9 +237,7 @@ def _needed_operators(asked: RequestedEngine) -> list[str]:
             found += OF_CHOSEN_ROWS
         else:
             found += OF_LATENT_ROWS if asked.model.use_mla else ["npu_fused_infer_attention_score"]
-    if rounds_inputs(asked.model):
-        found += OF_INT8
-    return found + packed_operators(asked.config)
+    return found + operators_of(asked.config)
 
 
 def _chip(asked: RequestedEngine) -> dict[str, object]:
