@@ -85,6 +85,8 @@ SPARSE: Model = {
 }
 """A model whose indexer chooses the positions to which a token attends."""
 
+SPARSE_PAIR: Model = {**SPARSE, "num_hidden_layers": 2}
+
 NGRAM = "-sc.method ngram -sc.num_speculative_tokens 2"
 MTP = "-sc.method mtp -sc.num_speculative_tokens 2"
 DRAFTS = "-sc.method draft_model -sc.num_speculative_tokens 2 -sc.model DRAFTER"
@@ -186,6 +188,18 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
                 "Qwen3ForCausalLM", sparse_attention_config={"sparse_topk_blocks": 2}
             ),
         ),
+    ),
+    "indexers": (
+        Example(
+            "--hf-overrides.index_topk_freq 1",
+            "layer 1 would have an indexer, and indexer_types says that it has none; correct",
+            model={
+                **SPARSE_PAIR,
+                "architectures": ["GlmMoeDsaForCausalLM"],
+                "indexer_types": ["full", "shared"],
+            },
+        ),
+        Example(says="indexers of layers SF", model={**SPARSE_PAIR, "index_topk_pattern": "SF"}),
     ),
     "states": (
         Example(says="these only: Qwen3NextForCausalLM, ", model=STATES),
@@ -624,7 +638,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "sparse-stages": (
         Example(
             "--pipeline-parallel-size 2 --no-async-scheduling",
-            model={**SPARSE, "num_hidden_layers": 2, "index_topk_pattern": "FS"},
+            model={**SPARSE_PAIR, "index_topk_pattern": "FS"},
         ),
     ),
     "shared-contexts-layers": (

@@ -49,6 +49,19 @@ prepared.
 """
 
 
+def indexers_of(text: Any) -> str:
+    """Return "F" for each layer of sparse attention that has an indexer, and "S" for others.
+
+    These read what the nearest indexer before them chose. vLLM's `DeepseekV2MLAAttention` decides
+    so by ``index_topk_pattern``, or by ``index_topk_freq`` and ``index_skip_topk_offset``.
+    """
+    count, pattern = text.num_hidden_layers, getattr(text, "index_topk_pattern", None)
+    every, offset = getattr(text, "index_topk_freq", 1), getattr(text, "index_skip_topk_offset", 2)
+    if pattern is None:
+        pattern = ["S" if max(i - offset + 1, 0) % every else "F" for i in range(count)]
+    return "".join("S" if each == "S" else "F" for each in pattern[:count]).ljust(count, "F")
+
+
 @dataclass(frozen=True)
 class RequestedEngine:
     """An engine's configuration, kernel family and device, by the names that refusals use."""

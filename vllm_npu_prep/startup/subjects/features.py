@@ -2,7 +2,12 @@
 
 from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.quantization.formats import fault
-from vllm_npu_prep.startup.asked import SPARSE_MODELS, STATE_MODELS, RequestedEngine
+from vllm_npu_prep.startup.asked import (
+    SPARSE_MODELS,
+    STATE_MODELS,
+    RequestedEngine,
+    indexers_of,
+)
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -30,6 +35,19 @@ def _what_sparse_attention_lacks(asked: RequestedEngine) -> str:
         if asked.model.architecture.startswith(name):
             return lacks
     return "its indexer has not been tried"
+
+
+def _fault_of_indexers(asked: RequestedEngine) -> str:
+    """Return which layer would read nothing, or have an indexer that the model does not use."""
+    if not asked.is_sparse:
+        return ""
+    indexers, types = indexers_of(asked.text), getattr(asked.text, "indexer_types", None) or ()
+    if indexers[0] == "S":
+        return "layer 0 would read what an indexer before it chose, and there is none"
+    for layer, (kind, indexer) in enumerate(zip(types, indexers)):
+        if kind == "shared" and indexer == "F":
+            return f"layer {layer} would have an indexer, and indexer_types says that it has none"
+    return ""
 
 
 def _only_drafts(asked: RequestedEngine) -> bool:
@@ -75,6 +93,15 @@ MODELS = (
             "lacks": _what_sparse_attention_lacks(c),
             "known": ", ".join(SPARSE_MODELS),
         },
+    ),
+    Refusal(
+        "indexers",
+        _fault_of_indexers,
+        "indexers of layers {indexers} ({model}; F has one, S shares it)",
+        "{fault}",
+        "correct index_topk_pattern, or index_topk_freq and index_skip_topk_offset, in config.json "
+        "or --hf-overrides",
+        lambda c: {"indexers": indexers_of(c.text), "fault": _fault_of_indexers(c)},
     ),
     Refusal(
         "states",

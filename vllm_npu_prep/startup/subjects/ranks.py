@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_npu_prep.compat.releases import ray_compiles_graphs
 from vllm_npu_prep.device import has_collectives, visible_devices
 from vllm_npu_prep.ranks import ranks_on_host
-from vllm_npu_prep.startup.asked import RequestedEngine
+from vllm_npu_prep.startup.asked import RequestedEngine, indexers_of
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
 if TYPE_CHECKING:
@@ -44,18 +44,14 @@ def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
 
 def _begins_with_follower(asked: RequestedEngine) -> bool:
     """Tell whether a pipeline stage begins with a layer that reads what an earlier stage chose."""
-    text, stages = asked.text, _parallel(asked).pipeline_parallel_size
+    stages = _parallel(asked).pipeline_parallel_size
     if not asked.is_sparse or stages == 1:
         return False
     from vllm.distributed.utils import get_pp_indices
 
-    count, every = text.num_hidden_layers, getattr(text, "index_topk_freq", None) or 1
-    offset = getattr(text, "index_skip_topk_offset", 2)  # as vLLM's `DeepseekV2MLAAttention` has it
-    pattern = getattr(text, "index_topk_pattern", None) or [
-        "S" if max(layer - offset + 1, 0) % every else "F" for layer in range(count)
-    ]
-    firsts = (get_pp_indices(count, stage, stages)[0] for stage in range(stages))
-    return any(pattern[first] == "S" for first in firsts)
+    indexers = indexers_of(asked.text)
+    firsts = (get_pp_indices(len(indexers), stage, stages)[0] for stage in range(1, stages))
+    return any(indexers[first] == "S" for first in firsts)
 
 
 def _has_untried_beside(asked: RequestedEngine) -> bool:
