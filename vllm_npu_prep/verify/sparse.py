@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_npu_prep.aclnn import first_release, missing_functions
@@ -19,6 +20,7 @@ from vllm_npu_prep.attention.kernels.sparse_fia import SparseFiaKernels
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.device import graph_pool
 from vllm_npu_prep.graph import GraphCall, make_pool
+from vllm_npu_prep.prep.choices import NOTHING, wrong_choice
 from vllm_npu_prep.prep.state import AttentionState
 from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.outcome import NotHereError, Outcome, Verdict, worst_of
@@ -34,8 +36,6 @@ SCORE_TOLERANCE = 1e-3
 
 OUTPUT_TOLERANCE = 0.03
 """Probabilities are rounded between two products."""
-
-NOTHING_CHOSEN = -1
 
 
 class Given(NamedTuple):
@@ -162,20 +162,20 @@ class SparseStep(PagedStep):
             text = f"{[*chosen.shape]} {chosen.dtype}"
             return Outcome(given, f"{[*shape]} of int32", text, Verdict.DIFFERS)
         rows = chosen.cpu()
+        positions = np.array([seen - 1 for _, seen in self._tokens()])
+        if (wrong := wrong_choice(rows[: self.num_tokens].numpy(), positions)) is not None:
+            at = f"{wrong.rule} at token {wrong.token} of {self.num_tokens}"
+            return Outcome(given, f"{wrong.allowed}", f"{wrong.given}, {at}", Verdict.DIFFERS)
         got, expected = [], []
         for token, (request, seen) in enumerate(self._tokens()):
-            row, count = rows[token], min(form.count, seen)
-            if wrong := what_is_wrong(row, count, seen):
-                wanted = f"{counted(count, 'position')} below {seen}, and -1 behind them"
-                text = f"{wrong} at token {token} of {self.num_tokens}: {row[:count].tolist()}"
-                return Outcome(given, wanted, text, Verdict.DIFFERS)
             own = self.index_query[token, None], self.weights[token, None]
             scores = formulas.index_scores(*own, self.keys[request])[0]
-            got.append(scores[row[:count].long()].sort(descending=True).values)
+            count = min(form.count, seen)
+            got.append(scores[rows[token, :count].long()].sort(descending=True).values)
             expected.append(scores[:seen].topk(count).values)
         scores, best = torch.cat(got), torch.cat(expected)
         padding = rows[self.num_tokens : self.num_tokens + form.num_padding]
-        nothing = torch.full_like(padding, NOTHING_CHOSEN)
+        nothing = torch.full_like(padding, NOTHING)
         outcomes = [
             compare(scores, best, given, tolerance=SCORE_TOLERANCE, where=("score",)),
             compare(padding, nothing, f"padding of {given}"),
@@ -184,7 +184,7 @@ class SparseStep(PagedStep):
 
     def draw_choice(self) -> torch.Tensor:
         """Draw different positions up to each token, on the host; -1 in rows of nobody."""
-        chosen = torch.full((len(self.query), self.form.count), NOTHING_CHOSEN)
+        chosen = torch.full((len(self.query), self.form.count), NOTHING)
         for token, (_, seen) in enumerate(self._tokens()):
             own = torch.randperm(seen, generator=self._generator)[: self.form.count]
             chosen[token, : len(own)] = own
@@ -203,18 +203,6 @@ class SparseStep(PagedStep):
         expected.append(torch.zeros(form.num_padding, form.heads, LATENT, dtype=torch.float64))
         own_rows = output[: self.num_tokens + form.num_padding]
         return compare(own_rows, torch.cat(expected), str(form), tolerance=OUTPUT_TOLERANCE)
-
-
-def what_is_wrong(row: torch.Tensor, count: int, seen: int) -> str:
-    """Say what is wrong with a token's choice, whatever its scores are; empty if nothing is."""
-    own, rest = row[:count], row[count:]
-    if (own == NOTHING_CHOSEN).any():
-        return "-1 before the last position"
-    if ((own < 0) | (own >= seen)).any():
-        return "a position behind the token" if (own >= 0).all() else "a position below 0"
-    if len(own.unique()) < count:
-        return "a position twice"
-    return "more positions than the token sees" if (rest != NOTHING_CHOSEN).any() else ""
 
 
 LENGTHS = {

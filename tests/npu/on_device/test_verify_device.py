@@ -143,7 +143,7 @@ NAMED = {
     "ignored-mask": "as no mask",
     "ignored-scale": "as without a scale",
     "first-table-row": "as all requests over the first one's blocks",
-    "future-chosen": "a position behind the token",
+    "future-chosen": "last position chosen at token",
     "padding-slot-written": "as a slot of -1 written to the last slot",
 }
 """What the first row that finds a fault says of it."""
