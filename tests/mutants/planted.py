@@ -699,6 +699,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/checkpoint.py": [
         ("int4: act-order passes the check of files", "    if order and order != [", "    if order and order == [", INT8_FILES),
         ("int4: scales of other groups pass the check of files", "    if given not in allowed:", "    if given in ():", INT8_FILES),
+        ("int8: keys of an indexer are taken for int8", r'r"|\.indexer\.(wk|weights_proj)$"', 'r""', INT8_FILES),
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_MTP),
         ("int8: experts in one tensor of layers that draft are taken for int8", 'if not layer.endswith(".experts") or last not in FUSED_EXPERTS:', "if True:", INT8_MTP),
         ("int8: layers of MiMo that draft begin at the first layer", "layers.{num_decoder_layers + int(found[1])}.", "layers.{int(found[1])}.", INT8_MTP),
@@ -720,6 +721,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int4: zero points of experts are off by one", "scale[expert], zero)", "scale[expert], zero + 1)", (f"{INT8_TOKENS[0]}[W4A16, experts, zero points of rows]",)),
     ],
     "quantization/rounding.py": [
+        ("int8: an indexer reads inputs that were rounded", ' and wrapper.indexer is None:\n            _fuse_norm(decoder', ':\n            _fuse_norm(decoder', (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[sparse]",)),
+        ("int8: an indexer reads queries that were rounded", "wrapper.q_b_proj, *indexers)", "wrapper.q_b_proj)", (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[sparse, float queries of the indexer]",)),
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),
         ("int8: halves of latent queries are split in the order of heads", "    layer.int8 = layer.int8.ordered(order)\n", "", INT8_ON_NPU),
         ("int8: norms without a residual keep their epsilon", "self._round(x, x, 4 * epsilon)[0]", "self._round(x, x, epsilon)[0]", INT8_ON_NPU),

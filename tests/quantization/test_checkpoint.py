@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from examples.quantize import compressed_tensors_config, end_of, quantize_weight
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, engine_config, make_model
+from tests.helpers.latent import V32
 from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, check_compressed, read_headers
@@ -21,6 +22,8 @@ from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.quantization.modules import refuse_unknown
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+INDEXER = "model.layers.0.self_attn.indexer"
+FLOAT_ONLY = ["model.embed_tokens", "lm_head", f"{INDEXER}.wk", f"{INDEXER}.weights_proj"]
 FORMS = {
     "compressed": {"form": "compressed-tensors"},
     "dynamic": {"form": "modelslim"},
@@ -231,10 +234,12 @@ def test_descriptions_that_do_not_fit(model, tmp_path, case):
     check_refused(tmp_path / "int8", parts)
 
 
-@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+@pytest.mark.parametrize("module", FLOAT_ONLY)
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
-def test_int8_embeddings_and_heads_are_refused(model, tmp_path, form, module):
+def test_modules_that_vllm_makes_in_floats_are_refused_in_int8(model, tmp_path, form, module):
     folder = tmp_path / "int8"
+    if INDEXER in module:
+        model = make_model(tmp_path / "model", "DeepseekV32", **V32)
     QUANTIZE(model, folder, form)
 
     def round_all(tensors):

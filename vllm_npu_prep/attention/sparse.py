@@ -14,6 +14,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.utils.torch_utils import (
     LayerNameType,
@@ -161,15 +162,22 @@ class LightningIndexer(Indexer):
     k_cache: Any
     topk_indices_buffer: torch.Tensor
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Make vLLM's indexer, and put another cache in the place of its own."""
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, config, *args, **kwargs)
         del self.indexer_op
         name, of_vllm = self.k_cache.prefix, self.k_cache
         del vllm_config.compilation_config.static_forward_context[name]
         dtype = vllm_config.model_config.dtype
         shape = IndexShape(self.n_head, self.head_dim, self.topk_tokens, dtype.itemsize)
         self.k_cache = IndexKeys(shape, dtype, name, of_vllm.cache_config)
+        # As vLLM's for this layer, which rotates the first part of a head cut out of it
+        self.rotary = get_rope(
+            self.head_dim,
+            max_position=config.max_position_embeddings,
+            rope_parameters={**config.rope_parameters, "rope_dim": self.rope_dim},
+            is_neox_style=not getattr(config, "indexer_rope_interleave", False),
+        )
 
     def forward(
         self,
@@ -179,17 +187,14 @@ class LightningIndexer(Indexer):
         rotary_emb: Any,
     ) -> torch.Tensor:
         """Choose positions for each token, and return the buffer that has them."""
+        del rotary_emb
         query = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         keys_weights = self.wk_weights_proj(hidden_states)[0]
         keys, weights = keys_weights.split([self.head_dim, self.n_head], -1)
-        keys = self.k_norm(keys).unsqueeze(1)
-        sizes = [self.rope_dim, self.head_dim - self.rope_dim]
-        query_rope, query_rest = query.split(sizes, -1)
-        key_rope, key_rest = keys.split(sizes, -1)
-        query_rope, key_rope = rotary_emb(positions, query_rope, key_rope)
+        query, keys = self.rotary(positions, query, self.k_norm(keys).unsqueeze(1))
         torch.ops.vllm.npu_prep_choose_positions(
-            torch.cat((query_rope, query_rest), -1),
-            torch.cat((key_rope, key_rest), -1).squeeze(1),
+            query,
+            keys.squeeze(1),
             weights,  # vLLM scales them; a factor of all changes no choice
             self.topk_indices_buffer,
             _encode_layer_name(self.k_cache.prefix),

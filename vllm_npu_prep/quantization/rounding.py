@@ -268,9 +268,9 @@ def _fuse_norms(decoder: Any) -> None:
         _fuse_norm(decoder, "input_layernorm", attention.qkv_proj)
     if _is_known(attention, LATENT_ATTENTIONS):
         wrapper = attention.mla_attn
-        # With sequence parallelism, ranks exchange the norm's result.
+        # With sequence parallelism, ranks exchange the norm's result; an indexer reads it, too.
         is_whole = not getattr(decoder, "use_sequence_parallel_moe", False)
-        if is_whole and getattr(wrapper, "is_split", False):
+        if is_whole and getattr(wrapper, "is_split", False) and wrapper.indexer is None:
             _fuse_norm(decoder, "input_layernorm", *wrapper.readers())
     mlp: Any = getattr(decoder, "mlp", None)
     # Mistral may scale what the norm gives, and gates of shared experts read it, too
@@ -297,7 +297,8 @@ def _split_latent(wrapper: FusedMultiHeadLatentAttentionWrapper, with_norm: bool
     wrapper.use_parts()
     wrapper.refresh = partial(_split_anew, parts)  # `vllm_npu_prep.runner.new_weights` calls it
     if with_norm and wrapper.q_lora_rank is not None:
-        _fuse_norm(wrapper, "q_a_layernorm", wrapper.q_b_proj)
+        indexers = [] if wrapper.indexer is None else [wrapper.indexer.wq_b]
+        _fuse_norm(wrapper, "q_a_layernorm", wrapper.q_b_proj, *indexers)
 
 
 def _split_anew(parts: Iterable[ProjectionParts]) -> None:

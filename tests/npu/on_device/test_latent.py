@@ -7,20 +7,23 @@ from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.fused import forget_layers, settings
 from tests.helpers.latent import (
+    GLM_DSA,
     GLM_FLASH_ON_NPUS,
     KIMI_K2,
     LATENT_ON_NPUS,
     V2_LITE,
     V3_EXPERTS_ON_NPUS,
 )
+from tests.npu.models import INDEXED, LOW_RANK
 from tests.npu.only_some import REFUSED_MODELS
 
 LAYER = "model.layers.1"
-LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
 BUDGET = {
     "DeepSeek V3": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, 12, 11),
     "Kimi K2": ("DeepseekV3", {**LOW_RANK, **KIMI_K2}, 12, 11),
     "DeepSeek V2 Lite": ("DeepseekV2", {**LATENT_ON_NPUS, **V2_LITE}, 11, 11),
+    "DeepSeek V3.2": ("DeepseekV32", INDEXED, 23, 11),
+    "GLM-5, an indexer of another layer": ("GlmMoeDsa", {**GLM_DSA, **INDEXED}, 12, 11),
     "GLM-4.7-Flash": ("Glm4MoeLite", {**LOW_RANK, **GLM_FLASH_ON_NPUS}, 13, 12),
 }
 """Launches without padding: a layer beside its experts; these with their router, whose logits are

@@ -38,6 +38,8 @@ LATENT = {**LATENT_ON_NPUS, "q_lora_rank": 96, "first_k_dense_replace": 2}
 LATENT |= {"n_routed_experts": 0, "spread": 0.1}
 WHOLE = {**LATENT, "q_lora_rank": None}
 """As DeepSeek V2 Lite: two projections read a layer's input."""
+CHOOSING = {**LATENT, "index_n_heads": 8, "index_head_dim": 128, "index_topk": 64}
+SHARING = {**CHOOSING, "index_topk_freq": 2, "index_skip_topk_offset": 1}
 HYBRID = {**ON_NPUS, "head_dim": 256, "spread": 0.1, "embedding_scale": 20}
 
 
@@ -81,6 +83,14 @@ CASES = {
     "latent, float queries": Case(
         *("DeepseekV3", "bfloat16", MODELSLIM, 18, WHOLE), True, ("kv_b_proj", "q_proj")
     ),
+    # An indexer takes eleven, and the norm of a layer's input does not round for it
+    "sparse": Case("DeepseekV32", "bfloat16", COMPRESSED, 33, CHOOSING),
+    # Nor does the norm of queries
+    "sparse, float queries of the indexer": Case(
+        *("DeepseekV32", "bfloat16", MODELSLIM, 34, CHOOSING), left_out=("wq_b",)
+    ),
+    # As "latent", of a layer that has no indexer
+    "sparse, a shared indexer": Case("GlmMoeDsa", "bfloat16", MODELSLIM, 21, SHARING),
     "experts": Case("Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, in_graphs=True),
     "experts, ModelSlim": Case("Qwen3Moe", "float16", MODELSLIM, 0, MIXTURE, in_graphs=True),
     # With the first seed, a level decides which expert a token takes

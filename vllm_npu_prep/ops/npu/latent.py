@@ -88,10 +88,9 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         self.mla_attn.forward_impl = attend  # type: ignore[method-assign]
 
     def _suits(self) -> bool:
-        extras = self.indexer, self.g_proj
         return (
-            extras == (None, None)
-            and not (self.is_sparse or self.dcp_q_replicate or self.fuse_qkv_rmsnorm)
+            self.g_proj is None
+            and not (self.dcp_q_replicate or self.fuse_qkv_rmsnorm)
             and self.rotary_emb is not None
             and all(
                 getattr(each.layer, "bias", None) is None
@@ -111,7 +110,10 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         assert llama_4_scaling is None, "no model with latent attention scales its queries so"
         if self.q_lora_rank is not None:
             q_c, kv_c, k_pe = project(self.fused_qkv_a_proj, hidden_states)
-            queries = project(self.q_b_proj, self.q_a_layernorm(q_c))
+            q_c = self.q_a_layernorm(q_c)
+            queries = project(self.q_b_proj, q_c)
+            if self.indexer is not None and not self.skip_topk:
+                self.indexer(hidden_states, q_c, positions, self.indexer_rope_emb)
         else:
             kv_c, k_pe = project(self.kv_a_proj_with_mqa, hidden_states)
             queries = project(self.q_proj, hidden_states)
