@@ -5,10 +5,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vllm_npu_prep.attention.kernels import sparse
 from vllm_npu_prep.attention.kernels.latent import make_latent_kernels
-from vllm_npu_prep.attention.kernels.sparse import best_positions, make_sparse_kernels
+from vllm_npu_prep.attention.kernels.sparse import (
+    IndexShape,
+    best_positions,
+    make_sparse_kernels,
+)
 from vllm_npu_prep.prep.choices import wrong_choice
 from vllm_npu_prep.prep.mask import compressed_mask
 from vllm_npu_prep.verify.latent import LatentForm, LatentStep, shape_of
@@ -16,6 +23,7 @@ from vllm_npu_prep.verify.latent import LatentForm, LatentStep, shape_of
 SHAPE = shape_of(3, 24, 8, 12)
 MASK = torch.from_numpy(compressed_mask())
 TOPK, HEADS, WIDTH, BLOCK = 6, 5, 10, 8
+INDEXER = IndexShape(HEADS, WIDTH, TOPK, 4)
 STEPS = {
     "decodes": ((5, 1), (16, 1), (30, 1), (3, 1)),
     "drafts": ((5, 3), (40, 2), (3, 1)),
@@ -105,6 +113,34 @@ def test_scores_are_computed_in_bounded_pieces(monkeypatch, seed):
     whole = SparseStep(STEPS["mixed"], "compiled", seed).choose()
     monkeypatch.setattr(sparse, "PIECE_BYTES", 4 * HEADS * 60)  # a token at a time, or two
     assert torch.equal(SparseStep(STEPS["mixed"], "compiled", seed).choose(), whole)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made by operators held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._live = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if torch.is_tensor(each):
+                storage = each.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("lengths", [((30_000, 8),), ((60, 1900),)], ids=["long", "many tokens"])
+def test_choosing_takes_the_bytes_that_are_stated(lengths, seed):
+    step = SparseStep(lengths, "compiled", seed)
+    with LiveBytes() as live:
+        step.choose()
+    stated = step.sparse.choosing_bytes(INDEXER, max(step.seq_lens), len(step.query))
+    own = 4 * len(step.query) * TOPK + 4 * WIDTH * sum(step.seq_lens)  # what the test makes
+    assert stated / 4 < live.peak < stated + own
 
 
 def test_of_equal_scores_the_earlier_position_is_chosen():

@@ -6,6 +6,7 @@ off in any way is seen, though verification hides it from the tokens.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -73,6 +74,8 @@ CASES = {  # family, asynchronous, graph mode, other settings
     "DeepseekV3-async-FULL_AND_PIECEWISE": ("DeepseekV3", True, PIECES, BLOCKS),
     "DeepseekV32-sync-None": ("DeepseekV32", False, None, SMALL),
     "DeepseekV32-async-FULL_AND_PIECEWISE": ("DeepseekV32", True, PIECES, BLOCKS),
+    "GlmMoeDsa-sync-None": ("GlmMoeDsa", False, None, SMALL),
+    "GlmMoeDsa-async-FULL_AND_PIECEWISE": ("GlmMoeDsa", True, PIECES, BLOCKS),
     "Qwen3Next-async-None": ("Qwen3Next", True, None, STATES | {"num_gpu_blocks_override": 30}),
     "Qwen3_5-sync-FULL_AND_PIECEWISE": ("Qwen3_5", False, PIECES, STATES),
     "Qwen3_5Moe-sync-PIECEWISE": ("Qwen3_5Moe", False, "PIECEWISE", STATES),
@@ -204,4 +207,4 @@ def test_layers_of_other_models_draft(tmp_path, seed, monkeypatch, which, runner
 
 
 def test_every_family_has_a_plain_reading():
-    assert {name.removesuffix("ForCausalLM") for name in MTP_MODELS.values()} == {*FAMILIES}
+    assert {name.removesuffix("ForCausalLM") for name in chain(*MTP_MODELS.values())} == {*FAMILIES}

@@ -19,7 +19,7 @@ from tests.helpers.drafters import save_weights
 from tests.helpers.engine import make_model
 from tests.helpers.huggingface import load
 from tests.helpers.hybrids import GATED_DELTA, QWEN3_NEXT
-from tests.helpers.latent import GROUPED_EXPERTS, LATENT, ONE_GROUP, V3_EXPERTS, V32
+from tests.helpers.latent import GLM_DSA, GROUPED_EXPERTS, LATENT, ONE_GROUP, V3_EXPERTS, V32
 
 QWEN = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 """Hybrids, whose MTP layer attends, and whose norms add 1 to weights."""
@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4Moe": {**GROUPED_EXPERTS, **ONE_GROUP, "first_k_dense_replace": 1, "use_qk_norm": True},
     "DeepseekV3": {**LATENT, **V3_EXPERTS, "q_lora_rank": 20},
     "DeepseekV32": V32,
+    "GlmMoeDsa": GLM_DSA,
     "Qwen3Next": QWEN3_NEXT,
     "Qwen3_5": GATED_DELTA,
     "Qwen3_5Moe": QWEN3_NEXT,  # the same sizes, and experts
@@ -61,7 +62,9 @@ class PlainDrafter(nn.Module):
         )
         self.project = nn.Linear(2 * hidden, hidden, bias=False)
         layers = target.model.layers  # of the kind that MTP layers are: with experts, if any
-        index = max(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
+        attentions = {i: each.self_attn for i, each in enumerate(layers) if hasattr(each, "self_attn")}
+        # An MTP layer chooses by an indexer of its own, where a model has some
+        index = max(i for i, each in attentions.items() if getattr(each, "indexer", 1) is not None)
         self.block = type(layers[index])(config, layer_idx=index)
         self.rotary = target.model.rotary_emb
 
@@ -98,7 +101,8 @@ class PlainDrafter(nn.Module):
             attention_mask=mask,
             position_ids=positions,
             position_embeddings=self.rotary(hidden, positions),
-        )[0]
+        )
+        hidden = (hidden[0] if isinstance(hidden, tuple) else hidden)[0]
         normed = self.final_norm(hidden)
         logits = self.target.lm_head(normed[-1])
         return logits, hidden if self.family == "Glm4Moe" else normed

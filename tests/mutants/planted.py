@@ -263,8 +263,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("what windows have left behind is read, and masked", "return max(0, first_position - window + 1), end", "return 0, end", WINDOWS),
         ("one token before the window is read, and masked", "return max(0, first_position - window + 1), end", "return max(0, first_position - window), end", CORE),
     ],
+    "attention/kernels/sparse_fia.py": [
+        ("keys of padding have a slot below 0", "slot_mapping[: len(keys)].clamp_min(0)", "slot_mapping[: len(keys)]", ("tests/npu/on_device/test_sparse_operators.py",)),
+    ],
     "attention/kernels/sparse.py": [
         ("a token chooses the position behind its own", "scores.masked_fill_(positions > own,", "scores.masked_fill_(positions > own + 1,", SPARSE),
+        ("choosing takes more than is stated", "return max(keys + of_heads + scores, slots + PIECE_BYTES) + slots", "return slots", SPARSE),
         ("positions are chosen by another request's keys", "keys = rows[slots_of(metadata, request, positions,", "keys = rows[slots_of(metadata, 0, positions,", SPARSE),
         ("chosen rows of another request are read", "slots[rows] = slots_of(metadata, request, positions,", "slots[rows] = slots_of(metadata, 0, positions,", SPARSE),
         ("scores of index heads below 0 count", "@ keys).relu_()", "@ keys)", SPARSE),
@@ -275,7 +279,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "attention/sparse.py": [
         ("decodes attend to what their prompts chose", "self.kernels.choose(*queries,", "if metadata.max_query_len > 1:\n            self.kernels.choose(*queries,", SPARSE_TOKENS),
         ("index keys go to the slots of other tokens", "self.kernels.write_keys(keys[:seen].contiguous(), plane, metadata)", "self.kernels.write_keys(keys[:seen].flip(0).contiguous(), plane, metadata)", SPARSE_TOKENS),
-        ("the wrong part of index heads is rotated", "query_rope, query_rest = query.split(sizes, -1)", "query_rest, query_rope = query.split(sizes[::-1], -1)", SPARSE_TOKENS),
+        ("index heads are rotated as a whole", '"rope_dim": self.rope_dim', '"rope_dim": self.head_dim', SPARSE_TOKENS),
         ("keys of indexers are not stored", "@maybe_transfer_kv_layer\n", "", ("tests/engine/test_kv_transfer.py::test_keys_of_indexers_are_stored_and_loaded[V2]",)),
     ],
     "attention/kv_cache.py": [
@@ -590,6 +594,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("padding not marked", 'is_padding: A = array(bool_, "tokens", TOKEN, True,', 'is_padding: A = array(bool_, "tokens", TOKEN, False,', CORE),
     ],
     "platform.py": [
+        ("torch.compile does not split a model where positions are chosen", 'split_models_at("vllm::npu_prep_choose_positions")', "pass", (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)),
         ("layers that share an indexer are not told to vLLM", '"S" if each == "shared" else "F"', '"F"', ("tests/startup/test_start_up.py",)),
     ],
     "prep/choices.py": [

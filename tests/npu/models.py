@@ -67,6 +67,7 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("Glm4Moe", GLM),
     "DeepSeek V3": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}),
     "DeepSeek V3.2": ("DeepseekV32", INDEXED),
+    "GLM-5": ("GlmMoeDsa", {**GLM_DSA, **INDEXED}),
     "Qwen3.5": ("Qwen3_5", STATES),
     "Qwen3.5 of blocks of 128": ("Qwen3_5", OF_128),
     "Qwen3.5 of heads of 128": ("Qwen3_5", {**ON_NPUS, "head_dim": 128}),

@@ -285,9 +285,8 @@ def who_chooses(positions: np.ndarray, index_topk: int) -> str:
     """Say in words how many tokens attend to chosen positions, and how many to all."""
     choosing = int(np.count_nonzero(positions >= index_topk))
     return (
-        f"{counted(choosing, 'token')} with {counted(index_topk, 'position')} each, chosen by an "
-        "indexer among those up to the token's own; "
-        f"{counted(len(positions) - choosing, 'token')} with all of these"
+        f"an indexer chooses {index_topk} of the positions up to a token's own for "
+        f"{counted(choosing, 'token')}, and all of them for {len(positions) - choosing}"
     )
 
 

@@ -24,15 +24,15 @@ METHODS = ("ngram", *DRAFT_MODEL_METHODS)
 """Speculative methods that steps are prepared for."""
 
 MTP_MODELS = {
-    "MiMoMTPModel": "MiMoForCausalLM",
-    "Glm4MoeMTPModel": "Glm4MoeForCausalLM",
-    "DeepSeekMTPModel": "DeepseekV3ForCausalLM",
-    "DeepseekV32MTPModel": "DeepseekV32ForCausalLM",
-    "Qwen3NextMTP": "Qwen3NextForCausalLM",
-    "Qwen3_5MTP": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeMTP": "Qwen3_5MoeForCausalLM",
+    "MiMoMTPModel": ("MiMoForCausalLM",),
+    "Glm4MoeMTPModel": ("Glm4MoeForCausalLM",),
+    "DeepSeekMTPModel": ("DeepseekV3ForCausalLM",),
+    "DeepseekV32MTPModel": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    "Qwen3NextMTP": ("Qwen3NextForCausalLM",),
+    "Qwen3_5MTP": ("Qwen3_5ForCausalLM",),
+    "Qwen3_5MoeMTP": ("Qwen3_5MoeForCausalLM",),
 }
-"""Architectures of MTP layers that draft, each with the model that it comes with."""
+"""Architectures of MTP layers that draft, each with the models that it comes with."""
 
 SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Architectures whose layers attend to positions that an indexer chooses."""

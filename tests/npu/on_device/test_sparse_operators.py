@@ -1,5 +1,7 @@
 """Both operators of sparse attention as torch_npu calls them: launches, lengths, replays, order."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,11 @@ from ascend_emulator import profiles
 from tests.emulator.operators.calls import call, strided
 from tests.emulator.operators.layer_calls import int32
 from tests.emulator.operators.sparse_calls import ATTENTION, INDEXER, attention, indexer
+from tests.helpers.engine import engine, make_model
+from tests.helpers.fused import settings, wrong_operator
+from tests.npu.models import INDEXED
+from vllm_npu_prep.attention.kernels.sparse import make_sparse_kernels
+from vllm_npu_prep.errors import PrepError
 
 LENGTHS = ((5, 1), (130, 3), (40, 2))
 
@@ -80,6 +87,18 @@ def test_a_replay_reads_its_own_lengths_without_an_update(seed):
     assert torch.equal(chosen.cpu(), call(INDEXER, other)[0])
 
 
+def test_keys_of_padding_are_written_to_the_null_block():
+    """Padding of graphs and late draft passes have the slot -1, which the operator does not take."""
+    plane, keys = torch.zeros(3, 4, 1, 128).npu(), torch.randn(3, 128).npu()
+    slots = torch.tensor([6, -1, 9], dtype=torch.int32).npu()
+    step = SimpleNamespace(slot_mapping=slots)
+    make_sparse_kernels("fia").write_keys(keys, plane, step)
+    torch.npu.synchronize()
+    written = plane.cpu().flatten(0, 2)
+    assert torch.equal(written[[6, 0, 9]], keys.cpu())
+    assert torch.equal(written.any(1).nonzero()[:, 0], torch.tensor([0, 6, 9]))
+
+
 def test_what_nobody_wrote_is_refused_by_attention(seed):
     """A stale length gives the request of a replay one token more than the indexer was told of."""
     given = on_device(indexer(LENGTHS, seed, padding=1))
@@ -105,3 +124,36 @@ def test_blocks_of_others_may_be_written_meanwhile(seed):
                 torch.npu.synchronize()
         else:
             torch.npu.synchronize()
+
+
+def later_positions(right):
+    def choose(*args, **kwargs):
+        chosen, values = right(*args, **kwargs)
+        return torch.where(chosen > 0, chosen - 1, chosen), values
+
+    return choose
+
+
+def other_scale(right):
+    def attend(*args, **kwargs):
+        output, *rest = right(*args, **kwargs)
+        return (output * 1.5, *rest)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("operator", "wrong", "said"),
+    [
+        ("npu_lightning_indexer", later_positions, "positions that are chosen wrongly"),
+        ("npu_sparse_flash_attention", other_scale, "attention over chosen positions wrongly"),
+    ],
+)
+def test_a_wrong_operator_ends_the_start(tmp_path, operator, wrong, said):
+    folder = make_model(tmp_path / "model", "DeepseekV32", **INDEXED)
+    with (
+        wrong_operator(operator, wrong),
+        pytest.raises(PrepError, match=said),
+        engine(folder, **settings("bfloat16")),
+    ):
+        pass

@@ -87,6 +87,7 @@ CASES = {
     "DeepSeek V3.2": Case("DeepSeek V3.2"),
     "DeepSeek V3.2, MTP, V2": Case("DeepSeek V3.2", runner="V2", drafts="mtp", **HALF),
     "GLM-5, V2": Case("GLM-5", runner="V2", **HALF),
+    "GLM-5, MTP": Case("GLM-5", drafts="mtp", **HALF),
     "GLM-5, ngram": Case("GLM-5", "FULL_DECODE_ONLY", drafts="ngram", waits=True, **HALF),
     "Kimi K2": Case("Kimi K2"),
     "GLM-4.7-Flash": Case("GLM-4.7-Flash"),

@@ -1,5 +1,7 @@
 """Refusals of ways to speculate, and of drafters."""
 
+from itertools import chain
+
 from vllm_npu_prep.compat.releases import drafters_head_quantization
 from vllm_npu_prep.quantization.formats import method_of
 from vllm_npu_prep.startup.asked import METHODS, MTP_MODELS, RequestedEngine, layer_types
@@ -36,7 +38,7 @@ def _mtp(asked: RequestedEngine) -> dict[str, object]:
     return {
         "layers": asked.mtp,
         "why": _MTP_REASONS.get(asked.mtp, "its draft passes have not been tried"),
-        "known": ", ".join(MTP_MODELS.values()),
+        "known": ", ".join(chain(*MTP_MODELS.values())),
     }
 
 
