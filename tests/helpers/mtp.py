@@ -62,9 +62,9 @@ class PlainDrafter(nn.Module):
         )
         self.project = nn.Linear(2 * hidden, hidden, bias=False)
         layers = target.model.layers  # of the kind that MTP layers are: with experts, if any
-        attentions = {i: each.self_attn for i, each in enumerate(layers) if hasattr(each, "self_attn")}
-        # An MTP layer chooses by an indexer of its own, where a model has some
-        index = max(i for i, each in attentions.items() if getattr(each, "indexer", 1) is not None)
+        attentions = {i: getattr(each, "self_attn", None) for i, each in enumerate(layers)}
+        # An MTP layer has attention, and an indexer of its own where a model has some
+        index = max(i for i, each in attentions.items() if getattr(each, "indexer", each))
         self.block = type(layers[index])(config, layer_idx=index)
         self.rotary = target.model.rotary_emb
 

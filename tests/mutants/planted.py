@@ -727,7 +727,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "quantization/rounding.py": [
         ("int8: an indexer reads inputs that were rounded", ' and wrapper.indexer is None:\n            _fuse_norm(decoder', ':\n            _fuse_norm(decoder', (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[sparse]",)),
-        ("int8: an indexer reads queries that were rounded", "wrapper.q_b_proj, *indexers)", "wrapper.q_b_proj)", (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[sparse, float queries of the indexer]",)),
+        ("int8: an indexer reads queries that were rounded", "            readers.append(wrapper.indexer.wq_b)\n", "            pass\n", (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[sparse, float queries of the indexer]",)),
         ("int8: gate and up exchanged where they are rounded", "activate_left=True", "activate_left=False", INT8_ON_NPU),
         ("int8: halves of latent queries are split in the order of heads", "    layer.int8 = layer.int8.ordered(order)\n", "", INT8_ON_NPU),
         ("int8: norms without a residual keep their epsilon", "self._round(x, x, 4 * epsilon)[0]", "self._round(x, x, epsilon)[0]", INT8_ON_NPU),

@@ -297,8 +297,10 @@ def _split_latent(wrapper: FusedMultiHeadLatentAttentionWrapper, with_norm: bool
     wrapper.use_parts()
     wrapper.refresh = partial(_split_anew, parts)  # `vllm_npu_prep.runner.new_weights` calls it
     if with_norm and wrapper.q_lora_rank is not None:
-        indexers = [] if wrapper.indexer is None else [wrapper.indexer.wq_b]
-        _fuse_norm(wrapper, "q_a_layernorm", wrapper.q_b_proj, *indexers)
+        readers: list[Any] = [wrapper.q_b_proj]
+        if wrapper.indexer is not None:
+            readers.append(wrapper.indexer.wq_b)
+        _fuse_norm(wrapper, "q_a_layernorm", *readers)
 
 
 def _split_anew(parts: Iterable[ProjectionParts]) -> None:

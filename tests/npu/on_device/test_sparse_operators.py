@@ -88,7 +88,7 @@ def test_a_replay_reads_its_own_lengths_without_an_update(seed):
 
 
 def test_keys_of_padding_are_written_to_the_null_block():
-    """Padding of graphs and late draft passes have the slot -1, which the operator does not take."""
+    """Padding of graphs and late draft passes have the slot -1, which no operator takes."""
     plane, keys = torch.zeros(3, 4, 1, 128).npu(), torch.randn(3, 128).npu()
     slots = torch.tensor([6, -1, 9], dtype=torch.int32).npu()
     step = SimpleNamespace(slot_mapping=slots)
