@@ -16,7 +16,12 @@ from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of
 from tests.helpers.watch import count_preemptions, count_states, on_prepared
-from vllm_npu_prep.attention.kv_transfer import read_slots, write_slots
+from vllm_npu_prep.attention.kv_transfer import (
+    ExampleConnector,
+    LayersOfRank,
+    read_slots,
+    write_slots,
+)
 from vllm_npu_prep.errors import PrepError
 
 BLOCK_SIZE = 4
@@ -220,6 +225,17 @@ def test_stages_store_and_load_their_own_layers(qwen3, tmp_path, seed, runner):
     assert "layers.1" in removed
     assert [row == tokens for row, tokens in zip(loaded, expected)].count(False) == len(changed) - 1
     assert (changed[0] / removed).exists(), "and stored again"
+
+
+def test_a_prompt_counts_as_stored_once_all_stages_have_stored_it(tmp_path, monkeypatch):
+    connector = ExampleConnector.__new__(ExampleConnector)
+    connector._parts, connector._block_size = 1, BLOCK_SIZE
+    monkeypatch.setattr(connector, "_generate_foldername_debug", lambda *_: str(tmp_path))
+    names = {(stage, 0): LayersOfRank((f"layers.{stage}",)) for stage in range(2)}
+    connector.set_xfer_handshake_metadata_pp_aware(names)
+    for stage, is_found in enumerate((False, True)):
+        (tmp_path / f"layers.{stage}.safetensors").touch()
+        assert connector._found_match_for_prompt([7] * 9, []) == is_found
 
 
 def test_what_is_stored_has_the_form_of_upstream_s_cache(seed):

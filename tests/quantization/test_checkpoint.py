@@ -17,9 +17,15 @@ from tests.helpers.engine import engine, engine_config, make_model
 from tests.helpers.latent import V32
 from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.checkpoint import DESCRIPTION, check_compressed, read_headers
+from vllm_npu_prep.quantization.checkpoint import (
+    DESCRIPTION,
+    Entry,
+    check_compressed,
+    float_modules_that_draft,
+    read_headers,
+)
 from vllm_npu_prep.quantization.formats import fault
-from vllm_npu_prep.quantization.modules import refuse_unknown
+from vllm_npu_prep.quantization.modules import KnowsModules, refuse_unknown
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 INDEXER = "model.layers.0.self_attn.indexer"
@@ -293,6 +299,36 @@ def test_a_module_that_the_model_lacks_is_named_early(model, tmp_path, form):
         engine(tmp_path / "int8"),
     ):
         pass
+
+
+def test_float_layers_that_draft_are_known_without_a_name():
+    """Of files that count them behind the others, from 0, or beside them, with experts in one."""
+    fused = "mtp.layers.0.mlp.experts.down_proj"
+    headers = {
+        "model.layers.1.mlp.up_proj.weight": Entry("BF16", (4, 4), "file"),
+        "model.layers.2.mlp.up_proj.weight": Entry("BF16", (4, 4), "file"),
+        "model.layers.3.mlp.up_proj.weight": Entry("I8", (4, 4), "file"),
+        "model.mtp_layers.1.input_proj.weight": Entry("F32", (4, 4), "file"),
+        "mtp.fc.weight": Entry("F32", (4, 4), "file"),
+        fused: Entry("BF16", (2, 4, 4), "file"),
+        fused.removeprefix("mtp."): Entry("BF16", (2, 4, 4), "file"),
+    }
+    assert float_modules_that_draft(headers, 2) == [
+        "model.layers.2.mlp.up_proj",
+        "model.layers.3.input_proj",
+        "mtp.fc",
+        "mtp.layers.0.mlp.experts.0.down_proj",
+        "mtp.layers.0.mlp.experts.1.down_proj",
+    ]
+
+
+def test_a_model_and_its_drafter_name_their_fused_modules():
+    config = KnowsModules()
+    config.packed_modules_mapping = {"gate_up_proj": ["w1", "w3"]}
+    config.packed_modules_mapping = {"in_proj": ["a", "b"]}
+    assert config.packed_modules_mapping["gate_up_proj"] == ["w1", "w3"]
+    assert config.packed_modules_mapping["in_proj"] == ["a", "b"]
+    assert "fused_qkv_a_proj" in config.packed_modules_mapping, "before a model is made"
 
 
 MADE = {"model.layers.0.mlp.down_proj", "model.layers.0.mlp.experts", "model.layers.1.a"}
