@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from tests.helpers.emulator import ROOT
+from tests.helpers.engine import make_model
 from tests.helpers.huggingface import load
 from tests.helpers.judge import bound_of, judge_of, margins_of
+from tests.helpers.latent import GLM_DSA
 from tests.helpers.models import (
     ROUTED,
     adapter_of,
@@ -26,7 +28,9 @@ from tests.helpers.models import (
     is_a,
     prompts,
 )
+from tests.helpers.prompts import prompts_of
 from tests.helpers.real_model import chat_prompt
+from tests.npu.models import CLEAR, CLEARER, INDEXED
 from tests.peer import facts
 
 ENVIRONMENT = ROOT / ".cache" / "vllm-ascend"
@@ -66,6 +70,7 @@ class Said(NamedTuple):
 
     runner: str
     tokens: list[list[int]]
+    counts: dict[str, dict[str, int]]  # of counted modules
 
 
 def serve(name: str, v2: bool, **how: Any) -> Said:
@@ -78,6 +83,7 @@ def answers(
     v2: bool,
     *,
     adapter: str | None = None,
+    counted: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
     **engine: Any,
 ) -> Said:
@@ -87,14 +93,16 @@ def answers(
         "prompts": asked,
         "tokens": NUM_TOKENS,
         "adapter": adapter,
+        "counted": counted,
     }
     command = "python", str(SERVE)
     out = run_in_environment(*command, given=json.dumps(job), v2=v2, options=options)
     said = dict(line.split(" ", 1) for line in out.splitlines() if line[:6] in LINES)
-    return Said(said["RUNNER"], json.loads(said["TOKENS"]))
+    counts = json.loads(said.get("COUNTS", "{}"))
+    return Said(said["RUNNER"], json.loads(said["TOKENS"]), counts)
 
 
-LINES = ("RUNNER", "TOKENS")
+LINES = ("RUNNER", "TOKENS", "COUNTS")
 
 
 def asked(model: str) -> list[list[int]]:
@@ -235,6 +243,97 @@ def test_an_adapter():
 @pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
 def test_latent_attention(name):
     assert_judged(name, serve(name, v2=False, **EAGER))
+
+
+CHOSEN = 2048
+SPARSE = {**INDEXED, "index_topk": CHOSEN, "max_position_embeddings": 2 * CHOSEN}
+SPARSE_SEED = 3
+WITHOUT_TOKENIZER: dict[str, Any] = {"skip_tokenizer_init": True}
+
+
+def sparse_model(folder: Path, family: str = "DeepseekV32", **config: Any) -> Path:
+    """A model whose indexer chooses as many positions as vllm-ascend asks for in any model."""
+    make_model(folder, family, **{**SPARSE, **config})
+    file = folder / "config.json"
+    kept = json.loads(file.read_text())
+    del kept["layer_types"]  # newer transformers' name for them, unknown to that of vllm-ascend
+    file.write_text(json.dumps(kept))
+    return folder
+
+
+def margins_by(model: Path, prompts: list[list[int]], said: Said, **how: Any) -> list[list[float]]:
+    """As those of `assert_judged`, of any folder of a model."""
+    network, margins = load(model, **how), []
+    for prompt, got in zip(prompts, said.tokens, strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1].double()
+        margins.append(margins_of(logits, got, logits.std(1)))
+    return margins
+
+
+def test_sparse_attention_in_graphs(tmp_path):
+    model, prompts = sparse_model(tmp_path / "model", **CLEAR), asked("DeepseekV3ForCausalLM")
+    said = answers(prompts, v2=False, model=str(model), **WITHOUT_TOKENIZER, **GRAPHS)
+    margins = margins_by(model, prompts, said)
+    assert max(map(max, margins)) <= bound_of("bfloat16", routed=True, int8=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "launches"),
+    [
+        ("DeepseekV32", {}, {"model.layers.1": 29}),
+        ("GlmMoeDsa", {**GLM_DSA, **SPARSE}, {"model.layers.1": 18, "model.layers.2": 30}),
+    ],
+    ids=["V3.2", "GLM-5"],
+)
+def test_launches_of_sparse_attention(tmp_path, family, config, launches):
+    """Of a decode in a layer beside its experts, with copies of strided inputs.
+
+    GLM-5's first counted layer attends to what another one chose. All prompts fit into one step,
+    so the last one decodes three tokens: slices of a single row need no copy.
+    """
+    model = sparse_model(tmp_path / "model", family, **{**config, **CLEAR})
+    prompts = asked("DeepseekV3ForCausalLM")[:3]
+    names = [(layer, f"{layer}.mlp") for layer in launches]
+    said = answers(
+        prompts,
+        v2=False,
+        model=str(model),
+        counted=tuple(name for pair in names for name in pair),
+        **WITHOUT_TOKENIZER,
+        **EAGER,
+    )
+    margins = margins_by(model, prompts, said)
+    assert max(map(max, margins)) <= bound_of("bfloat16", routed=True, int8=False)
+    found = {
+        layer: sum(
+            said.counts[layer].get(kind, 0) - said.counts[experts].get(kind, 0)
+            for kind in ("launches", "hidden_copies")
+        )
+        for layer, experts in names
+    }
+    assert found == launches
+
+
+def test_more_positions_than_are_chosen(tmp_path):
+    """One dense layer: each of the prompt's tokens takes time."""
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "n_routed_experts": 0, **CLEARER}
+    model = sparse_model(tmp_path / "model", **sizes)
+    prompts = prompts_of(SPARSE_SEED, [CHOSEN + 352])
+    few = {"max_model_len": 2560, "max_num_batched_tokens": 1024, "max_num_seqs": 2}
+    said = answers(prompts, v2=False, model=str(model), **few, **WITHOUT_TOKENIZER, **EAGER)
+    [margins] = margins_by(model, prompts, said)
+    [to_all] = margins_by(model, prompts, said, index_topk=2 * CHOSEN)
+    print(margins, to_all)
+    limit = bound_of("bfloat16", routed=False, int8=False)
+    assert max(margins) <= limit < max(to_all), "a choice, and one that matters"
+
+
+def test_sparse_attention_is_refused_by_v2(tmp_path):
+    """Its runner gives the indexer no cache."""
+    model = sparse_model(tmp_path / "model", **CLEAR)
+    with pytest.raises(AssertionError, match=r"SFA indexer cache expects 1 tensor\(s\), got 0"):
+        answers([[5, 6]], v2=True, model=str(model), **WITHOUT_TOKENIZER, **EAGER)
 
 
 def test_a_window_before_cann_91():

@@ -6,12 +6,19 @@ its sources, csrc/torch_binding.cpp and csrc/kernels/.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ascend_emulator.operators import elementwise, int8, moe_gating
+from ascend_emulator.operators import (
+    elementwise,
+    int8,
+    lightning_indexer,
+    moe_gating,
+    sparse_flash_attention,
+)
 from ascend_emulator.operators.constraint import Call, shape_of
 
 ADD_RMS_NORM_BIAS = "_C_ascend::npu_add_rms_norm_bias"
@@ -23,6 +30,8 @@ SGMV_SHRINK = "_C_ascend::sgmv_shrink"
 SGMV_EXPAND = "_C_ascend::sgmv_expand"
 GROUPED_SWIGLU_QUANT = "_C_ascend::grouped_matmul_swiglu_quant_weight_nz"
 DEQUANT_SWIGLU_QUANT = "_C_ascend::npu_dequant_swiglu_quant"
+LIGHTNING_INDEXER = "_C_ascend::npu_lightning_indexer"
+SPARSE_FLASH_ATTENTION = "_C_ascend::npu_sparse_flash_attention"
 FAMILY = "custom operators"
 HALF = (torch.float16, torch.bfloat16)
 RANKS = (8, 16, 32, 64)
@@ -345,12 +354,24 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     BGMV_EXPAND: bgmv_expand,
     SGMV_SHRINK: sgmv_shrink,
     SGMV_EXPAND: sgmv_expand,
+    LIGHTNING_INDEXER: lightning_indexer.lightning_indexer,
+    SPARSE_FLASH_ATTENTION: partial(
+        sparse_flash_attention.sparse_flash_attention,
+        attention_mode=sparse_flash_attention.ABSORBED,  # its default, unlike torch_npu's
+    ),
 }
 """References by operator."""
+
+BLOCKS = {"block_ids": ("block_table",)}
+HOW: dict[str, dict[str, Any]] = {
+    LIGHTNING_INDEXER: {"paged": ("key",), **BLOCKS},
+    SPARSE_FLASH_ATTENTION: {"paged": ("key", "value", "key_rope"), **BLOCKS},
+}
+"""Of operators that read caches in blocks, how they are registered."""
 
 
 def install(register_reference: Callable[..., object]) -> None:
     """Register the references of those operators that the extension has."""
     for name, function in REFERENCES.items():
         if hasattr(torch.ops._C_ascend, name.split("::")[1]):
-            register_reference(name, function)
+            register_reference(name, function, **HOW.get(name, {}))

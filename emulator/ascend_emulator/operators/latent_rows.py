@@ -6,6 +6,7 @@ over several sets of rows.
 
 import torch
 
+from ascend_emulator import profiles
 from ascend_emulator.api import touch
 from ascend_emulator.operators.constraint import Call, shape_of
 
@@ -96,7 +97,10 @@ def attention_update(
 def scatter_nd_update_(
     input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor
 ) -> torch.Tensor:
-    """Write `updates` where the last dimension of `indices` points, in place."""
+    """Write `updates` where the last dimension of `indices` points, in place.
+
+    From CANN 9.1 on, what a row of -1 points at is left out.
+    """
     demand = Call("npu_scatter_nd_update", SCATTER).demand
     demand("dtype", input.dtype in SCATTERED, input.dtype)
     demand("same dtype", updates.dtype == input.dtype, updates.dtype)
@@ -108,8 +112,12 @@ def scatter_nd_update_(
     fits = shape_of(updates) == (*indices.shape[:-1], *input.shape[depth:])
     demand("shapes", fits, given)
     places = indices.reshape(-1, depth).long()
-    sizes = torch.tensor(input.shape[:depth])
-    outside = places[((places < 0) | (places >= sizes)).any(-1)].tolist()
+    left_out, sizes = (places == -1).all(-1), torch.tensor(input.shape[:depth])
+    outside = places[((places < 0) | (places >= sizes)).any(-1) & ~left_out].tolist()
     demand("indices range", not outside, f"{outside} of {shape_of(input)}")
-    input[tuple(places.unbind(-1))] = updates.reshape(-1, *input.shape[depth:])
+    profile = profiles.current()
+    fits = not left_out.any() or not (profile.release == "8.5" or profile.documentation)
+    demand("padding", fits, f"{int(left_out.sum())} rows of -1")
+    rows = updates.reshape(-1, *input.shape[depth:])
+    input[tuple(places[~left_out].unbind(-1))] = rows[~left_out]
     return input

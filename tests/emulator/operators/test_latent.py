@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ascend_emulator import profiles
+from ascend_emulator.operators import latent_rows
 from tests.emulator.operators.calls import call
 from tests.emulator.operators.formula import assert_close
 from tests.emulator.operators.latent_calls import (
@@ -98,3 +100,14 @@ def test_latent_rows_are_normed_rotated_and_written(is_output_kv, seed):
             caches[0][slot], caches[1][slot] = rope, latent
     for name, expected in zip(("k_cache", "ckv_cache"), caches):
         assert_close(arguments[name].view(48, -1) / 4, expected.double() / 4, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_padding_writes_no_row_from_cann_91_on(dtype):
+    """As in graphs of vllm-ascend, whose slots are padded with -1."""
+    plane, rows = torch.zeros(6, 4), torch.arange(1.0, 13).view(3, 4)
+    slots = torch.tensor([[5], [-1], [2]], dtype=dtype)
+    with profiles.using("9.1"):
+        assert latent_rows.scatter_nd_update_(plane, slots, rows) is plane
+    assert torch.equal(plane[[5, 2]], rows[[0, 2]])
+    assert not plane[[0, 1, 3, 4]].any()

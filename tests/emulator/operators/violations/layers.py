@@ -129,6 +129,11 @@ FAMILIES["npu_top_k_top_p"] = [
     ("k range", limits(k=int32(0, 0, 0)), limits(k=int32(10, 10, 10))),
 ]
 
+
+def padded(indices):
+    return torch.cat((indices[:-1], torch.full_like(indices[:1], -1)))
+
+
 scatter = of(layer_calls.SCATTER, layer_calls.scatter)
 FAMILIES["npu_scatter_nd_update"] = [
     ("dtype", scatter(input=T.double, updates=T.double)),
@@ -136,6 +141,7 @@ FAMILIES["npu_scatter_nd_update"] = [
     ("indices dtype", scatter(indices=T.short)),
     ("shapes", scatter(indices=lambda i: i[0]), scatter(updates=lambda u: u[:2])),
     ("indices range", scatter(indices=lambda i: i + 1), scatter(indices=lambda i: i - 1)),
+    ("padding", *(in_profile(name, scatter(indices=padded)) for name in ("8.5", "docs"))),
 ]
 
 weight_quant = of(layer_calls.WEIGHT_QUANT, layer_calls.weight_quant)
