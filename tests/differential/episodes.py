@@ -23,16 +23,20 @@ from tests.differential.upstream import forget_unwritten_blocks
 from tests.helpers.demo import make_demo
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import make_model, runner_of
+from tests.helpers.latent import V32
 from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.lora import make_adapter
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.traffic import Drawn, Traffic
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions
+from tests.npu.models import INDEXED
 
 VOCAB = 512
 MAX_MODEL_LEN = 160
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SPARSE = "DeepseekV32"
+"""A family whose indexers choose positions; every sixteenth engine is of it."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_hidden_layers": 1},
     "Gemma2": {  # windows beside full attention: two KV-cache groups
@@ -58,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         **EXPERTS,
     },
+    SPARSE: V32,
 }
 KINDS = ("Qwen3", "Qwen3", "Qwen3", "Gemma2", "Gemma2", "Qwen3Moe", "DeepseekV3", "pooling")
 """What is drawn from: a family that generates, or Qwen3 as an embedding model."""
@@ -76,6 +81,7 @@ DRAFTERS: dict[str, tuple[tuple[str, str], ...]] = {
     "Qwen3Moe": (("ngram", ""), ("draft_model", "near"), ("eagle", "head"), ("eagle3", "head")),
     "Gemma2": (("ngram", ""), ("draft_model", "other")),  # no lm_head that a head could share
     "DeepseekV3": (("ngram", ""),),
+    SPARSE: (("ngram", ""),),
     "Qwen2.5-VL": (("ngram", ""),),
     "Qwen3-VL": (("ngram", ""),),
 }
@@ -128,6 +134,8 @@ class Episode:
         family = pick(*KINDS)
         if seed % 10 == 9:
             family = list(VISION)[seed // 10 % 2]
+        if seed % 16 == 15:
+            family = SPARSE
         groups = 2 if family == "Gemma2" else 1  # one request of `MAX_MODEL_LEN` has to fit
         chunked = rng.random() < 0.65
         block_size = pick(8, 16, 32)
@@ -189,13 +197,16 @@ class Episode:
         return cls(seed, family, settings, reordered, int8)
 
     @classmethod
-    def draw_for_device(cls, seed: int) -> "Episode":
+    def draw_for_device(cls, seed: int, family: str = "") -> "Episode":
         """Draw an engine with experts that an NPU serves: without drafts, which have other cases.
 
-        Its sizes are those that fused attention takes. Some have int8 weights.
+        Its sizes are those that fused attention takes. Some have int8 weights. `SPARSE` is not
+        drawn, but may be given: in 16 bits, two scores may be so close that the runners' padding
+        decides which position is chosen.
         """
         drawn, rng = cls.draw(seed), np.random.default_rng((seed, 26))
-        family = str(rng.choice(list(MIXTURES)))
+        drawn_family = str(rng.choice(list(MIXTURES)))
+        family = family or drawn_family
         left_out = ("speculative_config", "enable_prompt_embeds", "runner", "convert")
         left_out += ("enable_lora", "max_loras", "max_cpu_loras", "disable_hybrid_kv_cache_manager")
         settings = {name: v for name, v in drawn.settings.items() if name not in left_out}
@@ -205,6 +216,8 @@ class Episode:
             "num_gpu_blocks_override": -(-MAX_MODEL_LEN // 128) + int(rng.integers(2, 9)),
             "additional_config": {"npu_prep": {"attention": str(rng.choice(["fia", "atb"]))}},
         }
+        if family == SPARSE:
+            settings["additional_config"] = {"npu_prep": {"attention": "fia"}}
         int8 = str(rng.choice(["", "", *quantize.FORMATS]))
         return cls(seed, family, settings, int8=int8)
 
@@ -278,9 +291,11 @@ def model_of(family: str, for_device: bool = False) -> Path:
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if for_device:
-        return make_model(folder, family, vocab_size=VOCAB, **ids, **MIXTURES[family])
+        sizes = MIXTURES | {SPARSE: INDEXED}
+        return make_model(folder, family, vocab_size=VOCAB, **ids, **sizes[family])
     small = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": VOCAB}
-    return make_model(folder, family, embedding_scale=0.2, **small, **ids, **FAMILIES[family])
+    sizes = small | ids | FAMILIES[family]
+    return make_model(folder, family, **{"embedding_scale": 0.2, **sizes})
 
 
 @cache

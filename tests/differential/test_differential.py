@@ -28,6 +28,7 @@ EPISODES = {
     9: {"resumed", "dummy run", "full graph", "images encoded", "images placed"},
     11: {"resumed", "drafts accepted", "drafts rejected", "full graph", "piecewise graphs"},
     39: {"cached prefix", "images encoded", "images placed"},
+    47: {"resumed", "preempted", "requests reset", "dummy run", "full graph"},
     73: {"life-cycle calls", "preempted", "drafter left out", "SpecDecoding", "DecodeOnly"},
     76: {"resumed", "preempted", "drafts partly accepted", "dummy run", "SpecDecoding"},
     112: {"resumed", "prefix cache reset", "drafts accepted", "aborted", "PrefillCacheHit"},
@@ -45,6 +46,7 @@ EPISODES_OF_V2 = {
     29: {"resumed", "drafts rejected", "piecewise graphs", "aborted"},
     39: {"cached prefix", "dummy run", "aborted"},
     44: {"resumed", "preempted", "requests reset", "dummy run"},
+    63: {"resumed", "cached prefix", "drafts partly accepted", "life-cycle calls"},
     126: {"resumed", "preempted", "requests reset", "aborted", "full graph"},
 }
 """The same of engines on Model Runner V2."""

@@ -74,15 +74,23 @@ WITH_MTP: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": ("Qwen3Next", {**OF_128, **EXPERTS}),
 }
 BOUND = {"float16": 0.1, "bfloat16": 0.3}
-"""By how many standard deviations of logits a token may lack the best one's."""
-BOUND_OF_CHOICES = {"float16": 0.7, "bfloat16": 0.7}
+"""Most that a token may lack (`bound_of`)."""
+BOUND_OF_CHOICES = 0.7
 """The same where an indexer chooses: 16 bits let a token attend to another position here and there.
 On the CPU fallback V3.2's tokens lack up to 0.20 and 0.46, and GLM-5's 0.02 and 1.12."""
+
 CLOSE, CLOSE_IN_INT8 = 0.1, 0.25
 """How near two logits are where either may be taken, in bfloat16, and of int8 models, whose inputs
 may come to lie a level higher or lower."""
 PARTED = 4
 """One token of so many may be another than the best one."""
+
+
+def bound_of(model: str, dtype: str, int8: bool = False) -> float:
+    """By how many standard deviations of logits a token of a model may lack the best one's."""
+    if model in ("DeepSeek V3.2", "GLM-5"):
+        return BOUND_OF_CHOICES
+    return CLOSE_IN_INT8 if int8 else BOUND[dtype]
 
 
 def make(folder: Path, name: str, drafts: bool = False) -> Path:

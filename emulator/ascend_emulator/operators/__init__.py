@@ -145,7 +145,7 @@ REFERENCES = (
     ),
     Reference(latent_rows.GATHER, "", latent_rows.gather_pa_kv_cache, paged=CACHES[0]),
     Reference(latent_rows.UPDATE, "", latent_rows.attention_update),
-    Reference(latent_rows.SCATTER, "", latent_rows.scatter_nd_update_),
+    Reference(latent_rows.SCATTER, "", latent_rows.scatter_nd_update_, paged=("input",)),
     Reference(
         lightning_indexer.LIGHTNING_INDEXER,
         "",

@@ -119,5 +119,6 @@ def scatter_nd_update_(
     fits = not left_out.any() or not (profile.release == "8.5" or profile.documentation)
     demand("padding", fits, f"{int(left_out.sum())} rows of -1")
     rows = updates.reshape(-1, *input.shape[depth:])
+    touch(input, places[~left_out][:, 0], write=True)
     input[tuple(places[~left_out].unbind(-1))] = rows[~left_out]
     return input

@@ -10,6 +10,7 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model, r
 from tests.helpers.hybrids import ON_NPUS
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.prompts import prompts_of
+from tests.npu.models import INDEXED
 from vllm_npu_prep.device import copy_stream, host_memory
 
 BLOCK_SIZE = 16
@@ -24,6 +25,7 @@ CASES = {
         {"async_scheduling": True},
         "bfloat16",
     ),
+    "sparse": ("DeepseekV32", {**INDEXED, "spread": 0.1}, DECODES, "float16"),
     # A state fills the K of 128 tokens
     "states": (
         "Qwen3_5",

@@ -18,6 +18,7 @@ from tests.helpers.mtp import make_mtp_model, record_verified
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE
 from tests.helpers.v2 import RUNNERS, engine_of
+from tests.npu.models import INDEXED
 from vllm_npu_prep.device import host_bytes, make_device
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.sleep import SleepingMemory
@@ -40,10 +41,12 @@ AWQ = {"form": "awq", "scheme": "W4A16_ASYM", "group": 32}
 LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latent": ("DeepseekV3", LOW_RANK, {}),
     "routers in float32": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, {}),
+    "sparse": ("DeepseekV32", INDEXED, {}),
     "states": ("Qwen3_5", STATES, {}),
     "int8, static norms": ("Qwen3", {}, {"form": "modelslim", "static": True}),
     "int8, dynamic norms, experts": ("Qwen3Moe", MIXTURE, {"form": "modelslim"}),
     "int8, parts of latent projections": ("DeepseekV3", LOW_RANK, COMPRESSED),
+    "int8, sparse": ("GlmMoeDsa", INDEXED, COMPRESSED),
     "int4, groups with zero points": ("Qwen3", {"hidden_size": 128}, AWQ),
     "int4, experts": ("Qwen3Moe", MIXTURE, {**AWQ, **COMPRESSED}),
 }

@@ -126,6 +126,25 @@ def test_blocks_of_others_may_be_written_meanwhile(seed):
             torch.npu.synchronize()
 
 
+def test_keys_may_be_written_beside_copies_of_other_blocks():
+    """As offloading copies blocks to the host; those that are written may not be copied then."""
+    plane, keys = torch.zeros(4, 16, 1, 128).npu(), torch.ones(1, 128).npu()
+    on_host = torch.empty(16, 128).pin_memory()
+    copies = torch.npu.Stream()
+    copies.wait_stream(torch.npu.current_stream())
+    for slot in (20, 40):  # of blocks 1 and 2
+        slots = torch.tensor([slot], dtype=torch.int32).npu()
+        torch.npu.synchronize()
+        with torch.npu.stream(copies):
+            on_host.copy_(plane[2, :, 0], non_blocking=True)
+        make_sparse_kernels("fia").write_keys(keys, plane, SimpleNamespace(slot_mapping=slots))
+        if slot == 40:
+            with pytest.raises(RuntimeError, match="hazard"):
+                torch.npu.synchronize()
+        else:
+            torch.npu.synchronize()
+
+
 def later_positions(right):
     def choose(*args, **kwargs):
         chosen, values = right(*args, **kwargs)

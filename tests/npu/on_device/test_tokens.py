@@ -21,7 +21,7 @@ from tests.helpers.mixtures import MIXTURES
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import count_preemptions, count_states, count_verified
 from tests.npu.inputs import LENGTHS, WINDOWED, adapters_of, drafts_of, prompts
-from tests.npu.models import BOUND, BOUND_OF_CHOICES, PARTED, judges_of, lacks, make
+from tests.npu.models import PARTED, bound_of, judges_of, lacks, make
 from tests.npu.only_some import REFUSED_MODELS
 from vllm_npu_prep.errors import PrepError
 
@@ -203,6 +203,5 @@ def test_tokens_are_the_best_by_transformers(folder, name):
     judged = zip(judges_of(model, case.adapters), given, tokens, strict=False)
     lacking = np.stack([lacks(judge, prompt, row) for judge, prompt, row in judged])
     print(f"{name}: {lacking.max():.3f}, {(lacking > 0).mean():.3f} of tokens")
-    bounds = BOUND_OF_CHOICES if case.model in ("DeepSeek V3.2", "GLM-5") else BOUND
-    assert lacking.max() < bounds[case.dtype], lacking.round(3)
+    assert lacking.max() < bound_of(case.model, case.dtype), lacking.round(3)
     assert (lacking > 0).mean() < 1 / PARTED
