@@ -227,7 +227,7 @@ def test_stages_store_and_load_their_own_layers(qwen3, tmp_path, seed, runner):
     assert (changed[0] / removed).exists(), "and stored again"
 
 
-def test_a_prompt_counts_as_stored_once_all_stages_have_stored_it(tmp_path, monkeypatch):
+def test_a_prompt_is_stored_once_all_stages_have_stored_it(tmp_path, monkeypatch):
     connector = ExampleConnector.__new__(ExampleConnector)
     connector._parts, connector._block_size = 1, BLOCK_SIZE
     monkeypatch.setattr(connector, "_generate_foldername_debug", lambda *_: str(tmp_path))

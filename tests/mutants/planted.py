@@ -295,7 +295,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("salted prompts are stored", "new for new in new_reqs if new.req_id not in self._salted", "new for new in new_reqs", TRANSFER),
         ("prompts count as stored once a layer is", "return all(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)", "return any(os.path.exists(os.path.join(folder, name)) for name in self._files_of_prompt)", TRANSFER),
         ("ranks store what they have under one name", 'f"{layer_name}.part{part}of{self._parts}"', 'f"{layer_name}.part0of{self._parts}"', TRANSFER),
-        ("a prompt counts as stored once the first stage has stored it", "            for (_, part), names in layers.items()\n", "            for (stage, part), names in layers.items()\n            if stage == 0\n", (f"{TRANSFER[0]}::test_a_prompt_counts_as_stored_once_all_stages_have_stored_it",)),
+        ("a prompt counts as stored once the first stage has stored it", "            for (_, part), names in layers.items()\n", "            for (stage, part), names in layers.items()\n            if stage == 0\n", (f"{TRANSFER[0]}::test_a_prompt_is_stored_once_all_stages_have_stored_it",)),
         ("a store is seen before it is whole", 'unfinished = f"{path}.{uuid.uuid4().hex}"', "unfinished = path", TRANSFER_ON_NPU),
         ("prompts are loaded one block too far on", "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)", "write_slots(\n                        self._planes(layer_name, cache),\n                        request.slot_mapping + self._block_size,\n                        stored,\n                    )", TRANSFER_ON_NPU),
     ],
@@ -531,9 +531,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("scattered experts keep their numbers", "return topk_ids if self.numbers is None else self.numbers[topk_ids]", "return topk_ids", EXPERTS),
     ],
     "ops/npu/latent.py": [
-        ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
+        ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)),
         ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/on_device/test_latent.py",)),
-        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
+        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)),
     ],
     "ops/npu/norms.py": [
         ("a norm without its epsilon", "    if first is None:\n        return operator(x, weight, epsilon)[0]", "    if first is None:\n        return operator(x, weight, 0.0)[0]", FUSED),
@@ -546,7 +546,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("sections in turn go to a CANN that does not know them", "        self._merges |= self.mrope_interleaved and is_missing(MROPE_V2)\n", "", FUSED),
     ],
     "ops/npu/router_norms.py": [
-        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", (f"{ON_NPU}[DeepSeek V3, MTP]",)),
+        ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", ("tests/npu/on_device/test_fused.py::test_a_router_in_float32_gets_the_rows_of_the_norm",)),
     ],
     "ops/npu/routing.py": [
         ("padding reaches an expert", "ids.masked_fill_(is_padding[:, None], NO_EXPERT)", "ids.masked_fill_(is_padding[:, None], 0)", EXPERTS),
@@ -879,7 +879,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("real text: rotary of another base", "        super().load_model(*args, **kwargs)\n", "        self.model_config.hf_config.rope_parameters['rope_theta'] = 1e4\n        super().load_model(*args, **kwargs)\n", REAL_TEXT),
         ("drafters keep vLLM's routers", 'self._replace_layers(self.get_model(), getattr(self, "drafter", None))', "self._replace_layers(self.get_model(), None)", ("tests/npu/on_device/test_speculation.py::test_launches_of_a_draft_pass[DeepseekV3-V1]",)),
         ("prefix hits counted as fresh", "num_computed_tokens=batch.num_computed_tokens_cpu", "num_computed_tokens=batch.num_computed_tokens_cpu * 0", ENGINE),
-        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", DIFFERENTIAL),
+        ("drafters read the first group's table", "self._drafting_group = drafter.kv_cache_gid", "pass", ("tests/engine/test_speculation.py::test_a_drafter_beside_windows_has_groups_of_its_own[several]",)),
         ("one window for all layers of a group", "split_by_window(groups, layers) for groups", "groups for groups", WINDOWS),
     ],
     "runner/v1/speculation.py": [

@@ -29,6 +29,7 @@ from vllm_npu_prep.attention.fused_releases import version_of
 from vllm_npu_prep.config import FUSED_OPERATORS
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.npu import rotary, vision
+from vllm_npu_prep.ops.npu.router_norms import CastingNorm
 from vllm_npu_prep.ops.npu.top_k_top_p import FusedTopKTopPSampler, largest_k_of, limit_drafts_by
 from vllm_npu_prep.verify.fused import is_right
 
@@ -142,6 +143,19 @@ def ropes(configs, size, is_neox=True, dtype=torch.float16, **parameters):
     of_model = {"rope_theta": 10000.0, "rope_type": "default", **parameters}
     get_rope = rotary_embedding.get_rope
     return pair(configs, lambda: get_rope(size, 256, is_neox, of_model, dtype))
+
+
+def test_a_router_in_float32_gets_the_rows_of_the_norm(configs):
+    norm, theirs = pair(configs, lambda: layernorm.RMSNorm(512, dtype=torch.float16))
+    norm.__class__ = CastingNorm
+    x, residual = on_device(5, 512), on_device(5, 512, seed=1)
+    (rows, total), (expected, expected_total) = (
+        norm(x, residual),
+        theirs(x.clone(), residual.clone()),
+    )
+    torch.testing.assert_close(rows.cast, expected.float(), rtol=2e-3, atol=2e-3)
+    assert torch.equal(rows.values, rows.cast.half())
+    torch.testing.assert_close(total, expected_total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
