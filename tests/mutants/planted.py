@@ -31,6 +31,7 @@ LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
 )
+SPARSE_ON_NPU = (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)
 SPARSE = ("tests/attention/test_sparse.py",)
 SPARSE_ENGINE = "tests/engine/test_sparse.py::test_"
 SPARSE_TOKENS = (f"{SPARSE_ENGINE}tokens_are_those_of_transformers[GLM-5-V2]",)
@@ -264,6 +265,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("one token before the window is read, and masked", "return max(0, first_position - window + 1), end", "return max(0, first_position - window), end", CORE),
     ],
     "attention/kernels/sparse_fia.py": [
+        ("npu: blocks are taken for chosen tokens", "chosen.copy_(found.squeeze(1))", "chosen.copy_(found.squeeze(1) // plane.shape[1])", SPARSE_ON_NPU),
+        ("npu: replays choose within the lengths of their capture", "actual_seq_lengths_key=metadata.seq_lens,", "actual_seq_lengths_key=torch.full_like(metadata.seq_lens, int(metadata.seq_lens_np.max())),", SPARSE_ON_NPU),
+        ("npu: index keys of padding go to the last token's slot", "slot_mapping[: len(keys)].clamp_min(0)", "slot_mapping[: len(keys)]\n        slots = torch.where(slots < 0, slots.max(), slots)", ("tests/npu/on_device/test_sparse_operators.py",)),
         ("keys of padding have a slot below 0", "slot_mapping[: len(keys)].clamp_min(0)", "slot_mapping[: len(keys)]", ("tests/npu/on_device/test_sparse_operators.py",)),
     ],
     "attention/kernels/sparse.py": [
@@ -531,9 +535,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("scattered experts keep their numbers", "return topk_ids if self.numbers is None else self.numbers[topk_ids]", "return topk_ids", EXPERTS),
     ],
     "ops/npu/latent.py": [
-        ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)),
+        ("padding of compiled draft passes counts as prefills", "    if seen < len(q):", "    if seen < 0:", SPARSE_ON_NPU),
         ("latent weights are copied in every step", "weight.data = weight.data.contiguous()", "weight.data = weight.data", ("tests/npu/on_device/test_latent.py",)),
-        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)),
+        ("keys of fused latent layers are not rotated", "        output = self._attend(query, query_rope, latent, key_rope)\n", "        output = self._attend(query, query_rope, latent, k_pe.unsqueeze(1))\n", SPARSE_ON_NPU),
     ],
     "ops/npu/norms.py": [
         ("a norm without its epsilon", "    if first is None:\n        return operator(x, weight, epsilon)[0]", "    if first is None:\n        return operator(x, weight, 0.0)[0]", FUSED),
@@ -594,7 +598,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("padding not marked", 'is_padding: A = array(bool_, "tokens", TOKEN, True,', 'is_padding: A = array(bool_, "tokens", TOKEN, False,', CORE),
     ],
     "platform.py": [
-        ("torch.compile does not split a model where positions are chosen", 'split_models_at("vllm::npu_prep_choose_positions")', "pass", (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)),
+        ("torch.compile does not split a model where positions are chosen", 'split_models_at("vllm::npu_prep_choose_positions")', "pass", SPARSE_ON_NPU),
         ("layers that share an indexer are not told to vLLM", '"S" if each == "shared" else "F"', '"F"', ("tests/startup/test_start_up.py",)),
     ],
     "prep/choices.py": [

@@ -14,6 +14,8 @@ from tests.helpers.engine import engine, generate, graphs, greedy, make_model, r
 from tests.helpers.logs import record_logs
 from tests.helpers.v2 import RUNNERS, engine_of
 from tests.helpers.watch import around_forward
+from tests.npu.models import INDEXED
+from vllm_npu_prep.attention.kernels.sparse import make_sparse_kernels
 from vllm_npu_prep.graph import GraphCall, OutOfStreamsError
 
 
@@ -138,9 +140,9 @@ def test_graphs_are_captured_with_a_task_queue_of_level_1(model):
         torch.npu.set_task_queue_enable(1)
 
 
-def test_a_replay_costs_three_calls_a_layer(tmp_path, monkeypatch, fia):
-    layers, counts, seen = 6, Counter(), []
-    model = make_model(tmp_path / "model", num_hidden_layers=layers)
+def calls_of_a_replay(monkeypatch, model, *kernels, **settings):
+    """What the host calls for the replay of a decode, by name."""
+    counts, seen, npu = Counter(), [], torch.npu
 
     def count(owner, name):
         function = getattr(owner, name)
@@ -151,18 +153,33 @@ def test_a_replay_costs_three_calls_a_layer(tmp_path, monkeypatch, fia):
 
         monkeypatch.setattr(owner, name, counted)
 
-    npu = torch.npu
     count(npu.NPUGraph, "replay")
     count(npu, "graph_task_update_begin")
     count(npu, "graph_task_update_end")
-    count(fia, "attend")
     count(npu.ExternalEvent, "record")
     count(npu, "synchronize")
     count(npu.Stream, "synchronize")
-    with engine(model, dtype="float16", **graphs("FULL_DECODE_ONLY", 1)) as llm:
+    for owner, name in kernels:
+        count(owner, name)
+    with engine(model, **settings, **graphs("FULL_DECODE_ONLY", 1)) as llm:
         around_forward(runner_of(llm), counts.clear, lambda _: seen.append(counts.copy()))
         generate(llm, [[5, 6, 7]], greedy(3))
-    assert seen[-1] == {
+    return seen[-1]
+
+
+def test_a_replay_of_sparse_attention_is_one_call(tmp_path, monkeypatch):
+    """Both operators read lengths on the device, so nothing is told to any layer."""
+    model = make_model(tmp_path / "model", "DeepseekV32", **INDEXED)
+    kernels = make_sparse_kernels("fia")
+    counted = [(type(kernels), name) for name in ("choose", "attend_chosen")]
+    assert calls_of_a_replay(monkeypatch, model, *counted, dtype="bfloat16") == {"replay": 1}
+
+
+def test_a_replay_costs_three_calls_a_layer(tmp_path, monkeypatch, fia):
+    layers = 6
+    model = make_model(tmp_path / "model", num_hidden_layers=layers)
+    counted = calls_of_a_replay(monkeypatch, model, (fia, "attend"), dtype="float16")
+    assert counted == {
         "replay": 1,
         "graph_task_update_begin": layers,
         "attend": layers,

@@ -19,6 +19,7 @@ from tests.helpers.quantized import (
     rounded_model,
 )
 from tests.helpers.step_logits import greedy_steps
+from tests.npu.models import INDEXED
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.formats import LAYERS_OPERATOR, OF_INT8
 from vllm_npu_prep.verify import formulas
@@ -91,6 +92,9 @@ CASES = {
     ),
     # As "latent", of a layer that has no indexer
     "sparse, a shared indexer": Case("GlmMoeDsa", "bfloat16", MODELSLIM, 21, SHARING),
+    "sparse, experts, W4A8": Case(
+        *("DeepseekV32", "bfloat16", MODELSLIM, 0, {**INDEXED, "spread": 0.1}), scheme="W4A8"
+    ),
     "experts": Case("Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, in_graphs=True),
     "experts, ModelSlim": Case("Qwen3Moe", "float16", MODELSLIM, 0, MIXTURE, in_graphs=True),
     # With the first seed, a level decides which expert a token takes
