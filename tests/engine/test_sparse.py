@@ -8,7 +8,7 @@ import torch
 from tests.helpers.cache import CacheWatch
 from tests.helpers.engine import generate, graphs, greedy, make_model, runner_of
 from tests.helpers.huggingface import is_varied, load, reference
-from tests.helpers.latent import GLM_DSA, V32
+from tests.helpers.latent import GLM_DSA, V32, YARN
 from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import ALSO_V2, engine_of, on_both
@@ -19,7 +19,10 @@ from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.records.record_file import read_record, record_files
 from vllm_npu_prep.records.step_choices import SUFFIX, choices_to_bytes, read_choices
 
-MODELS = {"DeepSeek V3.2": ("DeepseekV32", V32), "GLM-5": ("GlmMoeDsa", GLM_DSA)}
+MODELS = {
+    "DeepSeek V3.2": ("DeepseekV32", {**V32, "rope_parameters": YARN}),  # as its checkpoints have
+    "GLM-5": ("GlmMoeDsa", GLM_DSA),
+}
 TOPK = V32["index_topk"]
 CLOSE = 1e-5
 """Rounding in float32 moves scores by less than this part of the largest one."""

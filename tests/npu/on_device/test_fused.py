@@ -170,6 +170,17 @@ def test_rotary_embeddings(configs, name, is_neox, dtype, seed):
     check(layers, positions, query, None, launches=1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_neox", [True, False], ids=["half", "interleaved"])
+def test_rotary_embeddings_of_indexers(configs, is_neox, dtype, seed):
+    """Of the first half of each head, stretched as DeepSeek V3.2's checkpoints ask for."""
+    parameters = {"rope_type": "deepseek_yarn", "factor": 4.0, "rope_dim": 64}
+    layers = ropes(configs, 128, is_neox, dtype, **parameters, original_max_position_embeddings=64)
+    query, key = (on_device(9, heads, 128, dtype=dtype, seed=seed + heads) for heads in (8, 1))
+    positions = torch.tensor([0, 1, 2, 200, 3, 64, 5, 6, 120]).npu()
+    check(layers, positions, query, key, launches=1)
+
+
 OF_IMAGES = torch.tensor([[0, 9, 9, 9, 20], [0, 3, 4, 5, 20], [0, 7, 2, 1, 20]])
 
 

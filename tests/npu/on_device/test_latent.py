@@ -13,6 +13,7 @@ from tests.helpers.latent import (
     LATENT_ON_NPUS,
     V2_LITE,
     V3_EXPERTS_ON_NPUS,
+    YARN,
 )
 from tests.npu.models import INDEXED, LOW_RANK
 from tests.npu.only_some import REFUSED_MODELS
@@ -22,7 +23,7 @@ BUDGET = {
     "DeepSeek V3": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS}, 12, 11),
     "Kimi K2": ("DeepseekV3", {**LOW_RANK, **KIMI_K2}, 12, 11),
     "DeepSeek V2 Lite": ("DeepseekV2", {**LATENT_ON_NPUS, **V2_LITE}, 11, 11),
-    "DeepSeek V3.2": ("DeepseekV32", INDEXED, 23, 11),
+    "DeepSeek V3.2": ("DeepseekV32", {**INDEXED, "rope_parameters": YARN}, 23, 11),
     "GLM-5, an indexer of another layer": ("GlmMoeDsa", {**GLM_DSA, **INDEXED}, 12, 11),
     "GLM-4.7-Flash": ("Glm4MoeLite", {**LOW_RANK, **GLM_FLASH_ON_NPUS}, 13, 12),
 }
