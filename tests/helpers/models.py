@@ -56,6 +56,7 @@ ROTATED |= {"mrope_section": [8, 12, 12], "mrope_interleaved": True}
 SEEN = {**STATES, "rope_parameters": ROTATED}
 """Of heads of 256, as `make_model_that_sees` has it of heads of 16."""
 V3 = {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "q_lora_rank": 96}
+INDEXED = {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 24}
 FLASH = {**LATENT_ON_NPUS, **GLM_FLASH_ON_NPUS, **FOR_TWO_STAGES}
 REWARDS, ENDS_A_STEP = "Qwen2ForProcessRewardModel", 7
 """A process reward model, and the token that it gives numbers to."""
@@ -65,6 +66,7 @@ MODELS = {
     "BertModel": Tiny(ENCODER, POOLS),
     "DeepseekV2ForCausalLM": Tiny({**CALM, **LATENT_ON_NPUS, **V2_LITE}, LATENT, ROUTED),
     "DeepseekV3ForCausalLM": Tiny({**CALM, **V3}, LATENT, ROUTED),
+    "DeepseekV32ForCausalLM": Tiny({**CALM, **V3, **INDEXED}, LATENT, ROUTED),
     "Gemma2ForCausalLM": Tiny({**GEMMA2, "sliding_window": 13}),
     "Gemma3ForCausalLM": Tiny({**THREE_GROUPS, "head_dim": HEAD_SIZE}),
     # A row of padding is 0, and its length divides: drafts that nobody has made yet are such rows
@@ -157,10 +159,12 @@ def _give_rewards(folder: Path) -> Path:
 
 
 @cache
-def int8_of(name: str, form: str = "compressed-tensors", **how: Any) -> Path:
+def int8_of(
+    name: str, form: str = "compressed-tensors", keep: tuple[str, ...] = (), **how: Any
+) -> Path:
     """The same with int8 weights, whose inputs are rounded, or as `quantize` is told."""
     folder = new_folder("int8")
-    quantize.quantize(folder_of(name), folder, form, plain=True, **how)
+    quantize.quantize(folder_of(name), folder, form, keep=keep, plain=True, **how)
     return folder
 
 

@@ -11,6 +11,7 @@ from tests.resume.tree import PRODUCTS, ROOT
 from tests.soak import __main__ as soak
 from tests.soak import engines
 from tests.soak.kinds import (
+    CHOOSES_TOO,
     CPU,
     DRAFTERS,
     FILES,
@@ -75,6 +76,8 @@ def test_everything_is_drawn(device):
     features |= {"scheduler batched", "scheduler upstream", "adapters", "sleep", "sessions"}
     features |= {f"drafts {method}" for method in ("ngram", "mtp", "eagle", "draft_model")}
     features |= {"int8 modelslim", "int8 compressed-tensors", "expert parallelism"}
+    if device == CPU:
+        features |= {f"model {each}" for each in CHOOSES_TOO.values()}
     if device == NPU:
         features |= {"attention fia", "attention atb", "dtype float16", "dtype bfloat16"}
     with_states = {"drafts mtp", "sleep", f"connector {HOST}", "layout tp2"}
@@ -141,10 +144,10 @@ def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, caps
     assert f"seed {seed} FAILED" in said.out and "1.000 standard deviations" in said.err
 
 
-@pytest.mark.parametrize("name", [QWEN3, QWEN3_VL])
-def test_how_far_a_token_is_from_the_best_is_told(name):
+@pytest.mark.parametrize(("name", "int8"), [(QWEN3, ""), (QWEN3, "modelslim"), (QWEN3_VL, "")])
+def test_how_far_a_token_is_from_the_best_is_told(name, int8):
     """0 for transformers' own; what follows from a wrong one is looked at, too."""
-    judge, prompt = judge_of(name), prompts(name)[2]
+    judge, prompt = judge_of(name, int8), prompts(name)[2]
     if judge.reference is not None:
         best = judge.reference.answer(prompt, 5).tokens
     else:
