@@ -48,10 +48,10 @@ KINDS = {
     "adapters on the host": first(adapters=True, runner="V2", connector=HOST),
     "sleep": first(sleeps=True, model=DEEPSEEK, int8=""),
     "files": first(connector=FILES, runner="V1"),
-    "host": first(connector=HOST, runner="V2", model=QWEN3_5),
+    "host": draw(113),  # of a hybrid on V2; prompts of its first 60 steps are found again
     "hybrid": first(model=QWEN3_5, runner="V1", drafts="mtp", int8=""),
     "V2": first(runner="V2", model="Qwen3NextForCausalLM", drafts="mtp", int8=""),
-    "int8": first(runner="V2", model=DEEPSEEK, int8="modelslim"),
+    "int8": first(runner="V2", model=CHOOSES_TOO[DEEPSEEK], int8="modelslim"),
     "images": first(runner="V2", model=QWEN3_VL, drafts="eagle3"),
     "images and states": first(runner="V2", model=SEES_TOO[QWEN3_5], drafts="mtp"),
     "images in the prefix cache": next(
@@ -121,8 +121,9 @@ def test_an_engine_of_each_kind_agrees(name):
         assert count["requests reset"] + count["caches in use"] > 0
         assert not kind.connector or count["tokens that a connector had"] > 0
         # Models that see have drafters that are seldom right: of other models, or hardly fitted
-        verified = "rejected" if kind.sees and kind.drafts != "ngram" else "accepted"
-        assert not kind.drafts or count[f"drafts {verified}"] > 0
+        seldom = kind.sees and kind.drafts != "ngram"
+        verified = ("rejected",) if seldom else ("accepted", "partly")
+        assert not kind.drafts or any(count[f"drafts {each}"] for each in verified)
 
 
 def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, capsys):
