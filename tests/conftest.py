@@ -159,7 +159,7 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = list(items)
     if config.getoption("--brief"):
-        out = left_out([item.nodeid for item in items], config.args)
+        out = left_out([item.nodeid for item in items])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]
 
