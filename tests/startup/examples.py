@@ -642,9 +642,9 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         ),
     ),
     "shared-contexts-layers": (
-        Example(SHARED_BY_2, model=SPARSE),
         Example(SHARED_BY_2, model={**ONE_KV_HEAD, **WINDOWS, "use_sliding_window": True}),
     ),
+    "shared-contexts-sparse": (Example(SHARED_BY_2, model=SPARSE),),
     "shared-contexts-speculation": (Example(f"{SHARED_BY_2} {NGRAM}", model=ONE_KV_HEAD),),
     "shared-contexts-connector": (Example(f"{SHARED_BY_2} {STORED}", model=ONE_KV_HEAD),),
     "shared-contexts-pooling": (Example(f"{SHARED_BY_2} --runner pooling", model=ONE_KV_HEAD),),

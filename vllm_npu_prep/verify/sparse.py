@@ -70,7 +70,7 @@ def attend_chosen(given: Given, metadata: AscendMetadata, chosen: torch.Tensor) 
 class SparseForm(PagedForm):
     """What a step depends on.
 
-    Behind the padding requests, which see no key, come rows of no request at all.
+    Behind the padding requests come rows of no request at all.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -80,7 +80,7 @@ class SparseForm(PagedForm):
     weights_dtype: torch.dtype | None = None  # that of the queries if it is None
     block_size: int = 128
     num_padding: int = 0
-    padding_len: int = 0
+    padding_len: int = 1
     num_rows_of_nobody: int = 0
 
     def __str__(self) -> str:
@@ -133,20 +133,33 @@ class SparseStep(PagedStep):
         self.given = Given(
             self.put(self.index_query),
             self.put(self.weights),
-            self._plane(self.keys),
+            self.put(self._plane(self.keys)),
             self.put(self.query),
             self.put(self.query_rope),
-            self._plane(self.latent),
-            self._plane(self.rope),
+            self.put(self._plane(self.latent)),
+            self.put(self._plane(self.rope)),
         )
 
     def _plane(self, rows: list[torch.Tensor]) -> torch.Tensor:
         shape = self.num_blocks, self.form.block_size, 1, rows[0].shape[1]
         plane = torch.full(shape, FILLER, dtype=self.form.dtype)
         slots = self.slots_of([range(length) for length in self.form.seq_lens])
-        return self.put(
-            formulas.paged_write(plane, torch.cat(rows)[:, None], slots, self.form.block_size)
-        )
+        return formulas.paged_write(plane, torch.cat(rows)[:, None], slots, self.form.block_size)
+
+    def write_keys(self) -> Outcome:
+        """Write the step's own index keys to a cache that lacks them, and compare all blocks.
+
+        Padding may be written to the null block.
+        """
+        form = self.form
+        whole, cached = self._plane(self.keys), self._plane(self.keys)
+        own = self.slots[: self.num_tokens]
+        cached.view(-1, INDEX_HEAD)[own] = FILLER
+        plane = self.put(cached)
+        keys = torch.cat((self.own_rows(self.keys), torch.ones(form.num_padding, INDEX_HEAD)))
+        SparseFiaKernels().write_keys(self.put(keys.to(form.dtype)), plane, self.metadata)
+        where = "block", "row", "head", "element"
+        return compare(plane[1:], whole[1:], str(form), where=where)
 
     def _tokens(self) -> Iterator[tuple[int, int]]:
         """Yield each token's request, and how many keys the token sees."""
@@ -175,16 +188,21 @@ class SparseStep(PagedStep):
             expected.append(scores[:seen].topk(count).values)
         scores, best = torch.cat(got), torch.cat(expected)
         padding = rows[self.num_tokens : self.num_tokens + form.num_padding]
-        nothing = torch.full_like(padding, NOTHING)
+        of_padding = self.draw_choice()[self.num_tokens :][: form.num_padding]
         outcomes = [
             compare(scores, best, given, tolerance=SCORE_TOLERANCE, where=("score",)),
-            compare(padding, nothing, f"padding of {given}"),
+            compare(padding, of_padding, f"padding of {given}"),
         ]
         return worst_of(outcomes, given)
 
     def draw_choice(self) -> torch.Tensor:
-        """Draw different positions up to each token, on the host; -1 in rows of nobody."""
+        """Draw different positions up to each token, on the host; -1 in rows of nobody.
+
+        Padding has chosen all positions of its request.
+        """
         chosen = torch.full((len(self.query), self.form.count), NOTHING)
+        of_padding = chosen[self.num_tokens :][: self.form.num_padding, : self.form.padding_len]
+        of_padding[:] = torch.arange(self.form.padding_len)
         for token, (_, seen) in enumerate(self._tokens()):
             own = torch.randperm(seen, generator=self._generator)[: self.form.count]
             chosen[token, : len(own)] = own
@@ -200,7 +218,8 @@ class SparseStep(PagedStep):
             seen = torch.zeros(1, len(latent), dtype=torch.bool)
             seen[0, own[own >= 0].long()] = True
             expected.append(formulas.attention(queries[token, None], keys, latent, SCALE, seen)[0])
-        expected.append(torch.zeros(form.num_padding, form.heads, LATENT, dtype=torch.float64))
+        of_padding = torch.full((form.num_padding, form.heads, LATENT), FILLER)
+        expected.append(of_padding.double())  # what the null block has
         own_rows = output[: self.num_tokens + form.num_padding]
         return compare(own_rows, torch.cat(expected), str(form), tolerance=OUTPUT_TOLERANCE)
 
@@ -251,12 +270,18 @@ def _need(*operators: str) -> None:
 
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
+SCATTER = "npu_scatter_nd_update_"
 
 
 def _run_choice(form: SparseForm, context: RowContext) -> Outcome:
     _need(INDEXER)
     step = SparseStep(form, context.device.device)
     return step.check_choice(choose(step.given, step.metadata, form.count))
+
+
+def _run_write(form: SparseForm, context: RowContext) -> Outcome:
+    _need(SCATTER)
+    return SparseStep(form, context.device.device).write_keys()
 
 
 def _run_attention(form: SparseForm, context: RowContext) -> Outcome:
@@ -335,6 +360,10 @@ WHAT = {
 
 
 def _rows() -> Iterator[Row]:
+    for short, dtype in DTYPES.items():
+        form = replace(forms_of(dtype)["padding"], num_rows_of_nobody=0)
+        what = "sparse attention, write of index keys: slots in any order, and padding"
+        yield Row(f"sparse-write-{short}", what, partial(_run_write, form))
     for part, operator, run in (
         ("index", "choice of positions", _run_choice),
         ("attend", "attention over chosen positions", _run_attention),

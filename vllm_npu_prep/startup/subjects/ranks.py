@@ -34,7 +34,6 @@ def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
     text, kinds = asked.text, asked.layer_types
     return bool(
         kinds - {"full_attention"}
-        or asked.is_sparse
         or asked.model.is_hybrid
         or asked.model.get_sliding_window()
         or getattr(text, "attention_chunk_size", None)
@@ -193,9 +192,16 @@ SHARED_CONTEXTS = (
     Refusal(
         "shared-contexts-layers",
         _sees_parts_of_contexts,
-        SHARED + "windows, attention chunks, shared K and V, sparse attention or recurrent states "
-        "({model})",
+        SHARED + "windows, attention chunks, shared K and V or recurrent states ({model})",
         "it is for layers that see whole contexts and have K and V of their own",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "shared-contexts-sparse",
+        lambda c: c.is_sparse,
+        SHARED + "sparse attention ({model})",
+        "over a paged cache, CANN's operators return neither the scores nor the log-sum-exp, by "
+        "which ranks would merge what they choose and what they attend to",
         "use --tensor-parallel-size",
     ),
     Refusal(
