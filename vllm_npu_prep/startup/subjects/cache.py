@@ -8,10 +8,21 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
+EXAMPLE, OFFLOADING, MOONCAKE = "ExampleConnector", "OffloadingConnector", "MooncakeConnector"
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
-"""The module in which vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+"""The module with `PLANE_SPEC`, and with the connectors that need nothing but vLLM."""
+CONNECTOR_MODULES = {
+    EXAMPLE: CONNECTOR_MODULE,
+    OFFLOADING: CONNECTOR_MODULE,
+    MOONCAKE: "vllm_npu_prep.attention.mooncake",
+}
+"""Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
-EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
+PROTOCOL = "mooncake_protocol"
+"""vLLM's key of the protocol by which Mooncake moves memory."""
+PROTOCOLS = {"cpu": "tcp", "npu": "ascend"}
+"""Mooncake's protocol for the memory of each type of device, if none is asked for."""
+
 UPSTREAM_SPEC, PLANE_SPEC = "CPUOffloadingSpec", "PlaneOffloadingSpec"
 """vLLM's names of its class that offloads to the host, and of ours that takes its place."""
 
@@ -38,7 +49,7 @@ def _brings_its_code(asked: RequestedEngine) -> bool:
     """Tell whether the connector is the user's own."""
     module = connector_module(asked.connector)
     return (
-        module not in (None, CONNECTOR_MODULE)
+        module not in (None, *CONNECTOR_MODULES.values())
         and str(module).split(".")[0] not in _MADE_FOR_OTHER_CACHES
     )
 
@@ -49,7 +60,8 @@ def _is_known(asked: RequestedEngine) -> bool:
     return (
         transfer is not None
         and transfer.kv_connector in asked.family.kv_connectors
-        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE)
+        and transfer.kv_connector_module_path
+        in (None, CONNECTOR_MODULES[str(transfer.kv_connector)])
     )
 
 
