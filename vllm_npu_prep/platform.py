@@ -49,10 +49,10 @@ from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
     CONNECTOR_MODULES,
     MOONCAKE,
+    MOONCAKE_PROTOCOLS,
     OFFLOADING,
     PLANE_SPEC,
     PROTOCOL,
-    PROTOCOLS,
     UPSTREAM_SPEC,
     connector_module,
 )
@@ -390,7 +390,7 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
         return [f"KV connector {transfer.kv_connector} of {module} is given {form}"]
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == MOONCAKE:
-        protocol = extra.setdefault(PROTOCOL, PROTOCOLS[KIND.device_type])
+        protocol = extra.setdefault(PROTOCOL, MOONCAKE_PROTOCOLS[KIND.device_type][0])
         return [f"K and V move between engines by Mooncake, over {protocol}"]
     if transfer.kv_connector != OFFLOADING:
         return []
