@@ -102,7 +102,8 @@ def test_prompts_are_decoded_from_what_was_computed_elsewhere(
     with engine_of(runner, model, **connected(monkeypatch, **settings)) as llm:
         computed, free = count_tokens(llm), free_blocks(llm)
         sent, asked = zip(*transfers(llm, prompts))
-        generate(llm, prompts, asking(sent, 1))
+        # Of some the producer takes the last token away, in the list that it is given.
+        generate(llm, [[*prompt] for prompt in prompts], asking(sent, 1))
         before = computed["scheduled"]
         assert before >= sum(lengths) - len(lengths)
         assert generate(llm, prompts, asking(asked, MAX_TOKENS)) == expected
