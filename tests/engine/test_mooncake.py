@@ -6,6 +6,8 @@ engines and the real transfer engine.
 """
 
 import itertools
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -16,7 +18,6 @@ from tests.helpers.engine import LLAMA4, generate, graphs, greedy, make_model
 from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS, V32
-from tests.helpers.mooncake import mooncake  # noqa: F401
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.waiting import wait_until
@@ -40,11 +41,15 @@ CASES: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {
 }
 
 
-def connected(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any]:
+def connected(
+    monkeypatch: pytest.MonkeyPatch, policy: str = "fail", **settings: Any
+) -> dict[str, Any]:
     """Settings of an engine that sends to itself and has no prefix cache to find prompts in."""
     port = free_port()
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port))
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "1")
     transfer = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both", "engine_id": ENGINE_ID}
+    transfer["kv_load_failure_policy"] = policy
     return {
         "block_size": BLOCK_SIZE,
         "max_num_batched_tokens": 48,
@@ -58,10 +63,8 @@ def connected(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any
 NUMBERS = itertools.count()
 
 
-def transfers(llm: Any, prompts: list[list[int]]) -> list[tuple[Any, Any]]:
+def transfers(prompts: list[list[int]]) -> list[tuple[Any, Any]]:
     """For each prompt what the request that computes it is told, and what the one that decodes."""
-    import os
-
     address = f"http://127.0.0.1:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}"
     told = []
     for _ in prompts:
@@ -86,9 +89,9 @@ def scheduler_of(llm: Any) -> Any:
 
 def free_blocks(llm: Any) -> int:
     """Blocks that nobody holds once all requests have ended and sent what they had to send."""
-    core = llm.llm_engine.engine_core.engine_core
-    wait_until(lambda: not core.scheduler.has_requests() or core.step() is None)
-    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    scheduler = scheduler_of(llm)
+    wait_until(lambda: llm.llm_engine.step() == [] and not scheduler.has_requests())
+    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 @pytest.mark.parametrize(("config", "lengths", "settings", "runner"), on_both(CASES))
@@ -101,7 +104,7 @@ def test_prompts_are_decoded_from_what_was_computed_elsewhere(
     assert is_varied(expected)
     with engine_of(runner, model, **connected(monkeypatch, **settings)) as llm:
         computed, free = count_tokens(llm), free_blocks(llm)
-        sent, asked = zip(*transfers(llm, prompts))
+        sent, asked = zip(*transfers(prompts))
         # Of some the producer takes the last token away, in the list that it is given.
         generate(llm, [[*prompt] for prompt in prompts], asking(sent, 1))
         before = computed["scheduled"]
@@ -109,3 +112,85 @@ def test_prompts_are_decoded_from_what_was_computed_elsewhere(
         assert generate(llm, prompts, asking(asked, MAX_TOKENS)) == expected
         assert computed["scheduled"] - before == len(prompts) * MAX_TOKENS
         assert free_blocks(llm) == free
+
+
+@pytest.fixture(scope="module")
+def expected(qwen3):
+    return reference(qwen3, prompts_of(SEED, LENGTHS), MAX_TOKENS)
+
+
+def half_of(engine: Any) -> Any:
+    """Let a transfer write half of its blocks and fail."""
+    whole = engine.batch_transfer_sync_write
+
+    def torn(self: Any, session: str, *lists: list[int]) -> int:
+        whole(self, session, *(each[::2] for each in lists))
+        return -1
+
+    return torn
+
+
+def outputs(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[tuple[str, list[int]]]:
+    """How each request ended, and its tokens."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    found = [each.outputs[0] for each in llm.generate(inputs, params, use_tqdm=False)]
+    return [(each.finish_reason, list(each.token_ids)) for each in found]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_torn_transfers_give_errors_or_the_same_tokens(
+    qwen3, expected, monkeypatch, mooncake, policy
+):
+    """What arrived in part is computed again, or its clients get an error. All blocks come back."""
+    prompts = prompts_of(SEED, LENGTHS)
+    monkeypatch.setattr(mooncake, "batch_transfer_sync_write", half_of(mooncake))
+    with engine_of("V2", qwen3, **connected(monkeypatch, policy)) as llm:
+        free = free_blocks(llm)
+        sent, asked = zip(*transfers(prompts))
+        generate(llm, prompts, asking(sent, 1))
+        ended = outputs(llm, prompts, asking(asked, MAX_TOKENS))
+        if policy == "recompute":
+            assert ended == [("length", tokens) for tokens in expected]
+        else:
+            assert ended == [("error", [])] * len(prompts)
+        assert generate(llm, prompts, greedy(MAX_TOKENS)) == expected
+        assert free_blocks(llm) == free
+
+
+def test_blocks_of_an_abort_stay_until_the_transfer_ended(qwen3, expected, monkeypatch, mooncake):
+    """A late transfer writes to blocks that nobody else has; other requests go on meanwhile."""
+    prompts = prompts_of(SEED, LENGTHS)
+    began, goes_on = threading.Event(), threading.Event()
+
+    def late() -> int:
+        began.set()
+        assert goes_on.wait(60)
+        return 0
+
+    with engine_of("V2", qwen3, **connected(monkeypatch)) as llm:
+        free, pool = free_blocks(llm), scheduler_of(llm).kv_cache_manager.block_pool
+        ((sent, asked),) = transfers(prompts[:1])
+        generate(llm, prompts[:1], asking([sent], 1))
+        monkeypatch.setattr(mooncake, "on_write", staticmethod(late))
+        (params,) = asking([asked], MAX_TOKENS)
+        engine = llm.llm_engine
+        engine.add_request("1000", {"prompt_token_ids": prompts[0]}, params)
+        wait_until(lambda: engine.step() == [] and began.is_set())
+        engine.abort_request(["1000"])
+        assert generate(llm, prompts[1:], greedy(MAX_TOKENS)) == expected[1:]
+        sides = 2  # of the request that was computed, and of the one that waits
+        assert free - pool.get_num_free_blocks() == sides * -(-len(prompts[0]) // BLOCK_SIZE)
+        goes_on.set()
+        assert free_blocks(llm) == free
+
+
+def test_prompts_that_nobody_computes_end_with_an_error(qwen3, expected, monkeypatch, mooncake):
+    """Nor do they keep blocks, in a cache that has room for one of them alone."""
+    prompts = prompts_of(SEED, LENGTHS)[:2]
+    small = connected(monkeypatch, num_gpu_blocks_override=27, max_model_len=104)
+    with engine_of("V2", qwen3, **small) as llm:
+        free = free_blocks(llm)
+        _, asked = zip(*transfers(prompts))
+        assert outputs(llm, prompts, asking(asked, 8)) == [("error", [])] * len(prompts)
+        assert free_blocks(llm) == free
+        assert generate(llm, prompts, greedy(MAX_TOKENS)) == expected[:2]

@@ -2,17 +2,11 @@
 
 import ctypes
 import itertools
-import sys
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
-import pytest
 
 PORTS = itertools.count(1)
 ENGINES: dict[str, "TransferEngine"] = {}
 """All engines by the address under which others write to their memory."""
-NAME = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector.TransferEngine"
 
 
 class TransferEngine:
@@ -37,7 +31,7 @@ class TransferEngine:
         return 0
 
     def has(self, start: int, size: int) -> bool:
-        return any(0 <= start - first and start + size <= first + n for first, n in self.memory)
+        return any(first <= start and start + size <= first + n for first, n in self.memory)
 
     def batch_transfer_sync_write(
         self, session: str, sources: list[int], targets: list[int], sizes: list[int]
@@ -48,16 +42,3 @@ class TransferEngine:
             if result == 0:
                 ctypes.memmove(target, source, size)
         return result
-
-
-@pytest.fixture
-def mooncake(monkeypatch: pytest.MonkeyPatch) -> type[TransferEngine]:
-    """The stand-in, where vLLM and start-up look for Mooncake; its addresses are of this host."""
-    module: Any = ModuleType("mooncake.engine")
-    module.TransferEngine = TransferEngine
-    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
-    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
-    monkeypatch.setattr(NAME, TransferEngine)
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    monkeypatch.setattr(TransferEngine, "on_write", staticmethod(lambda: 0))
-    return TransferEngine
