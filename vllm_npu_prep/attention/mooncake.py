@@ -39,8 +39,8 @@ SECONDS_BETWEEN_LOOKS = 1.0
 """Time between two looks whether a producer that has not answered still lives."""
 
 UNEQUAL_STATES = (
-    "Recurrent states can't be divided among ranks anew: the engine that computes prompts has {} "
-    "tensor-parallel ranks and the one that decodes has {}; give both the same number"
+    "Recurrent states can't be divided among other ranks: the tensor-parallel size is {} where "
+    "prompts are computed, and {} where they are decoded; give both engines the same"
 )
 
 
