@@ -7,6 +7,7 @@ engines and the real transfer engine.
 
 import itertools
 import os
+import socket
 import threading
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.waiting import wait_until
 from tests.helpers.windows import THREE_GROUPS
 from tests.server.process import free_port
+from vllm_npu_prep.errors import PrepError
 
 BLOCK_SIZE = 4
 ENGINE_ID = "this"
@@ -117,6 +119,18 @@ def test_prompts_are_decoded_from_what_was_computed_elsewhere(
 @pytest.fixture(scope="module")
 def expected(qwen3):
     return reference(qwen3, prompts_of(SEED, LENGTHS), MAX_TOKENS)
+
+
+def test_what_a_worker_lacks_is_one_line(qwen3, monkeypatch, mooncake):
+    """A port that another server has, and a protocol that the host has not."""
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        settings, port = connected(monkeypatch), taken.getsockname()[1]
+        monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port))
+        with pytest.raises(PrepError, match=f"have port {port} .Address already in use"):
+            engine_of("V2", qwen3, **settings).__enter__()
+    monkeypatch.setattr(mooncake, "initialize", lambda *_: -1)
+    with pytest.raises(PrepError, match="does not start on 127"):
+        engine_of("V2", qwen3, **connected(monkeypatch)).__enter__()
 
 
 def half_of(engine: Any) -> Any:

@@ -473,10 +473,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         }.items()
     ),
     "kv-mooncake-drafts": (Example(f"{MOONCAKE} {NGRAM}", **HAS),),
-    "kv-mooncake-ranks": (
-        Example(f"{MOONCAKE} --data-parallel-size 2", **HAS),
-        Example(f"{MOONCAKE} {SHARED_BY_2}", **HAS),
-    ),
+    "kv-mooncake-data-parallel": (Example(f"{MOONCAKE} --data-parallel-size 2", **HAS),),
     "kv-mooncake-sleep": (Example(f"{MOONCAKE} --enable-sleep-mode", **HAS),),
     "kv-offloading-stages": (Example("--kv-offloading-size 1 --pipeline-parallel-size 2"),),
     # speculation.py

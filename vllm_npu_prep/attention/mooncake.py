@@ -10,11 +10,13 @@ part of each token, where upstream's caches have one part of the block.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
@@ -24,9 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     PullReqMeta,
     TransferRegion,
 )
+from vllm.utils.network_utils import get_ip
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 
 from vllm_npu_prep.attention.offloading import planes_by_block
+from vllm_npu_prep.errors import PrepError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,13 +86,38 @@ class PlaneScheduler(mooncake_connector.MooncakeConnectorScheduler):
 
 
 class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
-    """Sends and receives the planes of one rank."""
+    """Sends and receives the planes of one rank.
+
+    Raises
+    ------
+    PrepError
+        If the transfer engine does not start, or the port of the bootstrap server is taken.
+    """
 
     def __init__(
         self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig"
     ) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        assert vllm_config.kv_transfer_config is not None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        try:
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        except OSError as error:
+            raise PrepError(
+                f"Mooncake's bootstrap server can't have port {envs.VLLM_MOONCAKE_BOOTSTRAP_PORT} "
+                f"({os.strerror(error.errno or 0)}); give each server of a host another one in "
+                "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+            ) from error
+        except RuntimeError as error:
+            raise PrepError(
+                f"Mooncake's transfer engine does not start on {get_ip()} with {extra}: {error} "
+                "Give a mooncake_protocol that this host has (tcp needs nothing), or VLLM_HOST_IP"
+            ) from error
         self._failing: set[str] = set()  # requests that other ranks may still write to
+
+    def shutdown(self) -> None:
+        """End threads and sockets, unless the worker never came to them."""
+        if hasattr(self, "async_zmq_ctx"):
+            super().shutdown()
 
     def _sync_block_size_with_kernel(self) -> None:
         """Keep vLLM's blocks, in which planes are registered, however kernels divide them."""

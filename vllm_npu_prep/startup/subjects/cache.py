@@ -260,15 +260,12 @@ MOONCAKE_CONNECTOR = (
         _words,
     ),
     Refusal(
-        "kv-mooncake-ranks",
-        lambda c: (
-            c.config.parallel_config.data_parallel_size > 1
-            or c.config.parallel_config.decode_context_parallel_size > 1
-        ),
-        "KV connector {name} with data parallelism or decode context parallelism",
-        "with the first it was not tried, and with the second each rank has other tokens' blocks, "
-        "of which vLLM's connector knows nothing",
-        "use --tensor-parallel-size or --pipeline-parallel-size, or start several servers",
+        "kv-mooncake-data-parallel",
+        lambda c: c.config.parallel_config.data_parallel_size > 1,
+        "KV connector {name} with data parallelism",
+        "a request that is decoded has to name the rank that computed its prompt, which was not "
+        "tried",
+        "start several servers behind one proxy",
         _words,
     ),
     Refusal(
