@@ -314,7 +314,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("Mooncake leaves a part of each block out", "self.kv_block_len_per_layer = self.block_len_per_layer", "self.kv_block_len_per_layer = [n * 3 // 4 for n in self.block_len_per_layer]", REGIONS),
         ("ranks of other numbers get contiguous parts of blocks", "return self._by_token(local), self._by_token(remote), None", "return local, remote, None", REGIONS),
         ("blocks are given up while another rank writes to them", "if meta.pull_tasks_count <= 0:", "if True:", REGIONS),
-        ("a dead producer fails what has arrived", "            del pull_metas[req_id]\n", "            pass\n", REGIONS),
+        ("a dead producer fails what has arrived", "            pull_metas.pop(req_id, None)", "            pull_metas.get(req_id, None)", REGIONS),
         ("what a producer gave up is waited for", "self._handle_failed_recv(unanswered, list(unanswered), reason)", "pass", REGIONS),
         ("planes of another dtype are taken", 'f"{name}{DTYPE}{dtype}"', 'f"{name}{DTYPE}any dtype"', REGIONS),
         ("a decoder computes a token without its window", "self._bounded_replay |= any(", "self._bounded_replay |= False and any(", (f"{MOONCAKE[0]}[windows-V2]",)),

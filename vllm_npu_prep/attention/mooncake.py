@@ -231,7 +231,7 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
         response.ok_reqs = [req_id for req_id in ok_reqs if req_id in pull_metas]
         super().process_pulling_result(response, pull_metas)
         for req_id in response.ok_reqs:
-            del pull_metas[req_id]
+            pull_metas.pop(req_id, None)  # which vLLM 0.33.0 does itself
 
     def _handle_failed_recv(
         self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str
@@ -247,7 +247,7 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
             if meta.pull_tasks_count <= 0:
                 self._failing.discard(req_id)
                 given_up[req_id] = meta
-        super()._handle_failed_recv(given_up, given_up, reason)
+        super()._handle_failed_recv(given_up, list(given_up), reason)
 
 
 async def _is_gone(address: str) -> bool:
