@@ -61,6 +61,8 @@ setup(
             *("markdown-it-py", *DOCS),
         ],
         "bench": ["matplotlib"],
+        # Prompts computed elsewhere; on an Ascend host it is mooncake-transfer-engine-npu
+        "mooncake": ["mooncake-transfer-engine-non-cuda"],
         "demo": ["gguf==0.19.0"],  # reads the real chat model of examples/smollm2.py
         "docs": DOCS,
     },

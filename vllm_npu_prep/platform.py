@@ -47,9 +47,12 @@ from vllm_npu_prep.startup.asked import RequestedEngine, multimodal_inputs
 from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
-    EXAMPLE,
+    CONNECTOR_MODULES,
+    MOONCAKE,
+    MOONCAKE_PROTOCOLS,
     OFFLOADING,
     PLANE_SPEC,
+    PROTOCOL,
     UPSTREAM_SPEC,
     connector_module,
 )
@@ -140,13 +143,13 @@ class NPUPlatform(Platform):
         return None
 
     @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        """Make a device the calling thread's.
+    def set_device(cls, device: torch.device | int) -> None:
+        """Make a device, or the one with this number, the calling thread's.
 
         vLLM calls this in threads that it starts, such as the one that reads outputs. Calls of
         CANN in a thread without a device fail, or reach device 0.
         """
-        set_device(device)
+        set_device(torch.device(cls.device_type, device) if isinstance(device, int) else device)
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -377,17 +380,20 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
         transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return []
-    if not transfer.kv_connector_module_path and transfer.kv_connector in (EXAMPLE, OFFLOADING):
-        transfer.kv_connector_module_path = CONNECTOR_MODULE
+    if not transfer.kv_connector_module_path:
+        transfer.kv_connector_module_path = CONNECTOR_MODULES.get(transfer.kv_connector)
     module = connector_module(transfer)
-    if module != CONNECTOR_MODULE:
+    if module not in CONNECTOR_MODULES.values():
         form = "K and V of a layer as two planes: [2, blocks, tokens of a block, heads, head size]"
         if vllm_config.model_config.use_mla:
             form = "latent rows and rotated keys as a pair: [blocks, tokens of a block, 1, width]"
         return [f"KV connector {transfer.kv_connector} of {module} is given {form}"]
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == MOONCAKE:
+        protocol = extra.setdefault(PROTOCOL, MOONCAKE_PROTOCOLS[KIND.device_type][0])
+        return [f"K and V move between engines by Mooncake, over {protocol}"]
     if transfer.kv_connector != OFFLOADING:
         return []
-    extra = transfer.kv_connector_extra_config
     if extra.get("spec_name", UPSTREAM_SPEC) == UPSTREAM_SPEC:
         extra.update(spec_name=PLANE_SPEC, spec_module_path=CONNECTOR_MODULE)
     nbytes, ranks = int(extra.get("cpu_bytes_to_use", 0)), vllm_config.parallel_config.world_size

@@ -44,6 +44,10 @@ POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
+MOONCAKE = (
+    "tests/engine/test_mooncake.py::test_prompts_are_decoded_from_what_was_computed_elsewhere",
+)
+REGIONS = ("tests/attention/test_mooncake.py",)
 OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = (
     "tests/npu/on_device/test_offloading.py::test_prompts_that_were_evicted_come_back_from_the_host"
@@ -302,6 +306,18 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a prompt counts as stored once the first stage has stored it", "            for (_, part), names in layers.items()\n", "            for (stage, part), names in layers.items()\n            if stage == 0\n", (f"{TRANSFER[0]}::test_a_prompt_is_stored_once_all_stages_have_stored_it",)),
         ("a store is seen before it is whole", 'unfinished = f"{path}.{uuid.uuid4().hex}"', "unfinished = path", TRANSFER_ON_NPU),
         ("prompts are loaded one block too far on", "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)", "write_slots(\n                        self._planes(layer_name, cache),\n                        request.slot_mapping + self._block_size,\n                        stored,\n                    )", TRANSFER_ON_NPU),
+    ],
+    "attention/mooncake.py": [
+        ("prompts over Mooncake are read before they arrive", "        unanswered = dict(pull_metas)\n", "        unanswered = dict(pull_metas)\n        self.finished_recving_reqs.update(pull_metas)\n", (f"{MOONCAKE[0]}[K and V-V2]",)),
+        ("Mooncake moves blocks of other requests", "self.registered_group_indices.append(group)", "self.registered_group_indices.append(0)", (f"{MOONCAKE[0]}[windows-V2]",)),
+        ("Mooncake moves planes of another layer", "cache = kv_caches[name]", "cache = kv_caches[next(iter(kv_caches))]", (f"{MOONCAKE[0]}[K and V-V2]",)),
+        ("Mooncake leaves a part of each block out", "self.kv_block_len_per_layer = self.block_len_per_layer", "self.kv_block_len_per_layer = [n * 3 // 4 for n in self.block_len_per_layer]", REGIONS),
+        ("ranks of other numbers get contiguous parts of blocks", "return self._by_token(local), self._by_token(remote), None", "return local, remote, None", REGIONS),
+        ("blocks are given up while another rank writes to them", "if meta.pull_tasks_count <= 0:", "if True:", REGIONS),
+        ("a dead producer fails what has arrived", "            pull_metas.pop(req_id, None)", "            pull_metas.get(req_id, None)", REGIONS),
+        ("what a producer gave up is waited for", "self._handle_failed_recv(unanswered, list(unanswered), reason)", "pass", REGIONS),
+        ("planes of another dtype are taken", 'f"{name}{DTYPE}{dtype}"', 'f"{name}{DTYPE}any dtype"', REGIONS),
+        ("a decoder computes a token without its window", "self._bounded_replay |= any(", "self._bounded_replay |= False and any(", (f"{MOONCAKE[0]}[windows-V2]",)),
     ],
     "attention/latent.py": [
         ("prefills begin with the step's first token", "prefills = Prefills(\n        first_token,", "prefills = Prefills(\n        0,", LATENT),

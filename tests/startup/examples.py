@@ -97,6 +97,16 @@ STORED = (
     f"{CONNECTOR} ExampleConnector --no-enable-chunked-prefill "
     "--kv-transfer-config.kv_connector_extra_config.shared_storage_path kv"
 )
+MOONCAKE = f"{CONNECTOR} MooncakeConnector"
+HAS: dict[str, Any] = {
+    "where": {"vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda: ""}
+}
+"""Has Mooncake's transfer engine."""
+LACKS: dict[str, Any] = {
+    "where": {
+        "vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda: "no mooncake"
+    }
+}
 SHARED_BY_2 = "--tensor-parallel-size 2 --decode-context-parallel-size 2"
 ON_V1, ON_V2 = "VLLM_USE_V2_MODEL_RUNNER=0", "VLLM_USE_V2_MODEL_RUNNER=1"
 ROTATES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -446,6 +456,25 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "kv-offloading-states": (
         Example("--kv-offloading-size 1 --no-enable-prefix-caching", model=HYBRID),
     ),
+    "kv-mooncake-engine": (
+        Example(
+            MOONCAKE,
+            "without Mooncake's transfer engine is not supported by vllm_npu_prep: no",
+            **LACKS,
+        ),
+    ),
+    "kv-mooncake-config": tuple(
+        Example(f"{MOONCAKE} --kv-transfer-config.kv_connector_extra_config.{given}", says, **HAS)
+        for given, says in {
+            "protocol tcp": "knows no protocol",
+            "num_workers 0": "num_workers is 0",
+            "mooncake_protocol ascend": "moved by tcp or rdma",
+            "bootstrap_server_address 8998": "HOST:PORT",
+        }.items()
+    ),
+    "kv-mooncake-drafts": (Example(f"{MOONCAKE} {NGRAM}", **HAS),),
+    "kv-mooncake-data-parallel": (Example(f"{MOONCAKE} --data-parallel-size 2", **HAS),),
+    "kv-mooncake-sleep": (Example(f"{MOONCAKE} --enable-sleep-mode", **HAS),),
     "kv-offloading-stages": (Example("--kv-offloading-size 1 --pipeline-parallel-size 2"),),
     # speculation.py
     "speculative-method": (

@@ -38,7 +38,8 @@ def silence_accelerator_calls() -> None:
     """Let upstream's ``torch.accelerator`` calls do nothing if there is no accelerator.
 
     Engine, worker and API process call these at shutdown and after profiling
-    (``cleanup_dist_env_and_memory``, ``GPUModelRunner.shutdown``), and they raise.
+    (``cleanup_dist_env_and_memory``, ``GPUModelRunner.shutdown``), and they raise. So does a KV
+    connector that asks for the number of its device.
     """
     if torch.accelerator.is_available():
         return
@@ -49,10 +50,14 @@ def silence_accelerator_calls() -> None:
 
     def empty_host_cache(*args: object, **kwargs: object) -> None: ...
 
+    def current_device_index() -> int:
+        return 0
+
     # Distinct objects: Dynamo keys its handlers on them.
     torch.accelerator.synchronize = synchronize
     torch.accelerator.empty_cache = empty_cache
     torch.accelerator.empty_host_cache = empty_host_cache
+    torch.accelerator.current_device_index = current_device_index
 
 
 def no_op_cuda_streams() -> contextlib.AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Refusals of KV caches that are stored, moved or shared: of connectors and offloading."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 from vllm_npu_prep.startup.asked import RequestedEngine
@@ -8,10 +9,23 @@ from vllm_npu_prep.startup.refusal import Refusal, Subject
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
+EXAMPLE, OFFLOADING, MOONCAKE = "ExampleConnector", "OffloadingConnector", "MooncakeConnector"
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
-"""The module in which vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
+"""The module with `PLANE_SPEC`, and with the connectors that need nothing but vLLM."""
+CONNECTOR_MODULES = {
+    EXAMPLE: CONNECTOR_MODULE,
+    OFFLOADING: CONNECTOR_MODULE,
+    MOONCAKE: "vllm_npu_prep.attention.mooncake",
+}
+"""Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
-EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
+PROTOCOL = "mooncake_protocol"
+"""vLLM's key of the protocol by which Mooncake moves memory."""
+MOONCAKE_PROTOCOLS = {"cpu": ("tcp", "rdma"), "npu": ("ascend", "tcp", "rdma")}
+"""Mooncake's protocols for the memory of each type of device, the default first."""
+MOONCAKE_KEYS = {PROTOCOL, "num_workers", "device_name", "bootstrap_server_address"}
+"""What vLLM's MooncakeConnector reads of ``kv_connector_extra_config``."""
+
 UPSTREAM_SPEC, PLANE_SPEC = "CPUOffloadingSpec", "PlaneOffloadingSpec"
 """vLLM's names of its class that offloads to the host, and of ours that takes its place."""
 
@@ -38,7 +52,7 @@ def _brings_its_code(asked: RequestedEngine) -> bool:
     """Tell whether the connector is the user's own."""
     module = connector_module(asked.connector)
     return (
-        module not in (None, CONNECTOR_MODULE)
+        module not in (None, *CONNECTOR_MODULES.values())
         and str(module).split(".")[0] not in _MADE_FOR_OTHER_CACHES
     )
 
@@ -49,7 +63,8 @@ def _is_known(asked: RequestedEngine) -> bool:
     return (
         transfer is not None
         and transfer.kv_connector in asked.family.kv_connectors
-        and transfer.kv_connector_module_path in (None, CONNECTOR_MODULE)
+        and transfer.kv_connector_module_path
+        in (None, CONNECTOR_MODULES[str(transfer.kv_connector)])
     )
 
 
@@ -72,6 +87,35 @@ def _words(asked: RequestedEngine) -> dict[str, object]:
         "name": asked.connector.kv_connector,
         "known": ", ".join(asked.family.kv_connectors) or "none",
     }
+
+
+def _missing_transfer_engine() -> str:
+    """Tell why Mooncake's transfer engine can't be imported; empty if it can."""
+    try:
+        importlib.import_module("mooncake.engine")
+    except Exception as error:  # libraries of the network, of any kind
+        return " ".join(str(error).split()) or repr(error)
+    return ""
+
+
+def _wrong_mooncake_config(asked: RequestedEngine) -> str:
+    """Tell what is wrong with the extra configuration of `MOONCAKE`; empty if nothing is."""
+    extra = asked.connector.kv_connector_extra_config
+    protocols = MOONCAKE_PROTOCOLS[asked.kind.device_type]
+    workers, protocol = extra.get("num_workers", 1), extra.get(PROTOCOL, protocols[0])
+    address = str(extra.get("bootstrap_server_address", "host:8998"))
+    if unknown := extra.keys() - MOONCAKE_KEYS:
+        return f"vLLM knows no {', '.join(sorted(unknown))}, but {', '.join(sorted(MOONCAKE_KEYS))}"
+    if not isinstance(workers, int) or workers < 1:
+        return f"num_workers is {workers!r}, and has to be a number of threads, at least 1"
+    if protocol not in protocols:
+        return f"{PROTOCOL} is {protocol!r}; memory of this device is moved by " + (
+            " or ".join(protocols)
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        return f"bootstrap_server_address is {address!r}, and has to be HOST:PORT"
+    return ""
 
 
 ANY = (
@@ -188,8 +232,55 @@ OFFLOADING_CONNECTOR = (
     ),
 )
 
+MOONCAKE_CONNECTOR = (
+    Refusal(
+        "kv-mooncake-engine",
+        lambda c: _missing_transfer_engine(),
+        "KV connector {name} without Mooncake's transfer engine",
+        "{why}",
+        "pip install mooncake-transfer-engine-npu on an Ascend host, elsewhere "
+        "mooncake-transfer-engine-non-cuda, and Debian's libibverbs1 and librdmacm1",
+        lambda c: _words(c) | {"why": _missing_transfer_engine()},
+    ),
+    Refusal(
+        "kv-mooncake-config",
+        lambda c: _wrong_mooncake_config(c),
+        "kv_connector_extra_config of {name}",
+        "{why}",
+        "leave the key out or mend it",
+        lambda c: _words(c) | {"why": _wrong_mooncake_config(c)},
+    ),
+    Refusal(
+        "kv-mooncake-drafts",
+        lambda c: c.config.speculative_config is not None,
+        "KV connector {name} with drafts",
+        "drafts take blocks behind a prompt's, and vLLM pairs the blocks of two engines from the "
+        "last one on",
+        "leave --speculative-config out of both engines",
+        _words,
+    ),
+    Refusal(
+        "kv-mooncake-data-parallel",
+        lambda c: c.config.parallel_config.data_parallel_size > 1,
+        "KV connector {name} with data parallelism",
+        "a request that is decoded has to name the rank that computed its prompt, which was not "
+        "tried",
+        "start several servers behind one proxy",
+        _words,
+    ),
+    Refusal(
+        "kv-mooncake-sleep",
+        lambda c: c.model.enable_sleep_mode,
+        "KV connector {name} with sleep mode",
+        "another engine writes to the memory of the KV cache, which a sleep takes away",
+        "use one of the two",
+        _words,
+    ),
+)
+
 SUBJECTS = (
     Subject("offloading", ANY),
     Subject("connector", EXAMPLE_CONNECTOR, when=lambda c: _is(c, EXAMPLE)),
     Subject("offloading-connector", OFFLOADING_CONNECTOR, when=lambda c: _is(c, OFFLOADING)),
+    Subject("mooncake-connector", MOONCAKE_CONNECTOR, when=lambda c: _is(c, MOONCAKE)),
 )

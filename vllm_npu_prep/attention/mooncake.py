@@ -1,0 +1,263 @@
+"""K and V that another engine computed, over Mooncake: vLLM's connector, for caches in planes.
+
+One engine computes prompts (the producer), another one decodes them (the consumer). The consumer
+tells the producer its blocks and the addresses of its memory, and the producer writes them there.
+Requests, answers and the order of these are upstream's. What is registered and copied is planes:
+each is a region of its own, whose blocks are contiguous.
+
+In a block of a plane, heads lie within tokens. So a rank that sends a part of its heads sends a
+part of each token, where upstream's caches have one part of the block.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeXferMetadata,
+    MooncakeXferResponse,
+    PullReqMeta,
+    TransferRegion,
+)
+from vllm.utils.network_utils import get_ip
+from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
+
+from vllm_npu_prep.attention.offloading import planes_by_block
+from vllm_npu_prep.errors import PrepError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+DTYPE = " in "
+"""Stands between a layer's name and the dtype of a plane."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""Time between two looks whether a producer that has not answered still lives."""
+
+UNEQUAL_STATES = (
+    "Recurrent states can't be divided among other ranks: the tensor-parallel size is {} where "
+    "prompts are computed, and {} where they are decoded; give both engines the same"
+)
+
+
+class MooncakeConnector(mooncake_connector.MooncakeConnector):
+    """vLLM's connector to another engine's memory, for planes."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        assert vllm_config.kv_transfer_config is not None
+        assert vllm_config.kv_transfer_config.engine_id is not None
+        self.engine_id = vllm_config.kv_transfer_config.engine_id
+        given = vllm_config, self.engine_id, kv_cache_config
+        is_worker = role is KVConnectorRole.WORKER
+        self.connector_scheduler = None if is_worker else PlaneScheduler(*given)
+        self.connector_worker = PlaneWorker(*given) if is_worker else None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> None:
+        """Ask for no layout: planes have theirs."""
+
+
+class PlaneScheduler(mooncake_connector.MooncakeConnectorScheduler):
+    """Upstream's books of what is sent and received."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        # A consumer computes a prompt's last token, whose window or chunk may begin a block before
+        # that of the token after it. So it leaves that token out of what it asks for, as upstream
+        # does beside recurrent states.
+        self._bounded_replay |= any(
+            not isinstance(spec, FullAttentionSpec)
+            for group in kv_cache_config.kv_cache_groups
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        )
+
+
+class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
+    """Sends and receives the planes of one rank.
+
+    Raises
+    ------
+    PrepError
+        If the transfer engine does not start, or the port of the bootstrap server is taken.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        try:
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        except OSError as error:
+            raise PrepError(
+                f"Mooncake's bootstrap server can't have port {envs.VLLM_MOONCAKE_BOOTSTRAP_PORT} "
+                f"({os.strerror(error.errno or 0)}); give each server of a host another one in "
+                "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+            ) from error
+        except RuntimeError as error:
+            raise PrepError(
+                f"Mooncake's transfer engine does not start on {get_ip()} with {extra}: {error} "
+                "Give a mooncake_protocol that this host has (tcp needs nothing), or VLLM_HOST_IP"
+            ) from error
+        self._failing: set[str] = set()  # requests that other ranks may still write to
+
+    def shutdown(self) -> None:
+        """End threads and sockets, unless the worker never came to them."""
+        if hasattr(self, "async_zmq_ctx"):
+            super().shutdown()
+
+    def _sync_block_size_with_kernel(self) -> None:
+        """Keep vLLM's blocks, in which planes are registered, however kernels divide them."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register all planes, and let consumers ask for them.
+
+        Each layer's planes are told to the other side in their order, by the layer's name and
+        their dtype, which both sides must have in common.
+        """
+        config = self.kv_cache_config
+        layers = self.vllm_config.compilation_config.static_forward_context
+        memory: dict[int, int] = {}  # start of each allocation -> its bytes
+        self.kv_caches_base_addr, self.block_len_per_layer = [], []
+        self.registered_layer_names, self.registered_layer_indices = [], []
+        self.registered_group_indices = []
+        for name, group in config.transfer_group_index_by_layer.items():
+            cache = kv_caches[name]
+            dtypes = [plane.dtype for plane in cache]
+            for plane, dtype in zip(
+                planes_by_block(cache, layers[name], config.num_blocks), dtypes
+            ):
+                storage = plane.untyped_storage()
+                memory[storage.data_ptr()] = storage.nbytes()
+                self.kv_caches_base_addr.append(plane.data_ptr())
+                self.block_len_per_layer.append(plane.shape[1])
+                self.registered_layer_names.append(f"{name}{DTYPE}{dtype}")
+                self.registered_layer_indices.append(mooncake_connector.extract_layer_index(name))
+                self.registered_group_indices.append(group)
+        self.kv_block_len_per_layer = self.block_len_per_layer
+        self.region_shared_groups = [(group,) for group in self.registered_group_indices]
+        self.region_row_offsets = [-1] * len(self.kv_caches_base_addr)
+        self.seen_base_addresses = list(memory)
+        self.device_kv_caches = kv_caches
+        if self.engine.batch_register_memory(list(memory), list(memory.values())) != 0:
+            raise RuntimeError("Mooncake batch memory registration failed.")
+        if not self.is_kv_consumer:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Wait until this producer is known to its bootstrap server and listens to consumers."""
+        ready = threading.Event()
+        listener = asyncio.run_coroutine_threadsafe(
+            self._mooncake_sender_listener(ready), self.sender_loop
+        )
+        listener.add_done_callback(lambda _: ready.set())  # it ends only if it fails
+        ready.wait()
+        if listener.done():
+            listener.result()
+
+    def _prepare_transfer_regions(
+        self, meta: MooncakeXferMetadata
+    ) -> tuple[list[TransferRegion], list[TransferRegion], str | None]:
+        """Return this side's regions and the other's, pair by pair, and what is wrong with them.
+
+        Where ranks of both sides have unequal heads, a region of a plane is divided into one for
+        each token of a block, in which the heads to send are contiguous.
+        """
+        local, remote, error = super()._prepare_transfer_regions(meta)
+        heads = self.transfer_topo.total_num_kv_heads
+        sizes = self.tp_size, meta.remote_tp_size
+        if error is not None or self.use_mla or min(heads, sizes[0]) == min(heads, sizes[1]):
+            return local, remote, error
+        if self.kv_cache_config.has_mamba_layers:
+            return [], [], UNEQUAL_STATES.format(*sizes)
+        return self._by_token(local), self._by_token(remote), None
+
+    def _by_token(self, regions: list[TransferRegion]) -> list[TransferRegion]:
+        parts = []
+        for region in regions:
+            spec = self._layer_specs[region.layer_name.partition(DTYPE)[0]]
+            nbytes = region.kv_block_len // spec.block_size
+            parts += [
+                replace(region, base_addr=region.base_addr + token * nbytes, kv_block_len=nbytes)
+                for token in range(spec.block_size)
+            ]
+        return parts
+
+    def _validate_head_resharding_layout(self, *_: Any) -> None:
+        """Find nothing wrong: planes are neither padded nor quantised."""
+
+    # ----------------------------------------------------------------- failures
+
+    async def receive_kv_from_single_worker(
+        self, worker_addr: str, pull_metas: dict[str, PullReqMeta]
+    ) -> None:
+        """Ask a rank of the producer for blocks, until it has answered or is gone.
+
+        Upstream waits until its timeout for a producer that has died, gives up requests that the
+        rank has already served, and waits for ever if the rank forgot a request, which it does
+        after a timeout.
+        """
+        unanswered = dict(pull_metas)
+        pull = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, unanswered))
+        reason = f"{worker_addr} had given it up"
+        while not (await asyncio.wait([pull], timeout=SECONDS_BETWEEN_LOOKS))[0]:
+            if await _is_gone(worker_addr):
+                # What it had sent arrives before its blocks are given to others.
+                await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+                reason = f"{worker_addr} is gone"
+                pull.cancel()
+        self._handle_failed_recv(unanswered, list(unanswered), reason)
+
+    def process_pulling_result(
+        self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]
+    ) -> None:
+        """Count what a rank has sent or could not send; `pull_metas` keeps the others."""
+        ok_reqs = response.ok_reqs or []
+        failed = [req_id for req_id in ok_reqs if req_id in self._failing]
+        self._handle_failed_recv(pull_metas, failed, "another rank could not send its part")
+        response.ok_reqs = [req_id for req_id in ok_reqs if req_id in pull_metas]
+        super().process_pulling_result(response, pull_metas)
+        for req_id in response.ok_reqs:
+            pull_metas.pop(req_id, None)  # which vLLM 0.33.0 does itself
+
+    def _handle_failed_recv(
+        self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str
+    ) -> None:
+        """Report requests whose blocks did not arrive, once no rank writes to them any more."""
+        given_up = {}
+        for req_id in req_ids:
+            meta = pull_metas.pop(req_id, None)
+            if meta is None:
+                continue
+            self._failing.add(req_id)
+            meta.pull_tasks_count -= 1
+            if meta.pull_tasks_count <= 0:
+                self._failing.discard(req_id)
+                given_up[req_id] = meta
+        super()._handle_failed_recv(given_up, list(given_up), reason)
+
+
+async def _is_gone(address: str) -> bool:
+    """Tell whether nobody listens at ``tcp://HOST:PORT``, on a host that says so."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # of the network: it may come back
+        return False
+    writer.close()
+    return False
