@@ -1149,6 +1149,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a step forgets whom it scheduled", "self.prev_step_scheduled_req_ids.update(output.num_scheduled_tokens)", "pass", SCHEDULING),
         ("counts of NaNs are lost", "            self.counts_nans = True\n", "            self.counts_nans = False\n", SCHEDULING),
         ("a request that has ended gets drafts", "                or request.is_finished()\n", "", SCHEDULING),
+        ("prompts with states are cut by what decodes left", "        self.max_num_scheduled_tokens += num_taken\n        split", "        self.max_num_scheduled_tokens += 0\n        split", SCHEDULING),
         ("a step of decodes alone has no number", "            self.sched_step_seq += 1  #", "            self.sched_step_seq += 0  #", SCHEDULING),
         ("a connector sees no decodes that were taken", "            self.taken.join(scheduler_output)\n", "            pass\n", SCHEDULING),
         ("rows whose blocks were not loaded get tokens", "transfers.invalid_block_ids or transfers.failed_recving", "False", SCHEDULING),

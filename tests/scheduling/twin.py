@@ -105,6 +105,7 @@ class Twin(Traffic):
             return False
         name, prompt, asked, params, adapter, priority = self.request()
         client = self.number(1, self.clients) - 1
+        hashes = self.settings.caching or self.worker is not None  # as EngineCore decides
         failing, compiled = self.chance(0.2), self.chance(0.5)
         places = self.places(len(prompt)) if self.settings.media and self.chance(0.4) else []
         if self.worker is not None:
@@ -124,7 +125,7 @@ class Twin(Traffic):
                 trace_headers={"traceparent": name} if "traced" in asked else None,
                 lora_request=lora,
                 mm_features=features(places),
-                block_hasher=hasher(self.settings.block_size) if self.settings.caching else None,
+                block_hasher=hasher(self.upstream.hash_block_size) if hashes else None,
                 resumable="streamed" in asked,
             )
             if "grammar" in asked and compiled:

@@ -254,6 +254,14 @@ class BatchedMixin(Scheduler):
         scheduler_output.num_scheduled_tokens = whole
         self.decodes.enter(taken)
 
+    def _mamba_block_aligned_split(self, *args: Any, **kwargs: Any) -> int:
+        """Cut a prompt by all tokens that a step may have, those of `taken` included."""
+        num_taken = 0 if self.taken is None else self.taken.num_tokens
+        self.max_num_scheduled_tokens += num_taken
+        split = super()._mamba_block_aligned_split(*args, **kwargs)
+        self.max_num_scheduled_tokens -= num_taken
+        return split
+
     def get_request_counts(self) -> tuple[int, int]:
         num_running, num_waiting = super().get_request_counts()
         num_taken = 0 if self.taken is None else self.taken.num_requests
