@@ -1032,8 +1032,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "scheduling/blocks.py": [
         ("a block is cached one block late", "(blocks + 1) * manager.block_size", "(blocks + 2) * manager.block_size", SCHEDULING),
         ("a window's blocks are freed one block late", "manager.block_size - skipped % manager.block_size", "2 * manager.block_size - skipped % manager.block_size", SCHEDULING),
-        ("drafts have no states", "                there -= manager.num_speculative_blocks  #", "                there -= 0  #", SCHEDULING),
-        ("the state at the end of a prompt keeps nobody waiting", "                    cached = 0\n", "                    pass\n", SCHEDULING),
         ("a state is left one block late", "(num_tokens - 1) // manager.block_size + 1)", "(num_tokens - 1) // manager.block_size + 2)", SCHEDULING),
         ("a chunk's blocks are freed one chunk late", "(num_tokens // size + 1) * size", "(num_tokens // size + 2) * size", SCHEDULING),
     ],
@@ -1121,7 +1119,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("tokens of stages in another order", "self.new_token_ids + cached.new_token_ids", "cached.new_token_ids + self.new_token_ids", SCHEDULING),
         ("a connector sees requests that are counted already", "at_once = not self._counts_later", "at_once = not self.scheduler.defer_block_free", SCHEDULING),
         ("a connector gets no blocks of decodes that were taken", "            output.kv_connector_block_state.req_ids.update(self.req_ids)\n", "            pass\n", SCHEDULING),
-        ("a connector sees structured output too early", "        cached = output.scheduled_cached_reqs\n", "        cached = output.scheduled_cached_reqs\n        self.tell_of_grammars(output)\n", SCHEDULING),
         ("blocks are freed while a step writes to them", "                request.last_sched_seq = sequence\n", "                pass\n", SCHEDULING),
         ("beside a connector drafts are not computed", "            request.num_computed_tokens += new\n", "            request.num_computed_tokens += 1\n", SCHEDULING),
         ("beside a connector drafts are not in flight", "            request.num_in_flight_tokens += new\n", "            request.num_in_flight_tokens += 1\n", SCHEDULING),
@@ -1152,8 +1149,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts with states are cut by what decodes left", "        self.max_num_scheduled_tokens += num_taken\n        split", "        self.max_num_scheduled_tokens += 0\n        split", SCHEDULING),
         ("a step of decodes alone has no number", "            self.sched_step_seq += 1  #", "            self.sched_step_seq += 0  #", SCHEDULING),
         ("a connector sees no decodes that were taken", "            self.taken.join(scheduler_output)\n", "            pass\n", SCHEDULING),
-        ("rows whose blocks were not loaded get tokens", "transfers.invalid_block_ids or transfers.failed_recving", "False", SCHEDULING),
-        ("requests are admitted beside others that wait for blocks", "return late and asks and not self._blocks_suffice()", "return False", SCHEDULING),
         ("what a step counts as scheduled is counted twice", "scheduler_output.num_scheduled_tokens = others", "pass", SCHEDULING),
     ],
     "server/draining.py": [
