@@ -24,6 +24,8 @@ decode-4096      4096 decodes
 waiting-10000    256 decodes, and 10,000 requests that wait
 preempting-256   256 requests in a cache that is too small: requests are preempted and resumed
 abort-256        as arrivals-256, and every step four requests are aborted and replaced
+offloading-256   256 decodes, and the host keeps blocks (vLLM's side has vLLM's connector)
+pulled-256       as arrivals-256 on an instance that decodes: prompts are computed elsewhere
 ===============  ==================================================================================
 
 The first five are run unless cases are named. Columns: ``ours_us``, ``upstream_us`` and their
@@ -56,8 +58,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from connectors import SETTINGS, as_upstream_has_it, worker_part
 from host_step import MismatchError, StubModel, show, twin_of
 from host_step_v2 import FreeDrafter, FreeSampler, free_kernels, stock_of
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -95,6 +99,8 @@ class Case:
         Blocks of the KV cache for each request that runs.
     drafts
         That each request has to verify in a step.
+    connector
+        One of `connectors.SETTINGS`.
     """
 
     running: int
@@ -103,6 +109,7 @@ class Case:
     aborts: int = 0
     blocks: int = 16
     drafts: int = 0
+    connector: str = ""
 
 
 CASES = {
@@ -115,6 +122,8 @@ CASES = {
     "waiting-10000": Case(256, waiting=10_000),
     "preempting-256": Case(256, arrivals=1, blocks=2),
     "abort-256": Case(256, arrivals=1, aborts=4),
+    "offloading-256": Case(256, connector="offloading"),
+    "pulled-256": Case(256, arrivals=1, connector="pulled"),
 }
 SHOWN = ("decode-32", "decode-256", "decode-1024", "arrivals-256", "drafts-256")
 TITLES = {
@@ -214,6 +223,8 @@ class Side:
         Ours, or vLLM's.
     queue
         Steps in flight, of asynchronous scheduling.
+    worker_part
+        What the worker's connector keeps for this side.
     times
         Microseconds of each step, by part; ``all`` is the whole step.
     """
@@ -221,6 +232,7 @@ class Side:
     scheduler: Any
     runner: Any
     queue: deque | None
+    worker_part: Any = None  # of a KV connector
     times: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     now: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
@@ -265,6 +277,8 @@ class Bench:
             else (BatchedScheduler, Scheduler)
         )
         self.sides = {}
+        if case.connector:  # planes of our runner are registered; none of them is copied
+            get_kv_transfer_group().register_kv_caches = lambda _: None
         if against == "V2":
             twin = stock_of(runner)
             free_kernels()
@@ -288,6 +302,10 @@ class Bench:
             side.scheduler.schedule = side.timed("schedule", side.scheduler.schedule)
             update = side.timed("update", side.scheduler.update_from_output)
             side.scheduler.update_from_output = update
+            if case.connector:
+                side.worker_part = worker_part(get_kv_transfer_group())
+                if name == "upstream":
+                    as_upstream_has_it(side.scheduler.connector)
             for method in ("execute_model", "sample_tokens"):
                 setattr(each, method, side.timed("runner", getattr(each, method)))
             self.sides[name] = side
@@ -334,6 +352,8 @@ class Bench:
         """One step of the engine's loop with one side; returns what its clients get."""
         self.core.scheduler, self.worker.model_runner = side.scheduler, side.runner
         self.core.batch_queue = side.queue
+        if self.case.connector:
+            get_kv_transfer_group().connector_worker = side.worker_part
         side.now.clear()
         start = time.thread_time_ns()
         outputs, _ = self.core.step_fn()
@@ -417,6 +437,7 @@ def bench(
             max_num_batched_tokens=max(8192, max_num_seqs),
             **speculation(case.drafts, model, not synchronous),
             kv_cache_memory_bytes=4 << 20,
+            **SETTINGS[case.connector],
             async_scheduling=not synchronous,
             skip_tokenizer_init=True,
             additional_config={"npu_prep": {"mask": "compressed"}},  # as NPUs get it

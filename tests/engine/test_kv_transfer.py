@@ -15,7 +15,7 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import serve_on_ranks
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of
-from tests.helpers.watch import count_preemptions, count_states, on_prepared
+from tests.helpers.watch import count_batched, count_preemptions, count_states, on_prepared
 from vllm_npu_prep.attention.kv_transfer import (
     ExampleConnector,
     LayersOfRank,
@@ -83,9 +83,10 @@ def test_an_engine_loads_what_another_one_stored(qwen3, tmp_path, seed, caplog, 
     prompts = prompts_of(seed, LENGTHS)
     expected = reference(qwen3, prompts, 40)
     with engine_of(runner, qwen3, **connected(tmp_path), async_scheduling=False) as llm:
-        computed = count_tokens(llm)
+        computed, batched = count_tokens(llm), count_batched(llm)
         assert generate(llm, prompts, greedy(40)) == expected
     assert computed["scheduled"] == sum(LENGTHS) + 39 * len(LENGTHS)
+    assert batched["taken"] > 30 * len(LENGTHS)
     files = sorted(tmp_path.glob("*/*.safetensors"))
     assert len(files) == 2 * len(LENGTHS)  # a file for each layer of each prompt
 

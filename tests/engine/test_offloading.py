@@ -23,6 +23,7 @@ from tests.helpers.life_cycle import generate_with_calls
 from tests.helpers.prompts import prompts_of
 from tests.helpers.sessions import send_part
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
+from tests.helpers.watch import count_batched
 from tests.helpers.windows import THREE_GROUPS
 from vllm_npu_prep.attention.offloading import PlaneOffloadingWorker
 from vllm_npu_prep.errors import PrepError
@@ -97,10 +98,12 @@ def test_prompts_that_were_evicted_come_back_from_the_host(name, tmp_path, seed,
     chunk = settings.get("block_size", BLOCK_SIZE) * (2 if "kv_transfer_config" in settings else 1)
     with engine_of(runner, model, **offloading(**settings)) as llm:
         again = computed_again(llm, prompts, others, expected)
+        batched = count_batched(llm)
         # All at once: loads and stores beside other requests' steps, and blocks that change hands
         assert generate(llm, prompts + others, greedy(6))[: len(prompts)] == expected
         disturbed, calls = generate_with_calls(llm, prompts + others, greedy(6), seed)
     assert disturbed[: len(prompts)] == expected, dict(calls)
+    assert batched["taken"] > len(prompts)
     assert calls["requests reset"] + calls["caches cleared in pauses"] > 0
     left = sum(left_to_compute(length, chunk) + 5 for length in LENGTHS)
     assert again == left

@@ -11,6 +11,7 @@ from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import RUNNERS, engine_of
+from tests.helpers.watch import count_batched
 
 BLOCK_SIZE, LENGTHS = 4, [90, 33, 3, 71]
 
@@ -61,7 +62,9 @@ def check_calls(
         for name, layer in layers.items()
         if hasattr(layer, "kv_cache")
     }
+    batched = count_batched(llm)
     whole = generate(llm, prompts, greedy(8))
+    assert batched["taken"] > len(prompts)
     again = generate(llm, prompts, greedy(8)) if expected is None else expected
     assert whole == (expected or whole)
     assert generate(llm, [prompts[2]], greedy(1)) == [whole[2][:1]]  # the last is sent, too

@@ -173,3 +173,21 @@ def record_stored(llm: Any) -> list[int]:
 
     connector.get_num_new_matched_tokens = recorded
     return found
+
+
+def count_batched(llm: Any) -> Counter:
+    """Count the requests whose steps the scheduler takes in bulk (``taken``), from now on.
+
+    Steps of few requests, which it would leave to upstream, are taken, too.
+    """
+    scheduler, count = llm.llm_engine.engine_core.engine_core.scheduler, Counter()
+    scheduler.fewest = 1
+    decodes, take = scheduler.decodes, scheduler.decodes.take
+
+    def counted(*args: Any) -> Any:
+        batch = take(*args)
+        count["taken"] += len(batch.requests)
+        return batch
+
+    decodes.take = counted
+    return count

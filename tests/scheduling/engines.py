@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.v2 import asked_for
+from tests.scheduling import connectors
 from vllm_npu_prep.compat.scheduler import begin_parts_of_sessions_with_what_was_computed
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
@@ -134,7 +135,25 @@ def draw(seed: int, **fixed: Any) -> SimpleNamespace:
     if not drawn.caching and one_in(2):
         drawn.groups, drawn.blocks = (*groups, "states"), 2 * blocks
     drawn.v2 = drawn.v2 or (not asynchronous and one_in(2))
+    if drawn.caching and one_in(4):
+        drawn.groups, drawn.blocks = (*drawn.groups, "states"), 2 * blocks
+    drawn.stages = 1 if one_in(2) else 2
+    drawn.connector = str(rng.choice(["", *connectors.KINDS]))
+    drawn.kv_role = str(rng.choice(["kv_both", "kv_producer", "kv_consumer"]))
+    drawn.failures = str(rng.choice(["recompute", "fail"]))
+    drawn.failing = float(rng.choice([0.0, 0.1]))
+    drawn.offload_prompt_only, drawn.chunk = one_in(2), int(rng.choice([1, 2]))
+    drawn.waits = one_in(2)
     vars(drawn).update(fixed)
+    if drawn.asynchronous:
+        drawn.stages = 1  # with more, the runner passes tokens on by itself
+    else:
+        drawn.depth = drawn.stages
+    several = len(drawn.groups) > 1
+    if drawn.connector == "example" and several:
+        drawn.connector = "transfers"  # vLLM's is told of one group alone
+    if "states" in drawn.groups and (not drawn.caching or drawn.chunk > 1):
+        drawn.connector = drawn.connector and "transfers"  # offloading needs states at its ends
     return drawn
 
 
@@ -147,7 +166,7 @@ def base_config() -> Any:
     return engine_config(folder, enforce_eager=True, **sizes)
 
 
-def config_of(settings: SimpleNamespace) -> Any:
+def config_of(settings: SimpleNamespace, *, ours: bool) -> Any:
     config = copy.deepcopy(base_config())
     config.model_config.max_model_len = settings.max_model_len
     scheduling, cache = config.scheduler_config, config.cache_config
@@ -165,6 +184,11 @@ def config_of(settings: SimpleNamespace) -> Any:
     cache.enable_prefix_caching = settings.caching
     if settings.num_drafts:
         config.speculative_config = speculation(settings.num_drafts, settings.method)
+    config.parallel_config.pipeline_parallel_size = settings.stages
+    cache.mamba_cache_mode = "align" if settings.caching else "none"
+    if settings.connector:
+        scheduling.disable_hybrid_kv_cache_manager = settings.connector == "example"
+        config.kv_transfer_config = connectors.transfer_config(settings, ours=ours)
     if settings.loras:
         config.lora_config = SimpleNamespace(max_loras=settings.loras)
     return config
@@ -173,13 +197,14 @@ def config_of(settings: SimpleNamespace) -> Any:
 def spec_of(group: str, settings: SimpleNamespace) -> Any:
     of = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 8}
     of["dtype"] = torch.float32
-    states = {"block_size": settings.max_model_len, "num_speculative_blocks": settings.num_drafts}
+    whole = settings.block_size if settings.caching else settings.max_model_len
+    states = {"block_size": whole, "num_speculative_blocks": settings.num_drafts}
     states["mamba_cache_mode"] = "align" if settings.caching else "none"
     return {
         "full": lambda: FullAttentionSpec(**of),
         "window": lambda: SlidingWindowSpec(**of, sliding_window=24),
         "chunk": lambda: ChunkedLocalAttentionSpec(**of, attention_chunk_size=32),
-        # As vLLM makes them without the prefix cache
+        # As vLLM makes them with the prefix cache, and without
         "states": lambda: MambaSpec(**states, shapes=((8,),), dtypes=(torch.float32,)),
     }[group]()
 
@@ -195,7 +220,6 @@ def make(settings: SimpleNamespace, *, ours: bool) -> Any:
     """One of the two schedulers."""
     init_none_hash(sha256)
     begin_parts_of_sessions_with_what_was_computed()  # as a process does when it starts
-    config = config_of(settings)
     groups = [
         KVCacheGroupSpec([f"layer {number}"], spec_of(name, settings))
         for number, name in enumerate(settings.groups)
@@ -204,10 +228,13 @@ def make(settings: SimpleNamespace, *, ours: bool) -> Any:
     alignment = math.lcm(*sizes)  # vLLM's resolve_kv_cache_block_sizes
     kinds = (Scheduler, AsyncScheduler, BatchedScheduler, BatchedAsyncScheduler)
     kind = kinds[2 * ours + settings.asynchronous]
+    caches = KVCacheConfig(settings.blocks, [], groups)
+    settings.alignment = alignment
+    config = config_of(settings, ours=ours)
     with asked_for("V2" if settings.v2 else "V1"):
         scheduler = kind(
             config,
-            KVCacheConfig(settings.blocks, [], groups),
+            caches,
             Grammars(),
             alignment,
             hash_block_size=math.gcd(*sizes) if settings.caching else alignment,
@@ -223,6 +250,8 @@ def make(settings: SimpleNamespace, *, ours: bool) -> Any:
     if settings.media:
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=60)
         scheduler.max_num_encoder_input_tokens = 40
+    if settings.connector:
+        connectors.prepare(scheduler, caches)
     if ours:
         scheduler.fewest = settings.fewest
     return scheduler

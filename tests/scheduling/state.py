@@ -16,10 +16,10 @@ from vllm_npu_prep.scheduling.requests import BatchedRequest
 
 NOTES = set(BatchedRequest.__annotations__)
 """What only our scheduler notes on a request."""
-OURS = {"needs", "rules", "decodes", "reason", "num_taken", "num_left", "active_loras"}
+OURS = {"needs", "rules", "decodes", "reason", "taken", "num_left", "active_loras"}
 OURS |= {"plain_drafts", "fewest", "counts_nans"}
 """Attributes of our scheduler alone."""
-CONSTANT = {"structured_output_manager", "kv_event_publisher", "kv_cache_manager"}
+CONSTANT = {"connector", "structured_output_manager", "kv_event_publisher", "kv_cache_manager"}
 """What is the same object for both, or is viewed apart. So is whatever is named ``..._config``."""
 
 
@@ -54,8 +54,12 @@ def view(value: Any) -> Any:
     if callable(value):
         return None
     fields = getattr(value, "__struct_fields__", None)
-    names = vars(value) if fields is None else fields
-    return {name: view(getattr(value, name)) for name in names if name not in SKIPPED}
+    if fields is None:
+        fields = vars(value) if hasattr(value, "__dict__") else value.__slots__
+    viewed = {name: view(getattr(value, name)) for name in fields if name not in SKIPPED}
+    if "kv_connector_stats" in viewed:  # those of offloading are times
+        viewed["kv_connector_stats"] = bool(viewed["kv_connector_stats"])
+    return viewed
 
 
 def view_request(request: Request) -> dict[str, Any]:

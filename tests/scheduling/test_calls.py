@@ -43,7 +43,13 @@ class Queue(FCFSRequestQueue):
 
 
 def steady(
-    *, ours: bool, asynchronous: bool, num_drafts: int = 0, number: int = REQUESTS, waiting: int = 0
+    *,
+    ours: bool,
+    asynchronous: bool,
+    num_drafts: int = 0,
+    number: int = REQUESTS,
+    waiting: int = 0,
+    connector: str = "",
 ):
     """A scheduler with that many decodes and requests that wait; a function that runs a step."""
     settings = draw(
@@ -62,6 +68,8 @@ def steady(
         stagger=1,
         media=False,
         kv_events=False,
+        connector=connector,
+        stages=1,
         fewest=4,
         log_stats=True,
     )

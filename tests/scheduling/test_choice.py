@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.hybrids import GATED_DELTA
+from tests.scheduling.connectors import KINDS
 from tests.scheduling.engines import draw, make
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
@@ -52,30 +53,29 @@ def test_the_option_chooses_the_scheduler(choose, scheduler, asynchronous, kind,
 
 
 @pytest.mark.parametrize(
-    ("caches", "asynchronous", "kind", "said"),
-    [
-        (True, True, AsyncScheduler, "by vLLM's scheduler: the prefix cache holds"),
-        (False, False, BatchedScheduler, "batched"),
-        (False, True, BatchedAsyncScheduler, "batched"),
-    ],
+    ("asynchronous", "kind"), [(True, BatchedAsyncScheduler), (False, BatchedScheduler)]
 )
-def test_states_in_the_prefix_cache_are_vllm_s_scheduler_s(
-    choose, tmp_path, caches, asynchronous, kind, said
-):
+def test_recurrent_states_are_scheduled_in_bulk(choose, tmp_path, asynchronous, kind):
     folder = make_model(tmp_path, "Qwen3_5", **GATED_DELTA)
-    how = {"enable_prefix_caching": caches, "async_scheduling": asynchronous}
+    how = {"enable_prefix_caching": True, "async_scheduling": asynchronous}
     chosen, log = choose("batched", folder, **how)
     assert chosen is kind
-    assert f"synchronous, {said}" in log and ("batched" in log) == (not caches)
+    assert "synchronous, batched" in log
 
 
 @pytest.mark.parametrize("caches", [False, True])
-def test_states_are_batched_where_no_prefix_cache_holds_them(caches):
+def test_it_is_known_when_recurrent_states_need_blocks(caches):
     sizes = {"block_size": 16, "max_model_len": 96, "budget": 96}
     scheduler = make(draw(2, groups=("full", "states"), caching=caches, **sizes), ours=True)
-    reason = "recurrent states in the prefix cache end at blocks"
-    assert scheduler.reason == (reason if caches else "")
+    assert scheduler.reason == ""
     assert scheduler.needs.known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_with_a_connector_are_scheduled_in_bulk(kind):
+    drawn = draw(2, groups=("full",), connector=kind)
+    assert drawn.connector == kind
+    assert make(drawn, ours=True).reason == ""
 
 
 def test_a_scheduler_of_the_user_s_wins_with_a_warning(choose):
@@ -88,13 +88,11 @@ def test_a_scheduler_of_the_user_s_wins_with_a_warning(choose):
 @pytest.mark.parametrize(
     ("name", "value", "part"),
     [
-        ("connector", object(), "a connector reads every step"),
+        ("ec_connector", object(), "an encoder connector reads every step"),
+        ("aux_output_connector", object(), "routed experts are returned"),
         ("num_sampled_tokens_per_step", 0, "samples no tokens"),
         ("is_encoder_decoder", True, "has an encoder"),
         ("dynamic_sd_lookup", [1], "follows the batch"),
-        ("perf_metrics", object(), "MFU"),
-        ("return_sampling_mask", True, "masks of sampling"),
-        ("defer_block_free", True, "blocks wait"),
     ],
 )
 def test_engines_that_are_left_to_upstream_say_why(monkeypatch, name, value, part):
@@ -102,12 +100,3 @@ def test_engines_that_are_left_to_upstream_say_why(monkeypatch, name, value, par
     assert scheduler.reason == ""
     monkeypatch.setattr(scheduler, name, value, raising=False)
     assert part in scheduler._reason_for_upstream()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_synchronous_engines_with_stages_are_left_to_upstream(monkeypatch, asynchronous):
-    """Their scheduler sends the tokens that a stage has sampled to the first one."""
-    scheduler = make(draw(0, asynchronous=asynchronous), ours=True)
-    monkeypatch.setattr(scheduler, "use_pp", True)
-    sent = "pipeline stages send tokens to each other"
-    assert (sent in scheduler._reason_for_upstream()) is not asynchronous

@@ -50,6 +50,7 @@ def decode(computed: int, placeholders: int, last_length: int) -> SimpleNamespac
     return SimpleNamespace(
         is_prefill_chunk=False,
         num_computed_tokens=computed,
+        num_tokens_with_spec=computed + 1 - placeholders,
         num_output_placeholders=placeholders,
         last_length=last_length,
         next_decode_eligible_step=0,

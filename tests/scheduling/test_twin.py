@@ -17,6 +17,8 @@ KEPT = [int(line) for line in (Path(__file__).with_name("seeds.txt")).read_text(
 """Seeds that failed once."""
 HAPPENED = {"preempted", "resumed", "aborted", "prefix cache reset", "paused", "went on"}
 HAPPENED |= {"streamed on", "grammar compiled", "slept, steps in flight", "slept, drained"}
+HAPPENED |= {"sent", "received", "copied to the host", "copied from the host"}
+HAPPENED |= {"blocks not loaded at once", "blocks not loaded later"}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,7 @@ def test_outputs_and_state_equal_upstream_s_after_every_step(seed, total):
 ENGINE = {
     **{"groups": ("full",), "block_size": 16, "blocks": 800, "max_model_len": 200, "budget": 256},
     **{"max_num_seqs": 16, "v2": False, "stagger": 1, "watermark": 0.0, "throttle": False},
+    **{"connector": "", "stages": 1},
 }
 NO_DRAFTS = {"num_drafts": 0, "method": ""}
 LOOKED_UP = {"num_drafts": 3, "method": "ngram"}
@@ -41,6 +44,7 @@ EAGLE = {"method": "eagle", "media": True}
 SMALL = {"block_size": 4, "blocks": 60, "max_model_len": 96}
 STATES = {"groups": ("full", "states"), "caching": False, "num_drafts": 3, "method": "mtp"}
 AT_ONCE, LATER = {"asynchronous": False, "depth": 1}, {"asynchronous": True, "depth": 2}
+SENT = {**NO_DRAFTS, "connector": "transfers", "kv_role": "kv_both", "failing": 0.0}
 CORNERS: dict[str, tuple[dict, dict, dict]] = {
     "drafts beyond the token budget": (
         {**LOOKED_UP, "budget": 18},
@@ -85,6 +89,53 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
         {**STATES, "budget": 96, "blocks": 70},
         {},
         {"longest": 150},
+    ),
+    "blocks that another engine computes": ({**SENT, **LATER}, {"arrived": 0.5}, {}),
+    "blocks that could not be loaded": (
+        {**SENT, **LATER, "failing": 0.5, "failures": "recompute"},
+        {"arrived": 0.5},
+        {},
+    ),
+    "blocks that come back late": (
+        {**SENT, **LATER, **SMALL, "waits": True},
+        {"aborted": 0.1},
+        {"longest": 90},
+    ),
+    "adapters of requests that wait for blocks": (
+        {**SENT, **LORA, **LATER, **SMALL, "blocks": 40, "waits": True},
+        {},
+        {"longest": 90},
+    ),
+    "drafts beside a connector": (
+        {**SENT, **LOOKED_UP, **LATER, "connector": "several"},
+        {"arrived": 0.5},
+        {"longest": 90},
+    ),
+    "blocks that the host keeps": (
+        {**SENT, **LATER, **SMALL, "connector": "offloading", "offload_prompt_only": False},
+        {"prefix cache reset": 0.02},
+        {"longest": 90},
+    ),
+    "prompts in files": ({**SENT, "connector": "example"}, {}, {"longest": 90}),
+    "pipeline stages without asynchronous scheduling": (
+        {**LOOKED_UP, **AT_ONCE, "stages": 2},
+        {"arrived": 0.5},
+        {},
+    ),
+    "admission beside decodes of another stage": (
+        {**NO_DRAFTS, **AT_ONCE, "stages": 2, "watermark": 0.05, "throttle": True, "loras": 2},
+        {},
+        {},
+    ),
+    "states in the prefix cache": (
+        {**SENT, **LATER, "groups": ("full", "states"), "caching": True, "block_size": 4},
+        {"prefix cache reset": 0.02},
+        {"longest": 90},
+    ),
+    "states in the prefix cache, and drafts": (
+        {**LOOKED_UP, "groups": ("full", "states"), "caching": True, "block_size": 4},
+        {},
+        {"longest": 90},
     ),
     "input that is streamed": (
         {**EAGLE, "num_drafts": 1, "block_size": 4},

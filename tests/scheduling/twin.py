@@ -1,6 +1,7 @@
 """Random traffic through vLLM's scheduler and ours; all that both return and keep must be equal."""
 
 import copy
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.helpers.traffic import Traffic
+from tests.scheduling import connectors
+from tests.scheduling.connectors import Worker
 from tests.scheduling.engines import EOS, VOCAB, draw, hasher, make
 from tests.scheduling.state import compare, view, view_scheduler
 
@@ -64,9 +67,12 @@ class Twin(Traffic):
     def __init__(self, settings: SimpleNamespace, every: int = 1) -> None:
         super().__init__((settings.seed, 1), vocab=(10, VOCAB), room=settings.max_model_len)
         self.settings, self.every = settings, every
+        self.folder = tempfile.TemporaryDirectory(prefix="npu-prep-scheduling-")
+        settings.folder = self.folder.name  # of prompts that a connector stores
         self.upstream, self.ours = (make(settings, ours=ours) for ours in (False, True))
         self.both = (self.upstream, self.ours)
-        self.flight: deque[tuple[Any, Any, dict[str, bool]]] = deque()
+        self.flight: deque[tuple[Any, Any, dict[str, bool], Any]] = deque()
+        self.worker = Worker(self.upstream, settings, self) if settings.connector else None
         self.sessions: set[str] = set()
         rate = settings.max_num_seqs / 40
         calls: dict[str, tuple[Callable[[], Any], float]] = {
@@ -99,9 +105,13 @@ class Twin(Traffic):
             return False
         name, prompt, asked, params, adapter, priority = self.request()
         client = self.number(1, self.clients) - 1
+        hashes = self.settings.caching or self.worker is not None  # as EngineCore decides
         failing, compiled = self.chance(0.2), self.chance(0.5)
         places = self.places(len(prompt)) if self.settings.media and self.chance(0.4) else []
+        if self.worker is not None:
+            params["extra_args"] = {"kv_transfer_params": self.transfer(len(prompt))}
         for scheduler in self.both:
+            params = copy.deepcopy(params)
             sampling, pooling = SamplingParams(**params), PoolingParams(task="embed")
             sampling._eos_token_id = EOS if "stops at the end" in asked else None
             lora = LoRARequest(f"adapter {adapter}", adapter, "no/path") if adapter else None
@@ -115,7 +125,7 @@ class Twin(Traffic):
                 trace_headers={"traceparent": name} if "traced" in asked else None,
                 lora_request=lora,
                 mm_features=features(places),
-                block_hasher=hasher(self.settings.block_size) if self.settings.caching else None,
+                block_hasher=hasher(self.upstream.hash_block_size) if hashes else None,
                 resumable="streamed" in asked,
             )
             if "grammar" in asked and compiled:
@@ -125,6 +135,18 @@ class Twin(Traffic):
             self.sessions.add(name)
         self.count.update(asked)
         return True
+
+    def transfer(self, length: int) -> dict[str, Any] | None:
+        """What an engine is asked to do with a request's blocks before and after it."""
+        if self.chance(0.4):
+            return None
+        return {
+            "do_remote_prefill": self.chance(0.6),
+            "do_remote_decode": self.chance(0.5),
+            "stored": self.number(0, length),
+            "later": self.chance(0.7),
+            "unknown": self.number(0, 2) if self.chance(0.2) else 0,
+        }
 
     def places(self, length: int) -> list[tuple[str, int, int]]:
         """Images in a prompt: name, position and tokens of each."""
@@ -209,9 +231,10 @@ class Twin(Traffic):
         engine answers with the error, and goes on.
         """
         answers: list[bool | str] = []
+        too = self.worker is not None and self.chance(0.5)  # the connector's, too
         for scheduler in self.both:
             try:
-                answers.append(scheduler.reset_prefix_cache(reset_running_requests=whole))
+                answers.append(scheduler.reset_prefix_cache(whole, reset_connector=too))
             except RuntimeError as error:
                 answers.append(str(error))
         compare(*answers, "reset_prefix_cache")
@@ -226,6 +249,8 @@ class Twin(Traffic):
         outputs = self.call(lambda scheduler: scheduler.schedule(throttle))
         compare(view(outputs[0]), view(outputs[1]), "SchedulerOutput")
         self.compare_states("after schedule")
+        metadata = outputs[0].kv_connector_metadata
+        transfers = None if self.worker is None else self.worker.run(metadata)
         scheduled = outputs[0].num_scheduled_tokens
         self.count["steps"] += 1
         self.count["tokens"] += outputs[0].total_num_scheduled_tokens
@@ -236,7 +261,7 @@ class Twin(Traffic):
             each: not find[each].is_prefill_chunk and find[each].pooling_params is None
             for each in scheduled
         }
-        self.flight.append((*outputs, samples))
+        self.flight.append((*outputs, samples, transfers))
         if len(self.flight) >= self.settings.depth or not scheduled:
             self.take()
 
@@ -258,10 +283,11 @@ class Twin(Traffic):
 
     def take(self) -> None:
         """The runner returns the oldest step."""
-        upstream, ours, samples = self.flight.popleft()
+        upstream, ours, samples, transfers = self.flight.popleft()
         if self.settings.asynchronous and upstream.scheduled_spec_decode_tokens:
             self.validate_drafts(upstream, ours)
         result = self.result(upstream, samples)
+        result.kv_connector_output = transfers
         steps = {self.upstream: upstream, self.ours: ours}
         returned = self.call(
             lambda scheduler: scheduler.update_from_output(steps[scheduler], copy.deepcopy(result))
@@ -347,7 +373,10 @@ class Twin(Traffic):
             scheduler.update_draft_token_ids(as_drafts(drafts))
 
     def compare_states(self, when: str) -> None:
-        """Compare all that both keep."""
+        """Compare all that both keep, and all that connectors were told meanwhile."""
+        if self.worker is not None:
+            kept = [connectors.view_all(scheduler) for scheduler in self.both]
+            compare(*kept, f"connectors {when}")
         if self.count["steps"] % self.every == 0:
             compare(view_scheduler(self.upstream), view_scheduler(self.ours), f"state {when}")
 

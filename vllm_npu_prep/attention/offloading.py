@@ -16,6 +16,7 @@ The order follows from upstream's rules and from events:
 So no step waits for a copy, on the host or on the device.
 """
 
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
@@ -45,6 +48,8 @@ from vllm_npu_prep.errors import PrepError
 
 logger = init_logger(f"vllm.{__name__}")
 
+NEVER = 1 << 62
+"""A number of tokens that no request reaches."""
 CPU_BYTES = "cpu_bytes_to_use"
 """The key in upstream's configuration of the bytes of host memory, of all ranks together."""
 
@@ -74,7 +79,72 @@ def planes_by_block(cache: Any, layer: Any, num_blocks: int) -> list[torch.Tenso
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """vLLM's connector to host memory, whose worker gets planes."""
+    """vLLM's connector to host memory, whose worker gets planes.
+
+    Upstream's scheduler side looks at each request in each step, though a request that generates
+    has something to store once in a chunk of blocks, or never: by default the host keeps prompts
+    alone. Here it gets to see those for which something may have changed.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._due: dict[str, int] = {}  # by request the tokens with which it may have more to store
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        seen = self._with_news(scheduler_output)
+        metadata = super().build_connector_meta(seen)
+        for req_id in scheduler_output.finished_req_ids:
+            self._due.pop(req_id, None)
+        for req_id in seen.num_scheduled_tokens:
+            self._due[req_id] = self._next_due(req_id)
+        return metadata
+
+    def reset_cache(self) -> bool | None:
+        self._due.clear()  # all is stored again
+        return super().reset_cache()
+
+    def _with_news(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return a step without the requests that generate, got no block and have nothing due."""
+        due, cached, scheduled = self._due, step.scheduled_cached_reqs, step.num_scheduled_tokens
+        quiet = {
+            req_id
+            for req_id, blocks, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+            )
+            if blocks is None and computed + scheduled[req_id] < due.get(req_id, 0)
+        }
+        if not quiet:
+            return step
+        seen, of_seen = copy.copy(step), CachedRequestData.make_empty()
+        of_seen.resumed_req_ids = cached.resumed_req_ids
+        for index, req_id in enumerate(cached.req_ids):
+            if req_id not in quiet:
+                of_seen.req_ids.append(req_id)
+                of_seen.new_block_ids.append(cached.new_block_ids[index])
+        seen.scheduled_cached_reqs = of_seen
+        seen.num_scheduled_tokens = {
+            req_id: tokens for req_id, tokens in scheduled.items() if req_id not in quiet
+        }
+        return seen
+
+    def _next_due(self, req_id: str) -> int:
+        """Return the tokens with which the next chunk of a request is full in any group.
+
+        It is what ``OffloadingConnectorScheduler._build_store_jobs`` stores at the earliest, and
+        what ``_calc_num_offloadable_tokens`` lets it.
+        """
+        side = self.scheduler
+        state = side._req_status.get(req_id)
+        if state is None:
+            return 0
+        due = min(
+            (of_group.next_stored_chunk_idx + 1) * group.tokens_per_chunk
+            for group, of_group in zip(
+                side.config.kv_group_configs, state.group_states, strict=True
+            )
+        )
+        most = side._calc_num_offloadable_tokens(state, NEVER)
+        return due if due <= most or most == state.req.num_tokens else NEVER
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pass all planes to the worker, each once, with the groups whose blocks it holds."""

@@ -3,6 +3,8 @@
 The batched scheduler then doesn't call it.
 """
 
+from typing import TypeGuard
+
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -44,7 +46,11 @@ class BlockNeeds:
         if kind is FullAttentionManager:
             # With another block size, the manager also caches the block in which a prompt ends
             return manager.block_size == hash_block_size or not manager.enable_caching
-        if kind is MambaManager:
+        if isinstance(manager, MambaManager) and kind is MambaManager:
+            if manager.mamba_cache_mode == "align":
+                # No states within a block, and none that a prompt's last chunk leaves apart
+                sizes_agree = manager.block_size == hash_block_size
+                return sizes_agree and not manager.has_prefill_checkpoint_blocks
             # Without the prefix cache, a block of recurrent states lasts for a request's context
             return manager.block_size >= self.max_model_len
         return kind in _NEXT_FREED
@@ -57,6 +63,8 @@ class BlockNeeds:
         freed_up_to = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         for manager in self.managers:
             there = len(manager.req_to_blocks.get(request.request_id, ()))
+            if _keeps_ends(manager):
+                there -= manager.num_speculative_blocks  # MambaManager.allocate_new_blocks
             blocks = min(blocks, there * manager.block_size)
             window = min(window, _NEXT_FREED[type(manager)](manager, freed_up_to))
         request.blocks_until = blocks if blocks < self.max_model_len else NEVER
@@ -72,8 +80,27 @@ class BlockNeeds:
             if manager.enable_caching and manager.kv_cache_spec.prefix_cacheable:
                 blocks = manager.num_cached_block.get(request.request_id, 0)
                 cached = min(cached, (blocks + 1) * manager.block_size)
+                if _keeps_ends(manager) and _keeps_end_of_prompt(manager, request):
+                    cached = 0
         request.cached_until = cached
         note_quiet(request)
+
+
+def _keeps_ends(manager: SingleTypeKVCacheManager) -> TypeGuard[MambaManager]:
+    """Return whether a group keeps recurrent states at the ends of blocks for the prefix cache."""
+    return isinstance(manager, MambaManager) and manager.mamba_cache_mode == "align"
+
+
+def _keeps_end_of_prompt(manager: MambaManager, request: BatchedRequest) -> bool:
+    """Return whether a request still has the state at the last end of a block in its prompt.
+
+    As long as it has, upstream enters this state into the prefix cache anew in each step, and
+    requests that find it wait for the next one (``MambaManager._cache_partial_tail_block``). With
+    EAGLE it is the state one block before.
+    """
+    end = (request.num_prompt_tokens - 1) // manager.block_size
+    blocks = manager.req_to_blocks.get(request.request_id, [])
+    return not all(block.is_null for block in blocks[max(0, end - 2) : end])
 
 
 def _never(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
@@ -96,10 +123,20 @@ def _next_of_chunk(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
     return (num_tokens // size + 1) * size
 
 
+def _next_of_state(manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+    """Return the tokens from which on the state before the last end of a block is left.
+
+    Without the prefix cache, a request has one state, and never leaves it.
+    """
+    if not _keeps_ends(manager):
+        return NEVER
+    return ((num_tokens - 1) // manager.block_size + 1) * manager.block_size + 1
+
+
 _NEXT_FREED = {
     FullAttentionManager: _never,
     SlidingWindowManager: _next_of_window,
     ChunkedLocalAttentionManager: _next_of_chunk,
-    MambaManager: _never,
+    MambaManager: _next_of_state,
 }
 """For each kind of KV-cache group, the number of tokens from which on it may free another block."""

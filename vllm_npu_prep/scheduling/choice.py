@@ -34,10 +34,6 @@ def choose_scheduler(vllm_config: "VllmConfig", wanted: Literal["batched", "upst
         return f"{how}, by {name}: --scheduler-cls takes precedence over the option scheduler"
     if vllm_config.diffusion_config is not None:
         return f"{how}, by vLLM's scheduler of diffusion models"
-    if vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching:
-        config.scheduler_cls = None
-        why = "the prefix cache holds recurrent states, so that chunks of prompts end at blocks"
-        return f"{how}, by vLLM's scheduler: {why}"
     # vLLM checks its config again, in the engine's process
     config.scheduler_cls = (
         SCHEDULERS[bool(config.async_scheduling)] if wanted == "batched" else None

@@ -40,7 +40,7 @@ class UpstreamRow(NamedTuple):
 
 @dataclass
 class Rows:
-    """The rows of a step, in place of ``num_scheduled_tokens``; they are gone through once."""
+    """The rows of a step, in place of ``num_scheduled_tokens``; `items` is gone through once."""
 
     scheduler: Scheduler  # a `vllm_npu_prep.scheduling.scheduler.BatchedMixin`
     step: SchedulerOutput  # as it was scheduled
@@ -51,6 +51,10 @@ class Rows:
     handed: list[UpstreamRow] = field(default_factory=list)  # the rows that upstream got
     # How often a plain row verified some drafts and accepted some: {(drafts, accepted): rows}
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def get(self, request_id: str, default: int = 0) -> int:
+        """Return a row's number of tokens; MFU metrics ask for those of all rows."""
+        return self.step.num_scheduled_tokens.get(request_id, default)
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Do plain rows, and yield the others where they come.

@@ -5,13 +5,16 @@ import functools
 from collections import Counter
 from typing import Any, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -50,9 +53,10 @@ class BatchedMixin(Scheduler):
         self.needs = BlockNeeds(self.kv_cache_manager, self.max_model_len)
         self.decodes = Decodes(self, self.needs, asynchronous=self.asynchronous)
         self.counts_nans = False  # of logits, for debugging: upstream makes the outputs then
-        # During upstream's `schedule`: how many requests were taken out of `running`, how many were
-        # left there (those that upstream admits follow), and, if any waits, the running adapters
-        self.num_taken = self.num_left = 0
+        # During upstream's `schedule`: what was taken out of `running`, how many requests were left
+        # there (those that upstream admits follow), and, if any waits, the running adapters
+        self.taken: DecodeBatch | None = None
+        self.num_left = 0
         self.active_loras: set[int] | None = None
         self.plain_drafts: Counter[tuple[int, int]] = Counter()
 
@@ -72,30 +76,15 @@ class BatchedMixin(Scheduler):
         draft_slots = speculation.max_num_new_slots_for_drafting if speculation else 0
         input_tokens = self.scheduler_config.max_num_batched_tokens
         threshold = self.scheduler_config.long_prefill_token_threshold
-        starts = SingleTypeKVCacheManager.new_step_starts
-        managers = self.kv_cache_manager.coordinator.single_type_managers
         reasons = {
-            "a connector reads every step": self.connector is not None
-            or self.ec_connector is not None
-            or self.aux_output_connector is not None,
-            "pipeline stages send tokens to each other": self.use_pp
-            and not self.scheduler_config.async_scheduling,
+            "an encoder connector reads every step": self.ec_connector is not None,
+            "routed experts are returned": self.aux_output_connector is not None,
             "the model samples no tokens": self.num_sampled_tokens_per_step != 1,
             "the model has an encoder": self.is_encoder_decoder or self.is_mm_encoder_only,
-            "recurrent states in the prefix cache end at blocks": any(
-                type(manager).new_step_starts is not starts and manager.enable_caching
-                for manager in managers
-            ),
             "the number of drafts follows the batch": self.dynamic_sd_lookup is not None,
             "drafts need input slots of their own": draft_slots * self.max_num_running_reqs
             > input_tokens - self.max_num_scheduled_tokens,
             "--long-prefill-token-threshold cuts drafts": 0 < threshold <= self.num_spec_tokens,
-            "adapters, and a drafter that reads ahead in prompts": self.lora_config is not None
-            and self.num_prefill_lookahead > 1,
-            "MFU metrics are on": self.perf_metrics is not None,
-            "masks of sampling are returned": self.return_sampling_mask,
-            "blocks wait for the steps that write to them": self.defer_block_free
-            and self.connector is None,
             **self.rules.reasons_for_upstream(self),
         }
         return ", ".join(reason for reason, holds in reasons.items() if holds)
@@ -125,12 +114,9 @@ class BatchedMixin(Scheduler):
         ):
             return super().schedule(throttle_prefills)
         anyone_waits = bool(self.waiting) or bool(self.kv_holding_waiting)
-        if (
-            self.lora_config is not None
-            and anyone_waits
-            and (throttle_prefills or self._media_are_left())
-        ):  # a prompt may be left out of this step, and its adapter with it
+        if anyone_waits and self._admission_may_differ(throttle_prefills):
             return super().schedule(throttle_prefills)
+        self.kv_cache_manager.new_step_starts()  # before any decode enters blocks in the cache
         taken = self.decodes.take(running, self._end_of_prefix(anyone_waits, throttle_prefills))
         if not taken.num_requests:
             return super().schedule(throttle_prefills)
@@ -138,21 +124,23 @@ class BatchedMixin(Scheduler):
         if self.lora_config is not None and anyone_waits:
             self.active_loras = self._adapters_of_running(taken, rest)
         self.num_left = len(rest)
-        self._take_out(taken.num_requests, taken.num_tokens)
+        self._take_out(taken)
         try:
             output = super().schedule(throttle_prefills)
         except BaseException:
             self.decodes.give_back(taken)
             raise
         finally:
-            self._put_back(running, taken.num_requests, taken.num_tokens)
+            self._put_back(running, taken)
             self.active_loras = None
         if self.lora_config is not None:  # as Scheduler.schedule asserts of the running requests
             others = output.scheduled_cached_reqs
             ids = set(others.req_ids) - others.resumed_req_ids
             loras = loras_of([cast("BatchedRequest", self.requests[each]) for each in ids])
             assert len(taken.loras() | loras) <= self.lora_config.max_loras
-        taken.join(output)
+        if taken.others is None:
+            taken.join(output)
+        taken.tell_of_grammars(output)
         self.rules.complete(self, output, taken.req_ids)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(output.num_scheduled_tokens)
@@ -172,8 +160,10 @@ class BatchedMixin(Scheduler):
         upstream takes back. In order of arrival, victims are the last requests, never those that we
         have taken.
         """
-        if self.policy is not SchedulingPolicy.PRIORITY:
-            return True
+        return self.policy is not SchedulingPolicy.PRIORITY or self._blocks_suffice()
+
+    def _blocks_suffice(self) -> bool:
+        """Return whether there are blocks for all that any request may get in this step."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         tokens = 1 + self.num_spec_tokens + self.num_lookahead_tokens
         most = sum(
@@ -190,36 +180,92 @@ class BatchedMixin(Scheduler):
         admits other requests, for the watermark and to pad their first step like that of a request
         with drafts. So the last decode is left to it.
         """
-        asks = self.num_spec_tokens > 0 or self.kv_cache_manager.watermark_blocks > 0
-        if throttle_prefills or (anyone_waits and asks):
+        if throttle_prefills or (anyone_waits and self._admission_asks_for_decodes):
             return self.decodes.last_to_schedule(self.running)
         return len(self.running)
 
-    def _media_are_left(self) -> bool:
-        """Return whether an encoder may keep a running request, and its adapter, from this step."""
-        return any(each.is_prefill_chunk and each.mm_features for each in self.running)
+    @property
+    def _admission_asks_for_decodes(self) -> bool:
+        """Whether upstream admits requests otherwise if it has scheduled a decode."""
+        return self.num_spec_tokens > 0 or self.kv_cache_manager.watermark_blocks > 0
 
-    def _take_out(self, num_requests: int, num_tokens: int) -> None:
+    def _admission_may_differ(self, throttle_prefills: bool) -> bool:
+        """Return whether it may depend on a request left out of this step who else is admitted.
+
+        A prompt may be left out, and its adapter with it. Where blocks come back late, so may any
+        request, since upstream then waits for them and preempts nobody.
+        """
+        adapters = self.lora_config is not None
+        if adapters and (throttle_prefills or self._prompts_may_be_left()):
+            return True
+        late = self.connector is not None or self.defer_block_free
+        asks = adapters or self._admission_asks_for_decodes
+        return late and asks and not self._blocks_suffice()
+
+    def _prompts_may_be_left(self) -> bool:
+        """Return whether a running prompt, and its adapter, may be kept from this step.
+
+        An encoder may do so, a drafter that reads several tokens ahead, and recurrent states that
+        are kept at the ends of blocks.
+        """
+        always = self.num_prefill_lookahead > 1 or self.need_mamba_block_aligned_split
+        return any(each.is_prefill_chunk and (always or each.mm_features) for each in self.running)
+
+    def _take_out(self, taken: DecodeBatch) -> None:
         """Let upstream see the rest of ``running``, and what is left of the limits."""
-        self.running = self.running[num_requests:]
-        self.num_taken = num_requests
-        self.max_num_scheduled_tokens -= num_tokens
-        self.max_num_active_reqs -= num_requests
-        self.max_num_running_reqs -= num_requests
+        self.running = self.running[taken.num_requests :]
+        self.taken = taken
+        vars(self.kv_cache_manager)["new_step_starts"] = lambda: None  # it has, in `schedule`
+        self.max_num_scheduled_tokens -= taken.num_tokens
+        self.max_num_active_reqs -= taken.num_requests
+        self.max_num_running_reqs -= taken.num_requests
 
-    def _put_back(self, running: list[Request], num_requests: int, num_tokens: int) -> None:
+    def _put_back(self, running: list[Request], taken: DecodeBatch) -> None:
         """Undo `_take_out`; upstream has added requests at the end, or preempted some there."""
-        del running[num_requests:]
+        del running[taken.num_requests :]
         running += self.running
         self.running = running
-        self.num_taken = 0
-        self.max_num_scheduled_tokens += num_tokens
-        self.max_num_active_reqs += num_requests
-        self.max_num_running_reqs += num_requests
+        self.taken = None
+        del vars(self.kv_cache_manager)["new_step_starts"]
+        self.max_num_scheduled_tokens += taken.num_tokens
+        self.max_num_active_reqs += taken.num_requests
+        self.max_num_running_reqs += taken.num_requests
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        """Show a connector the whole step, before it is counted in any request."""
+        if self.taken is not None:
+            self.taken.join(scheduler_output)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Count the step in its requests; upstream does so with those that it scheduled."""
+        taken = self.taken
+        if taken is None or taken.entered:
+            super()._update_after_schedule(scheduler_output)
+            return
+        whole = scheduler_output.num_scheduled_tokens
+        others = whole if taken.others is None else taken.others
+        if self.defer_block_free and taken.num_tokens and not others:
+            self.sched_step_seq += 1  # Scheduler.schedule, which saw none of the step's tokens
+        scheduler_output.num_scheduled_tokens = others
+        super()._update_after_schedule(scheduler_output)
+        scheduler_output.num_scheduled_tokens = whole
+        self.decodes.enter(taken)
+
+    def _mamba_block_aligned_split(self, *args: Any, **kwargs: Any) -> int:
+        """Cut a prompt by all tokens that a step may have, those of `taken` included."""
+        num_taken = 0 if self.taken is None else self.taken.num_tokens
+        self.max_num_scheduled_tokens += num_taken
+        split = super()._mamba_block_aligned_split(*args, **kwargs)
+        self.max_num_scheduled_tokens -= num_taken
+        return split
 
     def get_request_counts(self) -> tuple[int, int]:
         num_running, num_waiting = super().get_request_counts()
-        return num_running + self.num_taken, num_waiting
+        num_taken = 0 if self.taken is None else self.taken.num_requests
+        return num_running + num_taken, num_waiting
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Refuse a waiting request that brings one LoRA adapter too many.
@@ -244,11 +290,15 @@ class BatchedMixin(Scheduler):
         result = model_runner_output
         if result.num_nans_in_logits:  # a request's outputs repeat its count from then on
             self.counts_nans = True
+        transfers = result.kv_connector_output
         if (
             self.reason
             or self.counts_nans
             or len(scheduler_output.num_scheduled_tokens) < self.fewest
             or not result.sampled_token_ids
+            or self.return_sampling_mask
+            # Rows of requests whose blocks were not loaded are skipped
+            or (transfers is not None and (transfers.invalid_block_ids or transfers.failed_recving))
         ):
             return super().update_from_output(scheduler_output, model_runner_output)
         rows = Rows(self, scheduler_output, model_runner_output)
