@@ -192,13 +192,17 @@ def test_blocks_are_given_up_after_the_last_rank_that_writes(monkeypatch, first)
     assert reports.failed == ["one"] and worker.finished_recving_reqs == {"one"}
 
 
-def test_a_dead_producer_fails_only_what_it_has_not_answered(monkeypatch):
-    """Requests that have arrived decode already: nobody may take their blocks from them."""
+@pytest.mark.parametrize("copies", [False, True], ids=["0.32.0", "0.33.0"])
+def test_a_dead_producer_fails_only_what_it_has_not_answered(monkeypatch, copies):
+    """Requests that have arrived decode already: nobody may take their blocks from them.
+
+    vLLM 0.33.0 counts answers in a copy of the requests.
+    """
     worker: Any = rank_of(0, 1)
     reports, gone = Reports(monkeypatch, worker), asyncio.Event()
 
     async def pull(self: Any, address: str, metas: dict[str, PullReqMeta]) -> None:
-        worker.process_pulling_result(answer(["first"]), metas)
+        worker.process_pulling_result(answer(["first"]), metas.copy() if copies else metas)
         gone.set()
         await asyncio.Event().wait()  # no answer comes any more
 

@@ -210,7 +210,7 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
         rank has already served, and waits for ever if the rank forgot a request, which it does
         after a timeout.
         """
-        unanswered = dict(pull_metas)
+        unanswered = Unanswered(pull_metas)
         pull = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, unanswered))
         reason = f"{worker_addr} had given it up"
         while not (await asyncio.wait([pull], timeout=SECONDS_BETWEEN_LOOKS))[0]:
@@ -248,6 +248,14 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
                 self._failing.discard(req_id)
                 given_up[req_id] = meta
         super()._handle_failed_recv(given_up, list(given_up), reason)
+
+
+class Unanswered(dict[str, PullReqMeta]):
+    """The requests that a rank has not answered yet."""
+
+    def copy(self) -> "Unanswered":
+        """Return the same ones: vLLM 0.33.0 notes answers in a copy."""
+        return self
 
 
 async def _is_gone(address: str) -> bool:
