@@ -1,0 +1,85 @@
+"""Expert-parallel load balancing (EPLB): upstream's state of physical experts, on this device.
+
+Upstream counts the load, chooses where experts go, and moves their weights: at once, or layer by
+layer while steps go on, in a thread of its own (``use_async``).
+"""
+
+import threading
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.distributed.eplb.async_worker import transfer_run_periodically
+from vllm.distributed.eplb.eplb_state import EplbState
+
+from vllm_npu_prep.compat.eplb import stream_of_exchange
+from vllm_npu_prep.errors import PrepError
+
+
+class NPUEplbState(EplbState):
+    """Upstream's state, whose thread has a stream of this device, and ends the engine if it fails.
+
+    Attributes
+    ----------
+    failure
+        What ended the thread that exchanges weights.
+    """
+
+    failure: BaseException | None = None
+
+    def add_model(self, model: Any, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
+        """Add a model whose layers have experts of one form, for they share a buffer.
+
+        Raises
+        ------
+        PrepError
+            If the experts of layers differ, because a part of them is quantised for example.
+        """
+        super().add_model(model, model_config, *args, **kwargs)
+        forms = {
+            tuple((each.shape, each.dtype) for each in tensors) for tensors in model.expert_weights
+        }
+        if len(forms) > 1:
+            raise PrepError(
+                f"--enable-eplb with experts that differ by layer ({model_config.model}) is not "
+                "supported by vllm_npu_prep: an exchange has one buffer for all layers; leave the "
+                "flag out"
+            )
+
+    def forget_load(self) -> None:
+        """Forget what runs before the first step have counted."""
+        for each in self.model_states.values():
+            each.expert_load_pass.zero_()
+
+    def prepare_forward(self, *_: Any, **__: Any) -> None:
+        """Do nothing: upstream counts the tokens that are no padding, which has no expert here."""
+
+    def step(
+        self, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
+    ) -> None:
+        """Step as upstream does; its exchange needs no memory that a profile run would measure.
+
+        Raises
+        ------
+        PrepError
+            If the thread that exchanges weights has failed.
+        """
+        if is_profile:
+            return
+        if self.failure is not None:
+            raise PrepError(
+                f"an exchange of experts failed ({type(self.failure).__name__}: {self.failure}): "
+                "start again, and without --enable-eplb if it fails again"
+            ) from self.failure
+        super().step(is_dummy, is_profile, log_stats)
+
+    def start_async_loop(self, *_: Any, **__: Any) -> None:
+        """Start the thread; upstream's takes CUDA and XPU devices only."""
+        if self.is_async and self.async_worker is None:
+            self.async_worker = threading.Thread(target=self._exchange, daemon=True, name="eplb")
+            self.async_worker.start()
+
+    def _exchange(self) -> None:
+        try:
+            transfer_run_periodically(self, stream_of_exchange(self.device))
+        except BaseException as error:
+            self.failure = error
