@@ -12,6 +12,8 @@ from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, quantize_to_bytes, rounded_model
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for
+from vllm_npu_prep.inspect.explain import expert_table, explain_json, summary
+from vllm_npu_prep.inspect.view import view_of_record
 
 NUM_TOKENS = 12
 INTERVAL = 6
@@ -91,3 +93,26 @@ def test_load_is_each_token_of_all_ranks_once(tmp_path, seed, runner):
         pairs = sum(step["num_pairs"] for step in noted if not step["is_dummy"])
         assert [sum(of_layer) for of_layer in experts["load"]] == [pairs] * len(experts["load"])
         assert pairs > 100
+
+
+def test_a_record_shows_where_experts_are_and_their_load(tmp_path, seed):
+    """Its steps stand before and after exchanges; `explain` tells the busiest rank, and a map."""
+    model = make_model(tmp_path / "model", "Mixtral", **MIXTRAL)
+    record = {"dir": str(tmp_path / "steps"), "steps": "0:40"}
+    settings = TP2 | moving(INTERVAL) | {"additional_config": {"npu_prep": {"record": record}}}
+    with asked_for("V2"):
+        traffic = partial(exchanged, prompts=prompts_of(seed, [30, 17]), num_tokens=NUM_TOKENS)
+        got = serve_on_ranks(model, settings, traffic)
+    looks = [[rank["map"] for rank in look] for look in got["experts"]]
+    for rank in range(2):
+        (folder,) = (tmp_path / "steps").glob(f"*-rank{rank}")
+        views = [view_of_record(path) for path in sorted(folder.glob("step-*.npz"))]
+        shown = [explain_json(view)["experts"] for view in views]
+        assert {(each["rank"], each["num_ranks"]) for each in shown} == {(rank, 2)}
+        assert shown[0]["placed"] == looks[0][rank] != shown[-1]["placed"]
+        assert all(look[rank] in [each["placed"] for each in shown] for look in looks[:-1])
+        table = expert_table(views[-1], None)
+        assert [row[1] for row in table.rows] == [
+            " ".join(map(str, row[3 * rank :][:3])) for row in shown[-1]["placed"]
+        ]
+        assert "4 in 6 places on 2 ranks" in dict(summary(views[-1]))["experts"]

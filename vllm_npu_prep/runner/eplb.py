@@ -5,11 +5,14 @@ layer while steps go on, in a thread of its own (``use_async``).
 """
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm.config import ModelConfig
 from vllm.distributed.eplb.async_worker import transfer_run_periodically
 from vllm.distributed.eplb.eplb_state import EplbState
+from vllm.distributed.parallel_state import get_ep_group
 
 from vllm_npu_prep.compat.eplb import stream_of_exchange
 from vllm_npu_prep.errors import PrepError
@@ -25,6 +28,7 @@ class NPUEplbState(EplbState):
     """
 
     failure: BaseException | None = None
+    _placement: Mapping[str, Any] | None = None  # None: read it anew
 
     def add_model(self, model: Any, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
         """Add a model whose layers have experts of one form, for they share a buffer.
@@ -44,6 +48,22 @@ class NPUEplbState(EplbState):
                 "supported by vllm_npu_prep: an exchange has one buffer for all layers; leave the "
                 "flag out"
             )
+
+    def placement(self) -> Mapping[str, Any]:
+        """Return where the model's experts are, as records have it, and the load behind that.
+
+        It is read from the device once after each exchange of a layer.
+        """
+        if self._placement is None:
+            (state,) = self.model_states.values()
+            group = get_ep_group()
+            self._placement = {
+                "rank": group.rank_in_group,
+                "num_ranks": group.world_size,
+                "placed": state.physical_to_logical_map.tolist(),
+                "load": state.last_expert_load.tolist(),
+            }
+        return self._placement
 
     def forget_load(self) -> None:
         """Forget what runs before the first step have counted."""
@@ -70,7 +90,15 @@ class NPUEplbState(EplbState):
                 f"an exchange of experts failed ({type(self.failure).__name__}: {self.failure}): "
                 "start again, and without --enable-eplb if it fails again"
             ) from self.failure
+        pending = [each.pending_result for each in self.model_states.values()]
         super().step(is_dummy, is_profile, log_stats)
+        states = self.model_states.values()
+        if any(each.pending_result is not then for each, then in zip(states, pending)):
+            self._placement = None
+
+    def rearrange(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        self._placement = None
+        return super().rearrange(*args, **kwargs)
 
     def start_async_loop(self, *_: Any, **__: Any) -> None:
         """Start the thread; upstream's takes CUDA and XPU devices only."""
