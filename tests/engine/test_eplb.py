@@ -1,8 +1,10 @@
 """Experts that move among ranks while an engine serves: its tokens stay those of transformers."""
 
+import asyncio
 from functools import partial
 
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.helpers.engine import graphs, make_model
 from tests.helpers.eplb import assert_weights_follow_the_map, exchanged, moving
@@ -116,3 +118,27 @@ def test_a_record_shows_where_experts_are_and_their_load(tmp_path, seed):
             " ".join(map(str, row[3 * rank :][:3])) for row in shown[-1]["placed"]
         ]
         assert "4 in 6 places on 2 ranks" in dict(summary(views[-1]))["experts"]
+
+
+async def ended(ranks: Ranks, how: str) -> str:
+    await ranks.ask("probe_end_in_exchange", how)
+    with pytest.raises(EngineDeadError) as error:
+        await asyncio.wait_for(ranks.generate([[1, 2, 3]] * 3, 200), 60)
+    return type(error.value).__name__
+
+
+ENDS = {
+    "dies": ("dies", {}),
+    "dies, at once": ("dies", AT_ONCE),
+    "fails": ("fails", {}),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_rank_that_ends_in_an_exchange_ends_the_engine(tmp_path, name):
+    """The other rank, which waits for its experts, ends too, and requests get an error."""
+    how, exchange = ENDS[name]
+    model = make_model(tmp_path, "Mixtral", **MIXTRAL)
+    with asked_for("V2"):
+        said = serve_on_ranks(model, TP2 | moving(6, **exchange), partial(ended, how=how))
+    assert said == "EngineDeadError"

@@ -1,5 +1,7 @@
 """Engines whose experts move among ranks, and what each rank has of them."""
 
+import os
+import signal
 from hashlib import blake2b
 from typing import Any
 
@@ -34,6 +36,18 @@ class ExpertProbe(RankProbe):
                 for of_layer in state.model.expert_weights
             ],
         }
+
+    def probe_end_in_exchange(self, how: str) -> None:
+        """Let the second rank end, by itself or by an error, when it sends its next experts."""
+        (state,) = self.model_runner.eplb_state.model_states.values()
+
+        def execute() -> None:
+            if how == "fails":
+                raise RuntimeError("no memory")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.rank == 1:
+            state.communicator.execute = execute
 
 
 def digest_of(tensors: list[Any]) -> str:

@@ -4,6 +4,7 @@ Upstream counts the load, chooses where experts go, and moves their weights: at 
 layer while steps go on, in a thread of its own (``use_async``).
 """
 
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -13,21 +14,17 @@ from vllm.config import ModelConfig
 from vllm.distributed.eplb.async_worker import transfer_run_periodically
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.distributed.parallel_state import get_ep_group
+from vllm.logger import init_logger
 
 from vllm_npu_prep.compat.eplb import stream_of_exchange
 from vllm_npu_prep.errors import PrepError
 
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
+
 
 class NPUEplbState(EplbState):
-    """Upstream's state, whose thread has a stream of this device, and ends the engine if it fails.
+    """Upstream's state, whose thread has a stream of this device, and ends the rank if it fails."""
 
-    Attributes
-    ----------
-    failure
-        What ended the thread that exchanges weights.
-    """
-
-    failure: BaseException | None = None
     _placement: Mapping[str, Any] | None = None  # None: read it anew
 
     def add_model(self, model: Any, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
@@ -76,20 +73,9 @@ class NPUEplbState(EplbState):
     def step(
         self, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
     ) -> None:
-        """Step as upstream does; its exchange needs no memory that a profile run would measure.
-
-        Raises
-        ------
-        PrepError
-            If the thread that exchanges weights has failed.
-        """
+        """Step as upstream does; its exchange needs no memory that a profile run would measure."""
         if is_profile:
             return
-        if self.failure is not None:
-            raise PrepError(
-                f"an exchange of experts failed ({type(self.failure).__name__}: {self.failure}): "
-                "start again, and without --enable-eplb if it fails again"
-            ) from self.failure
         pending = [each.pending_result for each in self.model_states.values()]
         super().step(is_dummy, is_profile, log_stats)
         states = self.model_states.values()
@@ -107,7 +93,13 @@ class NPUEplbState(EplbState):
             self.async_worker.start()
 
     def _exchange(self) -> None:
+        """Exchange experts; a failure ends the process, which the executor notices at once.
+
+        The main thread may wait for another rank, so that no exception could reach it.
+        """
         try:
             transfer_run_periodically(self, stream_of_exchange(self.device))
         except BaseException as error:
-            self.failure = error
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.error("An exchange of experts failed, and this rank ends with it (%s).", why)
+            os._exit(1)
