@@ -250,10 +250,11 @@ WALLS = {
     "sleep": "device",
     # It belongs to no runner and no device
     "scheduling": "scheduling",
-    # Loaders that upstream's reload can't read, how it measures graphs, and names of its V2
+    # Loaders that upstream's reload can't read, how it measures graphs, its exchange of experts,
+    # and names of its V2
     "runner": (
-        "attention compat.models compat.v2 compat.worker config device graph observe ops prep "
-        "quantization.rounding quantization.int8 runner startup.asked"
+        "attention compat.eplb compat.models compat.v2 compat.worker config device graph observe "
+        "ops prep quantization.rounding quantization.int8 runner startup.asked"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     # Torch's forms of operators are those that layers take

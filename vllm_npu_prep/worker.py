@@ -26,9 +26,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_npu_prep.attention.layers import refuse_other_layers
 from vllm_npu_prep.attention.step_memory import step_bound
-from vllm_npu_prep.compat import kv_connector, v2
+from vllm_npu_prep.compat import eplb, kv_connector, v2
 from vllm_npu_prep.compat.models import look_at_models_before_weights, make_indexers_of
 from vllm_npu_prep.compat.multimodal import items_of
+from vllm_npu_prep.compat.torch import let_streams_do_nothing
 from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
@@ -39,11 +40,14 @@ from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.cpu.layers import register_layers
 from vllm_npu_prep.ops.cpu.linear import pack_weights, unpacked
+from vllm_npu_prep.ops.moe_method import tensors_of_experts
 from vllm_npu_prep.ops.npu.routing import refuse_routers
+from vllm_npu_prep.ops.triton.eplb import map_to_physical_and_record
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.quantization.formats import operators_of
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
+from vllm_npu_prep.runner.eplb import NPUEplbState
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
@@ -120,6 +124,10 @@ class NPUWorker(Worker):
         options = parse_config(self.vllm_config.additional_config)
         register_overrides(options.triton_kernels, self.use_v2_model_runner)
         register_kernels()
+        if self.parallel_config.enable_eplb:
+            eplb.map_experts_by(map_to_physical_and_record)
+            eplb.move_tensors_of(tensors_of_experts)
+            let_streams_do_nothing()
         assigned = self.parallel_config.assigned_physical_gpu_ids
         if assigned is not None:  # --device-ids, or this engine's share under data parallelism
             set_assigned_physical_gpu_ids(assigned)
@@ -182,6 +190,12 @@ class NPUWorker(Worker):
         if self.prep_device.computes_on_host:
             torch.set_num_threads(threads)
         model, drafter = self.model_runner.get_model(), self.get_draft_model()
+        experts = self.model_runner.eplb_state
+        if experts is not None and not experts.model_states:
+            raise PrepError(
+                f"--enable-eplb for {type(model).__name__} is not supported by vllm_npu_prep: "
+                "vLLM's code of it can't move its experts; leave the flag out"
+            )
         if self._sleeping is not None:
             self._sleeping.adopt(model, drafter)  # packed weights have no address that could stay
         elif self.prep_device.computes_on_host:
@@ -270,6 +284,8 @@ class NPUWorker(Worker):
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config), self._counting_calls():
                 self.model_runner.capture_model()
+        if isinstance(experts := self.model_runner.eplb_state, NPUEplbState):
+            experts.forget_load()
         if self._verified is not None:
             logger.info("%s", self._verified.describe())
         builders = [builder for _, builder, _ in self.model_runner.preparer.builders]

@@ -102,6 +102,9 @@ V2_SEES = ("tests/engine/test_multimodal.py::test_mtp_layers_read_images_on_v2_a
 V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
 THINKING = ("tests/ops/test_thinking.py",)
+EPLB = ("tests/ops/test_eplb.py",)
+MOVING = "tests/engine/test_eplb.py::test_"
+MOVED = (f"{MOVING}no_token_is_wrong_before_and_after_exchanges[ranks]",)
 V2_LORA = ("tests/engine/test_lora.py",)
 V2_GRAPHS = ("tests/engine/test_graphs.py",)
 KERNELS = ("tests/ops/test_sampling_v2.py",)
@@ -530,6 +533,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("who waits for an output in vain tells nobody", "self._tell(error)", "pass", ("tests/runner/test_outputs.py",)),
     ],
     "ops/moe_method.py": [
+        ("scales stay where their experts were", 'if name.startswith(("w13_", "w2_")) and parameter.numel()', 'if name in ("w13_weight", "w2_weight")', (f"{MOVING}scales_move_with_their_weights[W8A8]",)),
         ("padding works on the first experts", "end = elsewhere", "end = 0", ("tests/ops/test_experts.py",)),
         ("experts of other ranks are taken for the last one here", "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])", "expert_map.long()[experts] % num_local_experts", ("tests/ops/test_experts.py",)),
     ],
@@ -582,6 +586,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("drafters go on from the token before the last one", "torch.gather(choices, 1, last_valid, out", "torch.gather(choices, 1, (last_valid - 1).clamp(min=0), out", MTP),
         ("later draft passes stay at the first one's positions", "torch.add(positions[:batch_size], 1, out", "torch.add(positions[:batch_size], 0, out", MTP),
         ("later draft passes write in slots of the step's tokens", "torch.add(clamped_positions % block_size, block_ids", "torch.add((clamped_positions - 1) % block_size, block_ids", MTP),
+    ],
+    "ops/triton/eplb.py": [
+        ("the map of experts is off by one", "logical_to_physical_map[logical, replica]", "logical_to_physical_map.roll(1, 0)[logical, replica]", EPLB),
+        ("a rank masks the tokens of another by its own number", "    del num_unpadded_tokens\n", "    if num_unpadded_tokens is not None:\n        own = torch.arange(len(topk_ids)) < num_unpadded_tokens\n        record_enabled = own[:, None] & record_enabled\n", EPLB),
+        ("padding counts as load", "is_counted = (physical >= 0) & record_enabled", "is_counted = record_enabled.expand(physical.shape)", EPLB),
     ],
     "ops/triton/gumbel.py": [
         ("V2: seeds draw the same noise at every position", "(seeds >> 32) & WORD, pos & WORD)", "(seeds >> 32) & WORD)", KERNELS),
@@ -806,6 +815,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("layers that share K and V have caches of their own", "caches[name] = caches[target]", "caches[name] = caches[target].clone()", WINDOWS),
         ("steps are not checked", "self.step_check.verify(self, scheduler_output)", "pass", CHECKS),
     ],
+    "runner/eplb.py": [
+        ("weights are exchanged too early", "        super().add_model(model, model_config, *args, **kwargs)\n", "        super().add_model(model, model_config, *args, **kwargs)\n        (state,) = self.model_states.values()\n        state.expert_buffer[:] = model.expert_weights[0]\n", MOVED),
+        ("what runs before the first step counts as load", "            each.expert_load_pass.zero_()\n", "            pass\n", (f"{MOVING}load_is_each_token_of_all_ranks_once[V2]",)),
+        ("a rank whose exchange fails waits", "            os._exit(1)\n", "            pass\n", (f"{MOVING}a_rank_that_ends_in_an_exchange_ends_the_engine[fails]",)),
+        ("a record keeps an old map", "            self._placement = None\n", "            pass\n", (f"{MOVING}a_record_shows_where_experts_are_and_their_load",)),
+    ],
     "runner/graphs.py": [
         ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),
         ("sizes that are given up keep their streams", "                                _delete_graphs(given_up)  # which", "                                # which", ("tests/runner/test_graphs.py",)),
@@ -996,6 +1011,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a slot's next request has the positions of the one before it", "delta))\n        self._followed = np.empty(0, np.int64)", "delta))", V2),
     ],
     "runner/v2/runner.py": [
+        ("experts of V2 never move", "    @step_eplb_after()\n    def sample_tokens", "    def sample_tokens", MOVED),
         ("V2: nobody looks at what a graph reads past its step", "        self.graphs.check_padding(in_flight, self.preparer)\n", "", V2_GRAPHS),
         ("V2: drafters read the ids of images", "images = self._images_after(batch)", "pass", V2_SEES),
         ("V2: drafters read images one token late", "draft_lookahead=1", "draft_lookahead=0", V2_SEES),

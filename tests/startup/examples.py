@@ -170,8 +170,7 @@ GEMMA4_ASSISTANT = small_model(
     },
 )
 """The drafter of an example, whose MTP layers read the target's K and V."""
-EXPERTS_MOVE = {"vllm_npu_prep.platform.NPUPlatform.is_cuda_alike": lambda self: True}
-"""A condition of examples: elsewhere vLLM itself refuses experts that move."""
+EXPERTS_MOVE = "--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb"
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
 """Arguments of examples."""
 
@@ -614,20 +613,41 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "external-launcher": (
         Example("--tensor-parallel-size 2 --distributed-executor-backend external_launcher"),
     ),
-    "eplb": (
+    "eplb-uneven": (
         Example(
-            "--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb",
+            f"{EXPERTS_MOVE} --eplb-config.num_redundant_experts 1",
+            "4 experts and 1 redundant ones on 2 ranks is",
             model=EXPERTS,
-            where=EXPERTS_MOVE,
         ),
     ),
+    "eplb-redundant": (
+        Example(
+            f"{EXPERTS_MOVE} --eplb-config.num_redundant_experts 1024",
+            "num_redundant_experts 1024",
+            model=EXPERTS,
+        ),
+    ),
+    "eplb-communicator": (
+        Example(
+            f"{EXPERTS_MOVE} --eplb-config.use_async false --eplb-config.communicator torch_nccl",
+            "communicator torch_nccl",
+            model=EXPERTS,
+        ),
+    ),
+    "eplb-stages": (Example(f"{EXPERTS_MOVE} --pipeline-parallel-size 2", model=EXPERTS),),
+    "eplb-drafts": (
+        Example(
+            f"{EXPERTS_MOVE} -sc.method ngram -sc.num_speculative_tokens 2 -sc.prompt_lookup_max 3",
+            model=EXPERTS,
+        ),
+    ),
+    "eplb-sleep": (Example(f"{EXPERTS_MOVE} --enable-sleep-mode", model=EXPERTS),),
     "elastic-ep": (
         Example(
             "--data-parallel-size 2 --enable-expert-parallel --enable-eplb --enable-elastic-ep "
             "--eplb-config.use_async false",
             model=EXPERTS,
-            where=EXPERTS_MOVE,
-            also=("eplb",),
+            also=("eplb-communicator",),
         ),
     ),
     "all2all-backend": (

@@ -14,6 +14,7 @@ from vllm_npu_prep import torchvision_import
 from vllm_npu_prep.chosen_platform import PLATFORM_CLASS
 from vllm_npu_prep.compat import (
     entrypoints,
+    eplb,
     executor,
     kv_connector,
     lora,
@@ -99,6 +100,7 @@ def prepare_process() -> None:
     v2.let_platform_choose(type(current_platform))
     models.refuse_vision_without_torchvision()
     models.take_no_mtp_layers_for_none()
+    eplb.let_experts_move()
     scheduler.get_our_schedulers_quietly()
     scheduler.begin_parts_of_sessions_with_what_was_computed()
     lora.identify_loads()

@@ -4,6 +4,7 @@ device without checking.
 
 import contextlib
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,18 @@ class NoOpEvent:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record(self, *args: object) -> None: ...
+    _recorded = 0.0
+
+    def record(self, *args: object) -> None:
+        self._recorded = perf_counter()
+
+    def elapsed_time(self, end: "NoOpEvent") -> float:
+        """Return milliseconds, as torch does."""
+        return 1000 * (end._recorded - self._recorded)
 
     def synchronize(self) -> None: ...
+
+    def wait(self, *args: object) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -58,6 +68,21 @@ def silence_accelerator_calls() -> None:
     torch.accelerator.empty_cache = empty_cache
     torch.accelerator.empty_host_cache = empty_host_cache
     torch.accelerator.current_device_index = current_device_index
+
+
+def let_streams_do_nothing() -> None:
+    """Let upstream ask for streams and events of an accelerator if there is none.
+
+    Its exchange of experts does, in a thread of its own, and torch raises.
+    """
+    if torch.accelerator.is_available():
+        return
+
+    def set_stream(stream: object) -> None: ...
+
+    torch.accelerator.current_stream = NoOpStream  # type: ignore[assignment]
+    torch.accelerator.set_stream = set_stream
+    torch.Event = NoOpEvent  # type: ignore[assignment,misc]
 
 
 def no_op_cuda_streams() -> contextlib.AbstractContextManager[None]:

@@ -34,6 +34,7 @@ from vllm_npu_prep.records.contract import (
     mask_arrays,
     state_variables,
 )
+from vllm_npu_prep.records.settings import RecordExperts
 from vllm_npu_prep.wording import counted, runs_of, wrapped
 
 FOLDED_TOKENS = 400
@@ -81,6 +82,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
         out["choices"] = {
             layer: [runs_of_choice(row) for row in chosen] for layer, chosen in view.choices.items()
         }
+    if view.settings.experts:
+        out["experts"] = view.settings.experts.model_dump()
     if view.samples:
         out["samples"] = [each.model_dump(exclude_none=True) for each in view.samples]
     out["attn_mask"] = _mask_json(view.plans[0], step.positions)
@@ -206,6 +209,8 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         lines.append(("sparse", who_chooses(step.positions, view.settings.index_topk)))
     if step.shape.dcp:
         lines.append(("ranks", shared_context(view)))
+    if view.settings.experts:
+        lines.append(("experts", busiest(view.settings.experts)))
     if step.shape.states:
         lines.append(("states", state_halves(view)))
     tokens = step.num_input_tokens - step.total_num_scheduled_tokens
@@ -234,7 +239,7 @@ def request_tables(view: StepView, selection: Selection) -> Iterator[StepTable]:
         yield shard_table(view, selection)
     for group in view.state_groups:
         yield state_table(view, selection, group)
-    tables = item_table, sample_table, choice_table
+    tables = item_table, sample_table, choice_table, expert_table
     for table in (make(view, selection) for make in tables):
         if table.rows:
             yield table
@@ -305,6 +310,33 @@ def choice_table(view: StepView, selection: Selection) -> StepTable:
             rows.append([token, int(view.step.positions[token]), name, ranges(own)])
     columns = ["token", "position", "indexer of", "positions that it chose"]
     return StepTable("sparse attention", columns, rows)
+
+
+def busiest(experts: RecordExperts) -> str:
+    """Say in words where the experts of a step are, and how even their load is."""
+    shares = [max(experts.shares(layer)) * experts.num_ranks for layer in range(len(experts.load))]
+    layer = max(range(len(shares)), key=shares.__getitem__)
+    return (
+        f"{len(experts.load[0])} in {counted(len(experts.placed[0]), 'place')} on "
+        f"{counted(experts.num_ranks, 'rank')}; by the load before the last exchange, the busiest "
+        f"rank has {sum(shares) / len(shares):.2f} times the mean, in layer {layer} "
+        f"{shares[layer]:.2f} times"
+    )
+
+
+def expert_table(view: StepView, selection: Selection) -> StepTable:
+    """Return which experts are on the record's rank, layer by layer, and each rank's load."""
+    del selection
+    rows: list[list[object]] = []
+    experts = view.settings.experts
+    for layer, placed in enumerate(experts.placed if experts else ()):
+        assert experts is not None
+        own = len(placed) // experts.num_ranks
+        here = " ".join(map(str, placed[experts.rank * own :][:own]))
+        shares = " ".join(f"{share:.0%}" for share in experts.shares(layer))
+        rows.append([layer, here, shares])
+    columns = ["layer", f"experts on rank {experts.rank if experts else 0}", "load of each rank"]
+    return StepTable("experts that move", columns, rows)
 
 
 def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:

@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -151,6 +151,8 @@ class StepRecorder:
         # What is known of steps of the ring after they were noted
         self._sampled: dict[int, Sampled] = {}
         self._choices: dict[int, dict[str, np.ndarray]] = {}
+        # Where experts are that move (`StepSnapshot.experts`), as it changes
+        self.experts: Callable[[], Mapping[str, Any] | None] = lambda: None
         if self._span is None:
             logger.info(
                 "Recording the last %s; %s writes them to %s.",
@@ -204,6 +206,7 @@ class StepRecorder:
                 rows_with_embeds,
                 times,
             )
+            snapshot.experts = self.experts()
             self._ring.append(snapshot)
             self._ring_bytes += snapshot.nbytes
             if self._span is None:

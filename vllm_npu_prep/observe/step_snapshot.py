@@ -3,7 +3,7 @@
 A step only copies numbers (`copy_step`); the work of making a record waits until it is written.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
 from vllm_npu_prep.records.settings import (
     LayerGroup,
+    RecordExperts,
     RecordSettings,
     StepTimes,
     WatchedRunner,
@@ -144,6 +145,8 @@ class StepSnapshot:
     # When its preparation began and how long it took, in seconds, and its waits; None if unknown
     times: tuple[float, float, int] | None
     nbytes: int  # size of the copies, approximately
+    # Where experts that move are: fields of `RecordExperts`, which nobody changes; or None
+    experts: Mapping[str, Any] | None = None
 
     @classmethod
     def of_step(
@@ -251,6 +254,7 @@ class StepSnapshot:
             num_sampled_drafts=then.batch.num_sampled_drafts,
             takes_embeds=then.batch.takes_embeds,
             modalities=list(self.modalities),
+            experts=None if self.experts is None else RecordExperts(**self.experts),
             times=times,
             runner=recorded.runner,
         )

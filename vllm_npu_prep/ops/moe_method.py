@@ -192,6 +192,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     """What our methods of experts share: grouped products on NPUs, else expert by expert."""
 
     is_monolithic = False  # vLLM's routers choose experts, and call shared ones
+    supports_eplb = True
     grouped: GroupedExperts | None = None
 
     def __init__(self, moe: Any) -> None:
@@ -199,6 +200,10 @@ class ExpertsMethod(FusedMoEMethodBase):
         self._is_fused, self._finalize = is_fused("experts"), is_fused("finalize_routing")
         if not self._is_fused:
             check_sync_is_possible()
+
+    def derived(self) -> tuple[torch.Tensor, ...]:
+        """Return tensors ``[num_local_experts, ...]`` that were made of the layer's parameters."""
+        return ()
 
     def one_by_one(
         self,
@@ -230,6 +235,23 @@ class ExpertsMethod(FusedMoEMethodBase):
             layer.expert_map,
             layer.apply_router_weight_on_input,
         )
+
+
+def tensors_of_experts(layer: Any) -> list[torch.Tensor] | None:
+    """Return what moves with each of a layer's experts (EPLB), ``[num_local_experts, ...]``.
+
+    These are its weights, their scales, and what our method has derived from them. None stands for
+    a method of vLLM's.
+    """
+    method = layer.quant_method
+    if not isinstance(method, ExpertsMethod):
+        return None
+    held = [
+        parameter.detach()
+        for name, parameter in layer.named_parameters()
+        if name.startswith(("w13_", "w2_")) and parameter.numel()
+    ]
+    return [each.view(len(each), -1) for each in (*held, *method.derived())]
 
 
 class TorchMoEMethod(ExpertsMethod, UnquantizedFusedMoEMethod):

@@ -298,6 +298,9 @@ class Int8Experts(ExpertsMethod):
         """Return None: no kernel of vLLM computes these experts."""
         del layer
 
+    def derived(self) -> tuple[torch.Tensor, ...]:
+        return () if self._weights is None else (self._weights.w13_scale, self._weights.w2_scale)
+
     def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
         topk_weights, topk_ids, activation, *rest = pairs
         activate = activation_of(activation)

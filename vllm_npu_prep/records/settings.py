@@ -101,6 +101,39 @@ class RecordDCP(Strict):
         return DCPRank(self.world_size, self.rank, self.interleave_size)
 
 
+class RecordExperts(Strict):
+    """Where the experts of each layer were that counts them, and for which load they were placed.
+
+    Attributes
+    ----------
+    rank, num_ranks
+        The rank of the record among those that share experts.
+    placed
+        By layer: the logical expert that each physical one is. Ranks have equal parts of them.
+    load
+        By layer: tokens of each logical expert, counted by all ranks before the last exchange.
+    """
+
+    rank: Annotated[int, Field(ge=0, lt=1 << 16)]
+    num_ranks: Annotated[int, Field(ge=1, le=1 << 16)]
+    placed: list[list[Count]]
+    load: list[list[Annotated[int, Field(ge=0, lt=1 << 62)]]]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for placed, load in zip(self.placed, self.load, strict=True):
+            if len(placed) % self.num_ranks or not set(placed) <= set(range(len(load))):
+                raise ValueError(f"experts: {placed} on {self.num_ranks} ranks, of {len(load)}")
+        return self
+
+    def shares(self, layer: int) -> list[float]:
+        """Return the part of a layer's load that each rank has; replicas share that of theirs."""
+        placed, load = self.placed[layer], self.load[layer]
+        own, total = len(placed) // self.num_ranks, max(sum(load), 1)
+        of_each = [load[expert] / placed.count(expert) / total for expert in placed]
+        return [sum(of_each[rank * own :][:own]) for rank in range(self.num_ranks)]
+
+
 class WatchedRunner(Strict):
     """The other runner that prepared a step (`vllm_npu_prep.watch`)."""
 
@@ -140,6 +173,7 @@ class RecordSettings(Strict):
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]  # kind of each run of placeholders
     latent: RecordLatent | None = None  # None without latent attention
     dcp: RecordDCP | None = None  # None without decode context parallelism
+    experts: RecordExperts | None = None  # None unless experts move (--enable-eplb)
     times: StepTimes | None = None  # None in records that older versions wrote
     runner: WatchedRunner | None = None  # None for this plugin's own runners
 

@@ -33,6 +33,7 @@ from vllm_npu_prep.ops import models_of, replace_modules
 from vllm_npu_prep.prep.batch import warm_up
 from vllm_npu_prep.prep.capture_sizes import largest_decode
 from vllm_npu_prep.quantization.rounding import fuse_rounding
+from vllm_npu_prep.runner.eplb import NPUEplbState
 from vllm_npu_prep.runner.graphs import CaptureOne, Dispatcher, Graphs
 from vllm_npu_prep.runner.left_behind import forget_models
 from vllm_npu_prep.runner.new_weights import followed_by_drafter, kept_addresses, refuse
@@ -231,6 +232,9 @@ class CommonRunner:
             is_profiling=is_profiling,
         )
         self.recorder = make_recorder(config, tables, self.preparer.builders, num_blocks)
+        experts = getattr(self, "eplb_state", None)
+        if self.recorder is not None and isinstance(experts, NPUEplbState):
+            self.recorder.experts = experts.placement
         options = parse_config(config.additional_config)
         self.step_check = make_check(options.check, self)
         if any(builder.index_topk for _, builder, _ in self.preparer.builders):

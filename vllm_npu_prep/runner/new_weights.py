@@ -33,8 +33,14 @@ def refuse(vllm_config: VllmConfig) -> None:
     """Refuse new weights beside a KV connector that can't forget keys and values of the old ones.
 
     It forgets by its own ``reset_cache``, which vLLM calls when an engine sleeps, or is asked to
-    reset its prefix cache and its connector.
+    reset its prefix cache and its connector. Experts that have moved would get the weights of
+    others: vLLM loads each where it was at the start.
     """
+    if vllm_config.parallel_config.enable_eplb:
+        raise PrepError(
+            "new weights are not supported with --enable-eplb: vLLM would load experts where they "
+            "were before they moved; start another engine"
+        )
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return

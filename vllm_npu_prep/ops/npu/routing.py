@@ -225,7 +225,8 @@ def _by_operator(router: Any, switches: Collection[str]) -> _Router | None:
     # The operator divides weights of a sigmoid by their sum, and those of a softmax never.
     if "gating" not in switches or is_sigmoid != bool(router.renormalize):
         return None
-    if getattr(router, "num_fused_shared_experts", 0) or router.global_num_experts > MAX_EXPERTS:
+    num_experts = _num_logits(router)
+    if getattr(router, "num_fused_shared_experts", 0) or num_experts > MAX_EXPERTS:
         return None
     norm_type = SIGMOID if is_sigmoid else SOFTMAX
     if kind is FusedTopKRouter:
@@ -235,9 +236,15 @@ def _by_operator(router: Any, switches: Collection[str]) -> _Router | None:
         factor = router.routed_scaling_factor
         return GatingRouter(router, norm_type, factor=factor) if is_plain else None
     groups = (router.num_expert_group, router.topk_group)
-    if not _takes_groups(router.global_num_experts, router.top_k, *groups):
+    if not _takes_groups(num_experts, router.top_k, *groups):
         return None
     return GatingRouter(router, norm_type, groups, router.routed_scaling_factor)
+
+
+def _num_logits(router: BaseRouter) -> int:
+    """Return how many experts a router chooses from: redundant ones (EPLB) are copies of these."""
+    counts = None if router.eplb_state is None else router.eplb_state.logical_replica_count
+    return router.global_num_experts if counts is None else len(counts)
 
 
 def _takes_groups(experts: int, top_k: int, number: int, kept: int) -> bool:

@@ -17,11 +17,13 @@ from vllm_npu_prep.attention.kv_cache import (
     split_by_window,
 )
 from vllm_npu_prep.attention.local_block_tables import find_local_groups
+from vllm_npu_prep.compat.eplb import states_of
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.graph.wrapper import GraphWrapper
 from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.ops.npu.top_k_top_p import limit_drafts_by
 from vllm_npu_prep.runner.common import CommonRunner
+from vllm_npu_prep.runner.eplb import NPUEplbState
 from vllm_npu_prep.runner.padding import Dispatch, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.step import DummyRun
 from vllm_npu_prep.runner.v1.bookkeeping import Bookkeeping
@@ -129,7 +131,8 @@ class RunnerSetup(GPUModelRunner, CommonRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with this plugin's full graphs instead of CUDA's."""
-        super().load_model(*args, **kwargs)
+        with states_of(NPUEplbState):
+            super().load_model(*args, **kwargs)
         self._replace_layers(self.get_model(), getattr(self, "drafter", None))
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = GraphWrapper(self.get_model(), self.vllm_config, CUDAGraphMode.FULL)

@@ -13,6 +13,7 @@ from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.eplb_utils import step_eplb_after
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 from vllm.v1.worker.gpu.model_runner import BatchReqState
@@ -316,6 +317,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
 
     # ----------------------------------------------------------------- after the forward pass
 
+    @step_eplb_after()
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed
@@ -430,6 +432,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         return found, torch.nn.functional.pad(are_seen, (0, padding))
 
     @torch.inference_mode()
+    @step_eplb_after()
     def pool(self) -> Any:
         state = self.execute_model_state
         if state is None:  # `execute_model` has failed

@@ -25,6 +25,7 @@ from vllm_npu_prep.observe.metrics import StepMetrics
 from vllm_npu_prep.prep.mrope import NO_MROPE
 from vllm_npu_prep.runner.accepted import AcceptedTokens
 from vllm_npu_prep.runner.common import CommonRunner
+from vllm_npu_prep.runner.eplb import NPUEplbState
 from vllm_npu_prep.runner.padding import Dispatch, StepPadding, depends_on_counts_only
 from vllm_npu_prep.runner.v2.adapters import NPULoraState
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
@@ -106,6 +107,7 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
             return RowValues(device, *args, **kwargs)
 
         return v2.stand_ins(
+            EplbState=NPUEplbState,
             RequestState=NPURequestState,
             RopeState=NPURopeState,
             BlockTables=NPUBlockTables,

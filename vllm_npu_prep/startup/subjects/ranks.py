@@ -53,6 +53,18 @@ def _begins_with_follower(asked: RequestedEngine) -> bool:
     return any(indexers[first] == "S" for first in firsts)
 
 
+MAX_REDUNDANT = 1023
+"""``MAX_EXPERT_REDUNDANCY`` of `EplbState.add_model` in vLLM."""
+
+
+def _expert_ranks(asked: RequestedEngine) -> int:
+    return _parallel(asked).tensor_parallel_size * _parallel(asked).data_parallel_size
+
+
+def _physical_experts(asked: RequestedEngine) -> int:
+    return asked.model.get_num_experts() + _parallel(asked).eplb_config.num_redundant_experts
+
+
 def _has_untried_beside(asked: RequestedEngine) -> bool:
     parallel = _parallel(asked)
     return bool(
@@ -105,12 +117,6 @@ RANKS = (
         "--distributed-executor-backend external_launcher",
         "only mp and Ray can start ranks",
         "use mp or ray",
-    ),
-    Refusal(
-        "eplb",
-        lambda c: _parallel(c).enable_eplb,
-        "--enable-eplb",
-        "experts stay on the ranks that loaded them",
     ),
     Refusal(
         "elastic-ep",
@@ -262,9 +268,63 @@ SHARED_CONTEXTS = (
     ),
 )
 
+
+EPLB = (
+    Refusal(
+        "eplb-uneven",
+        lambda c: _physical_experts(c) % _expert_ranks(c),
+        "--enable-eplb with {experts} experts and {redundant} redundant ones on {ranks} ranks",
+        "each rank has the same number of them",
+        "set num_redundant_experts in --eplb-config to a number that the sum divides evenly with",
+        lambda c: {
+            "experts": c.model.get_num_experts(),
+            "redundant": _parallel(c).eplb_config.num_redundant_experts,
+            "ranks": _expert_ranks(c),
+        },
+    ),
+    Refusal(
+        "eplb-redundant",
+        lambda c: _parallel(c).eplb_config.num_redundant_experts > MAX_REDUNDANT,
+        "num_redundant_experts {redundant} in --eplb-config",
+        f"vLLM's map has room for {MAX_REDUNDANT}",
+        "use fewer",
+        lambda c: {"redundant": _parallel(c).eplb_config.num_redundant_experts},
+    ),
+    Refusal(
+        "eplb-communicator",
+        lambda c: _parallel(c).eplb_config.communicator != "torch_gloo",
+        "communicator {name} in --eplb-config",
+        "weights are exchanged through the host",
+        "use torch_gloo",
+        lambda c: {"name": _parallel(c).eplb_config.communicator},
+    ),
+    Refusal(
+        "eplb-stages",
+        lambda c: _parallel(c).pipeline_parallel_size > 1,
+        "--enable-eplb over pipeline stages",
+        "vLLM's V1 runner lets the experts of the last stage move alone",
+        "set --pipeline-parallel-size to 1, or leave --enable-eplb out",
+    ),
+    Refusal(
+        "eplb-drafts",
+        lambda c: c.config.speculative_config is not None,
+        "--enable-eplb with speculation",
+        "a drafter's experts were not tried",
+        "leave one of them out",
+    ),
+    Refusal(
+        "eplb-sleep",
+        lambda c: c.model.enable_sleep_mode,
+        "--enable-eplb with --enable-sleep-mode",
+        "an exchange holds weights where they were before they could sleep",
+        "leave one of them out",
+    ),
+)
+
 SUBJECTS = (
     Subject("devices", DEVICES, verdict=""),
     Subject("ranks", RANKS),
+    Subject("eplb", EPLB, when=lambda c: _parallel(c).enable_eplb),
     Subject(
         "shared-contexts",
         SHARED_CONTEXTS,
