@@ -14,18 +14,18 @@ EMULATE ?=
 PY := $(VENV)/bin/python
 
 # Tests choose their device themselves and expect the CPU fallback around them.
-test test-fast test-touched test-all matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
+test test-fast test-touched test-all upstream-tests matrix timing bench throughput mutants soak: export NPU_PREP_DEVICE := cpu
 # One process for each core, a thread in each: small models gain nothing from more. numba, which
 # vLLM's ngram drafter uses, would set OpenMP to one for each core again, for all that follows.
-test test-fast test-touched test-all matrix timing mutants: export OMP_NUM_THREADS := 1
-test test-fast test-touched test-all matrix timing mutants: export NUMBA_NUM_THREADS := 1
+test test-fast test-touched test-all upstream-tests matrix timing mutants: export OMP_NUM_THREADS := 1
+test test-fast test-touched test-all upstream-tests matrix timing mutants: export NUMBA_NUM_THREADS := 1
 # Processes that tests start leave byte code to the next ones, whatever the environment says.
-test test-fast test-touched test-all matrix timing mutants: export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-touched test-all upstream-tests matrix timing mutants: export PYTHONDONTWRITEBYTECODE :=
 # vLLM walks through sets of request ids: without this, traffic of a seed is not the same every time.
-test test-fast test-touched test-all matrix timing mutants soak: export PYTHONHASHSEED := 0
+test test-fast test-touched test-all upstream-tests matrix timing mutants soak: export PYTHONHASHSEED := 0
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-touched test-all matrix timing bench throughput watch peer soak mutants image-dry-run compat seams docs lint \
+.PHONY: help install serve test test-fast test-touched test-all upstream-tests matrix timing bench throughput watch peer soak mutants image-dry-run compat seams docs lint \
   format clean
 
 help: ## this list
@@ -63,6 +63,9 @@ SLICE = --minutes $(MINUTES) $(if $(FRESH),--fresh) $(if $(RETRY),--retry)
 test-all: install lint ## every combination, the long runs, every architecture of vLLM and make compat for each release, in slices; MINUTES=30, FRESH=1, RETRY=1, SEED=
 	@$(PY) -m tests.resume.suite $(SLICE) $(if $(SEED),--seed $(SEED)); suite=$$?; \
 	  $(PY) -m tests.registry $(SLICE) && exit $$suite
+
+upstream-tests: install ## vLLM's own tests with this plugin, in slices; what does not pass has a reason in tests/upstream
+	$(PY) -m tests.upstream $(SLICE)
 
 matrix: install ## docs/reference/matrix.md: runs tests whose cells are empty or stale, in slices; MINUTES=30, MERGE=1 to run none
 	$(if $(MERGE),,-$(EMULATED) --devices 2 --hang-seconds 300 -- $(PY) -m tests.matrix $(SLICE) --processes 0)

@@ -1,0 +1,1 @@
+"""vLLM's own tests, run with this plugin, and what is known of those that don't pass."""

@@ -1,0 +1,92 @@
+"""What vLLM's own tests need: their sources, packages for tests, and models for the hub's names."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from tests.helpers.demo import CACHE, ROOT, make_demo
+
+FOLDER = Path(__file__).parent
+TEXT_MODELS = (
+    *("facebook/opt-125m", "facebook/opt-350m", "openai-community/gpt2", "distilbert/distilgpt2"),
+    *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "google/gemma-3-1b-it"),
+    *("meta-llama/Llama-3.1-8B-Instruct", "hmellor/tiny-random-LlamaForCausalLM"),
+    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-1.5B-Instruct"),
+    *("Qwen/Qwen1.5-7B", "Qwen/Qwen2-1.5B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+    *("HuggingFaceTB/SmolLM2-135M-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+)
+"""Models of the hub for which SmolLM2 stands in: any model that writes text would do."""
+
+VISION_MODELS = ("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct")
+"""Models for which the tiny Qwen2.5-VL of the examples stands in."""
+
+REVISION = "0" * 40
+
+
+def sources(version: str) -> Path:
+    """Unpack the tests of a release once, and return the folder that has them as ``tests``."""
+    folder = CACHE / "upstream" / f"vllm-{version}"
+    if folder.exists():
+        return folder
+    print(f"fetching the sources of vLLM {version}", flush=True)
+    download = folder.with_suffix(".download")
+    download.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", download]
+    pip += ["--no-build-isolation", "--no-binary", "vllm", f"vllm=={version}"]
+    environment = {"VLLM_VERSION_OVERRIDE": version, "VLLM_TARGET_DEVICE": "empty"}
+    subprocess.run(pip, env=os.environ | environment, check=True)
+    wanted = f"vllm-{version}/tests/", f"vllm-{version}/examples/", f"vllm-{version}/pyproject"
+    with tarfile.open(download / f"vllm-{version}.tar.gz") as archive:
+        members = [each for each in archive if each.name.startswith(wanted)]
+        archive.extractall(download, members, filter="data")
+    (download / f"vllm-{version}").rename(folder)
+    shutil.rmtree(download)
+    return folder
+
+
+def packages() -> Path:
+    """Install what only vLLM's tests import, apart from this environment; return the folder."""
+    pins = FOLDER / "requirements.txt"
+    folder, stamp = CACHE / "upstream" / "packages", CACHE / "upstream" / "packages.txt"
+    if not stamp.exists() or stamp.read_text() != pins.read_text():
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", folder, "--requirement", pins], check=True)
+        stamp.write_text(pins.read_text())
+    return folder
+
+
+def hub() -> Path:
+    """Make a cache of the hub in which local models have the names that tests ask for."""
+    folder = CACHE / "upstream" / "hub"
+    models = dict.fromkeys(TEXT_MODELS, make_demo("smollm2.py", "smollm2"))
+    seeing = make_demo("tiny_vision_model.py", "tiny-vision") / "qwen2_5_vl"
+    models |= dict.fromkeys(VISION_MODELS, seeing)
+    for name, model in models.items():
+        kept = folder / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = kept / "snapshots" / REVISION
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (kept / "refs").mkdir(exist_ok=True)
+        (kept / "refs" / "main").write_text(REVISION)
+        for file in model.iterdir():
+            if not (snapshot / file.name).exists():
+                (snapshot / file.name).symlink_to(file.resolve())
+    return folder
+
+
+def environment(version: str) -> dict[str, str]:
+    """Return the variables with which a process runs vLLM's tests."""
+    # vLLM's tests are the package `tests`, so this project comes behind them
+    paths = sources(version), packages(), FOLDER / "inside", ROOT, ROOT / "emulator"
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "HF_HOME": str(hub()),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "NPU_PREP_DEVICE": "cpu",
+    }
