@@ -41,7 +41,7 @@ def settings_that_only_runners_lack(
 ) -> None:
     """Let schedulers be made with settings that start-up refuses for what a runner lacks.
 
-    Their connectors are vLLM's own: those of this plugin wait until ranks have told of their planes.
+    Their connectors are vLLM's own: this plugin's wait until ranks have told of their planes.
     """
     file = request.node.nodeid.partition("::")[0]
     is_alone = "NPU_PREP_UPSTREAM_ALONE" in os.environ
