@@ -311,7 +311,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("prompts are loaded one block too far on", "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)", "write_slots(\n                        self._planes(layer_name, cache),\n                        request.slot_mapping + self._block_size,\n                        stored,\n                    )", TRANSFER_ON_NPU),
     ],
     "attention/mooncake.py": [
-        ("prompts over Mooncake are read before they arrive", "        unanswered = dict(pull_metas)\n", "        unanswered = dict(pull_metas)\n        self.finished_recving_reqs.update(pull_metas)\n", (f"{MOONCAKE[0]}[K and V-V2]",)),
+        ("prompts over Mooncake are read before they arrive", "        unanswered = Unanswered(pull_metas)\n", "        unanswered = Unanswered(pull_metas)\n        self.finished_recving_reqs.update(pull_metas)\n", (f"{MOONCAKE[0]}[K and V-V2]",)),
         ("Mooncake moves blocks of other requests", "self.registered_group_indices.append(group)", "self.registered_group_indices.append(0)", (f"{MOONCAKE[0]}[windows-V2]",)),
         ("Mooncake moves planes of another layer", "cache = kv_caches[name]", "cache = kv_caches[next(iter(kv_caches))]", (f"{MOONCAKE[0]}[K and V-V2]",)),
         ("Mooncake leaves a part of each block out", "self.kv_block_len_per_layer = self.block_len_per_layer", "self.kv_block_len_per_layer = [n * 3 // 4 for n in self.block_len_per_layer]", REGIONS),

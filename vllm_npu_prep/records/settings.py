@@ -14,6 +14,7 @@ from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.wording import counted
 
 
 def _printable(text: str) -> str:
@@ -123,7 +124,8 @@ class RecordExperts(Strict):
     def _fits(self) -> Self:
         for placed, load in zip(self.placed, self.load, strict=True):
             if len(placed) % self.num_ranks or not set(placed) <= set(range(len(load))):
-                raise ValueError(f"experts: {placed} on {self.num_ranks} ranks, of {len(load)}")
+                on = counted(self.num_ranks, "rank")
+                raise ValueError(f"experts: {placed} on {on}, of {len(load)}")
         return self
 
     def shares(self, layer: int) -> list[float]:

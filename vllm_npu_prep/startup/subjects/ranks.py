@@ -273,13 +273,13 @@ EPLB = (
     Refusal(
         "eplb-uneven",
         lambda c: _physical_experts(c) % _expert_ranks(c),
-        "--enable-eplb with {experts} experts and {redundant} redundant ones on {ranks} ranks",
+        "--enable-eplb with {experts} experts and {redundant} redundant ones on {num_ranks} ranks",
         "each rank has the same number of them",
         "set num_redundant_experts in --eplb-config to a number that the sum divides evenly with",
         lambda c: {
             "experts": c.model.get_num_experts(),
             "redundant": _parallel(c).eplb_config.num_redundant_experts,
-            "ranks": _expert_ranks(c),
+            "num_ranks": _expert_ranks(c),
         },
     ),
     Refusal(
