@@ -25,7 +25,8 @@ from tests.helpers.scenarios import (
 )
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.inspect.explain import explain_json, explain_text, token_level
+from vllm_npu_prep.inspect.explain import explain_json, token_level
+from vllm_npu_prep.inspect.terminal import explain_text
 from vllm_npu_prep.prep.padding import GraphMode
 
 

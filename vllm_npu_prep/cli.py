@@ -238,7 +238,8 @@ def _explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from vllm_npu_prep.files import write_whole
-    from vllm_npu_prep.inspect.explain import explain_json, explain_text
+    from vllm_npu_prep.inspect.explain import explain_json
+    from vllm_npu_prep.inspect.terminal import explain_text
 
     if args.html and args.file.is_dir() and args.step is None:
         if args.json or args.png or args.request or args.tokens:

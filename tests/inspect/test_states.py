@@ -9,8 +9,9 @@ from tests.helpers.scenarios import example, view_of
 from tests.inspect.test_page import Page
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.drawings import state_map
-from vllm_npu_prep.inspect.explain import explain_json, explain_text
+from vllm_npu_prep.inspect.explain import explain_json
 from vllm_npu_prep.inspect.page import explain_html
+from vllm_npu_prep.inspect.terminal import explain_text
 from vllm_npu_prep.inspect.view import StepView
 
 # Blocks of four tokens. a had 9 tokens, whose state is in its block 8 // 4 = 2, and where the tenth
