@@ -151,7 +151,9 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
 def test_rare_cases_agree(seed, corner, total):
     engine, rates, traffic = CORNERS[corner]
     special = {"rates": {"arrived": 1.0, "aborted": 0.0, **rates}, "longest": 40, **traffic}
-    total.update(play(seed, STEPS, every=6, engine={**ENGINE, **engine}, traffic=special).count)
+    count = play(seed, STEPS, every=6, engine={**ENGINE, **engine}, traffic=special).count
+    assert count["steps"] == STEPS and not count["upstream failed"]
+    total.update(count)
 
 
 def test_all_that_can_happen_happened(total):
