@@ -11,8 +11,10 @@ from tests.scheduling.twin import SHARES, Twin, play
 from vllm_npu_prep.scheduling.outputs import Rows
 
 STEPS = int(os.environ.get("NPU_PREP_TEST_STEPS", "90"))
-SEEDS = range(24)
-"""Between them every kind of engine and of request, and what happens to them."""
+SEEDS = (*range(24), 45, 52, 111)
+"""Between them every kind of engine and of request, and what happens to them. The last three alone
+meet planted bugs: a load that fails for a block that others share, states of drafts, and a state at
+the end of a prompt."""
 KEPT = [int(line) for line in (Path(__file__).with_name("seeds.txt")).read_text().split()]
 """Seeds that failed once."""
 HAPPENED = {"preempted", "resumed", "aborted", "prefix cache reset", "paused", "went on"}
@@ -147,7 +149,7 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
 
 
 @pytest.mark.parametrize("corner", CORNERS)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 10])
 def test_rare_cases_agree(seed, corner, total):
     engine, rates, traffic = CORNERS[corner]
     special = {"rates": {"arrived": 1.0, "aborted": 0.0, **rates}, "longest": 40, **traffic}

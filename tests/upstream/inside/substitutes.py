@@ -7,6 +7,7 @@ import gc
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,21 @@ def pytest_configure() -> None:
         return
     from vllm.v1.core.sched import async_scheduler, scheduler
 
-    from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
+    from vllm_npu_prep.scheduling.scheduler import (
+        BatchedAsyncScheduler,
+        BatchedMixin,
+        BatchedScheduler,
+    )
 
+    ours = BatchedMixin._mamba_block_aligned_split
+    of_vllm = scheduler.Scheduler._mamba_block_aligned_split
+
+    def split(self: Any, *args: Any, **kwargs: Any) -> int:
+        """Tests give vLLM's method something that merely has a scheduler's attributes."""
+        method = ours if isinstance(self, BatchedMixin) else of_vllm
+        return method(self, *args, **kwargs)
+
+    BatchedMixin._mamba_block_aligned_split = split
     scheduler.Scheduler = BatchedScheduler
     async_scheduler.AsyncScheduler = BatchedAsyncScheduler
 
