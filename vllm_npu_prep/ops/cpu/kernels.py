@@ -127,46 +127,32 @@ def rotated(x, cos, y, sin, like):
 
 @of_each_dtype
 def rotation_of(element):
-    def rotate(x, x_row, out, positions, factors, rows, heads, size, rotary, is_neox):
-        xs = carray(pointer(x), (rows, x_row), element)
+    def rotate(first_x, x_row, out, positions, factors, rows, heads, size, rotary, is_neox):
+        xs = carray(pointer(first_x), (rows, x_row), element)
         outs = carray(pointer(out), (rows, heads * size), element)
         places, half = carray(pointer(positions), rows, np.int64), rotary // 2
-        cos, sin, minus_sin, left, right = np.empty((5, half), np.float32)
+        # Rows of one array, and places counted from `half`, would keep LLVM from vectors
+        cos, sin = np.empty(half, np.float32), np.empty(half, np.float32)
         for row in range(rows):
             # Cosines before sines, of the row's position
             at = carray(pointer(factors + xs.itemsize * rotary * places[row]), rotary, element)
+            sines = at[half:]
             for i in range(half):
-                cos[i], sin[i], minus_sin[i] = (
-                    widen(at[i]),
-                    widen(at[half + i]),
-                    -widen(at[half + i]),
-                )
+                cos[i], sin[i] = widen(at[i]), widen(sines[i])
             for first in range(0, heads * size, size):
                 head, turned = xs[row, first : first + size], outs[row, first : first + size]
-                like = head[0]
                 if is_neox:
+                    low, high = head[:half], head[half:rotary]
+                    to_low, to_high = turned[:half], turned[half:rotary]
                     for i in range(half):
-                        left[i] = widen(head[i])
-                    for i in range(half):
-                        right[i] = widen(head[half + i])
-                    for i in range(half):
-                        turned[i] = narrow(
-                            rotated(left[i], cos[i], right[i], minus_sin[i], like), like
-                        )
-                    for i in range(half):
-                        turned[half + i] = narrow(
-                            rotated(right[i], cos[i], left[i], sin[i], like), like
-                        )
+                        x, y, like = widen(low[i]), widen(high[i]), low[i]
+                        to_low[i] = narrow(rotated(x, cos[i], -y, sin[i], like), like)
+                        to_high[i] = narrow(rotated(y, cos[i], x, sin[i], like), like)
                 else:
                     for i in range(half):
-                        left[i], right[i] = widen(head[2 * i]), widen(head[2 * i + 1])
-                    for i in range(half):
-                        turned[2 * i] = narrow(
-                            rotated(left[i], cos[i], right[i], minus_sin[i], like), like
-                        )
-                        turned[2 * i + 1] = narrow(
-                            rotated(right[i], cos[i], left[i], sin[i], like), like
-                        )
+                        x, y, like = widen(head[2 * i]), widen(head[2 * i + 1]), head[0]
+                        turned[2 * i] = narrow(rotated(x, cos[i], -y, sin[i], like), like)
+                        turned[2 * i + 1] = narrow(rotated(y, cos[i], x, sin[i], like), like)
                 for i in range(rotary, size):
                     turned[i] = head[i]
 
