@@ -99,7 +99,7 @@ def _names(cell: str, option: str) -> bool:
 
 
 def test_every_metric_is_documented_and_no_other():
-    page = PAGES["docs/reference/metrics.md"]
+    page = PAGES["docs/reference/options.md"]
     documented = {code for row in page.rows for code in code_of(row[0]) if code.startswith("vllm:")}
     counters = {f"{PREFIX}{name}_total" for name in COUNTERS}
     assert documented == counters | {PREFIX + PREPARE_TIME}
@@ -137,7 +137,7 @@ def test_tables_of_refusals_are_up_to_date():
 
 @pytest.mark.parametrize("model", [Scenario, ScenarioRequest, ScenarioGroup])
 def test_every_key_of_a_scenario_is_documented(model: type[BaseModel]):
-    described = set(PAGES["docs/reference/files.md"].code)
+    described = set(PAGES["docs/reference/command.md"].code)
     assert set(model.model_fields) <= described
 
 
