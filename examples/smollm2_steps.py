@@ -2,7 +2,7 @@
 
     python examples/smollm2_steps.py [--out examples/smollm2-steps.tar.xz]
 
-The archive of this repository was made by it; docs/guides/recording.md says what to do with that.
+The archive of this repository was made by it; docs/guides/debugging.md says what to do with that.
 Beside the records it has the texts of their tokens: a tokenizer that knows no other tokens.
 """
 

@@ -3,7 +3,7 @@
 This module holds only the entry points that vLLM calls; `docs/` tells how a step is prepared.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def register() -> str | None:

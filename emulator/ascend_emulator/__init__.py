@@ -20,7 +20,7 @@ from ascend_emulator.api import (
 )
 from ascend_emulator.errors import EmulatorError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Counts",

@@ -130,7 +130,7 @@ def _slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", plain)
 
 
-READMES = ("README.md", "emulator/README.md")
+READMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "emulator/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): Page(path)
     for path in [*map(ROOT.joinpath, READMES), *sorted((ROOT / "docs").rglob("*.md"))]

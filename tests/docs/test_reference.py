@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+import ascend_emulator
+import vllm_npu_prep
 from ascend_emulator.run import parser as emulator_parser
 from tests.docs.pages import PAGES, ROOT, Page, code_of
 from tests.docs.refusal_tables import render
@@ -99,7 +101,7 @@ def _names(cell: str, option: str) -> bool:
 
 
 def test_every_metric_is_documented_and_no_other():
-    page = PAGES["docs/reference/metrics.md"]
+    page = PAGES["docs/reference/options.md"]
     documented = {code for row in page.rows for code in code_of(row[0]) if code.startswith("vllm:")}
     counters = {f"{PREFIX}{name}_total" for name in COUNTERS}
     assert documented == counters | {PREFIX + PREPARE_TIME}
@@ -137,8 +139,14 @@ def test_tables_of_refusals_are_up_to_date():
 
 @pytest.mark.parametrize("model", [Scenario, ScenarioRequest, ScenarioGroup])
 def test_every_key_of_a_scenario_is_documented(model: type[BaseModel]):
-    described = set(PAGES["docs/reference/files.md"].code)
+    described = set(PAGES["docs/reference/command.md"].code)
     assert set(model.model_fields) <= described
+
+
+def test_changes_and_citation_have_the_version():
+    (newest, *_) = re.findall(r"^## (\S+)", PAGES["CHANGELOG.md"].text, re.MULTILINE)
+    assert newest == vllm_npu_prep.__version__ == ascend_emulator.__version__
+    assert f"version: {newest}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 PATH = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|json|txt|sh|yaml|yml|cpp|html)|(?:[\w-]+/)+")

@@ -11,23 +11,27 @@ import pytest
 
 from tests.docs.pages import PAGES, READMES, ROOT
 from tests.helpers.browser import needs_browser, opened
+from tests.matrix.results import Matrix
 
 ELSEWHERE = re.compile(r"\s*(https?:)?//", re.IGNORECASE)
 
 
 class Fetches(HTMLParser):
-    """What a page makes a browser load, and the classes that it has."""
+    """What a page makes a browser load, what it links to, and the classes that it has."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
         self.targets: list[str] = []
+        self.linked: set[str] = set()
         self.classes: set[str] = set()
         self.feed(page.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.classes |= set(values.get("class", "").split())
-        if tag != "a" and values.get("rel") != "canonical":
+        if tag == "a":
+            self.linked.add(values.get("href", ""))
+        elif values.get("rel") != "canonical":
             fetched = ("src", "srcset", "data", "href")
             self.targets += [values[name] for name in fetched if name in values]
 
@@ -53,6 +57,16 @@ def test_every_page_is_there_and_no_other_host_is_asked(site):
         assert "mermaid" not in html.classes, f"{page}: mermaid is loaded from another host"
     for style in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", style.read_text()), style
+
+
+def test_the_site_has_the_whole_matrix_and_the_operators(site):
+    matrix = (site / "reference" / "matrix.html").read_text()
+    models = {model for of_table in Matrix.read().tables().values() for model in of_table}
+    assert models and [model for model in models if model not in matrix] == []
+    assert 'id="why-not"' in matrix
+    page = Fetches(site / "start" / "ascend.html")
+    assert "../changing/operators.html#what-to-try-first-on-hardware" in page.linked
+    assert 'id="what-to-try-first-on-hardware"' in (site / "changing/operators.html").read_text()
 
 
 @needs_browser

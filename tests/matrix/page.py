@@ -1,4 +1,7 @@
-"""docs/reference/matrix.md from the results: tables of models and features, and why not."""
+"""docs/reference/matrix.md from the results: how many models ran with each feature.
+
+The site has every cell below that, with why it doesn't run (`whole`).
+"""
 
 from pathlib import Path
 
@@ -48,18 +51,46 @@ def quoted(message: str) -> str:
     return f"`{message.replace('`', chr(39))}`"
 
 
+def counted(marks: list[str]) -> list[int]:
+    """How many cells ran, failed, are empty, and don't run."""
+    ran, failed, empty = map(marks.count, (RAN, FAILED, EMPTY))
+    return [ran, failed, empty, len(marks) - ran - failed - empty]
+
+
+def head_of(table: Table) -> str:
+    return f"{table[1]}, {table[2]}, vLLM {table[0]}"
+
+
 def render(matrix: Matrix) -> str:
+    """Return the page: counts of tables, and of features in each of them."""
+    told, tables = told_of(matrix), matrix.tables()
+    lines = ["| table | ran | failed | empty | don't run |", "| --- | --- | --- | --- | --- |"]
+    for table in tables:
+        counts = counted([mark for cell, mark in told.items() if cell[0] == table])
+        lines.append(f"| {' | '.join([head_of(table), *map(str, counts)])} |")
+    heads = ["models that ran with", *(f"{t[1].split()[0]} {t[2]}, {t[0][2:4]}" for t in tables)]
+    lines += ["", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for feature in FEATURES:
+        row = [feature.name]
+        for table in tables:
+            marks = [
+                mark for (t, _, name), mark in told.items() if (t, name) == (table, feature.name)
+            ]
+            ran, failed, empty, _ = counted(marks)
+            row.append(f"{ran} of {ran + failed + empty}")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([HEAD, *lines, ""])
+
+
+def whole(matrix: Matrix) -> str:
+    """Return every cell, and why those that don't run don't."""
     told, marks = told_of(matrix), (RAN, FAILED, EMPTY)
     reasons = sorted(set(told.values()) - set(marks))
     heads = ["model", *(feature.short for feature in FEATURES)]
     legend = "; ".join(f"*{f.short}* {f.name}" for f in FEATURES if f.short != f.name)
-    parts = [HEAD.format(legend=legend)]
+    parts = [f"Columns: {legend}.\n"]
     for table, models in matrix.tables().items():
-        own = [mark for cell, mark in told.items() if cell[0] == table]
-        ran, failed, empty = map(own.count, marks)
-        parts.append(f"## {table[1]}, {table[2]}, vLLM {table[0]}\n")
-        others = len(own) - ran - failed - empty
-        parts.append(f"{ran} cells ran, {failed} failed, {empty} are empty, {others} don't run.\n")
+        parts.append(f"## {head_of(table)}\n")
         parts += [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
         for model in models:
             cells = (told[table, model, feature.name] for feature in FEATURES)

@@ -9,7 +9,7 @@ from tests.helpers.emulator import ROOT
 from tests.peer.test_peer import ENVIRONMENT, pytestmark  # noqa: F401 - it has to be there
 
 PACKAGE = ENVIRONMENT / "lib" / "python3.11" / "site-packages" / "vllm_ascend"
-PAGE = ROOT / "docs" / "guides" / "vllm-ascend-without-a-card.md"
+PAGE = ROOT / "docs" / "changing" / "vllm-ascend-without-a-card.md"
 OTHER_CARDS = "_310p"
 """Folder of the Atlas 300I's code."""
 GENERATED = "_cann_ops_custom"

@@ -3,7 +3,7 @@
 python -m tests.registry [--minutes 30] [--fresh] [--retry] [architecture ...]
 
 A unit is an architecture. Results are in tests/results/registry.jsonl, from which the page
-docs/reference/architectures.md is written. Of architectures that are named what came is printed, as
+docs/reference/features.md is written. Of architectures that are named what came is printed, as
 a line of JSON each, and nothing is recorded.
 """
 

@@ -1,4 +1,4 @@
-"""Writes what came of each architecture into docs/reference/architectures.md."""
+"""Writes what came of each architecture into docs/reference/features.md."""
 
 import re
 
@@ -6,7 +6,7 @@ from tests.resume.log import Log, Result
 from tests.resume.tree import RESULTS, ROOT
 
 RESULTS_FILE = RESULTS / "registry.jsonl"
-PAGE = ROOT / "docs/reference/architectures.md"
+PAGE = ROOT / "docs/reference/features.md"
 MARKED = re.compile(r"(<!-- architectures -->\n).*(<!-- architectures: end -->)", re.DOTALL)
 
 

@@ -32,7 +32,10 @@ DEMOS = (
 )
 OTHERS = {
     "docs/": ("tests/docs",),
-    "README.md": ("tests/docs",),
+    **dict.fromkeys(
+        ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"),
+        ("tests/docs",),
+    ),
     "tests/README.md": ("tests/docs",),
     "tests/brief.txt": ("tests/resume",),
     "tests/golden/": ("tests/test_explain",),

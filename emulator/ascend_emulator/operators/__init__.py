@@ -1,7 +1,7 @@
 """CPU references of torch_npu operators.
 
 Plain functions on CPU tensors, one file for each family. Each refuses what the kernel would refuse,
-as far as its documentation and its users tell; ``docs/changing/operators.md`` lists what is
+as far as its documentation and its users tell; ``emulator/operators.md`` lists what is
 demanded and on whose word. Nothing here was run on an NPU.
 """
 

@@ -1,6 +1,6 @@
-"""Render ``docs/changing/operators.md`` from the table of constraints.
+"""Render ``emulator/operators.md`` from the table of constraints.
 
-``python -m ascend_emulator.operators.document docs/changing/operators.md`` writes it; a test
+``python -m ascend_emulator.operators.document emulator/operators.md`` writes it; a test
 fails while it is out of date.
 """
 
@@ -28,7 +28,7 @@ One of several kernels stands behind fused attention, depending on the call and 
 CANN. Each has a section; `--profile` chooses the release. Their demands were read in the published
 tiling sources of CANN's ops-transformer. Tags stand for releases, and `branch 9.1.0` for 9.1.
 
-Rendered by `python -m ascend_emulator.operators.document docs/changing/operators.md`.
+Rendered by `python -m ascend_emulator.operators.document emulator/operators.md`.
 """
 
 FIRST_ON_HARDWARE = """\

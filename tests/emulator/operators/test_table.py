@@ -18,7 +18,7 @@ from tests.emulator.operators.calls import FUNCTIONS, MIXED, V2_NAMES, Batch, ca
 from tests.emulator.operators.violations.breaking import VALID
 from tests.helpers.emulator import import_path
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "changing" / "operators.md"
+DOCUMENT = Path(__file__).parents[3] / "emulator" / "operators.md"
 KEYS = [(reference.name, reference.overload) for reference in REFERENCES]
 
 
@@ -122,7 +122,7 @@ def test_refusals_pass_the_dispatcher(dispatched):
 
 
 def test_the_document_is_up_to_date():
-    command = "python -m ascend_emulator.operators.document docs/changing/operators.md"
+    command = "python -m ascend_emulator.operators.document emulator/operators.md"
     assert DOCUMENT.read_text() == render(), f"run {command}"
 
 

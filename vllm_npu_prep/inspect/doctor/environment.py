@@ -64,7 +64,7 @@ def _value_finding(host: Host, name: str) -> Finding:
             name,
             found,
             "this chooses V1; V2 is the plugin's default: unset it to get V2; "
-            "docs/guides/model-runner-v2.md says what each of them lacks",
+            "docs/guides/engine.md says what each of them lacks",
         )
     if name == "VLLM_USE_V2_MODEL_RUNNER" and value.lower() not in ("1", "true", ""):
         return failure(name, found, "set it to 1 for V2 or to 0 for V1, or unset it")
