@@ -148,8 +148,8 @@ class ConstantSampler(torch.nn.Module):
 class ConstantSamplerV2(FreeSampler):
     """Returns the same tokens for each request, and accepts the first draft of each that has some.
 
-    Everything else is done by the sampler that it replaces. The output of a step of decodes is
-    made once for each number of requests.
+    Everything else is done by the sampler that it replaces. The output of a step without drafts,
+    in which each prompt ends, is made once for each number of requests.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -158,8 +158,11 @@ class ConstantSamplerV2(FreeSampler):
 
     def __call__(self, logits: torch.Tensor, batch: Any, *_: Any) -> Any:
         """No sampling."""
-        drafts = batch.num_draft_tokens_per_req
-        if drafts is None and not batch.has_prefill:
+        drafts, cut = batch.num_draft_tokens_per_req, None
+        if batch.has_prefill:
+            ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+            cut = ends < batch.prefill_len_np
+        if drafts is None and (cut is None or not cut.any()):
             if batch.num_reqs not in self._kept:
                 self.give(torch.full((batch.num_reqs, 1), TOKEN))
                 self._kept[batch.num_reqs] = super().__call__()
@@ -169,9 +172,8 @@ class ConstantSamplerV2(FreeSampler):
         tokens[:, 0] = TOKEN
         if drafts is not None:
             tokens[torch.from_numpy(drafts > 0), 1] = TOKEN
-        if batch.has_prefill:
-            ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
-            tokens[torch.from_numpy(ends < batch.prefill_len_np)] = -1
+        if cut is not None:
+            tokens[torch.from_numpy(cut)] = -1
         self.give(tokens)
         return super().__call__()
 
