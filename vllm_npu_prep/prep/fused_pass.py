@@ -17,6 +17,7 @@ from vllm_npu_prep.prep.checks import Rule, ScheduledStep, StepSizes, check_step
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
 from vllm_npu_prep.prep.latent_split import plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
+from vllm_npu_prep.prep.pcp import share_out
 from vllm_npu_prep.prep.recurrent_states import find_recurrent_states
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
@@ -71,6 +72,13 @@ def split_at_chunks_at(tables, arrays, num_reqs, attention_chunk_size, decode_qu
     """Write the virtual requests of a step by address (`prep.local_attention`)."""
     t, out = tables_of(tables), arrays_of(arrays)
     return split_at_chunks(t, out, num_reqs, attention_chunk_size, decode_query_len)
+
+
+@compiled
+def share_out_at(tables, arrays, step):
+    """Write what this rank computes of a step by address (`prep.pcp`)."""
+    t, out = tables_of(tables), arrays_of(arrays)
+    return share_out(out, step, t.pcp[0], t.pcp[1], t.num_computed_tokens.shape[0])
 
 
 @compiled

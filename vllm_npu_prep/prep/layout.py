@@ -88,6 +88,8 @@ class StepLayout:
         states, sizes = shape.states, (self.num_input_tokens, num_reqs)
         num_local, num_state_groups = shape.local.max_reqs(*sizes), len(states.groups)
         num_halved = num_reqs if shape.latent or states else 0
+        num_rank_tokens = shape.pcp.rank_tokens(self.num_input_tokens) if shape.pcp else 0
+        num_rank_rows = min(num_rank_tokens, shape.pcp.most_rows)  # each row has a token
         return {
             "tokens": self.num_input_tokens,
             "reqs": num_reqs,
@@ -109,6 +111,11 @@ class StepLayout:
             "context_pieces": shape.latent.max_pieces(*sizes),
             "row_reqs": num_reqs if shape.has_request_rows else 0,
             "sharded_reqs": num_reqs if shape.dcp else 0,
+            "rank_tokens": num_rank_tokens,
+            "gathered_tokens": num_rank_tokens * shape.pcp.world_size,
+            "rank_rows": num_rank_rows,
+            "rank_rows + 1": num_rank_rows + 1 if num_rank_rows else 0,
+            "rank_reqs": num_reqs if shape.pcp else 0,
         }
 
     @cached_property
