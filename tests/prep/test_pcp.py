@@ -66,13 +66,14 @@ def test_every_variable_equals_the_oracle(given_ranks):
     sizes = {"block_size": batch.block_size, "max_model_len": batch.max_model_len}
     said = oracle_step(batch.requests, mask="compressed", **sizes)
     for rank, step in enumerate(steps_of(given_ranks)):
-        expected = oracle_pcp_step(said, ranks=ranks, rank=rank, rank_tokens=step.num_rank_tokens)
+        sizes = {"rank_tokens": step.num_rank_tokens, "max_num_reqs": len(batch.requests) + 2}
+        expected = oracle_pcp_step(said, ranks=ranks, rank=rank, **sizes)
         assert expected.pop("pcp_ranks") == step.computing_ranks().tolist()
         for name in ("num_tokens", "num_rows", "max_query_len", "max_seq_len", "num_samples"):
             assert getattr(step.pcp, name) == expected.pop(name), name
-        padded = ("pcp_input_ids", "pcp_positions", "pcp_is_padding", "pcp_slot_mapping")
         for name, values in expected.items():
-            got = getattr(step.arrays if name in padded else step, name)
+            is_padded = name not in ("pcp_logits_indices", "pcp_gathered_rows")
+            got = getattr(step.arrays if is_padded else step, name)
             assert got.reshape(-1).tolist() == values, name
         assert find_fault(step, LIMITS) is None
 

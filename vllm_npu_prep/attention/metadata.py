@@ -49,6 +49,9 @@ class AscendMetadata(AttentionMetadata):
     # Under decode context parallelism (`attention.context_parallel.DCPStep`)
     shared: Any = None
     halves: Any = None  # of latent attention with prefills (`attention.latent.Halves`)
+    # Prefill context parallelism: requests are rows of the rank, whose `slot_mapping` is that of
+    # all ranks' tokens as they are gathered (`attention.prefill_context_parallel`)
+    gathers: bool = False
 
     @property
     def num_attended_tokens(self) -> int:

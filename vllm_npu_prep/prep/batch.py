@@ -250,6 +250,11 @@ class PreparedStep(Arrays[np.ndarray]):
         rank, padding included."""
         return self.shape.pcp.rank_tokens(self.num_input_tokens)
 
+    @property
+    def model_positions(self) -> np.ndarray:
+        """The positions of the tokens that the model sees, without padding."""
+        return self.pcp_positions if self.shape.pcp else self.positions
+
     def gathered_places(self) -> np.ndarray:
         """Return where each token is among those of all ranks (`vllm_npu_prep.prep.pcp`)."""
         return gathered_places(self.query_lens, self.shape.pcp.world_size, self.num_rank_tokens)

@@ -32,14 +32,15 @@ def oracle_pcp_step(
     ranks: int,
     rank: int,  # the one that prepares the step
     rank_tokens: int,  # the tokens of each rank, padding included
+    max_num_reqs: int,  # the most requests of a step
 ) -> dict[str, Any]:
     """Return what a rank computes of a step, and what it gets from the others.
 
     Returns
     -------
     dict
-        By the names of the table of arrays: the rank's tokens and the slots of all ranks, with
-        padding, and its rows without; the sizes of `vllm_npu_prep.prep.pcp.PCPStep`; and
+        By the names of the table of arrays: the rank's tokens and rows and the slots of all ranks,
+        with padding, and its samples without; the sizes of `vllm_npu_prep.prep.pcp.PCPStep`; and
         ``pcp_ranks``, the rank that computes each token of the batch.
     """
     # Of each rank the tokens of the batch that it computes, and its rows of them
@@ -66,6 +67,14 @@ def oracle_pcp_step(
         lengths.append(step["positions"][row[-1]] + 1)
         computed.append(step["positions"][row[0]])
         requests.append(step["req_indices"][row[0]])
+    num_rows = len(own_rows)
+    longest = max((len(row) for row in own_rows), default=0), max(lengths, default=0)
+    while len(lengths) < min(rank_tokens, 2 * max_num_reqs):
+        has_token = starts[-1] < rank_tokens
+        starts.append(starts[-1] + has_token)
+        lengths.append(int(has_token))
+        computed.append(0)
+        requests.append(max_num_reqs)  # the row of the block tables after those of all requests
     samples = max(len(each) for each in lasts)
     gathered: list[int | None] = []
     slots = []
@@ -77,9 +86,9 @@ def oracle_pcp_step(
     own_ends = [mine.index(ends[request]) for request in lasts[rank]]
     return {
         "num_tokens": len(mine),
-        "num_rows": len(own_rows),
-        "max_query_len": max((len(row) for row in own_rows), default=0),
-        "max_seq_len": max(lengths, default=0),
+        "num_rows": num_rows,
+        "max_query_len": longest[0],
+        "max_seq_len": longest[1],
         "num_samples": samples,
         "pcp_ranks": owners,
         "pcp_input_ids": [step["input_ids"][token] for token in mine] + padding,

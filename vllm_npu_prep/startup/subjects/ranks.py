@@ -104,14 +104,6 @@ DEVICES = (
 
 RANKS = (
     Refusal(
-        "context-parallelism",
-        lambda c: _parallel(c).prefill_context_parallel_size > 1,
-        "--prefill-context-parallel-size {size}",
-        "every rank computes whole prompts",
-        "use --tensor-parallel-size and --decode-context-parallel-size",
-        lambda c: {"size": _parallel(c).prefill_context_parallel_size},
-    ),
-    Refusal(
         "external-launcher",
         lambda c: _parallel(c).distributed_executor_backend == "external_launcher",
         "--distributed-executor-backend external_launcher",
