@@ -14,6 +14,9 @@ NUM_TOKENS = 12
 TWO = {"prefill_context_parallel_size": 2, "block_size": 16}
 CASES: dict[str, dict[str, Any]] = {
     "eager": TWO | {"async_scheduling": False, "enable_prefix_caching": True},
+    "graphs": TWO | graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16) | {"enable_prefix_caching": True},
+    "four ranks": TWO | {"prefill_context_parallel_size": 4},
+    "tensor parallelism": TWO | {"tensor_parallel_size": 2},
 }
 
 
@@ -34,3 +37,4 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, case):
     expected = reference(folder, prompts, NUM_TOKENS)
     assert is_varied(expected)
     assert got["tokens"] == [expected, expected]
+    print(got["counts"], got["facts"])

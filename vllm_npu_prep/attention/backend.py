@@ -227,6 +227,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if decisions_of(vllm_config).mask_form == MaskForm.COMPRESSED:
             return AttentionCGSupport.ALWAYS
         if getattr(kv_cache_spec, "sliding_window", None) is not None:

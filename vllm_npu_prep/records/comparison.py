@@ -459,7 +459,11 @@ def _leave_out_samples(record: StepRecord, out: dict[str, np.ndarray], total: in
                 drafts_on_device.append(first_draft + draft)
         start, first_draft = end, first_draft + drafts
     out["is_on_device"] = on_device
+    own = np.zeros(0, np.int64)  # the rank's tokens, which are in the order of the batch
+    if settings.pcp is not None:
+        own = np.flatnonzero(out["pcp.pcp_ranks"] == settings.pcp.rank)
     for name, places in (
+        ("pcp_input_ids_padded", np.flatnonzero(on_device[own])),
         ("input_ids", np.flatnonzero(on_device)),
         ("input_ids_padded", np.flatnonzero(on_device)),
         ("draft_token_ids_padded", np.array(drafts_on_device, np.int64)),
