@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.engine import graphs, make_model
 from tests.helpers.huggingface import is_varied, reference
+from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
 
@@ -17,7 +18,10 @@ CASES: dict[str, dict[str, Any]] = {
     "graphs": TWO | graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16) | {"enable_prefix_caching": True},
     "four ranks": TWO | {"prefill_context_parallel_size": 4},
     "tensor parallelism": TWO | {"tensor_parallel_size": 2},
+    "latent": TWO | graphs("FULL_AND_PIECEWISE", 1, 2, 4, 16) | {"enable_prefix_caching": True},
 }
+DEEPSEEK = {"family": "DeepseekV3", "q_lora_rank": 20, **LATENT, **V3_EXPERTS}
+MODELS: dict[str, dict[str, Any]] = {"latent": DEEPSEEK}
 
 
 async def served(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
@@ -31,7 +35,7 @@ async def served(ranks: Ranks, prompts: list[list[int]]) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(tmp_path, seed, case):
     """Prompts in chunks beside decodes, a prompt of one token, and prefixes in the cache."""
-    folder = make_model(tmp_path, num_key_value_heads=2)
+    folder = make_model(tmp_path, **MODELS.get(case, {"num_key_value_heads": 2}))
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     got = serve_on_ranks(folder, CASES[case], partial(served, prompts=prompts))
     expected = reference(folder, prompts, NUM_TOKENS)

@@ -358,6 +358,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             return attend_dcp_decodes(*given, len(q[0])), None
         query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
+        if not seen:  # the step's few tokens are those of other ranks
+            return output.zero_()[:, : self.num_heads], None
         planes = self._planes(kv_c_and_k_pe_cache)
         call = LatentCall(
             str(layer.layer_name),

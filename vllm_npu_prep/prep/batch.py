@@ -24,6 +24,7 @@ from vllm_npu_prep.prep.fused_pass import (
     fill_step_at,
     find_states_at,
     plan_contexts_at,
+    plan_rank_contexts_at,
     share_out_at,
     split_at_chunks_at,
 )
@@ -359,6 +360,7 @@ def prepare_step(
         attn_state = attention_state(flags, tables.chunked_prefill)
     # Attributes, because to ask whether an object is true calls a function of Python
     has_local, has_latent = shape.local.groups, shape.latent.max_model_len
+    pcp = _share_of_rank(batch, padding, arrays) if has_pcp else NO_PCP_STEP
     return PreparedStep(
         batch,
         padding,
@@ -370,10 +372,10 @@ def prepare_step(
         num_logits,
         num_block_changes,
         _local_requests(batch, padding, arrays) if has_local else NO_LOCAL_REQUESTS,
-        _latent_step(batch, arrays) if has_latent else NO_LATENT_STEP,
+        _latent_step(batch, arrays, pcp) if has_latent else NO_LATENT_STEP,
         _state_step(batch, arrays) if shape.states.groups else NO_RECURRENT_STEP,
         rule,
-        _share_of_rank(batch, padding, arrays) if has_pcp else NO_PCP_STEP,
+        pcp,
     )
 
 
@@ -410,10 +412,15 @@ def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> L
     )
 
 
-def _latent_step(batch: StepBatch, arrays: StepArrays) -> LatentStep:
-    """Write the split of latent attention from arrays that are written already."""
+def _latent_step(batch: StepBatch, arrays: StepArrays, pcp: PCPStep) -> LatentStep:
+    """Write the split of latent attention from arrays that are written already.
+
+    With prefill context parallelism it is that of this rank's rows.
+    """
     latent = batch.tables.shape.latent
     sizes = latent.decode_threshold, latent.workspace_tokens, latent.block_size
+    if batch.tables.shape.pcp:
+        return LatentStep(*plan_rank_contexts_at(arrays.addresses, pcp.num_rows, *sizes))
     return LatentStep(*plan_contexts_at(arrays.addresses, batch.num_reqs, *sizes))
 
 

@@ -15,7 +15,7 @@ from vllm_npu_prep.prep.arrays import (
 )
 from vllm_npu_prep.prep.checks import Rule, ScheduledStep, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
-from vllm_npu_prep.prep.latent_split import plan_contexts
+from vllm_npu_prep.prep.latent_split import SplitArrays, plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
 from vllm_npu_prep.prep.pcp import share_out
 from vllm_npu_prep.prep.recurrent_states import find_recurrent_states
@@ -86,6 +86,22 @@ def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block
     """Write the split of latent attention by address (`prep.latent_split`)."""
     out = arrays_of(arrays)
     return plan_contexts(out, num_reqs, decode_threshold, workspace_tokens, block_size)
+
+
+@compiled
+def plan_rank_contexts_at(arrays, num_rows, decode_threshold, workspace_tokens, block_size):
+    """Do what `plan_contexts_at` does for the rows of a rank (`prep.pcp`)."""
+    out = arrays_of(arrays)
+    rows = SplitArrays(
+        out.pcp_query_start_loc,
+        out.pcp_num_computed_tokens,
+        out.prefill_query_start_loc,
+        out.context_piece_reqs,
+        out.context_piece_starts,
+        out.context_piece_lens,
+        out.context_piece_chunks,
+    )
+    return plan_contexts(rows, num_rows, decode_threshold, workspace_tokens, block_size)
 
 
 @compiled

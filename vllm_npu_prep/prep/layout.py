@@ -87,9 +87,10 @@ class StepLayout:
         shape, num_reqs = self.shape, self.num_reqs_padded
         states, sizes = shape.states, (self.num_input_tokens, num_reqs)
         num_local, num_state_groups = shape.local.max_reqs(*sizes), len(states.groups)
-        num_halved = num_reqs if shape.latent or states else 0
         num_rank_tokens = shape.pcp.rank_tokens(self.num_input_tokens) if shape.pcp else 0
         num_rank_rows = min(num_rank_tokens, shape.pcp.most_rows)  # each row has a token
+        sizes_seen = (num_rank_tokens, num_rank_rows) if shape.pcp else sizes
+        num_halved = sizes_seen[1] if shape.latent or states else 0
         return {
             "tokens": self.num_input_tokens,
             "reqs": num_reqs,
@@ -108,7 +109,7 @@ class StepLayout:
             "counted_reqs": num_reqs if states.num_drafts else 0,
             "split_reqs": num_halved,
             "split_reqs + 1": num_halved + 1 if num_halved else 0,
-            "context_pieces": shape.latent.max_pieces(*sizes),
+            "context_pieces": shape.latent.max_pieces(*sizes_seen),
             "row_reqs": num_reqs if shape.has_request_rows else 0,
             "sharded_reqs": num_reqs if shape.dcp else 0,
             "rank_tokens": num_rank_tokens,

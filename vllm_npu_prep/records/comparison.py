@@ -349,8 +349,9 @@ def _of_attention(
     if not prefix:
         _leave_out_samples(record, out, total)
         if (latent := settings.latent) is not None:
+            rows = requests if settings.pcp is None else _rows_of_rank(out)
             said = oracle_latent_step(
-                requests,
+                rows,
                 decode_threshold=latent.decode_threshold,
                 workspace_tokens=latent.workspace_tokens,
                 block_size=latent.block_size,
@@ -388,6 +389,15 @@ def _of_ranks(record: StepRecord, prefix: str, step: dict[str, Any]) -> dict[str
         return slots
     ranks = np.array(said.pop("pcp_ranks"))
     return slots | {"pcp.pcp_ranks": ranks} | _named(record, "pcp", said)
+
+
+def _rows_of_rank(of_rank: Mapping[str, np.ndarray]) -> list[OracleRequest]:
+    """Return the rows of a rank as requests, which latent attention splits."""
+    num_rows = int(of_rank["pcp.num_rows"])
+    starts = of_rank["pcp_query_start_loc_padded"][: num_rows + 1]
+    computed = of_rank["pcp_num_computed_tokens_padded"][:num_rows]
+    sizes = zip(computed.tolist(), np.diff(starts).tolist())
+    return [OracleRequest(before, count, 0, (), ()) for before, count in sizes]
 
 
 def _of_states(

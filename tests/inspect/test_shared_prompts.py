@@ -1,0 +1,77 @@
+"""Steps whose tokens ranks share: shown, recorded, compared, and described when a rule breaks."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.records import record_of
+from tests.helpers.scenarios import example
+from tests.inspect.test_record import through_a_file
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.observe.check import explain_fault
+from vllm_npu_prep.prep.batch import PreparedStep
+from vllm_npu_prep.prep.checks import find_fault
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.scenario import parse_scenario
+
+LIMITS = np.array([1 << 31, 1 << 10], np.int64)
+
+
+def prepared(rank: int = 0) -> PreparedStep:
+    scenario = example("shared-prompts", pcp={"world_size": 2, "rank": rank})
+    return parse_scenario(scenario).record().prepare()
+
+
+def test_explain_says_who_computes_what(capsys):
+    assert main(["explain", "examples/scenarios/shared-prompts.json"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "rank 0 of 2 computes 5 tokens of the step in 3 rows, and has 2 padding tokens" in out
+    assert "b 3-5 12 6-11 rank 0" in out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_records_come_back_and_prepare_alike(tmp_path, rank):
+    record = through_a_file(record_of(prepared(rank)), tmp_path)
+    assert record.settings.pcp.rank == rank
+    assert core_difference(record) is None and oracle_difference(record) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pcp.pcp_ranks", "pcp.num_rows", "pcp_positions_padded", "pcp_slot_mapping_padded"]
+    + ["pcp_seq_lens_padded", "pcp_table_rows_padded", "pcp_gathered_rows_padded"],
+)
+def test_a_difference_is_found(tmp_path, name):
+    record = through_a_file(record_of(prepared()), tmp_path)
+    index = () if record.prepared[name].ndim == 0 else (0,)
+    record.prepared[name][index] ^= 1
+    found = core_difference(record), oracle_difference(record)
+    assert [(each.variable, each.index) for each in found] == [(name, index)] * 2
+
+
+SAID = {
+    "pcp_positions": ("tokens of ranks", "token 1005 at position 5, at place 0 of rank 0"),
+    "pcp_slot_mapping": ("slots of ranks", "[10] at place 0"),
+    "pcp_seq_lens": ("rows of ranks", "(row 0)"),
+    "pcp_gathered_rows": ("samples of ranks", "position 5, which rank 0 computes"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_message_says_what_a_rank_has(name):
+    step = prepared()
+    getattr(step.arrays, name)[..., 0] += 1
+    message = str(explain_fault(step, LIMITS, find_fault(step, LIMITS), ["a", "b", "c"]))
+    assert all(words in message for words in SAID[name]), message
+
+
+BAD = {
+    "pcp.rank: 2; ranks are 0 to 1": {"pcp": {"world_size": 2, "rank": 2}},
+    "has no capture_sizes, mrope_dims": {"capture_sizes": [8], "mrope_dims": 3},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_scenarios_get_one_line(message):
+    with pytest.raises(PrepError, match=message):
+        parse_scenario(example("shared-prompts", **BAD[message]))
