@@ -38,8 +38,15 @@ def test_records_come_back_and_prepare_alike(tmp_path, rank):
 
 @pytest.mark.parametrize(
     "name",
-    ["pcp.pcp_ranks", "pcp.num_rows", "pcp_positions_padded", "pcp_slot_mapping_padded"]
-    + ["pcp_seq_lens_padded", "pcp_table_rows_padded", "pcp_gathered_rows_padded"],
+    [
+        "pcp.pcp_ranks",
+        "pcp.num_rows",
+        "pcp_positions_padded",
+        "pcp_slot_mapping_padded",
+        "pcp_seq_lens_padded",
+        "pcp_table_rows_padded",
+        "pcp_gathered_rows_padded",
+    ],
 )
 def test_a_difference_is_found(tmp_path, name):
     record = through_a_file(record_of(prepared()), tmp_path)

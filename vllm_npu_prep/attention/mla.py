@@ -332,6 +332,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         del kv_cache_dtype, k_scale, skip_scale
         if kv_cache.numel() == 0:  # no cache exists yet
             return
+        if len(slot_mapping) > len(kv_c_normed):
+            return  # a run without attention, which gathers no tokens of other ranks: all padding
         latent, rope = kv_c_normed.unsqueeze(1).contiguous(), k_pe.contiguous()
         self.kernels.write(latent, rope, self._planes(kv_cache), slot_mapping.to(torch.int32))
 
