@@ -1,5 +1,7 @@
 """Steps whose tokens ranks share: shown, recorded, compared, and described when a rule breaks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,9 +10,10 @@ from tests.helpers.scenarios import example
 from tests.inspect.test_record import through_a_file
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.observe.check import explain_fault
+from vllm_npu_prep.observe.check import StepCheck, explain_fault
+from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.prep.batch import PreparedStep
-from vllm_npu_prep.prep.checks import find_fault
+from vllm_npu_prep.prep.checks import Rule, find_fault
 from vllm_npu_prep.records.comparison import core_difference, oracle_difference
 from vllm_npu_prep.records.scenario import parse_scenario
 
@@ -57,19 +60,45 @@ def test_a_difference_is_found(tmp_path, name):
 
 
 SAID = {
-    "pcp_positions": ("tokens of ranks", "token 1005 at position 5, at place 0 of rank 0"),
-    "pcp_slot_mapping": ("slots of ranks", "[10] at place 0"),
-    "pcp_seq_lens": ("rows of ranks", "(row 0)"),
-    "pcp_gathered_rows": ("samples of ranks", "position 5, which rank 0 computes"),
+    Rule.RANK_TOKENS: ("pcp_positions", 0, "token 1005 at position 5, at place 0 of rank 0"),
+    Rule.RANK_SLOTS: ("pcp_slot_mapping", 0, "[10] at place 0 of all ranks, allowed [9]"),
+    Rule.RANK_ROWS: ("pcp_seq_lens", 0, "(row 0): given tokens 0 to 1 of request 0, length 7"),
+    Rule.RANK_SAMPLES: ("pcp_gathered_rows", 0, "position 5, which rank 0 computes"),
+    Rule.RANK_PADDING: ("pcp_table_rows", -1, "(row 5): given length 0, table 4, allowed"),
 }
+"""Of each rule an entry that breaks it, one too high, and a part of what the message says."""
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_a_message_says_what_a_rank_has(name):
+@pytest.mark.parametrize("rule", SAID)
+def test_a_message_says_what_a_rank_has(rule):
+    step, (name, place, words) = prepared(), SAID[rule]
+    getattr(step.arrays, name)[..., place] += 1
+    fault = find_fault(step, LIMITS)
+    message = str(explain_fault(step, LIMITS, fault, ["a", "b", "c"]))
+    assert fault.rule == rule and words in message, message
+
+
+def test_padding_that_is_none_is_named():
     step = prepared()
-    getattr(step.arrays, name)[..., 0] += 1
-    message = str(explain_fault(step, LIMITS, find_fault(step, LIMITS), ["a", "b", "c"]))
-    assert all(words in message for words in SAID[name]), message
+    step.arrays.pcp_is_padding[-1] = False
+    assert "a token, allowed padding" in message_of(step)
+    step = prepared()
+    step.arrays.pcp_slot_mapping[0, 6] = 9
+    assert "a slot of padding, allowed -1" in message_of(step)
+
+
+def message_of(step: PreparedStep) -> str:
+    return str(explain_fault(step, LIMITS, find_fault(step, LIMITS), ["a", "b", "c"]))
+
+
+def test_shares_are_checked_even_after_a_pass_without_faults():
+    step = prepared()
+    step.rule, step.arrays.pcp_positions[0] = Rule.HOLDS, 9
+    flight, batch = SimpleNamespace(step=step), SimpleNamespace(req_ids=["a", "b", "c"])
+    with pytest.raises(StepCheckError, match="tokens of ranks"):
+        StepCheck(1 << 20, [1 << 10]).verify(
+            SimpleNamespace(in_flight=flight, input_batch=batch), None
+        )
 
 
 BAD = {

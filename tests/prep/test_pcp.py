@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.pcp_manager import PCPManager
 from tests.helpers.batches import RandomBatch, decodes, random_batches, step_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
+from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
 from vllm_npu_prep.prep.oracle_pcp import oracle_pcp_step
 from vllm_npu_prep.prep.padding import GraphMode, Padding
@@ -154,6 +155,16 @@ def test_samples_go_to_the_rank_that_computes_their_request():
         spare = first + 2
         expected = [[spare, spare, first], [first, spare, spare]]
         assert step.arrays.variable_int64[:3].tolist() == expected[rank]
+
+
+@settings(max_examples=settings.default.max_examples // 6)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 4))
+def test_the_largest_buffer_holds_every_step(query_lens, ranks):
+    counts, shape = np.array(query_lens, np.int32), EngineShape(pcp=PCPRank(ranks, 0, 16))
+    tokens, rows = largest_share(counts, ranks)
+    assert rows <= 2 * len(counts)
+    nbytes = StepLayout(tokens * ranks, len(counts), shape).nbytes()
+    assert nbytes <= largest_step(shape, int(counts.sum()), len(counts), 0)
 
 
 @pytest.mark.parametrize("name", ["pcp_positions", "pcp_seq_lens", "pcp_gathered_rows"])

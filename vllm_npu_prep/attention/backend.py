@@ -1,7 +1,7 @@
 """The attention backend: it builds `AscendMetadata` and passes layers to a kernel family."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,11 +32,11 @@ from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.attention.kernel_blocks import KernelBlockTables, blocks_per_block
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
-from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.attention.metadata import AscendMetadata, VirtualRequests
 from vllm_npu_prep.attention.prefill_context_parallel import (
     find_pcp,
     gather_tokens,
-    num_rows_seen,
+    rows_of_rank,
 )
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
@@ -102,20 +102,6 @@ class AscendAttentionBackend(AttentionBackend):
         return attn_type in ATTN_TYPES
 
 
-class VirtualRequests(NamedTuple):
-    """What a group sees in place of requests, in the fields of `AscendMetadata`: with attention
-    chunks their parts, with prefill context parallelism the rows of a rank."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_np: np.ndarray
-    seq_lens: torch.Tensor
-    seq_lens_np: np.ndarray
-    num_computed_tokens: torch.Tensor
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-
-
 def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequests:
     """Return the virtual requests of a step (`vllm_npu_prep.prep.local_attention`).
 
@@ -133,24 +119,6 @@ def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequest
         local.num_reqs,
         local.max_query_len,
         local.max_seq_len,
-    )
-
-
-def rows_of_rank(step: PreparedStep, staged: StagedArrays) -> VirtualRequests:
-    """Return the rows that this rank computes (`vllm_npu_prep.prep.pcp`).
-
-    The padding rows after them are included in full graphs only.
-    """
-    arrays, host, num_rows = staged.device, staged.np, num_rows_seen(step)
-    return VirtualRequests(
-        arrays.pcp_query_start_loc[: num_rows + 1],
-        host.pcp_query_start_loc[: num_rows + 1],
-        arrays.pcp_seq_lens[:num_rows],
-        host.pcp_seq_lens[:num_rows],
-        arrays.pcp_num_computed_tokens[:num_rows],
-        step.pcp.num_rows,
-        step.pcp.max_query_len,
-        step.pcp.max_seq_len,
     )
 
 

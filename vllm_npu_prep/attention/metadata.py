@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,20 @@ class AscendMetadata(AttentionMetadata):
     def query_lens(self) -> np.ndarray:
         """Return the number of tokens of each request, int32 ``[R]`` on the host."""
         return np.diff(self.query_start_loc_np)
+
+
+class VirtualRequests(NamedTuple):
+    """What a group sees in place of requests, in the fields of `AscendMetadata`: with attention
+    chunks their parts, with prefill context parallelism the rows of a rank."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_np: np.ndarray
+    num_computed_tokens: torch.Tensor
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
 
 
 def common_metadata(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_npu_prep.attention.metadata import VirtualRequests
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.batch import PreparedStep
@@ -37,6 +38,24 @@ def num_rows_seen(step: PreparedStep) -> int:
     if step.padding.mode is GraphMode.FULL:
         return len(step.arrays.pcp_seq_lens)
     return step.pcp.num_rows
+
+
+def rows_of_rank(step: PreparedStep, staged: StagedArrays) -> VirtualRequests:
+    """Return the rows that this rank computes (`vllm_npu_prep.prep.pcp`).
+
+    The padding rows after them are included in full graphs only.
+    """
+    arrays, host, num_rows = staged.device, staged.np, num_rows_seen(step)
+    return VirtualRequests(
+        arrays.pcp_query_start_loc[: num_rows + 1],
+        host.pcp_query_start_loc[: num_rows + 1],
+        arrays.pcp_seq_lens[:num_rows],
+        host.pcp_seq_lens[:num_rows],
+        arrays.pcp_num_computed_tokens[:num_rows],
+        step.pcp.num_rows,
+        step.pcp.max_query_len,
+        step.pcp.max_seq_len,
+    )
 
 
 def gather_tokens(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

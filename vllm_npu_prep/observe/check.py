@@ -46,8 +46,8 @@ class StepCheck:
         """
         step = runner.in_flight.step
         shape = step.batch.tables.shape
-        is_written_later = shape.local.groups or shape.states.groups or shape.pcp.world_size > 1
-        if step.rule == Rule.HOLDS and not is_written_later:
+        in_pass = step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups
+        if in_pass and shape.pcp.world_size == 1:
             return  # virtual requests, states and shares of ranks are written after that pass
         # A dummy run has no requests
         self.check_rules(step, runner.input_batch.req_ids if step.num_reqs else [])

@@ -33,7 +33,7 @@ from vllm_npu_prep.prep.layout import StepArrays, StepLayout, targets_per_row
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
-from vllm_npu_prep.prep.pcp import NO_PCP_STEP, PCPStep, gathered_places
+from vllm_npu_prep.prep.pcp import NO_PCP_STEP, PCPStep, gathered_places, largest_share
 from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_STEP, RecurrentStep
 from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
@@ -474,6 +474,9 @@ def warm_up(shape: EngineShape = PLAIN_SHAPE) -> PreparedStep:
     batch = StepBatch(tables, one, np.zeros(1, np.int32), 1, num_accepted_tokens=one)
     step = prepare_step(batch, Padding(shape.pcp.world_size, 1))
     find_fault(step, np.zeros(2, np.int64))
+    if shape.pcp:
+        largest_share(one, shape.pcp.world_size)
+        step.gathered_places()
     token_table = one.copy(), table.copy(), table > 0
     append_sampled_tokens(np.zeros(1, np.int64), table[0] > 0, *token_table)
     append_verified_tokens(table, table[0] > 0, 1, *token_table, one.copy(), np.zeros(2, np.int32))

@@ -125,7 +125,8 @@ class StepLayout:
         dims, arrays, end = self.dims, {}, 0
         for name, line in STEP_ARRAYS.items():
             shape = tuple(dims[dim] for dim in line.dims)
-            spec = arrays[name] = ArraySpec(_aligned(end), shape, line.dtype, line.spare)
+            spare = line.spare if math.prod(shape) else 0  # the engine may lack the array
+            spec = arrays[name] = ArraySpec(_aligned(end), shape, line.dtype, spare)
             end = spec.end
         return arrays
 
@@ -239,8 +240,10 @@ def largest_step(
     """Return the bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
     A mixed batch in a full graph has one row more than requests. The first step after a dummy run
-    changes every entry of the block tables.
+    changes every entry of the block tables. With prefill context parallelism all ranks are padded
+    as one that has all tokens.
     """
-    layout = StepLayout(max_num_tokens, max_num_reqs + PADDING_ROWS, shape)
+    num_tokens = max_num_tokens * shape.pcp.world_size
+    layout = StepLayout(num_tokens, max_num_reqs + PADDING_ROWS, shape)
     num_targets = max_num_reqs * targets_per_row(shape.max_logits_per_req - 1)
     return _aligned(layout.nbytes(num_targets, num_block_table_entries))

@@ -36,8 +36,13 @@ class NPUPCPManager(PCPManager):
         """Return any number: padding is decided already, and the graph manager knows it."""
         return int(num_scheduled_tokens.sum())
 
+    def set_block_tables(self, block_tables: Any) -> None:  # from vLLM 0.33 on
+        """Do nothing: steps have the block tables of their rows."""
+
     def prepare_inputs_to_capture(self, input_batch: InputBatch) -> InputBatch:
         return input_batch
+
+    prepare_inputs_for_capture_or_profile = prepare_inputs_to_capture  # its name from 0.33 on
 
 
 def gather_sampled(hidden_states: torch.Tensor, in_flight: StepInFlight) -> torch.Tensor:
