@@ -1,5 +1,6 @@
 """Steps whose tokens ranks share: shown, recorded, compared, and described when a rule breaks."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,13 @@ def test_explain_says_who_computes_what(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "rank 0 of 2 computes 5 tokens of the step in 3 rows, and has 2 padding tokens" in out
     assert "b 3-5 12 6-11 rank 0" in out
+
+
+def test_json_has_the_shares_of_the_rank(capsys):
+    assert main(["explain", "examples/scenarios/shared-prompts.json", "--json"]) == 0
+    pcp = json.loads(capsys.readouterr().out)["pcp"]
+    assert pcp["pcp_ranks"] == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 1]
+    assert (pcp["pcp_positions"], pcp["pcp_seq_lens"]) == ([5, 3, 4, 5, 12], [6, 6, 13])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -438,9 +438,8 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         own = None
         if attn_metadata.gathers:  # attention finds all of them in the cache
             assert key is not None and value is not None and attn_metadata.slot_mapping is not None
-            self.kernels.write_kv(
-                *gather_tokens((key, value)), kv_cache, attn_metadata.slot_mapping
-            )
+            keys, values = gather_tokens((key, value))
+            self.kernels.write_kv(keys, values, kv_cache, attn_metadata.slot_mapping)
             if not num_tokens:  # the step's few tokens are those of other ranks
                 return output.zero_()
         elif key is not None and value is not None and not self.shares_kv:

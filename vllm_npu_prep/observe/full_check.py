@@ -396,9 +396,9 @@ class FullCheck(StepCheck):
         arrays = step.arrays
         if step.shape.pcp:
             end = step.num_rank_tokens if is_full else step.pcp.num_tokens
-            rows = arrays.pcp_query_start_loc.tolist(), arrays.pcp_seq_lens.tolist()
-            expect("queries of layers", starts.tolist(), rows[0][: len(starts)], **where)
-            expect("lengths of layers", lengths.tolist(), rows[1][: len(lengths)], **where)
+            own = arrays.pcp_query_start_loc.tolist(), arrays.pcp_seq_lens.tolist()
+            expect("queries of layers", starts.tolist(), own[0][: len(starts)], **where)
+            expect("lengths of layers", lengths.tolist(), own[1][: len(lengths)], **where)
             expect("rows of layers", metadata.num_reqs, step.pcp.num_rows, **where)
         expect("queries of layers", int(starts[-1]), end, **where)
         if builder.attention_chunk_size is None and not step.shape.pcp:

@@ -349,9 +349,9 @@ def _of_attention(
     if not prefix:
         _leave_out_samples(record, out, total)
         if (latent := settings.latent) is not None:
-            rows = requests if settings.pcp is None else _rows_of_rank(out)
+            attending = requests if settings.pcp is None else _rows_of_rank(out)
             said = oracle_latent_step(
-                rows,
+                attending,
                 decode_threshold=latent.decode_threshold,
                 workspace_tokens=latent.workspace_tokens,
                 block_size=latent.block_size,

@@ -162,8 +162,9 @@ class StepPadding:
                 counts = counts._replace(eager=True)
                 decision = self._kept.get(counts) or self._decide(batch, counts)
                 padding = replace(decision.padding, num_reqs_padded=num_reqs)
-        self.counts.add(decision.kind)
-        return decision._replace(padding=padding)
+        chosen = decision._replace(padding=padding)
+        self.counts.add(chosen.kind)
+        return chosen
 
     def _decide(self, batch: StepBatch, counts: DispatchKey) -> PaddingDecision:
         decision = self._ask(batch, counts)

@@ -213,6 +213,10 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
     # Which rows have which adapter is a copy of its own, if it changed.
     assert copies <= ({1, 2} if case.adapters else {1})
 
+    if PCP in case.layout:  # block tables of rows are gathered, besides samples and new blocks
+        launches = {step.get("launches", 0) for asked in got["asked"] for step in asked}
+        assert max(launches) <= 3, launches
+
     if case.int8:
         ranks = case.layout[TP]
         judges = [logits_by(rounded_model(model, made, ranks))] * len(prompts())
