@@ -1,6 +1,7 @@
 """Prefill context parallelism: ranks share prompts, and tokens are those of whole ones."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from tests.helpers.huggingface import is_varied, logits_of, reference
 from tests.helpers.latent import LATENT, V3_EXPERTS
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, preemptions, serve_on_ranks
+from vllm_npu_prep.records.comparison import core_difference, oracle_difference
+from vllm_npu_prep.records.record_file import read_record
 
 NUM_TOKENS = 12
 TWO = {"prefill_context_parallel_size": 2, "block_size": 16, "max_model_len": 128}
@@ -55,6 +58,7 @@ async def served(ranks: Ranks, prompts: list[list[int]], sleeps: bool) -> dict[s
         await ranks.llm.wake_up()
     tokens.append(await ranks.generate(prompts, NUM_TOKENS))
     told = {what: await ranks.ask(f"probe_{what}") for what in ("counts", "facts", "noted")}
+    told["records"] = await ranks.ask("record_steps", "a test")
     of_prompt = await scores(ranks, prompts[3])
     return {"tokens": tokens, "scores": of_prompt, "preempted": preemptions(), **told}
 
@@ -63,12 +67,15 @@ async def served(ranks: Ranks, prompts: list[list[int]], sleeps: bool) -> dict[s
 def test_tokens_are_those_of_transformers(tmp_path, seed, case):
     """Prompts in chunks beside decodes, a prompt of one token, and prefixes in the cache.
 
-    Requests are preempted and given up, and the engine sleeps; all of it fully checked.
+    Requests are preempted and given up, and the engine sleeps; all of it fully checked, and
+    recorded by each rank.
     """
     folder = make_model(tmp_path, **MODELS.get(case, {"num_key_value_heads": 2}))
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     sleeps = case == "eager"
-    settings = CASES[case] | {"enable_sleep_mode": sleeps}
+    record = {"dir": str(tmp_path / "steps"), "steps": "last 12"}
+    observed = {"additional_config": {"npu_prep": {"check": "full", "record": record}}}
+    settings = CASES[case] | {"enable_sleep_mode": sleeps} | observed
     got = serve_on_ranks(folder, settings, partial(served, prompts=prompts, sleeps=sleeps))
     expected = reference(folder, prompts, NUM_TOKENS)
     assert is_varied(expected)
@@ -80,6 +87,13 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, case):
     assert (got["preempted"] > 0) == (case == "eager")
     if case in ("graphs", "tensor parallelism", "latent"):
         assert all({"piecewise graphs", "full graph"} <= set(each) for each in got["counts"])
+    for rank, told in enumerate(got["records"]):
+        records = [read_record(each) for each in sorted(Path(told["folder"]).glob("*.npz"))]
+        assert len(records) == 12
+        own = rank // settings.get("tensor_parallel_size", 1)
+        assert {each.settings.pcp.rank for each in records} == {own}
+        differences = [(core_difference(each), oracle_difference(each)) for each in records]
+        assert differences == [(None, None)] * 12
     shared = [
         [(step["padding"], [step["arrays"][name] for name in ALIKE]) for step in of_rank]
         for of_rank in got["noted"]
