@@ -874,6 +874,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
+        ("each rank prepares whole prompts", "        pcp=find_pcp(vllm_config),\n", "", PROMPTS),
         ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", SHARDS),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],

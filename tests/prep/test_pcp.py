@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from vllm_npu_prep.prep.oracle_pcp import oracle_pcp_step
 from vllm_npu_prep.prep.padding import GraphMode, Padding
 from vllm_npu_prep.prep.pcp import PCPRank, gathered_places, largest_share
 from vllm_npu_prep.prep.shape import EngineShape
+from vllm_npu_prep.runner import preparer
 
 LIMITS = np.array([1 << 31, 1 << 20], np.int64)
 
@@ -61,6 +63,7 @@ def steps_of(given_ranks: tuple[RandomBatch, int, int]) -> list[PreparedStep]:
     return [rank_step(batch.requests, ranks, rank, extra, **sizes) for rank in range(ranks)]
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(shared_prompts())
 def test_every_variable_equals_the_oracle(given_ranks):
     batch, ranks, _ = given_ranks
@@ -79,6 +82,7 @@ def test_every_variable_equals_the_oracle(given_ranks):
         assert find_fault(step, LIMITS) is None
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(shared_prompts())
 def test_each_token_is_computed_by_one_rank(given_ranks):
     steps = steps_of(given_ranks)
@@ -205,6 +209,25 @@ def test_padding_that_sees_tokens_breaks_a_rule():
     step.arrays.pcp_table_rows[-1] = 0
     fault = find_fault(step, LIMITS)
     assert fault is not None and fault.rule == Rule.RANK_PADDING
+
+
+def test_tables_of_a_runner_know_its_rank(monkeypatch):
+    rank, of = PCPRank(2, 1, 8), rank_step(decodes(2), 2, 1).batch.tables
+    names = ("max_num_blocks", "block_sizes", "num_blocks", "num_synced_blocks")
+    blocks = SimpleNamespace(
+        block_table_flat_np=of.block_table_flat,
+        num_device_blocks=of.num_device_blocks,
+        **{name: getattr(of, name) for name in names},
+    )
+    config = SimpleNamespace(
+        uniform_decode_query_len=1,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+    )
+    names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
+    of_requests = {name: getattr(of, name) for name in names}
+    monkeypatch.setattr(preparer, "find_pcp", lambda vllm_config: rank)
+    assert preparer.make_tables(blocks, (), (), config, **of_requests).shape.pcp == rank
 
 
 @pytest.mark.parametrize(("world", "rank", "rows"), [(2, 2, 4), (2, -1, 4), (2, 0, 0)])
