@@ -325,6 +325,11 @@ def loaded_tokens() -> float:
     return _counted("vllm:external_prefix_cache_hits")
 
 
+def preemptions() -> float:
+    """How often requests of all engines of this process were preempted so far."""
+    return _counted("vllm:num_preemptions")
+
+
 def _counted(name: str) -> float:
     from prometheus_client import REGISTRY
 

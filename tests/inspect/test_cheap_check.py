@@ -24,6 +24,7 @@ from tests.helpers.batches import (
     state_step,
 )
 from tests.helpers.forced_messages import ending
+from tests.inspect.test_shared_prompts import SAID
 from tests.prep.test_dcp import shared_step
 from vllm_npu_prep.observe.check import READS, StepCheck, explain_fault
 from vllm_npu_prep.observe.violation import StepCheckError
@@ -474,7 +475,7 @@ def test_a_message_has_the_numbers_of_the_step_before(name, has_drafts, rows):
 
 def test_the_message_of_every_rule_is_read():
     rules = {rule for rule in Rule if rule > Rule.HOLDS}
-    assert {rule for rule, _, _ in CASES.values()} == READS.keys() == rules
+    assert {*SAID, *(rule for rule, _, _ in CASES.values())} == READS.keys() == rules
 
 
 def verify(step: PreparedStep, limits: np.ndarray, **batch: Any) -> None:

@@ -27,6 +27,10 @@ MORE_STATES_ON_NPU = (
 STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
 SHARDS = ("tests/prep/test_dcp.py",)
+PROMPTS = ("tests/prep/test_pcp.py",)
+PROMPT_TOKENS = (
+    "tests/engine/test_prompt_parallelism.py::test_tokens_are_those_of_transformers[eager]",
+)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 LATENT_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
@@ -198,6 +202,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("rows that change places are not sent again", "super().swap_row(src, tgt)\n        self.num_synced_blocks[:, [src, tgt]] = 0\n", "super().swap_row(src, tgt)\n", CORE),
         ("what a dummy run left on the device is trusted", "super().commit_block_table(num_reqs)\n        self.forget()", "super().commit_block_table(num_reqs)", CORE),
         ("previous rows stay behind their requests", "self.previous_rows[tgt] = self.previous_rows[src]", "pass", CORE),
+    ],
+    "attention/prefill_context_parallel.py": [
+        ("K and V gathered in the order of other ranks", "group.all_gather(tensor.contiguous(), dim=0) for", "group.all_gather(tensor.contiguous(), dim=0).roll(len(tensor), 0) for", PROMPT_TOKENS),
+        ("rows of ranks read the first requests' blocks", "rows = device.native(staged.device.pcp_table_rows[:num_rows])", "rows = device.native(staged.device.pcp_table_rows[:num_rows].sort()[0])", PROMPT_TOKENS),
     ],
     "attention/context_parallel.py": [
         ("contexts on several ranks: results are merged without weights", "weights = (lses - lse).exp()", "weights = (lses - lse).exp() * 0 + 1 / len(lses)", MERGED),
@@ -719,6 +727,21 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/padding.py": [
         ("no row for what a mixed graph leaves over", "max_num_reqs if decode_query_len else max_num_reqs + PADDING_ROWS", "max_num_reqs", ("tests/prep/test_graph_padding.py",)),
     ],
+    "prep/pcp.py": [
+        ("the late halves of ranks swapped", "chunk if chunk < world_size else 2 * world_size - 1 - chunk", "chunk if chunk < world_size else chunk - world_size", PROMPTS),
+        ("gathered K and V get the slots of another rank", "            place = rank * rank_tokens + token", "            place = (world_size - 1 - rank) * rank_tokens + token", PROMPTS),
+        ("a rank's late chunk begins where its prompt does", "computed = out.num_computed_tokens[req] + first - start", "computed = out.num_computed_tokens[req]", PROMPTS),
+        ("positions of a rank's late chunk continue its first", "out.pcp_positions[token + offset] = out.positions[first + offset]", "out.pcp_positions[token + offset] = out.positions[start + token + offset]", PROMPTS),
+        ("every decode goes to the first rank", "                rank = num_singles % world_size\n                num_singles += 1", "                rank = 0", PROMPTS),
+        ("samples go to the rank's first token", "out.pcp_input_ids_offset + token + count - 1", "out.pcp_input_ids_offset", PROMPTS),
+        ("padding rows see the first request's blocks", "out.pcp_table_rows[row] = null_row", "out.pcp_table_rows[row] = 0", PROMPTS),
+        ("ranks pad as the first one does", "return tokens.max(), rows.max()", "return tokens[0], rows[0]", PROMPTS),
+    ],
+    "prep/checks_pcp.py": [
+        ("slots of gathered tokens go unchecked", "if out.pcp_slot_mapping[group, place] != out.slot_mapping[group, token]:", "if False:", PROMPTS),
+        ("positions of a rank go unchecked", "is_wrong = out.pcp_positions[own] != out.positions[token]", "is_wrong = False", PROMPTS),
+        ("contexts of rows go unchecked", "if out.pcp_seq_lens[row] != out.pcp_positions[end - 1] + 1:", "if False:", PROMPTS),
+    ],
     "prep/recurrent_states.py": [
         ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),
         ("states are looked up at a request's place in the batch, not in its row", "row = t.first_state_entries[index] + t.request_rows[req] * width", "row = t.first_state_entries[index] + req * width", STATES),
@@ -851,6 +874,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
+        ("each rank prepares whole prompts", "        pcp=find_pcp(vllm_config),\n", "", PROMPTS),
         ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", SHARDS),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
@@ -933,6 +957,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "runner/v2/block_tables.py": [
         ("V2: a new block takes the place of the last one", "places = self.num_blocks[0, rows]", "places = self.num_blocks[0, rows] - 1", V2),
         ("real text, V2: a preempted request comes back to the blocks of its row on the device", "self.num_synced_blocks[:, place] = 0", "self.num_synced_blocks[:, place] = self.num_device_blocks[:, place]", V2_REAL_TEXT),
+    ],
+    "runner/v2/context_ranks.py": [
+        ("samples of gathered tokens in the order of ranks", "gathered.index_select(0, arrays.pcp_gathered_rows[: step.num_reqs])", "gathered[: step.num_reqs]", PROMPT_TOKENS),
+        ("scores of prompts in the order of ranks", "dim=0).index_select(0, places)", "dim=0)[: len(places)]", PROMPT_TOKENS),
     ],
     "runner/v2/buffers.py": [
         ("V2: of two values for one place the earlier one counts", "contents[::-1][last]", "contents[last]", V2),

@@ -17,6 +17,7 @@ from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import LocalGroups
 from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
+from vllm_npu_prep.prep.pcp import PCPRank
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.tables import device_has_all
 
@@ -37,13 +38,14 @@ def test_arrays_of_tokens_come_first():
 @pytest.mark.parametrize("num_tokens", [15, 16, 17])
 def test_spare_elements_belong_to_no_array(num_tokens):
     """Also where the array fills its last line of 64 bytes."""
-    layout = StepLayout(num_tokens, 4)
-    (name,) = (name for name, line in STEP_ARRAYS.items() if line.spare)
-    spare = layout.offset_int32(name) + num_tokens
-    ends = [4 * spare, 4 * spare + 4]
-    others = [spec for other, spec in layout.arrays.items() if other != name]
-    assert all(spec.end <= ends[0] or spec.offset >= ends[1] for spec in others)
-    assert layout.arrays[name].shape == (num_tokens,)
+    layout = StepLayout(2 * num_tokens, 4, EngineShape(pcp=PCPRank(2, 0, 8)))
+    names = [name for name, line in STEP_ARRAYS.items() if line.spare]
+    assert [layout.arrays[name].shape for name in names] == [(2 * num_tokens,), (num_tokens,)]
+    for name in names:
+        spare = layout.offset_int32(name) + layout.arrays[name].shape[0]
+        ends = [4 * spare, 4 * spare + 4]
+        others = [spec for other, spec in layout.arrays.items() if other != name]
+        assert all(spec.end <= ends[0] or spec.offset >= ends[1] for spec in others)
 
 
 @given(random_batches())

@@ -159,7 +159,7 @@ def test_tables_of_a_runner_know_its_rank(monkeypatch):
     )
     config = SimpleNamespace(
         uniform_decode_query_len=1,
-        parallel_config=None,
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
     )
     names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")

@@ -108,6 +108,7 @@ LACKS: dict[str, Any] = {
     }
 }
 SHARED_BY_2 = "--tensor-parallel-size 2 --decode-context-parallel-size 2"
+SHARED_PROMPTS = "--prefill-context-parallel-size 2"
 ON_V1, ON_V2 = "VLLM_USE_V2_MODEL_RUNNER=0", "VLLM_USE_V2_MODEL_RUNNER=1"
 ROTATES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OPTION = f"--additional-config.{SECTION}"
@@ -607,9 +608,6 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             where={f"{SUBJECTS}.ranks.has_collectives": {"cpu": True, "npu": False}.get},
         ),
     ),
-    "context-parallelism": (
-        Example("--prefill-context-parallel-size 2", "context-parallel-size 2 is"),
-    ),
     "external-launcher": (
         Example("--tensor-parallel-size 2 --distributed-executor-backend external_launcher"),
     ),
@@ -719,6 +717,19 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             model=ONE_KV_HEAD,
         ),
     ),
+    "shared-prompts-family": (Example(SHARED_PROMPTS, "with kernel family atb", family="atb"),),
+    "shared-prompts-layers": (
+        Example(SHARED_PROMPTS, model={**QWEN3, **WINDOWS, "use_sliding_window": True}),
+    ),
+    "shared-prompts-sparse": (Example(SHARED_PROMPTS, model=SPARSE),),
+    "shared-prompts-decodes": (Example(f"{SHARED_PROMPTS} {SHARED_BY_2}", model=ONE_KV_HEAD),),
+    "shared-prompts-speculation": (Example(f"{SHARED_PROMPTS} {NGRAM}"),),
+    "shared-prompts-connector": (Example(f"{SHARED_PROMPTS} {STORED}"),),
+    "shared-prompts-pooling": (Example(f"{SHARED_PROMPTS} --runner pooling"),),
+    "shared-prompts-experts": (
+        Example(f"{SHARED_PROMPTS} --enable-expert-parallel", model=EXPERTS),
+    ),
+    "shared-prompts-beside": (Example(f"{SHARED_PROMPTS} --data-parallel-size 2", model=EXPERTS),),
     # states.py
     "states-release": (
         Example(

@@ -1,7 +1,7 @@
 """The attention backend: it builds `AscendMetadata` and passes layers to a kernel family."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +32,12 @@ from vllm_npu_prep.attention.fused_calls import limits_batches
 from vllm_npu_prep.attention.kernel_blocks import KernelBlockTables, blocks_per_block
 from vllm_npu_prep.attention.kernels import AttentionCall, LayerShape, make_kernels
 from vllm_npu_prep.attention.mask_cache import MaskCache
-from vllm_npu_prep.attention.metadata import AscendMetadata
+from vllm_npu_prep.attention.metadata import AscendMetadata, VirtualRequests
+from vllm_npu_prep.attention.prefill_context_parallel import (
+    find_pcp,
+    gather_tokens,
+    rows_of_rank,
+)
 from vllm_npu_prep.config import Decisions, decisions_of
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.errors import PrepError
@@ -97,19 +102,6 @@ class AscendAttentionBackend(AttentionBackend):
         return attn_type in ATTN_TYPES
 
 
-class VirtualRequests(NamedTuple):
-    """The requests that a group with attention chunks sees, in the fields of `AscendMetadata`."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_np: np.ndarray
-    seq_lens: torch.Tensor
-    seq_lens_np: np.ndarray
-    num_computed_tokens: torch.Tensor
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-
-
 def virtual_requests(step: PreparedStep, staged: StagedArrays) -> VirtualRequests:
     """Return the virtual requests of a step (`vllm_npu_prep.prep.local_attention`).
 
@@ -170,6 +162,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         self.causal = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.chunked_prefill = vllm_config.scheduler_config.enable_chunked_prefill
         self.dcp = find_dcp(vllm_config.parallel_config)
+        self.pcp = find_pcp(vllm_config)
         model = vllm_config.model_config
         self.index_topk: int | None = getattr(model.hf_text_config, "index_topk", None)
         assert isinstance(model.dtype, torch.dtype)  # resolved by now
@@ -202,6 +195,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if decisions_of(vllm_config).mask_form == MaskForm.COMPRESSED:
             return AttentionCGSupport.ALWAYS
         if getattr(kv_cache_spec, "sliding_window", None) is not None:
@@ -246,9 +241,12 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             Masks that other groups made for this step; this group's mask is added.
         """
         arrays, host, batch, padding = staged.device, staged.np, step.batch, step.padding
-        num_input_tokens = padding.num_input_tokens
+        num_tokens, num_input_tokens = batch.total_num_scheduled_tokens, padding.num_input_tokens
         requests: tuple[Any, ...]  # in the order of `VirtualRequests`
-        if self.attention_chunk_size is None:
+        if self.pcp.world_size > 1:
+            requests = rows_of_rank(step, staged)
+            num_tokens, num_input_tokens = step.pcp.num_tokens, step.num_rank_tokens
+        elif self.attention_chunk_size is None:
             requests = (  # the layout has exactly the rows that attention sees
                 arrays.query_start_loc,
                 host.query_start_loc,
@@ -273,7 +271,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             plan = self._plan(step.attn_state, num_input_tokens, max_seq_len, self.causal)
             mask = masks.get(plan)
             if mask is None:
-                positions = arrays.positions[: step.total_num_scheduled_tokens]
+                positions = arrays.model_positions[:num_tokens]
                 mask = masks[plan] = self.masks.build(plan, positions)
         metadata = AscendMetadata(
             step.attn_state,
@@ -281,7 +279,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
             block_table,
             None if block_table is None else arrays.slot_mappings[group],
             *requests,  # in the order of its fields: by name, this takes three times as long
-            batch.total_num_scheduled_tokens,
+            num_tokens,
             num_input_tokens,
             plan.sliding_window,
             self.attention_chunk_size,
@@ -290,6 +288,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):
         )
         if self.dcp.world_size > 1:
             metadata.shared = self._share(metadata, staged)
+        metadata.gathers = self.pcp.world_size > 1
         return metadata
 
     def _share(self, metadata: AscendMetadata, staged: StagedArrays) -> DCPStep | None:
@@ -368,6 +367,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
 
     can_return_lse_for_decode = True
     supports_dcp = True
+    supports_pcp = True
 
     def __init__(
         self,
@@ -436,7 +436,13 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):
         num_tokens = attn_metadata.num_attended_tokens
         query = query[:num_tokens].contiguous()
         own = None
-        if key is not None and value is not None and not self.shares_kv:
+        if attn_metadata.gathers:  # attention finds all of them in the cache
+            assert key is not None and value is not None and attn_metadata.slot_mapping is not None
+            keys, values = gather_tokens((key, value))
+            self.kernels.write_kv(keys, values, kv_cache, attn_metadata.slot_mapping)
+            if not num_tokens:  # the step's few tokens are those of other ranks
+                return output.zero_()
+        elif key is not None and value is not None and not self.shares_kv:
             own = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
             if self.has_cache:
                 assert attn_metadata.slot_mapping is not None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ class AscendMetadata(AttentionMetadata):
     # Under decode context parallelism (`attention.context_parallel.DCPStep`)
     shared: Any = None
     halves: Any = None  # of latent attention with prefills (`attention.latent.Halves`)
+    # Prefill context parallelism: requests are rows of the rank, whose `slot_mapping` is that of
+    # all ranks' tokens as they are gathered (`attention.prefill_context_parallel`)
+    gathers: bool = False
 
     @property
     def num_attended_tokens(self) -> int:
@@ -58,6 +61,20 @@ class AscendMetadata(AttentionMetadata):
     def query_lens(self) -> np.ndarray:
         """Return the number of tokens of each request, int32 ``[R]`` on the host."""
         return np.diff(self.query_start_loc_np)
+
+
+class VirtualRequests(NamedTuple):
+    """What a group sees in place of requests, in the fields of `AscendMetadata`: with attention
+    chunks their parts, with prefill context parallelism the rows of a rank."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_np: np.ndarray
+    num_computed_tokens: torch.Tensor
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
 
 
 def common_metadata(

@@ -332,6 +332,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
         del kv_cache_dtype, k_scale, skip_scale
         if kv_cache.numel() == 0:  # no cache exists yet
             return
+        if len(slot_mapping) > len(kv_c_normed):
+            return  # a run without attention, which gathers no tokens of other ranks: all padding
         latent, rope = kv_c_normed.unsqueeze(1).contiguous(), k_pe.contiguous()
         self.kernels.write(latent, rope, self._planes(kv_cache), slot_mapping.to(torch.int32))
 
@@ -358,6 +360,8 @@ class AscendMLAImpl(MLAAttentionImpl[MLALayerMetadata]):
             return attend_dcp_decodes(*given, len(q[0])), None
         query, query_rope = (with_heads(part, self.decode_shape.num_heads) for part in q)
         output, seen = torch.empty_like(query), step.num_attended_tokens
+        if not seen:  # the step's few tokens are those of other ranks
+            return output.zero_()[:, : self.num_heads], None
         planes = self._planes(kv_c_and_k_pe_cache)
         call = LatentCall(
             str(layer.layer_name),

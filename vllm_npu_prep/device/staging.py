@@ -35,14 +35,24 @@ class DeviceArrays(Arrays[torch.Tensor]):
 
     Attributes
     ----------
+    model_input_ids, model_positions, model_is_padding
+        What the model sees: the step's tokens, or with prefill context parallelism the rank's.
     slot_mappings
-        ``slot_mapping`` of each KV-cache group, ``[num_input_tokens]``.
+        Of each KV-cache group the slots of the K and V that layers write, ``[num_input_tokens]``;
+        with prefill context parallelism those of all ranks, one rank after another.
     """
 
     def __init__(self, buffer: TypedBuffer, layout: StepLayout) -> None:
         for name, spec in layout.arrays.items():
             setattr(self, name, buffer.by_dtype[spec.dtype][spec.elements].view(spec.shape))
-        self.slot_mappings = self.slot_mapping.unbind()
+        if layout.shape.pcp:
+            self.model_input_ids, self.model_positions = self.pcp_input_ids, self.pcp_positions
+            self.model_is_padding = self.pcp_is_padding
+            self.slot_mappings = self.pcp_slot_mapping.unbind()
+        else:
+            self.model_input_ids, self.model_positions = self.input_ids, self.positions
+            self.model_is_padding = self.is_padding
+            self.slot_mappings = self.slot_mapping.unbind()
 
 
 @dataclass(frozen=True, eq=False)

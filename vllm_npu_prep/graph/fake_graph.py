@@ -193,6 +193,9 @@ def check_padding(
     """
     tokens, reqs = step.total_num_scheduled_tokens, step.num_reqs
     arrays = staged.device
+    if step.shape.pcp:
+        _check_rank_padding(step, staged)
+        return
     _expect("input_ids", arrays.input_ids, tokens, 0)
     _expect("positions", arrays.positions, tokens, 0)
     for group, slots in enumerate(arrays.slot_mappings):
@@ -216,6 +219,28 @@ def check_padding(
         _expect_starts("chunk_local_query_start_loc", starts, reqs, step)
     query_lens = arrays.chunk_local_query_start_loc.diff()[reqs:].numpy()
     _expect("chunk_local_seq_lens", arrays.chunk_local_seq_lens, reqs, query_lens)
+
+
+def _check_rank_padding(step: PreparedStep, staged: StagedArrays) -> None:
+    """Check what a graph is about to read past the tokens and the rows of this rank."""
+    tokens, rows, arrays = step.pcp.num_tokens, step.pcp.num_rows, staged.device
+    _expect("pcp_input_ids", arrays.pcp_input_ids, tokens, 0)
+    _expect("pcp_positions", arrays.pcp_positions, tokens, 0)
+    first = step.shape.pcp.rank * step.num_rank_tokens
+    for group, slots in enumerate(arrays.slot_mappings):
+        own = slots[first : first + step.num_rank_tokens]
+        _expect(f"pcp_slot_mapping of group {group}", own, tokens, PAD_SLOT_ID)
+    if step.padding.mode is not GraphMode.FULL:
+        return
+    _expect("pcp_table_rows", arrays.pcp_table_rows, rows, len(step.batch.tables.token_ids))
+    for starts in (arrays.pcp_query_start_loc.numpy(), staged.np.pcp_query_start_loc):
+        if starts[rows] != tokens or starts[-1] != step.num_rank_tokens:
+            raise GraphSafetyError(
+                f"pcp_query_start_loc {starts.tolist()} must reach {tokens} after "
+                f"{counted(rows, 'row')}, and end at {step.num_rank_tokens}"
+            )
+    query_lens = arrays.pcp_query_start_loc.diff()[rows:].numpy()
+    _expect("pcp_seq_lens", arrays.pcp_seq_lens, rows, query_lens)
 
 
 def _expect_starts(name: str, starts: np.ndarray, reqs: int, step: PreparedStep) -> None:

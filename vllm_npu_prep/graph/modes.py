@@ -149,6 +149,9 @@ def _instead_of_full_graphs(
             if applies:
                 return without_full, f"{limits}, which full graphs don't keep {why}"
         return CUDAGraphMode.FULL_AND_PIECEWISE if mode == CUDAGraphMode.FULL else mode, limits
+    ranks = vllm_config.parallel_config.prefill_context_parallel_size
+    if ranks > 1 and mode == CUDAGraphMode.FULL:
+        return CUDAGraphMode.FULL_AND_PIECEWISE, "ranks that share prompts share decodes in turn"
     if decisions_of(vllm_config).mask_form != MaskForm.DENSE or not graphs_need_masks(vllm_config):
         return mode, ""
     why = "dense masks of windows and of drafted tokens have another shape in every step"
@@ -249,11 +252,12 @@ def streams_of_a_capture(vllm_config: "VllmConfig") -> int:
 def _communication_groups(vllm_config: "VllmConfig") -> int:
     """Return the number of groups of several ranks whose collectives may be captured.
 
-    They are those of tensor, data and expert parallelism.
+    They are those of tensor, data, prefill context and expert parallelism.
     """
     parallel = vllm_config.parallel_config
     tensor, data = parallel.tensor_parallel_size > 1, parallel.data_parallel_size > 1
-    return tensor + data + (parallel.enable_expert_parallel and (tensor or data))
+    context = parallel.prefill_context_parallel_size > 1
+    return tensor + data + context + (parallel.enable_expert_parallel and (tensor or data))
 
 
 def _fusions(compilation: "CompilationConfig") -> list[str]:

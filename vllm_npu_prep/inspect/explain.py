@@ -13,6 +13,7 @@ import numpy as np
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ShownInExplain
+from vllm_npu_prep.prep.batch import PreparedStep
 from vllm_npu_prep.prep.choices import NOTHING, num_chosen
 from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan
@@ -27,6 +28,7 @@ from vllm_npu_prep.records.contract import (
     group_variables,
     latent_variables,
     mask_arrays,
+    pcp_variables,
     state_variables,
 )
 from vllm_npu_prep.records.settings import RecordExperts
@@ -98,6 +100,8 @@ def explain_json(view: StepView) -> dict[str, Any]:
         out["latent"] = {name: value.tolist() for name, value in latent_variables(step).items()}
     if dcp_variables(step):
         out["dcp"] = {name: value.tolist() for name, value in dcp_variables(step).items()}
+    if pcp_variables(step):
+        out["pcp"] = {name: value.tolist() for name, value in pcp_variables(step).items()}
     if view.state_groups:
         out["states"] = [
             {
@@ -201,6 +205,8 @@ def summary(view: StepView) -> list[tuple[str, str]]:
         lines.append(("sparse", who_chooses(step.positions, view.settings.index_topk)))
     if step.shape.dcp:
         lines.append(("ranks", shared_context(view)))
+    if step.shape.pcp:
+        lines.append(("ranks", shared_prompts(step)))
     if view.settings.experts:
         lines.append(("experts", busiest(view.settings.experts)))
     if step.shape.states:
@@ -229,6 +235,8 @@ def request_tables(view: StepView, selection: Selection) -> Iterator[StepTable]:
         yield latent_table(view, selection)
     if view.step.shape.dcp:
         yield shard_table(view, selection)
+    if view.step.shape.pcp:
+        yield rank_table(view, selection)
     for group in view.state_groups:
         yield state_table(view, selection, group)
     tables = item_table, sample_table, choice_table, expert_table
@@ -340,6 +348,8 @@ def token_table(view: StepView, tokens: Sequence[int]) -> StepTable:
         variables["num_chosen"] = num_chosen(step.positions, view.settings.index_topk)
     if len(step.owners()):
         variables["dcp_ranks"] = step.owners()
+    if step.shape.pcp:
+        variables["pcp_ranks"] = step.computing_ranks()
     for index in view.tables:
         if index:
             own = group_level(view, index)
@@ -422,6 +432,34 @@ def shard_table(view: StepView, selection: Selection) -> StepTable:
     names = [f"rank {rank}{mine}" for rank, mine in enumerate(own)]
     title = "positions of each block, by the rank that keeps them"
     return StepTable(title, ["req_id", "computed of kept here", "block", *names], rows)
+
+
+def shared_prompts(step: PreparedStep) -> str:
+    """Say in words what a rank computes with prefill context parallelism."""
+    ranks = step.shape.pcp
+    padding = counted(step.num_rank_tokens - step.pcp.num_tokens, "padding token")
+    return (
+        f"rank {ranks.rank} of {ranks.world_size} computes "
+        f"{counted(step.pcp.num_tokens, 'token')} of the step in "
+        f"{counted(step.pcp.num_rows, 'row')}, and has {padding}; every rank keeps all tokens"
+    )
+
+
+def rank_table(view: StepView, selection: Selection) -> StepTable:
+    """Return which positions of each request each rank computes, and which one samples it."""
+    step = view.step
+    computing, ranks = step.computing_ranks(), step.shape.pcp
+    rows: list[list[object]] = []
+    for row in selection.requests:
+        tokens = slice(*step.query_start_loc[row : row + 2].tolist())
+        positions, owners = step.positions[tokens], computing[tokens]
+        of_ranks = range(ranks.world_size)
+        cells = [ranges(positions[owners == rank].tolist()) or "-" for rank in of_ranks]
+        rows.append([view.requests[row].req_id, *cells, f"rank {owners[-1]}"])
+    own = [" (this one)" if rank == ranks.rank else "" for rank in range(ranks.world_size)]
+    names = [f"rank {rank}{mine}" for rank, mine in enumerate(own)]
+    title = "positions of each request, by the rank that computes them"
+    return StepTable(title, ["req_id", *names, "last token"], rows)
 
 
 def state_halves(view: StepView) -> str:

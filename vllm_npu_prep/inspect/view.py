@@ -156,6 +156,8 @@ class StepView:
         if step.padding.mode is GraphMode.FULL:
             kind = "decodes" if step.padding.decode_query_len else "mixed batches"
             return f"the full graph of {kind} was captured for it"
+        if step.shape.pcp and step.attn_state is AttentionState.ChunkedPrefill:
+            return "some request has several tokens, whose K and V ranks find in their caches"
         reason = STATE_RULES[step.attn_state]
         computed, scheduled = step.num_computed_tokens, step.query_lens
         drafts = step.batch.num_draft_tokens[: step.num_reqs]

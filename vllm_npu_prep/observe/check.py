@@ -46,8 +46,9 @@ class StepCheck:
         """
         step = runner.in_flight.step
         shape = step.batch.tables.shape
-        if step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups:
-            return  # virtual requests and states are written after that pass
+        in_pass = step.rule == Rule.HOLDS and not shape.local.groups and not shape.states.groups
+        if in_pass and shape.pcp.world_size == 1:
+            return  # virtual requests, states and shares of ranks are written after that pass
         # A dummy run has no requests
         self.check_rules(step, runner.input_batch.req_ids if step.num_reqs else [])
 
@@ -239,6 +240,51 @@ def _state_padding(at: FaultPlace) -> GivenAllowed:
     return _reads_and_writes(at, index), "the null block"
 
 
+def _rank_tokens(at: FaultPlace) -> GivenAllowed:
+    step, arrays, rank = at.step, at.arrays, at.step.shape.pcp.rank
+    if at.token >= at.num_tokens:
+        return "a token", f"padding after its {counted(step.pcp.num_tokens, 'token')}"
+    owner, place = divmod(int(step.gathered_places()[at.token]), step.num_rank_tokens)
+    if owner != rank:
+        return f"its tokens up to rank {owner}'s", f"room for {step.num_rank_tokens}"
+    given = f"token {arrays.pcp_input_ids[place]} at position {arrays.pcp_positions[place]}"
+    of_batch = arrays.input_ids[at.token], arrays.positions[at.token]
+    allowed = f"token {of_batch[0]} at position {of_batch[1]}, at place {place} of rank {rank}"
+    return given, allowed
+
+
+def _rank_slots(at: FaultPlace) -> GivenAllowed:
+    slots = at.arrays.pcp_slot_mapping
+    if at.token >= at.num_tokens:
+        return "a slot of padding", "-1"
+    place = int(at.step.gathered_places()[at.token])
+    own = at.arrays.slot_mapping[:, at.token].tolist()
+    return f"{slots[:, place].tolist()} at place {place} of all ranks", own
+
+
+def _rank_rows(at: FaultPlace) -> GivenAllowed:
+    arrays, row = at.arrays, at.req
+    first, end = arrays.pcp_query_start_loc[row : row + 2].tolist()
+    given = (
+        f"tokens {first} to {end} of request {arrays.pcp_table_rows[row]}, length "
+        f"{arrays.pcp_seq_lens[row]}, {arrays.pcp_num_computed_tokens[row]} of them before it"
+    )
+    positions = arrays.pcp_positions[first:end].tolist()
+    allowed = f"tokens at positions {positions[:1]} to {positions[-1:]}, with a length of one more"
+    return given, allowed
+
+
+def _rank_samples(at: FaultPlace) -> GivenAllowed:
+    given = f"row {at.arrays.pcp_gathered_rows[at.req]} of {at.arrays.pcp_logits_indices.tolist()}"
+    owner = int(at.step.computing_ranks()[at.starts[at.req + 1] - 1])
+    return given, f"its last token, position {at.seq_len - 1}, which rank {owner} computes"
+
+
+def _rank_padding(at: FaultPlace) -> GivenAllowed:
+    given = f"length {at.arrays.pcp_seq_lens[at.req]}, table {at.arrays.pcp_table_rows[at.req]}"
+    return given, f"as many as its tokens, table {len(at.tables.token_ids)}, of null blocks"
+
+
 READS: dict[Rule, Callable[[FaultPlace], GivenAllowed]] = {
     Rule.STARTS_AT_ZERO: lambda at: (at.starts[0], 0),
     Rule.QUERY_LENS: _query_lens,
@@ -277,6 +323,11 @@ READS: dict[Rule, Callable[[FaultPlace], GivenAllowed]] = {
     Rule.SHARDED_SLOTS: _sharded_slots,
     Rule.SHARDED_LENS: _sharded_lens,
     Rule.STATE_ACCEPTED: _state_accepted,
+    Rule.RANK_TOKENS: _rank_tokens,
+    Rule.RANK_SLOTS: _rank_slots,
+    Rule.RANK_ROWS: _rank_rows,
+    Rule.RANK_SAMPLES: _rank_samples,
+    Rule.RANK_PADDING: _rank_padding,
 }
 """What a message reads at the place of a fault, by the rule that is broken."""
 
@@ -286,6 +337,8 @@ OF_VIRTUAL_REQUESTS = {
     Rule.LOCAL_ENDS_AT_TOKENS,
     Rule.LOCAL_ENDS_AT_INPUT_TOKENS,
 }
+OF_ROWS = {Rule.RANK_ROWS, Rule.RANK_PADDING}
+"""Rules of which `Fault.req` is a row of the rank."""
 
 
 def explain_fault(
@@ -301,6 +354,8 @@ def explain_fault(
     who = None
     if rule in OF_VIRTUAL_REQUESTS and req >= 0:
         text = f"{text} (virtual request {req})"
+    elif rule in OF_ROWS:
+        text = f"{text} (row {req})"
     elif 0 <= req < step.num_reqs:
         who = req_ids[req]
     elif req >= 0:

@@ -81,6 +81,8 @@ class FullCheck(StepCheck):
         self._req_ids = list(runner.input_batch.req_ids)
         self._check_scheduled(step, scheduler_output)
         input_ids = staged.device.input_ids.cpu().numpy()[: step.total_num_scheduled_tokens]
+        if step.shape.pcp:
+            input_ids = self._ids_of_all_ranks(runner, step, staged)
         self._check_samples(runner, step, input_ids)
         self.ledger.verify(step, self._req_ids, input_ids, num_kept)
         self._check_oracle(step, recorded_groups(runner.preparer.builders), input_ids, runner)
@@ -133,6 +135,23 @@ class FullCheck(StepCheck):
                 )
         slot = staging.slots[staging.turn]
         self._sent = slot, nbytes, zlib.crc32(slot.host_np[:nbytes])
+
+    @staticmethod
+    def _ids_of_all_ranks(runner: Any, step: "PreparedStep", staged: "StagedArrays") -> np.ndarray:
+        """Return the token ids of a step: this rank's as they are on its device.
+
+        Samples of the last step are on the device of the rank that computes their request; those
+        for other ranks are taken from the samples themselves, which all ranks have.
+        """
+        input_ids = staged.np.input_ids[: step.total_num_scheduled_tokens].copy()
+        if step.batch.num_sampled_rows:
+            sampled = runner.input_batch.prev_sampled_token_ids[:, 0].cpu().numpy()
+            rows = step.batch.previous_rows[: step.num_reqs]
+            input_ids[step.cu_num_tokens[rows >= 0] - 1] = sampled[rows[rows >= 0]]
+        places = step.gathered_places() - step.shape.pcp.rank * step.num_rank_tokens
+        is_own = (places >= 0) & (places < step.num_rank_tokens)
+        input_ids[is_own] = staged.device.pcp_input_ids.cpu().numpy()[places[is_own]]
+        return input_ids
 
     def _check_samples(self, runner: Any, step: "PreparedStep", input_ids: np.ndarray) -> None:
         """Check that samples still on the device went to their own requests."""
@@ -345,7 +364,7 @@ class FullCheck(StepCheck):
                 self._compressed_mask = build_mask(plan, step.positions)
             expected = self._compressed_mask
         else:
-            expected = build_mask(plan, step.positions)
+            expected = build_mask(plan, step.model_positions)
         assert expected is not None
         # The constant has four million entries: compare them all at once.
         if is_constant and np.array_equal(mask.cpu().numpy(), expected):
@@ -374,21 +393,28 @@ class FullCheck(StepCheck):
         expect("queries on the device", on_device[0], starts.tolist(), **where)
         expect("lengths on the device", on_device[1], lengths.tolist(), **where)
         end = step.num_input_tokens if is_full else step.total_num_scheduled_tokens
+        arrays = step.arrays
+        if step.shape.pcp:
+            end = step.num_rank_tokens if is_full else step.pcp.num_tokens
+            own = arrays.pcp_query_start_loc.tolist(), arrays.pcp_seq_lens.tolist()
+            expect("queries of layers", starts.tolist(), own[0][: len(starts)], **where)
+            expect("lengths of layers", lengths.tolist(), own[1][: len(lengths)], **where)
+            expect("rows of layers", metadata.num_reqs, step.pcp.num_rows, **where)
         expect("queries of layers", int(starts[-1]), end, **where)
-        if builder.attention_chunk_size is None:
-            arrays = step.arrays
+        if builder.attention_chunk_size is None and not step.shape.pcp:
             expect("queries of layers", starts.tolist(), arrays.query_start_loc.tolist(), **where)
             expect("lengths of layers", lengths.tolist(), arrays.seq_lens.tolist(), **where)
             expect("requests of layers", metadata.num_reqs, step.num_reqs, **where)
         queries = np.diff(starts)
         padding = lengths[metadata.num_reqs :].tolist(), queries[metadata.num_reqs :].tolist()
         expect("padding of layers", *padding, **where)
-        longest = int(queries[: metadata.num_reqs].max())
+        longest = int(queries[: metadata.num_reqs].max(initial=0))
         expect("longest query of layers", metadata.max_query_len, longest, **where)
-        longest = int(lengths[: metadata.num_reqs].max())
+        longest = int(lengths[: metadata.num_reqs].max(initial=0))
         expect("longest sequence of layers", metadata.max_seq_len, longest, **where)
         if metadata.slot_mapping is not None:
-            slots = step.arrays.slot_mapping[group].tolist()
+            slots = arrays.pcp_slot_mapping if step.shape.pcp else arrays.slot_mapping
+            slots = slots[group].tolist()
             expect("slots of layers", metadata.slot_mapping.tolist(), slots, **where)
 
     def _check_tables(self, step: "PreparedStep", builder: Any, metadata: Any, group: int) -> None:
@@ -401,13 +427,18 @@ class FullCheck(StepCheck):
             table = local["block_table"]
             owned = -(-local["seq_lens"] // step.batch.tables.block_sizes[group])
         else:
-            table = step.batch.tables.block_table(group)[step.request_rows]
-            owned = step.batch.tables.num_blocks[group, step.request_rows]
+            request_rows = step.request_rows
+            if step.shape.pcp:
+                request_rows = request_rows[step.pcp_table_rows]
+            table = step.batch.tables.block_table(group)[request_rows]
+            owned = step.batch.tables.num_blocks[group, request_rows]
         text = "the device's block table is the host's"
         for row, count in enumerate(owned.tolist()):
             for place in np.flatnonzero(entries[row, :count] != table[row, :count])[:1]:
                 given, allowed = f"block {entries[row, place]} at place {place}", table[row, place]
-                request = self._req_ids[row] if builder.attention_chunk_size is None else None
+                request = None
+                if builder.attention_chunk_size is None and not step.shape.pcp:
+                    request = self._req_ids[row]
                 if request is None:
                     text = f"{text} (virtual request {row})"
                 raise given_allowed(

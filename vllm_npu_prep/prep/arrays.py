@@ -28,6 +28,10 @@ sharded_reqs        requests of an engine with decode context parallelism
 split_reqs          requests of an engine with latent attention or recurrent states;
                     ``split_reqs + 1`` for borders of its prefills
 context_pieces      most pieces of contexts that prefills of latent attention read
+rank_tokens         tokens that one rank computes with prefill context parallelism
+gathered_tokens     tokens of all such ranks, one rank after another
+rank_rows           most rows of such a rank; ``rank_rows + 1`` for their borders
+rank_reqs           requests of an engine with prefill context parallelism
 ==================  ===============================================================================
 """
 
@@ -65,6 +69,11 @@ class Level(Enum):
     CHUNK = "virtual request"  # of chunked local attention
     PREFILL = "prefill"  # a request after the decodes (latent attention, recurrent states)
     PIECE = "piece of a context"  # which a prefill of latent attention reads in one chunk
+    # With prefill context parallelism: of the rank, or of all ranks one after another
+    RANK_TOKEN = "token of the rank"
+    GATHERED = "token of all ranks"
+    ROW = "row of the rank"
+    SAMPLE = "sampled token of the rank"
 
 
 class PaddingRule(Enum):
@@ -165,7 +174,7 @@ def array(
 
 
 A = TypeVar("A")
-TOKEN, REQUEST, LOGIT, DRAFT, CHUNK, PREFILL, PIECE = Level
+TOKEN, REQUEST, LOGIT, DRAFT, CHUNK, PREFILL, PIECE, RANK_TOKEN, GATHERED, ROW, SAMPLE = Level
 BY_RULE, UNDEFINED = PaddingRule
 NOTHING, BOTH = ShownInExplain.NOTHING, ShownInExplain.BATCH | ShownInExplain.PADDED
 NULL = NULL_BLOCK_ID
@@ -188,6 +197,17 @@ class Arrays(Generic[A]):
     is_padding: A = array(bool_, "tokens", TOKEN, True, NOTHING, recorded_as="is_padding")
     # Recurrent states with speculation: the block for the state after each token of a decode
     token_state_indices: A = array(int32, "token_state_groups, tokens", TOKEN, NULL, NOTHING)
+    # Prefill context parallelism (`prep.pcp`): the tokens that this rank computes, the slots of all
+    # ranks' tokens as they are gathered, and the rank's rows, which attention sees as requests.
+    # `pcp_table_rows` has the request of each. Their sizes depend on `num_input_tokens` alone.
+    pcp_positions: A = array(int64, "rank_tokens", RANK_TOKEN, 0, NOTHING)
+    pcp_input_ids: A = array(int32, "rank_tokens", RANK_TOKEN, 0, NOTHING, spare=1, sampled=True)
+    pcp_is_padding: A = array(bool_, "rank_tokens", RANK_TOKEN, True, NOTHING)
+    pcp_slot_mapping: A = array(int32, "groups, gathered_tokens", GATHERED, PAD_SLOT_ID, NOTHING)
+    pcp_query_start_loc: A = array(int32, "rank_rows + 1", ROW, BY_RULE, NOTHING)
+    pcp_seq_lens: A = array(int32, "rank_rows", ROW, BY_RULE, NOTHING)
+    pcp_num_computed_tokens: A = array(int32, "rank_rows", ROW, 0, NOTHING)
+    pcp_table_rows: A = array(int32, "rank_rows", ROW, BY_RULE, NOTHING)
     query_start_loc: A = array(int32, "reqs + 1", REQUEST, BY_RULE, BOTH)
     seq_lens: A = array(int32, "reqs", REQUEST, BY_RULE, BOTH)
     num_computed_tokens: A = array(int32, "reqs", REQUEST, 0)
@@ -229,6 +249,10 @@ class Arrays(Generic[A]):
     context_piece_starts: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
     context_piece_lens: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
     context_piece_chunks: A = array(int32, "context_pieces", PIECE, UNDEFINED, NOTHING)
+    # Prefill context parallelism: the last tokens of requests among the rank's tokens, as many as
+    # the rank with the most has, and where those of each request are when all ranks' are gathered
+    pcp_logits_indices: A = array(int32, "rank_reqs", SAMPLE, UNDEFINED, NOTHING)
+    pcp_gathered_rows: A = array(int32, "rank_reqs", REQUEST, UNDEFINED, NOTHING)
     # Request row of each request, for samplers of vLLM's V2 runner
     idx_mapping: A = array(int64, "row_reqs", REQUEST, UNDEFINED, NOTHING)
 

@@ -19,11 +19,13 @@ from vllm_npu_prep.prep.bookkeeping import (
     take_back_drafts,
     write_draft_tokens,
 )
-from vllm_npu_prep.prep.checks import NO_LIMITS, Rule, find_fault
+from vllm_npu_prep.prep.checks import NO_LIMITS, Rule, ScheduledStep, find_fault
 from vllm_npu_prep.prep.fused_pass import (
     fill_step_at,
     find_states_at,
     plan_contexts_at,
+    plan_rank_contexts_at,
+    share_out_at,
     split_at_chunks_at,
 )
 from vllm_npu_prep.prep.latent_split import NO_LATENT_STEP, LatentStep
@@ -31,6 +33,7 @@ from vllm_npu_prep.prep.layout import StepArrays, StepLayout, targets_per_row
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_REQUESTS, LocalRequests
 from vllm_npu_prep.prep.mrope import MropeTables
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.pcp import NO_PCP_STEP, PCPStep, gathered_places, largest_share
 from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_STEP, RecurrentStep
 from vllm_npu_prep.prep.shape import PLAIN_SHAPE, EngineShape
 from vllm_npu_prep.prep.state import AttentionState, attention_state, captured_state
@@ -96,6 +99,7 @@ class PreparedStep(Arrays[np.ndarray]):
         NO_RECURRENT_STEP  # decodes and prefills of layers with recurrent states
     )
     rule: int = Rule.NOT_CHECKED  # the rule that the step breaks
+    pcp: PCPStep = NO_PCP_STEP  # this rank's share with prefill context parallelism
 
     @property
     def shape(self) -> EngineShape:
@@ -241,6 +245,27 @@ class PreparedStep(Arrays[np.ndarray]):
         dcp = self.shape.dcp
         return dcp.owner(self.positions) if dcp else self.positions[:0]
 
+    @property
+    def num_rank_tokens(self) -> int:
+        """The number of tokens that the model sees: with prefill context parallelism, those of this
+        rank, padding included."""
+        return self.shape.pcp.rank_tokens(self.num_input_tokens)
+
+    @property
+    def model_positions(self) -> np.ndarray:
+        """The positions of the tokens that the model sees, without padding."""
+        return self.pcp_positions if self.shape.pcp else self.positions
+
+    def gathered_places(self) -> np.ndarray:
+        """Return where each token is among those of all ranks (`vllm_npu_prep.prep.pcp`)."""
+        return gathered_places(self.query_lens, self.shape.pcp.world_size, self.num_rank_tokens)
+
+    def computing_ranks(self) -> np.ndarray:
+        """Return the rank that computes each token; empty without prefill context parallelism."""
+        if not self.shape.pcp:
+            return self.positions[:0]
+        return self.gathered_places() // self.num_rank_tokens
+
 
 COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
     Level.TOKEN: attrgetter("total_num_scheduled_tokens"),
@@ -250,6 +275,10 @@ COUNTS: dict[Level, Callable[[PreparedStep], int]] = {
     Level.CHUNK: attrgetter("local.num_reqs"),
     Level.PREFILL: attrgetter("num_prefills"),
     Level.PIECE: attrgetter("latent.num_pieces"),
+    Level.RANK_TOKEN: attrgetter("pcp.num_tokens"),
+    Level.GATHERED: attrgetter("num_input_tokens"),
+    Level.ROW: attrgetter("pcp.num_rows"),
+    Level.SAMPLE: attrgetter("pcp.num_samples"),
 }
 """The number of elements of each level that the batch has, without padding."""
 
@@ -305,6 +334,7 @@ def prepare_step(
     if arrays is None:
         arrays = layout.allocate(batch.num_targets, len(tables.block_table_flat))
     in_full_graph = padding.mode is GraphMode.FULL
+    has_pcp = shape.pcp.world_size > 1  # then graphs see the rows of a rank
     max_query_len, max_seq_len, num_logits, flags, num_block_changes, rule = fill_step_at(
         tables.addresses,
         arrays.addresses,
@@ -316,16 +346,21 @@ def prepare_step(
         batch.num_sampled_drafts,
         batch.total_num_scheduled_tokens,
         padding.decode_query_len,
-        in_full_graph,
+        in_full_graph and not has_pcp,
     )
     if shape.mrope_dims:
         tables.mrope.fill(batch.num_reqs, arrays)
     if in_full_graph:
         attn_state = captured_state(padding.decode_query_len)
+    elif has_pcp:  # ranks read K and V of each other from the cache
+        attn_state = AttentionState.DecodeOnly
+        if max_query_len > 1:
+            attn_state = AttentionState.ChunkedPrefill
     else:
         attn_state = attention_state(flags, tables.chunked_prefill)
     # Attributes, because to ask whether an object is true calls a function of Python
     has_local, has_latent = shape.local.groups, shape.latent.max_model_len
+    pcp = _share_of_rank(batch, padding, arrays) if has_pcp else NO_PCP_STEP
     return PreparedStep(
         batch,
         padding,
@@ -337,9 +372,30 @@ def prepare_step(
         num_logits,
         num_block_changes,
         _local_requests(batch, padding, arrays) if has_local else NO_LOCAL_REQUESTS,
-        _latent_step(batch, arrays) if has_latent else NO_LATENT_STEP,
+        _latent_step(batch, arrays, pcp) if has_latent else NO_LATENT_STEP,
         _state_step(batch, arrays) if shape.states.groups else NO_RECURRENT_STEP,
         rule,
+        pcp,
+    )
+
+
+def _share_of_rank(batch: StepBatch, padding: Padding, arrays: StepArrays) -> PCPStep:
+    """Write what this rank computes of the step, from arrays that are written already."""
+    return PCPStep(
+        *share_out_at(batch.tables.addresses, arrays.addresses, scheduled(batch, padding))
+    )
+
+
+def scheduled(batch: StepBatch, padding: Padding) -> ScheduledStep:
+    return ScheduledStep(
+        batch.num_scheduled_tokens,
+        batch.num_draft_tokens,
+        batch.previous_rows,
+        batch.num_sampled_rows,
+        batch.num_sampled_drafts,
+        batch.total_num_scheduled_tokens,
+        padding.decode_query_len,
+        padding.mode is GraphMode.FULL,
     )
 
 
@@ -356,10 +412,15 @@ def _local_requests(batch: StepBatch, padding: Padding, arrays: StepArrays) -> L
     )
 
 
-def _latent_step(batch: StepBatch, arrays: StepArrays) -> LatentStep:
-    """Write the split of latent attention from arrays that are written already."""
+def _latent_step(batch: StepBatch, arrays: StepArrays, pcp: PCPStep) -> LatentStep:
+    """Write the split of latent attention from arrays that are written already.
+
+    With prefill context parallelism it is that of this rank's rows.
+    """
     latent = batch.tables.shape.latent
     sizes = latent.decode_threshold, latent.workspace_tokens, latent.block_size
+    if batch.tables.shape.pcp:
+        return LatentStep(*plan_rank_contexts_at(arrays.addresses, pcp.num_rows, *sizes))
     return LatentStep(*plan_contexts_at(arrays.addresses, batch.num_reqs, *sizes))
 
 
@@ -411,8 +472,11 @@ def warm_up(shape: EngineShape = PLAIN_SHAPE) -> PreparedStep:
         **device_has_all([table]),
     )
     batch = StepBatch(tables, one, np.zeros(1, np.int32), 1, num_accepted_tokens=one)
-    step = prepare_step(batch, Padding(1, 1))
+    step = prepare_step(batch, Padding(shape.pcp.world_size, 1))
     find_fault(step, np.zeros(2, np.int64))
+    if shape.pcp:
+        largest_share(one, shape.pcp.world_size)
+        step.gathered_places()
     token_table = one.copy(), table.copy(), table > 0
     append_sampled_tokens(np.zeros(1, np.int64), table[0] > 0, *token_table)
     append_verified_tokens(table, table[0] > 0, 1, *token_table, one.copy(), np.zeros(2, np.int32))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_npu_prep.prep.arrays import NO_PREVIOUS_ROW, PADDING_ROWS
+from vllm_npu_prep.prep.checks_pcp import wrong_row, wrong_sample, wrong_token_of_ranks
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined
 from vllm_npu_prep.prep.padding import GraphMode
 from vllm_npu_prep.prep.recurrent_states import first_kept, read_column, state_column
@@ -85,6 +86,11 @@ class Rule(IntEnum):
         "accepted tokens",
         "a recurrent state is that after the last token that counts",
     )
+    RANK_TOKENS = 29, "tokens of ranks", "a rank computes its own chunks of each request"
+    RANK_SLOTS = 30, "slots of ranks", "gathered tokens have their slots, and padding has none"
+    RANK_ROWS = 31, "rows of ranks", "a row's context ends with its tokens"
+    RANK_SAMPLES = 32, "samples of ranks", "a request is sampled after its last token"
+    RANK_PADDING = 33, "padding of ranks", "padding rows see their own tokens alone"
 
 
 ScheduledStep = namedtuple(
@@ -137,7 +143,7 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
         batch.num_sampled_drafts,
         batch.total_num_scheduled_tokens,
         padding.decode_query_len,
-        in_full_graph,
+        in_full_graph and not shape.pcp,  # else graphs see the rows of a rank
     )
     sizes = StepSizes(step.max_query_len, step.max_seq_len, step.num_logits)
     found = check_step_at(batch.tables.addresses, arrays, limits, inputs, sizes)
@@ -157,6 +163,15 @@ def find_fault(step: "PreparedStep", limits: np.ndarray) -> Fault | None:
             step.states.num_decodes,
             shape.states.num_drafts,
             batch.num_accepted_tokens,
+        )
+    if found[0] == Rule.HOLDS and shape.pcp:
+        found = check_ranks_at(
+            batch.tables.addresses,
+            arrays,
+            batch.num_reqs,
+            step.pcp.num_rows,
+            step.pcp.num_samples,
+            in_full_graph,
         )
     return None if found[0] == Rule.HOLDS else Fault(*found)
 
@@ -442,4 +457,32 @@ def check_states_at(tables, arrays, num_reqs, num_decodes, num_drafts, kept_toke
             for token in range(num_decode_tokens, out.token_state_indices.shape[1]):
                 if out.token_state_indices[index, token] != 0:
                     return Rule.STATE_PADDING, -1, token, group
+    return Rule.HOLDS, -1, -1, -1
+
+
+@compiled
+def check_ranks_at(tables, arrays, num_reqs, num_rows, num_samples, in_full_graph):
+    """Do what `check_step_at` does for what a rank computes (`vllm_npu_prep.prep.pcp`)."""
+    t, out = tables_of(tables), arrays_of(arrays)
+    world_size, rank = t.pcp[0], t.pcp[1]
+    token, gathered = wrong_token_of_ranks(out, world_size, rank, num_reqs)
+    if token >= 0:
+        return Rule.RANK_TOKENS, -1, token, -1
+    if gathered >= 0:
+        return Rule.RANK_SLOTS, -1, gathered, -1
+    row = wrong_row(out, num_rows)
+    if row >= 0:
+        return Rule.RANK_ROWS, row, -1, -1
+    req = wrong_sample(out, num_reqs, world_size, rank, num_samples)
+    if req >= 0:
+        return Rule.RANK_SAMPLES, req, -1, -1
+    end = out.pcp_query_start_loc[num_rows]
+    for row in range(num_rows, out.pcp_seq_lens.shape[0]):
+        start, end = end, out.pcp_query_start_loc[row + 1]
+        is_wrong = end < start or end > out.pcp_positions.shape[0]
+        is_wrong |= out.pcp_seq_lens[row] != end - start or out.pcp_num_computed_tokens[row] != 0
+        if is_wrong or out.pcp_table_rows[row] != t.num_computed_tokens.shape[0]:
+            return Rule.RANK_PADDING, row, -1, -1
+    if in_full_graph and end != out.pcp_positions.shape[0]:
+        return Rule.RANK_PADDING, num_rows, -1, -1
     return Rule.HOLDS, -1, -1, -1

@@ -23,10 +23,12 @@ from vllm_npu_prep.prep.arrays import STEP_ARRAYS, ArrayType, Level, PaddingRule
 SOURCES = (
     "arrays.py",
     "checks.py",
+    "checks_pcp.py",
     "compiled.py",
     "elements.py",
     "latent_split.py",
     "local_attention.py",
+    "pcp.py",
     "state.py",
     "recurrent_states.py",
     "tables.py",

@@ -15,8 +15,9 @@ from vllm_npu_prep.prep.arrays import (
 )
 from vllm_npu_prep.prep.checks import Rule, ScheduledStep, StepSizes, check_step_at
 from vllm_npu_prep.prep.compiled import arrays_of, compiled, inlined, prefetch, write_padding
-from vllm_npu_prep.prep.latent_split import plan_contexts
+from vllm_npu_prep.prep.latent_split import SplitArrays, plan_contexts
 from vllm_npu_prep.prep.local_attention import split_at_chunks
+from vllm_npu_prep.prep.pcp import share_out
 from vllm_npu_prep.prep.recurrent_states import find_recurrent_states
 from vllm_npu_prep.prep.state import (
     SOME_COMPUTED,
@@ -74,10 +75,33 @@ def split_at_chunks_at(tables, arrays, num_reqs, attention_chunk_size, decode_qu
 
 
 @compiled
+def share_out_at(tables, arrays, step):
+    """Write what this rank computes of a step by address (`prep.pcp`)."""
+    t, out = tables_of(tables), arrays_of(arrays)
+    return share_out(out, step, t.pcp[0], t.pcp[1], t.num_computed_tokens.shape[0])
+
+
+@compiled
 def plan_contexts_at(arrays, num_reqs, decode_threshold, workspace_tokens, block_size):
     """Write the split of latent attention by address (`prep.latent_split`)."""
     out = arrays_of(arrays)
     return plan_contexts(out, num_reqs, decode_threshold, workspace_tokens, block_size)
+
+
+@compiled
+def plan_rank_contexts_at(arrays, num_rows, decode_threshold, workspace_tokens, block_size):
+    """Do what `plan_contexts_at` does for the rows of a rank (`prep.pcp`)."""
+    out = arrays_of(arrays)
+    rows = SplitArrays(
+        out.pcp_query_start_loc,
+        out.pcp_num_computed_tokens,
+        out.prefill_query_start_loc,
+        out.context_piece_reqs,
+        out.context_piece_starts,
+        out.context_piece_lens,
+        out.context_piece_chunks,
+    )
+    return plan_contexts(rows, num_rows, decode_threshold, workspace_tokens, block_size)
 
 
 @compiled

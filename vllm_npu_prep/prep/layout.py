@@ -87,7 +87,10 @@ class StepLayout:
         shape, num_reqs = self.shape, self.num_reqs_padded
         states, sizes = shape.states, (self.num_input_tokens, num_reqs)
         num_local, num_state_groups = shape.local.max_reqs(*sizes), len(states.groups)
-        num_halved = num_reqs if shape.latent or states else 0
+        num_rank_tokens = shape.pcp.rank_tokens(self.num_input_tokens) if shape.pcp else 0
+        num_rank_rows = min(num_rank_tokens, shape.pcp.most_rows)  # each row has a token
+        sizes_seen = (num_rank_tokens, num_rank_rows) if shape.pcp else sizes
+        num_halved = sizes_seen[1] if shape.latent or states else 0
         return {
             "tokens": self.num_input_tokens,
             "reqs": num_reqs,
@@ -106,9 +109,14 @@ class StepLayout:
             "counted_reqs": num_reqs if states.num_drafts else 0,
             "split_reqs": num_halved,
             "split_reqs + 1": num_halved + 1 if num_halved else 0,
-            "context_pieces": shape.latent.max_pieces(*sizes),
+            "context_pieces": shape.latent.max_pieces(*sizes_seen),
             "row_reqs": num_reqs if shape.has_request_rows else 0,
             "sharded_reqs": num_reqs if shape.dcp else 0,
+            "rank_tokens": num_rank_tokens,
+            "gathered_tokens": num_rank_tokens * shape.pcp.world_size,
+            "rank_rows": num_rank_rows,
+            "rank_rows + 1": num_rank_rows + 1 if num_rank_rows else 0,
+            "rank_reqs": num_reqs if shape.pcp else 0,
         }
 
     @cached_property
@@ -117,7 +125,8 @@ class StepLayout:
         dims, arrays, end = self.dims, {}, 0
         for name, line in STEP_ARRAYS.items():
             shape = tuple(dims[dim] for dim in line.dims)
-            spec = arrays[name] = ArraySpec(_aligned(end), shape, line.dtype, line.spare)
+            spare = line.spare if math.prod(shape) else 0  # the engine may lack the array
+            spec = arrays[name] = ArraySpec(_aligned(end), shape, line.dtype, spare)
             end = spec.end
         return arrays
 
@@ -231,8 +240,10 @@ def largest_step(
     """Return the bytes of a buffer that has room for every step, a multiple of `ALIGNMENT`.
 
     A mixed batch in a full graph has one row more than requests. The first step after a dummy run
-    changes every entry of the block tables.
+    changes every entry of the block tables. With prefill context parallelism all ranks are padded
+    as one that has all tokens.
     """
-    layout = StepLayout(max_num_tokens, max_num_reqs + PADDING_ROWS, shape)
+    num_tokens = max_num_tokens * shape.pcp.world_size
+    layout = StepLayout(num_tokens, max_num_reqs + PADDING_ROWS, shape)
     num_targets = max_num_reqs * targets_per_row(shape.max_logits_per_req - 1)
     return _aligned(layout.nbytes(num_targets, num_block_table_entries))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from vllm_npu_prep.prep.dcp import NO_DCP, DCPRank
 from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
+from vllm_npu_prep.prep.pcp import NO_PCP, PCPRank
 from vllm_npu_prep.prep.recurrent_states import NO_RECURRENT_GROUPS, RecurrentGroups
 
 
@@ -26,6 +27,8 @@ class EngineShape:
     states: RecurrentGroups = NO_RECURRENT_GROUPS  # the groups that hold recurrent states
     # The part of each context that this rank keeps (decode context parallelism)
     dcp: DCPRank = NO_DCP
+    # The ranks that share a step's tokens (prefill context parallelism)
+    pcp: PCPRank = NO_PCP
     # Whether steps tell the device the request rows of their requests (vLLM's V2 runner)
     has_request_rows: bool = False
 

@@ -53,6 +53,8 @@ class BatchTables:
     request_rows: Annotated[np.ndarray, ArrayType(np.int32, "rows")] = None  # type: ignore[assignment]
     # What compiled code reads of `shape.dcp`: world size, rank and interleave size
     dcp: Annotated[np.ndarray, ArrayType(np.int32, "3")] = field(init=False)
+    # What compiled code reads of `shape.pcp`: world size, rank
+    pcp: Annotated[np.ndarray, ArrayType(np.int32, "2")] = field(init=False)
     # Of each group of `shape.local`, in rows of one chunk: the first one of its block table, and
     # how many of them a request has
     first_local_rows: Annotated[np.ndarray, ArrayType(np.int32, "local_groups")] = field(init=False)
@@ -69,12 +71,14 @@ class BatchTables:
     def __post_init__(self) -> None:
         if self.request_rows is None:
             object.__setattr__(self, "request_rows", np.arange(len(self.token_ids), dtype=np.int32))
-        dcp, local, states = self.shape.dcp, self.shape.local, self.shape.states
+        dcp, pcp = self.shape.dcp, self.shape.pcp
+        local, states = self.shape.local, self.shape.states
         num_entries = self.max_num_blocks * np.int64(len(self.token_ids) + PADDING_ROWS)
         firsts = np.cumsum(num_entries) - num_entries
         local_groups, state_groups = (np.array(each.groups, np.int32) for each in (local, states))
         derived = {
             "dcp": np.array((dcp.world_size, dcp.rank, dcp.interleave_size), np.int32),
+            "pcp": np.array((pcp.world_size, pcp.rank), np.int32),
             "first_local_rows": (firsts[local_groups] // local.blocks_per_chunk).astype(np.int32),
             "chunks_per_req": self.max_num_blocks[local_groups] // np.int32(local.blocks_per_chunk),
             "state_groups": state_groups,

@@ -20,6 +20,7 @@ from vllm_npu_prep.prep.oracle import (
     oracle_state_step,
     oracle_step,
 )
+from vllm_npu_prep.prep.oracle_pcp import oracle_pcp_step
 from vllm_npu_prep.records.contract import (
     DCP_LINES,
     GROUP_LEVEL,
@@ -292,7 +293,9 @@ def _of_attention(
     sizes, total = settings.num_input_tokens, settings.total_num_scheduled_tokens
     dcp = settings.dcp
     padding: dict[str, Any] = {"capture_sizes": [sizes]}
-    if settings.mode == "FULL":
+    if settings.pcp is not None:  # rows of ranks are padded, requests are not
+        padding = {"graphs": OracleGraphs("PIECEWISE", [sizes], settings.num_reqs)}
+    elif settings.mode == "FULL":
         query_len, rows = settings.decode_query_len, settings.num_reqs_padded
         mode, rows = ("FULL_DECODE_ONLY", rows) if query_len else ("FULL", rows - 1)
         padding = {"graphs": OracleGraphs(mode, [sizes], rows, max(1, query_len))}
@@ -312,10 +315,17 @@ def _of_attention(
         dcp=None if dcp is None else (dcp.world_size, dcp.rank, dcp.interleave_size),
         **padding,
     )
+    of_ranks: dict[str, np.ndarray] = {}
+    if settings.pcp is not None:
+        of_ranks = _of_ranks(record, prefix, said)
+        # Tokens of other ranks are found in the cache, as those of earlier steps are
+        has_several = said["max_query_len"] > 1
+        said["attn_state"] = "ChunkedPrefill" if has_several else "DecodeOnly"
+        said["attn_mask"] = "compressed"  # its rows are those of a rank's tokens
     mask = said.pop("attn_mask")
     said.pop("runtime_mode", None)
     state = said.pop("attn_state")
-    out = {} if prefix else {"attn_state": np.array(state, "S")}
+    out = of_ranks | ({} if prefix else {"attn_state": np.array(state, "S")})
     if dcp is not None:
         ranks = said.pop("dcp_ranks")
         if not prefix:
@@ -339,8 +349,9 @@ def _of_attention(
     if not prefix:
         _leave_out_samples(record, out, total)
         if (latent := settings.latent) is not None:
+            attending = requests if settings.pcp is None else _rows_of_rank(out)
             said = oracle_latent_step(
-                requests,
+                attending,
                 decode_threshold=latent.decode_threshold,
                 workspace_tokens=latent.workspace_tokens,
                 block_size=latent.block_size,
@@ -360,6 +371,33 @@ def _of_attention(
         elif f"{prefix}attn_mask.masked" in record.prepared and mask != "compressed":
             out[f"{prefix}attn_mask.masked"] = np.array(mask, bool)
     return out
+
+
+def _of_ranks(record: StepRecord, prefix: str, step: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return what the oracle says of the share of one rank, by a record's names."""
+    settings, pcp = record.settings, record.settings.pcp
+    assert pcp is not None
+    said = oracle_pcp_step(
+        step,
+        ranks=pcp.world_size,
+        rank=pcp.rank,
+        rank_tokens=settings.num_input_tokens // pcp.world_size,
+        max_num_reqs=settings.max_num_reqs,
+    )
+    slots = {f"{prefix}pcp_slot_mapping_padded": np.array(said.pop("pcp_slot_mapping"))}
+    if prefix:
+        return slots
+    ranks = np.array(said.pop("pcp_ranks"))
+    return slots | {"pcp.pcp_ranks": ranks} | _named(record, "pcp", said)
+
+
+def _rows_of_rank(of_rank: Mapping[str, np.ndarray]) -> list[OracleRequest]:
+    """Return the rows of a rank as requests, which latent attention splits."""
+    num_rows = int(of_rank["pcp.num_rows"])
+    starts = of_rank["pcp_query_start_loc_padded"][: num_rows + 1]
+    computed = of_rank["pcp_num_computed_tokens_padded"][:num_rows]
+    sizes = zip(computed.tolist(), np.diff(starts).tolist())
+    return [OracleRequest(before, count, 0, (), ()) for before, count in sizes]
 
 
 def _of_states(
@@ -431,7 +469,11 @@ def _leave_out_samples(record: StepRecord, out: dict[str, np.ndarray], total: in
                 drafts_on_device.append(first_draft + draft)
         start, first_draft = end, first_draft + drafts
     out["is_on_device"] = on_device
+    own = np.zeros(0, np.int64)  # the rank's tokens, which are in the order of the batch
+    if settings.pcp is not None:
+        own = np.flatnonzero(out["pcp.pcp_ranks"] == settings.pcp.rank)
     for name, places in (
+        ("pcp_input_ids_padded", np.flatnonzero(on_device[own])),
         ("input_ids", np.flatnonzero(on_device)),
         ("input_ids_padded", np.flatnonzero(on_device)),
         ("draft_token_ids_padded", np.array(drafts_on_device, np.int64)),

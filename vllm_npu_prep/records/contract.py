@@ -15,6 +15,7 @@ from vllm_npu_prep.prep.latent_split import LatentStep
 from vllm_npu_prep.prep.layout import StepArrays
 from vllm_npu_prep.prep.local_attention import LocalRequests
 from vllm_npu_prep.prep.mask import MaskForm, MaskKind, MaskPlan, build_mask, plan_mask
+from vllm_npu_prep.prep.pcp import PCPStep
 from vllm_npu_prep.prep.recurrent_states import RecurrentStep
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ LEVELS: dict[str, Level] = (
     dict.fromkeys((*TOKEN_LEVEL, *GROUP_LEVEL, "is_on_device"), Level.TOKEN)
     | dict.fromkeys(("block_table", "query_lens", "cu_num_tokens"), Level.REQUEST)
     | {name: line.level for name, line in STEP_ARRAYS.items()}
+    | {"pcp_ranks": Level.TOKEN}
 )
 """What an element of a variable belongs to, along its last dimension; blocks in a table belong to
 the request of their row.
@@ -73,10 +75,11 @@ SCALARS = (
     "max_query_len",
     "max_seq_len",
 )
-SIZES: dict[str, tuple[str, type[LocalRequests | RecurrentStep | LatentStep]]] = {
+SIZES: dict[str, tuple[str, type[LocalRequests | RecurrentStep | LatentStep | PCPStep]]] = {
     "local_requests": ("local", LocalRequests),
     "states": ("states", RecurrentStep),
     "latent": ("latent", LatentStep),
+    "pcp": ("pcp", PCPStep),
 }
 """Sizes of a step that some engines have: by the beginning of their names in records, the attribute
 of `EngineShape` and `PreparedStep`, and its class.
@@ -105,7 +108,10 @@ STATE_LINES = (*OF_STATES, *(line for line in LATENT_LINES if line.level is Leve
 """Arrays of recurrent states; records of other engines don't have them."""
 DCP_LINES = tuple(line for line in STEP_ARRAYS.values() if line.dims == ("sharded_reqs",))
 """Arrays of decode context parallelism; records of other engines don't have them."""
-OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES, *DCP_LINES}
+_SIZES_OF_RANKS = {"rank_tokens", "gathered_tokens", "rank_rows", "rank_rows + 1", "rank_reqs"}
+PCP_LINES = tuple(line for line in STEP_ARRAYS.values() if _SIZES_OF_RANKS & set(line.dims))
+"""Arrays of prefill context parallelism; records of other engines don't have them."""
+OF_SOME_ENGINES = {*LATENT_LINES, *STATE_LINES, *DCP_LINES, *PCP_LINES}
 NOT_RECORDED = ("idx_mapping",)
 """Arrays that records leave out. A record has its requests in the order of the batch: request rows
 of vLLM's V2 runner say nothing in it, and readers know nothing of them.
@@ -127,10 +133,12 @@ def mask_plan(step: PreparedStep, mask_form: MaskForm, group: Any) -> MaskPlan:
     if group.holds_states:
         return MaskPlan(MaskKind.NONE, None)
     max_seq_len = step.local.max_seq_len if group.attention_chunk_size else step.max_seq_len
+    if step.shape.pcp:
+        max_seq_len = step.pcp.max_seq_len
     return plan_mask(
         step.attn_state,
         mask_form,
-        step.num_input_tokens,
+        step.num_rank_tokens,
         max_seq_len,
         sliding_window=group.sliding_window,
         attention_chunk_size=group.attention_chunk_size,
@@ -160,6 +168,17 @@ def dcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
     return {line.name: getattr(step, line.name) for line in DCP_LINES} | {
         "dcp_ranks": step.owners()
     }
+
+
+def pcp_variables(step: PreparedStep) -> dict[str, np.ndarray]:
+    """Return what this rank computes of the step, and which rank computes each token.
+
+    The result is empty without prefill context parallelism.
+    """
+    if not step.shape.pcp:
+        return {}
+    own = {line.name: getattr(step, line.name) for line in PCP_LINES}
+    return _sizes(step.pcp) | {"pcp_ranks": step.computing_ranks()} | own
 
 
 def state_variables(step: PreparedStep, group: int) -> dict[str, np.ndarray]:
@@ -230,6 +249,8 @@ def prepared_arrays(step: PreparedStep, settings: "RecordSettings") -> dict[str,
         if getattr(step.shape, part):
             out |= {f"{prefix}.{n}": size for n, size in _sizes(getattr(step, part)).items()}
     out |= {f"dcp.{name}": value for name, value in dcp_variables(step).items()}
+    if step.shape.pcp:
+        out["pcp.pcp_ranks"] = step.computing_ranks()
     out["model_input"] = np.array("inputs_embeds" if step.batch.takes_embeds else "input_ids", "S")
     out |= {n: a for n in SEVERAL_PER_TOKEN if len(a := getattr(step, n))}
     out |= staged_arrays(step.arrays, settings)
@@ -264,6 +285,7 @@ def prepared_names(settings: "RecordSettings") -> set[str]:
         f"{prefix}.{item.name}" for prefix, (_, kind) in SIZES.items() for item in fields(kind)
     }
     names |= {f"dcp.{name}" for name in (*(line.name for line in DCP_LINES), "dcp_ranks")}
+    names.add("pcp.pcp_ranks")
     return names | {line.recorded_as for line in STEP_ARRAYS.values()}
 
 
@@ -282,7 +304,7 @@ def _group_arrays(
     if group.group < len(settings.block_sizes):
         out = group_variables(step, group.group)
     plan = mask_plan(step, MaskForm(settings.mask), group)
-    out |= {f"attn_mask.{n}": a for n, a in mask_arrays(plan, step.positions).items()}
+    out |= {f"attn_mask.{n}": a for n, a in mask_arrays(plan, step.model_positions).items()}
     if group.attention_chunk_size is not None:
         local = step.local_requests(group.group)
         out |= {f"local_requests.{name}": array for name, array in local.items()}
@@ -318,7 +340,11 @@ def mask_arrays(plan: MaskPlan, positions: np.ndarray) -> dict[str, np.ndarray]:
 
 def _on_device(step: PreparedStep, targets: np.ndarray) -> np.ndarray:
     """Mark the tokens whose ids the device took from the last step's samples, not the host."""
-    tokens = targets - step.layout.offset_int32("input_ids")
     out = np.zeros(step.total_num_scheduled_tokens, np.bool_)
+    if step.shape.pcp:  # other ranks' tokens, too, get their ids on the device
+        are_awaited = step.batch.previous_rows[: step.num_reqs] >= 0
+        out[step.cu_num_tokens[are_awaited] - 1] = True
+        return out
+    tokens = targets - step.layout.offset_int32("input_ids")
     out[tokens[(tokens >= 0) & (tokens < len(out))]] = True
     return out

@@ -24,6 +24,7 @@ from vllm_npu_prep.prep.padding import (
     no_padding,
     uniform_query_len,
 )
+from vllm_npu_prep.prep.pcp import NO_PCP, PCPRank, largest_share
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.records.record import RecordBatch, StepRecord
 from vllm_npu_prep.records.settings import (
@@ -103,6 +104,13 @@ class ScenarioShards(Strict):
     interleave_size: BlockSize = 1
 
 
+class ScenarioRanks(Strict):
+    """The rank that prepares the step under prefill context parallelism (`prep.pcp`)."""
+
+    world_size: Annotated[int, Field(ge=2, le=64)]
+    rank: Annotated[int, Field(ge=0, lt=64)] = 0
+
+
 class Scenario(Strict):
     """A batch, and the settings under which it is prepared."""
 
@@ -124,6 +132,7 @@ class Scenario(Strict):
         None  # most positions to which a token of sparse attention attends
     )
     dcp: ScenarioShards | None = None
+    pcp: ScenarioRanks | None = None
     more_kv_cache_groups: list[ScenarioGroup] = Field(default_factory=list, max_length=15)
 
     @property
@@ -141,6 +150,11 @@ class Scenario(Strict):
     def dcp_rank(self) -> DCPRank:
         dcp = self.dcp
         return DCPRank(dcp.world_size, dcp.rank, dcp.interleave_size) if dcp else NO_DCP
+
+    @property
+    def pcp_rank(self) -> PCPRank:
+        pcp = self.pcp
+        return PCPRank(pcp.world_size, pcp.rank, 2 * self.max_num_reqs) if pcp else NO_PCP
 
     def tokens_per_block(self, group: ScenarioGroup) -> int:
         return self.dcp_rank.tokens_per_block(group.block_size)
@@ -165,11 +179,15 @@ class Scenario(Strict):
             kind = "full graph"
             if total > max(sizes):
                 kind = f"eager: more than {counted(max(sizes), 'token')}, the largest capture size"
+        if self.pcp is not None:
+            share, _ = largest_share(batch.num_scheduled_tokens, self.pcp.world_size)
+            padding = no_padding(int(share) * self.pcp.world_size, num_reqs)
         shape = EngineShape(
             max_logits_per_req=1 + int(batch.num_draft_tokens.max()),
             mrope_dims=self.mrope_dims,
             latent=self.latent_split,
             dcp=self.dcp_rank,
+            pcp=self.pcp_rank,
         )
         layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
         widths = [-(-self.max_model_len // self.tokens_per_block(group)) for group in self.groups]
@@ -307,6 +325,7 @@ OBJECTS: dict[int | str, type[BaseModel]] = {
     "more_kv_cache_groups": ScenarioGroup,
     "latent": ScenarioLatent,
     "dcp": ScenarioShards,
+    "pcp": ScenarioRanks,
 }
 """By key: which keys the object there, or each of a list, may have."""
 
@@ -344,6 +363,7 @@ def _check(scenario: Scenario) -> None:
         if count > 1:
             raise PrepError(f"requests: req_id {req_id!r} is given {count} times")
     _check_shards(scenario)
+    _check_ranks(scenario)
     for index, request in enumerate(requests):
         _check_request(scenario, request, f"requests.{index}")
         _check_inputs(scenario, request, f"requests.{index}")
@@ -395,6 +415,26 @@ def _check_shards(scenario: Scenario) -> None:
                 "dcp: decode context parallelism is for layers that see whole contexts; "
                 "leave out sliding_window, attention_chunk_size and holds_states"
             )
+
+
+def _check_ranks(scenario: Scenario) -> None:
+    pcp = scenario.pcp
+    if pcp is None:
+        return
+    if pcp.rank >= pcp.world_size:
+        raise PrepError(f"pcp.rank: {pcp.rank}; ranks are 0 to {pcp.world_size - 1}")
+    others = {
+        "capture_sizes": scenario.capture_sizes,
+        "dcp": scenario.dcp,
+        "mrope_dims": scenario.mrope_dims,
+        "drafts": any(request.num_draft_tokens for request in scenario.requests),
+        "attention_chunk_size": any(group.attention_chunk_size for group in scenario.groups),
+        "holds_states": any(group.holds_states for group in scenario.groups),
+    }
+    if given := [name for name, value in others.items() if value]:
+        raise PrepError(
+            f"pcp: a step whose tokens ranks share has no {', '.join(given)}; leave one of both out"
+        )
 
 
 def _check_chunks(groups: list[ScenarioGroup]) -> None:

@@ -12,6 +12,7 @@ from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT, LatentSplit
 from vllm_npu_prep.prep.layout import StepLayout
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding
+from vllm_npu_prep.prep.pcp import NO_PCP, PCPRank
 from vllm_npu_prep.prep.recurrent_states import RecurrentGroups
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.wording import counted
@@ -102,6 +103,21 @@ class RecordDCP(Strict):
         return DCPRank(self.world_size, self.rank, self.interleave_size)
 
 
+class RecordPCP(Strict):
+    """The ranks that shared the tokens of the step, and the record's own: `PCPRank`."""
+
+    world_size: Annotated[int, Field(ge=1, le=1 << 10)]
+    rank: Annotated[int, Field(ge=0, lt=1 << 10)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        self.pcp_rank(1)
+        return self
+
+    def pcp_rank(self, max_num_reqs: int) -> PCPRank:
+        return PCPRank(self.world_size, self.rank, 2 * max_num_reqs)
+
+
 class RecordExperts(Strict):
     """Where the experts of each layer were that counts them, and for which load they were placed.
 
@@ -175,6 +191,7 @@ class RecordSettings(Strict):
     modalities: Annotated[list[Text], Field(max_length=1 << 20)]  # kind of each run of placeholders
     latent: RecordLatent | None = None  # None without latent attention
     dcp: RecordDCP | None = None  # None without decode context parallelism
+    pcp: RecordPCP | None = None  # None without prefill context parallelism
     experts: RecordExperts | None = None  # None unless experts move (--enable-eplb)
     times: StepTimes | None = None  # None in records that older versions wrote
     runner: WatchedRunner | None = None  # None for this plugin's own runners
@@ -185,6 +202,8 @@ class RecordSettings(Strict):
         if any(block_size % size for block_size in self.block_sizes):
             raise ValueError(f"dcp: blocks of {self.block_sizes} are no whole runs of {size}")
         _ = self._states  # thresholds and drafts fit each other
+        if self.pcp and self.num_input_tokens % self.pcp.world_size:
+            raise ValueError(f"pcp: ranks have unequal parts of {self.num_input_tokens} tokens")
         return self
 
     @classmethod
@@ -200,6 +219,7 @@ class RecordSettings(Strict):
             mrope_dims=layout.shape.mrope_dims,
             latent=RecordLatent.part(layout.shape.latent),
             dcp=RecordDCP.part(layout.shape.dcp),
+            pcp=RecordPCP.part(layout.shape.pcp),
             **more,
         )
 
@@ -224,6 +244,7 @@ class RecordSettings(Strict):
             latent=self.latent.split(self.max_model_len) if self.latent else NO_LATENT_SPLIT,
             states=self._states,
             dcp=self.dcp.dcp_rank() if self.dcp else NO_DCP,
+            pcp=self.pcp.pcp_rank(self.max_num_reqs) if self.pcp else NO_PCP,
         )
 
     @property

@@ -1,6 +1,7 @@
 """Decides how a step is padded and whether it replays a graph, once, before it is prepared."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -10,6 +11,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.graph.counts import EAGER, StepCounts
 from vllm_npu_prep.prep.batch import StepBatch
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding, no_padding
+from vllm_npu_prep.prep.pcp import largest_share
 from vllm_npu_prep.runner.step import DummyRun
 
 KEPT_DECISIONS = 4096
@@ -86,6 +88,9 @@ class StepPadding:
     depends_on_counts_only
         True if the same counts always get the same answer, which is then cached. It is False if
         data-parallel ranks must agree in every step, or the dispatcher makes metrics of graphs.
+    num_ranks
+        The ranks that share the tokens of a step (prefill context parallelism). All are padded as
+        the one with the largest share is; the step's padding is that of their tokens together.
 
     Attributes
     ----------
@@ -101,8 +106,10 @@ class StepPadding:
         captured: Callable[[], tuple[GraphMode, int]],
         decode_query_len: int = 1,
         depends_on_counts_only: bool = True,
+        num_ranks: int = 1,
     ) -> None:
         self.dispatch, self.captured = dispatch, captured
+        self.num_ranks = num_ranks
         self.decode_query_len = decode_query_len
         self.depends_on_counts_only = depends_on_counts_only
         self.counts = StepCounts()
@@ -116,6 +123,8 @@ class StepPadding:
         num_active_loras: int,  # the adapters of the batch
     ) -> PaddingDecision:
         """Decide the padding of a step and count the step."""
+        if self.num_ranks > 1:
+            return self._decide_for_ranks(batch)
         num_tokens, num_reqs = batch.total_num_scheduled_tokens, batch.num_reqs
         query_len, rest = divmod(num_tokens, num_reqs)
         if rest or (query_len > 1 and int(batch.num_scheduled_tokens.max()) > query_len):
@@ -137,6 +146,25 @@ class StepPadding:
             decision = self._kept.get(counts) or self._decide(batch, DispatchKey(*counts))
         self.counts.add(decision.kind)
         return decision
+
+    def _decide_for_ranks(self, batch: StepBatch) -> PaddingDecision:
+        num_reqs = batch.num_reqs
+        num_tokens, num_rows = largest_share(batch.num_scheduled_tokens, self.num_ranks)
+        query_len = int(batch.total_num_scheduled_tokens == num_reqs)
+        counts = DispatchKey(False, False, num_tokens, num_rows, query_len, 0, 0)
+        decision = self._kept.get(counts) or self._decide(batch, counts)
+        padding = replace(decision.padding, num_reqs_padded=num_reqs)
+        limits = self.cache_limits
+        if limits is not None and padding.mode is GraphMode.FULL:
+            # As if one rank had all requests, and the padding rows besides
+            most_rows = replace(padding, num_reqs_padded=num_reqs + padding.num_input_tokens)
+            if not limits.allow(batch, most_rows):
+                counts = counts._replace(eager=True)
+                decision = self._kept.get(counts) or self._decide(batch, counts)
+                padding = replace(decision.padding, num_reqs_padded=num_reqs)
+        chosen = decision._replace(padding=padding)
+        self.counts.add(chosen.kind)
+        return chosen
 
     def _decide(self, batch: StepBatch, counts: DispatchKey) -> PaddingDecision:
         decision = self._ask(batch, counts)
@@ -201,6 +229,10 @@ class StepPadding:
     def _padding_of(self, dispatched: tuple[Any, ...], num_reqs: int) -> Padding:
         """Return upstream's decision as a `Padding`, for this number of real requests."""
         mode, descriptor = dispatched[:2]
+        if self.num_ranks > 1:  # padding rows belong to ranks, and no request is padded
+            decode_query_len = int(mode == CUDAGraphMode.FULL)
+            num_tokens = self.num_ranks * descriptor.num_tokens
+            return Padding(num_tokens, 0, decode_query_len, GraphMode(mode.name))
         if mode == CUDAGraphMode.FULL:
             decode_query_len = self.decode_query_len if descriptor.uniform else 0
             return full_padding(descriptor.num_tokens, descriptor.num_reqs, decode_query_len)

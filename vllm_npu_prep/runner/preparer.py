@@ -15,9 +15,11 @@ from vllm_npu_prep.attention.latent import find_latent_split
 from vllm_npu_prep.attention.local_block_tables import LocalBlockTables, find_local_groups
 from vllm_npu_prep.attention.metadata import AscendMetadata
 from vllm_npu_prep.attention.mla import AscendMLAMetadataBuilder
+from vllm_npu_prep.attention.prefill_context_parallel import RankBlockTables, find_pcp
 from vllm_npu_prep.attention.recurrent_backend import find_recurrent_groups
 from vllm_npu_prep.device import Device
 from vllm_npu_prep.device.staging import DeviceArrays, StagedArrays, StagingRing
+from vllm_npu_prep.prep.arrays import PADDING_ROWS
 from vllm_npu_prep.prep.batch import PreparedStep, StepBatch, prepare_step
 from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.mask import MaskPlan
@@ -92,6 +94,10 @@ class Preparer:
             self._local_tables = LocalBlockTables(
                 device, block_tables.block_table_flat, shape.local, max_num_tokens
             )
+        self._rank_tables: RankBlockTables | None = None
+        if shape.pcp:
+            all_rows = block_tables.device_rows(max_num_reqs + PADDING_ROWS)
+            self._rank_tables = RankBlockTables(device, all_rows, shape.pcp.most_rows)
         self._slots: tuple[
             DeviceArrays | None, dict[int, torch.Tensor], dict[str, torch.Tensor]
         ] = (None, {}, {})
@@ -107,7 +113,10 @@ class Preparer:
         """
         by_layer: dict[str, AscendMetadata] = {}
         masks: dict[MaskPlan, torch.Tensor | None] = {}  # groups of one window share their mask
-        block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
+        if self._rank_tables is not None:
+            block_tables = self._rank_tables.gather(step, staged)
+        else:
+            block_tables = self.block_tables.device_rows(step.padding.num_reqs_padded)
         local_tables: dict[int, torch.Tensor] = {}
         if self._local_tables is not None:
             local_tables = self._local_tables.gather(staged.device.chunk_local_table_rows)
@@ -191,6 +200,7 @@ def make_tables(
         latent=find_latent_split(builders),
         states=find_recurrent_groups(builders),
         dcp=find_dcp(vllm_config.parallel_config),
+        pcp=find_pcp(vllm_config),
         has_request_rows=has_request_rows,
     )
     return BatchTables(

@@ -27,7 +27,7 @@ SECONDS = max(480, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of an engine: hosts may have fewer cores than it has ranks."""
 
 TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
-SHARED = "decode_context_parallel_size"
+SHARED, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
 EXPERTS = {"enable_expert_parallel": True}
 
 
@@ -85,6 +85,8 @@ CASES = {
     "int8, latent": Case("DeepSeek V3", {TP: 2}, int8="modelslim", more=EXPERTS),
     "shared contexts": Case("Qwen3", {TP: 4, SHARED: 2}, **HALF),
     "shared contexts, latent": Case("DeepSeek V3", {TP: 2, SHARED: 2}, "eager", waits=True),
+    "shared prompts": Case("Qwen3", {PCP: 2}, runner="V2", **HALF),
+    "shared prompts, latent": Case("DeepSeek V3", {PCP: 2}, runner="V2"),
 }
 
 
@@ -182,7 +184,7 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
     with asked_for(case.runner):
         talk = partial(traffic, loras=loras)
         got = serve_on_ranks(made, settings_of(case, model), talk, seconds=SECONDS)
-    per_engine = case.layout.get(TP, 1) * case.layout.get(PP, 1)
+    per_engine = case.layout.get(TP, 1) * case.layout.get(PP, 1) * case.layout.get(PCP, 1)
     num_engines = case.layout.get(DP, 1)
     devices = [fact["device"] for fact in got["facts"]]
     assert devices == [f"npu:{rank}" for rank in range(per_engine * num_engines)]
@@ -204,12 +206,16 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
             steps, *others = [
                 [{**each, "num_pairs": 0} for each in stage] for stage in (steps, *others)
             ]
-        if SHARED not in case.layout:  # which have slots of their own
+        if not {SHARED, PCP} & {*case.layout}:  # which have slots or rows of their own
             assert all(other == steps for other in others)
     assert least(map(len, got["asked"])) >= 8
     copies = {step.get("h2d_copies", 0) for asked in got["asked"] for step in asked}
     # Which rows have which adapter is a copy of its own, if it changed.
     assert copies <= ({1, 2} if case.adapters else {1})
+
+    if PCP in case.layout:  # block tables of rows are gathered, besides samples and new blocks
+        launches = {step.get("launches", 0) for asked in got["asked"] for step in asked}
+        assert max(launches) <= 3, launches
 
     if case.int8:
         ranks = case.layout[TP]

@@ -35,7 +35,9 @@ def padding_mask(num_tokens: int) -> torch.Tensor | None:
     if not envs.VLLM_MOE_SKIP_PADDING or not is_forward_context_available():
         return None
     is_padding = get_forward_context().is_padding
-    return None if is_padding is None else is_padding[:num_tokens]
+    if is_padding is None or len(is_padding) < num_tokens:
+        return None  # with prefill context parallelism they are the tokens of all ranks
+    return is_padding[:num_tokens]
 
 
 NO_EXPERT = -1

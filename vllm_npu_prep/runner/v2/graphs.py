@@ -162,7 +162,7 @@ def run_model(
         The mode and the name of the graph. Graph wrappers read them to decide whether they capture,
         replay, or run eagerly.
     """
-    arrays, num_tokens = in_flight.staged.device, in_flight.step.num_input_tokens
+    arrays, num_tokens = in_flight.staged.device, in_flight.step.num_rank_tokens
     across, num_engines = None, vllm_config.parallel_config.data_parallel_size
     if num_engines > 1:  # all ranks capture and replay graphs of one size
         across = torch.full((num_engines,), num_tokens, dtype=torch.int32)
@@ -174,6 +174,6 @@ def run_model(
         cudagraph_runtime_mode=mode,
         batch_descriptor=descriptor,
         slot_mapping=slot_mappings,
-        is_padding=arrays.is_padding,
+        is_padding=arrays.model_is_padding,
     ):
         return model(**inputs)

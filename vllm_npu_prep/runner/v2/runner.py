@@ -31,6 +31,7 @@ from vllm_npu_prep.runner.graphs import measure_graphs
 from vllm_npu_prep.runner.lora import StepLoRAMapping
 from vllm_npu_prep.runner.padding import DispatchKey
 from vllm_npu_prep.runner.step import StepInFlight
+from vllm_npu_prep.runner.v2.context_ranks import gather_all, gather_sampled
 from vllm_npu_prep.runner.v2.draft_passes import Images
 from vllm_npu_prep.runner.v2.drawing import Requests
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
@@ -303,8 +304,11 @@ class NPUModelRunnerV2(RunnerSetupV2):
         arrays = in_flight.staged.device
         if self.model_state.rope_state is not None:
             self.model_state.positions = arrays.mrope_positions
-        input_batch.input_ids, input_batch.positions = arrays.input_ids, arrays.positions
-        input_batch.is_padding = arrays.is_padding
+        input_batch.input_ids, input_batch.positions = (
+            arrays.model_input_ids,
+            arrays.model_positions,
+        )
+        input_batch.is_padding = arrays.model_is_padding
         return tables, arrays.slot_mappings
 
     def _end_step(self) -> None:
@@ -350,7 +354,10 @@ class NPUModelRunnerV2(RunnerSetupV2):
         in_flight = self.prepared
         step, staged = in_flight.step, in_flight.staged
         discard = staged.np.discard_request_mask[: batch.num_reqs].copy()
-        sampler_output, _, _ = self.sample(hidden_states, batch, grammar_output)
+        sampled_states = hidden_states
+        if step.shape.pcp:
+            sampled_states = gather_sampled(hidden_states, in_flight)
+        sampler_output, _, _ = self.sample(sampled_states, batch, grammar_output)
         scores = self._score_prompts(hidden_states, batch)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
@@ -460,6 +467,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
         assert worker is not None
         if not wants_scores(worker, batch):
             return PromptScores({}, {})
+        if self.prepared.step.shape.pcp:
+            hidden_states = gather_all(hidden_states, self.prepared)
 
         def score() -> PromptScores:
             compute_logits: Any = self.model.compute_logits
@@ -508,8 +517,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
         arrays = in_flight.staged.device
         rotates = self.model_state.rope_state is not None
         inputs: dict[str, Any] = {
-            "input_ids": arrays.input_ids,
-            "positions": arrays.mrope_positions if rotates else arrays.positions,
+            "input_ids": arrays.model_input_ids,
+            "positions": arrays.mrope_positions if rotates else arrays.model_positions,
             "inputs_embeds": None,
             "intermediate_tensors": None,
         }

@@ -30,6 +30,7 @@ from vllm_npu_prep.runner.padding import Dispatch, StepPadding, depends_on_count
 from vllm_npu_prep.runner.v2.adapters import NPULoraState
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.buffers import RowValues, StagedRows
+from vllm_npu_prep.runner.v2.context_ranks import NPUPCPManager
 from vllm_npu_prep.runner.v2.dp_agreement import DPDecisions
 from vllm_npu_prep.runner.v2.drafters import make_speculator, name_aux_layers
 from vllm_npu_prep.runner.v2.graphs import GraphManager
@@ -97,6 +98,7 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
             lambda: self.graphs.captured(),
             1 + num_drafts,
             depends_on_counts_only=depends_on_counts_only(vllm_config),
+            num_ranks=parallel.prefill_context_parallel_size,
         )
 
     @staticmethod
@@ -130,6 +132,10 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
         """Return whether users gave logits processors (``--logits-processors``) beside vLLM's
         three."""
         return self.sampler is not None and len(self.sampler.logits_processors) > 3
+
+    @property
+    def pcp_manager_cls(self) -> type[NPUPCPManager]:
+        return NPUPCPManager
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         name_aux_layers(self.speculative_config)

@@ -47,7 +47,7 @@ class StepInputs:
         batch = kept[0]
         has_mask = step.padding.mode is not GraphMode.NONE or self._always_masks
         # Without a graph nothing is padded
-        batch.is_padding = staged.device.is_padding if has_mask else None  # type: ignore[assignment]
+        batch.is_padding = staged.device.model_is_padding if has_mask else None  # type: ignore[assignment]
         batch.has_structured_output_reqs = structured
         return batch.of(step, staged.device) if isinstance(batch, VerifiedBatch) else batch
 
@@ -92,7 +92,7 @@ class StepInputs:
             on_host = on_host[:num_reqs]
         # A slice where each token has a row of logits, so that nothing is gathered
         logits_indices: Any = slice(num_logits)
-        if num_logits < num_tokens:
+        if num_logits < num_tokens and not step.shape.pcp:  # with it, they alone are gathered
             logits_indices = arrays.logits_indices
             if num_logits < logits_indices.shape[0]:
                 logits_indices = logits_indices[:num_logits]
@@ -105,16 +105,16 @@ class StepInputs:
             idx_mapping=idx_mapping,
             expanded_idx_mapping=idx_mapping,
             num_tokens=num_tokens,
-            num_tokens_after_padding=padding.num_input_tokens,
+            num_tokens_after_padding=step.num_rank_tokens,
             num_draft_tokens=num_drafts,
             query_start_loc=arrays.query_start_loc,
             query_start_loc_np=staged.np.query_start_loc,
             seq_lens=seq_lens,
             seq_lens_cpu_upper_bound=on_host,
             num_computed_tokens_np=staged.np.num_computed_tokens[:num_reqs],
-            input_ids=arrays.input_ids,
-            positions=arrays.positions,
-            is_padding=arrays.is_padding,  # or None: `of_step` decides
+            input_ids=arrays.model_input_ids,
+            positions=arrays.model_positions,
+            is_padding=arrays.model_is_padding,  # or None: `of_step` decides
             logits_indices=logits_indices,
             cu_num_logits_np=self._logit_borders[: num_reqs + 1],
             has_structured_output_reqs=False,  # so does it here

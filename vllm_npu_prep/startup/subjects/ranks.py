@@ -1,4 +1,4 @@
-"""Refusals of what several ranks can't do, decode context parallelism included."""
+"""Refusals of what several ranks can't do, context parallelism included."""
 
 from typing import TYPE_CHECKING
 
@@ -103,14 +103,6 @@ DEVICES = (
 
 
 RANKS = (
-    Refusal(
-        "context-parallelism",
-        lambda c: _parallel(c).prefill_context_parallel_size > 1,
-        "--prefill-context-parallel-size {size}",
-        "every rank computes whole prompts",
-        "use --tensor-parallel-size and --decode-context-parallel-size",
-        lambda c: {"size": _parallel(c).prefill_context_parallel_size},
-    ),
     Refusal(
         "external-launcher",
         lambda c: _parallel(c).distributed_executor_backend == "external_launcher",
@@ -268,6 +260,78 @@ SHARED_CONTEXTS = (
     ),
 )
 
+PROMPTS = "--prefill-context-parallel-size with "
+"""The beginning of refusals of what prefill context parallelism can't do."""
+
+WITHOUT = "leave it out, or --prefill-context-parallel-size"
+
+SHARED_PROMPTS = (
+    Refusal(
+        "shared-prompts-family",
+        lambda c: c.family.name == "atb",
+        PROMPTS + "kernel family {family}",
+        "its masks would have to follow the rows of each rank",
+        'use {{"npu_prep": {{"attention": "fia"}}}}',
+    ),
+    Refusal(
+        "shared-prompts-layers",
+        _sees_parts_of_contexts,
+        PROMPTS + "windows, attention chunks, shared K and V or recurrent states ({model})",
+        "it is for layers that see whole contexts and have K and V of their own",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "shared-prompts-sparse",
+        lambda c: c.is_sparse,
+        PROMPTS + "sparse attention ({model})",
+        "the keys of its indexer are not gathered from the other ranks",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "shared-prompts-decodes",
+        lambda c: _parallel(c).decode_context_parallel_size > 1,
+        PROMPTS + "--decode-context-parallel-size",
+        "vLLM has both together for sparse attention alone",
+        "use one of them",
+    ),
+    Refusal(
+        "shared-prompts-speculation",
+        lambda c: c.config.speculative_config is not None,
+        PROMPTS + "speculation",
+        "drafters continue from hidden states of all tokens, and ranks exchange those that are "
+        "sampled",
+        WITHOUT,
+    ),
+    Refusal(
+        "shared-prompts-connector",
+        lambda c: c.transfer is not None,
+        PROMPTS + "a KV connector",
+        "each rank would store the same blocks",
+        WITHOUT,
+    ),
+    Refusal(
+        "shared-prompts-pooling",
+        lambda c: c.pools,
+        PROMPTS + "a pooling model",
+        "it was tried with models that generate",
+        WITHOUT,
+    ),
+    Refusal(
+        "shared-prompts-experts",
+        lambda c: _parallel(c).enable_expert_parallel,
+        PROMPTS + "--enable-expert-parallel",
+        "without data parallelism, vLLM exchanges the tokens of experts by kernels for CUDA alone",
+        "leave the flag out: the ranks share the weights of each expert",
+    ),
+    Refusal(
+        "shared-prompts-beside",
+        lambda c: _has_untried_beside(c) or _parallel(c).use_ray,
+        PROMPTS + "pipeline stages, data parallelism, Ray, images, LoRA, int8 or prompt embeddings",
+        "it was tried with tensor parallelism, mp and text alone",
+        WITHOUT,
+    ),
+)
+
 
 EPLB = (
     Refusal(
@@ -328,6 +392,14 @@ SUBJECTS = (
     Subject(
         "shared-contexts",
         SHARED_CONTEXTS,
-        when=lambda c: _parallel(c).decode_context_parallel_size > 1,
+        when=lambda c: (
+            _parallel(c).decode_context_parallel_size > 1
+            and _parallel(c).prefill_context_parallel_size == 1
+        ),
+    ),
+    Subject(
+        "shared-prompts",
+        SHARED_PROMPTS,
+        when=lambda c: _parallel(c).prefill_context_parallel_size > 1,
     ),
 )
