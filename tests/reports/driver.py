@@ -161,7 +161,9 @@ class Engine:
             if not (parts := self.sessions.get(output.request_id)):
                 continue
             text = self.texts.setdefault(output.request_id, [])
-            said = parts[0].by_index.setdefault(0, SimpleNamespace(token_ids=[], text=""))
+            said = parts[0].by_index.setdefault(
+                0, SimpleNamespace(token_ids=[], finish_reason=None)
+            )
             said.token_ids += output.new_token_ids
             if output.finish_reason is not None:
                 said.finish_reason, said.stop_reason = str(output.finish_reason), None

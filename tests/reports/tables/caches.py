@@ -190,10 +190,7 @@ REPORTS = (
         "LMCache#2158",
         "tokens computed before a preemption don't count against the host's",
         "offloading",
-        (
-            *(Ask(f"r{n}", words(60, n + 1), 50, at=n) for n in range(3)),
-            Call("reset", ("r0", 20)),
-        ),
+        tuple(Ask(f"r{n}", words(60, n + 1), 50, at=n) for n in range(4)),
         happened=("preempted",),
     ),
     Report(

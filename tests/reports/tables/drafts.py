@@ -110,10 +110,10 @@ REPORTS = (
         "log-probabilities of drafts that were looked up are not 0",
         "ngram",
         (
-            Ask("a", SAME, 24, params={"logprobs": 1}),
-            Ask("b", words(20) * 2, 24, params={"logprobs": 2}),
+            Ask("a", words(90), 24, params={"logprobs": 1}),
+            Ask("b", words(100, 2), 24, params={"logprobs": 2}),
         ),
-        happened=("rejected",),
+        happened=BOTH,
     ),
     Report(
         "vllm#38711",
@@ -137,8 +137,8 @@ REPORTS = (
         "vllm#42533",
         "looked up drafts beyond the end of the context",
         "ngram",
-        tuple(Ask(f"r{n}", (SAME * 4)[: 110 + 3 * n], 18 - 3 * n) for n in range(5)),
-        happened=(),
+        tuple(Ask(f"r{n}", words(100 + 3 * n, n + 1), 28 - 3 * n) for n in range(5)),
+        happened=BOTH,
     ),
     Report(
         "vllm#7047",
@@ -153,13 +153,14 @@ REPORTS = (
         tuple(
             Ask(
                 f"r{n}",
-                words(20, n + 1) * 2,
+                words(60, n + 1),
                 64,
                 params={"temperature": 0.7, "seed": n, "top_p": 0.9},
             )
             for n in range(3)
         ),
         ALONE,
+        happened=BOTH,
     ),
     Report(
         "vllm#27969",
@@ -189,9 +190,10 @@ REPORTS = (
         "looked up drafts of concurrent requests under grammars",
         "ngram",
         tuple(
-            Ask(f"r{n}", SAME + words(5, n + 1), 40, at=n // 2, form=("json", "regex")[n % 2])
+            Ask(f"r{n}", words(60, n + 1), 60, at=n // 2, form=("json", "regex")[n % 2])
             for n in range(6)
         ),
+        happened=BOTH,
         expect={f"r{n}": {"finish": "stop"} for n in range(6)},
     ),
     Report(
@@ -231,8 +233,8 @@ REPORTS = (
         "MTP drafts that a grammar doesn't take",
         "mtp",
         (
-            Ask("a", words(9), 40, form="json"),
-            Ask("b", words(30, 2), 40, form="json", at=3),
+            Ask("a", words(9), 60, form="json"),
+            Ask("b", words(30, 2), 60, form="json", at=3),
             Ask("c", words(20, 3), 24),
         ),
         expect={each: {"finish": "stop"} for each in "ab"},

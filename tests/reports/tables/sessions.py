@@ -80,7 +80,7 @@ REPORTS = (
         "a part without a grammar behind one that has one",
         "plain",
         (
-            Part("a", "s", words(30), 40, form="json"),
+            Part("a", "s", words(30), 10, form="json"),
             Part("b", "s", words(9, 2), 12, at="a"),
             Part("end", "s", None, at="b"),
         ),
