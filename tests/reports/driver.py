@@ -65,11 +65,7 @@ class Answer:
             "length": lambda: len(self.tokens),
             "lengths": lambda: [len(each.token_ids) for each in self.outputs],
             "finish": lambda: self.outputs[0].finish_reason,
-            "stop": lambda: self.outputs[0].stop_reason,
-            "text": lambda: self.outputs[0].text,
             "cached": lambda: self.cached,
-            "among": lambda: set(self.tokens),
-            "logprobs": lambda: [len(each) for each in self.outputs[0].logprobs or ()],
             "different": lambda: len({tuple(each.token_ids) for each in self.outputs}),
         }[what]()
 
@@ -166,7 +162,7 @@ class Engine:
             )
             said.token_ids += output.new_token_ids
             if output.finish_reason is not None:
-                said.finish_reason, said.stop_reason = str(output.finish_reason), None
+                said.finish_reason = str(output.finish_reason)
                 answer = parts.pop(0)
                 answer.ask = replace(answer.ask, prompt=[*text, *answer.ask.prompt])
                 answer.ended, text[:] = True, [*answer.ask.prompt, *said.token_ids[:-1]]
@@ -231,9 +227,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sleep": lambda engine, level: engine.core.sleep(level, mode="keep"),
     "wake": lambda engine, tags=None: engine.core.wake_up(tags),
     "reload": _reload,
-    "reset": lambda engine, running=True: engine.core.reset_prefix_cache(
-        reset_running_requests=running
-    ),
+    "reset": lambda engine: engine.core.reset_prefix_cache(reset_running_requests=True),
     "reset images": lambda engine: engine.core.reset_encoder_cache(),
     "overwrite": Engine.overwrite,
     "unload": lambda engine, number: engine.core.remove_lora(number),
@@ -263,7 +257,7 @@ def hold(report: Report, engine: Engine) -> None:
         assert found == expected, f"{name}: {report.title}"
     for answer in answers.values():
         if report.oracle == TRANSFORMERS:
-            _hold_against_transformers(engine, answer)
+            happened["changed"] += _hold_against_transformers(engine, answer)
         elif report.oracle == ALONE and _is_certain(answer.params):
             alone = engine.play((replace(answer.ask, at=0, priority=0),))[answer.ask.name]
             engine.rest()
@@ -276,7 +270,9 @@ def _is_certain(params: SamplingParams) -> bool:
     return params.temperature == 0 or params.seed is not None
 
 
-def _hold_against_transformers(engine: Engine, answer: Answer) -> None:
+def _hold_against_transformers(engine: Engine, answer: Answer) -> int:
+    """Return how many tokens are others than without the request's parameters."""
+    changed = 0
     judge = judge_of(engine.kind.model, adapter=answer.ask.weights or answer.ask.adapter)
     prompt, params = answer.ask.prompt, answer.params
     for output in answer.outputs:
@@ -286,11 +282,12 @@ def _hold_against_transformers(engine: Engine, answer: Answer) -> None:
         if answer.ask.form:
             assert not any(judge.margins(prompt, tokens, answer.ask.form)), answer.ask.name
         elif params.temperature == 0 and params.thinking_token_budget is None:
-            hold_tokens(judge, prompt, tokens, params)
+            changed += hold_tokens(judge, prompt, tokens, params)
         if params.logprobs is not None:
             hold_scores(judge, prompt, output, params)
     if params.prompt_logprobs is not None and answer.ended:
         hold_prompt_scores(judge, prompt, answer.prompt_logprobs, params.prompt_logprobs)
+    return changed
 
 
 def _hold_against(alone: Answer, answer: Answer) -> None:

@@ -12,14 +12,20 @@ CLOSE = 1e-3
 """By how much log-probabilities in float32 may differ from those of transformers."""
 
 
-def hold_tokens(judge: Judge, prompt: Any, tokens: list[int], params: SamplingParams) -> None:
-    """Each token of a greedy answer is the best one of what the parameters make of the logits."""
+def hold_tokens(judge: Judge, prompt: Any, tokens: list[int], params: SamplingParams) -> int:
+    """Each token of a greedy answer is the best one of what the parameters make of the logits.
+
+    Returns how many are not the best ones of the logits themselves.
+    """
     logits = _logits(judge, prompt, tokens)
+    if not tokens:
+        return 0
     changed = torch.stack(
         [_changed(row.clone(), prompt, tokens[:place], params) for place, row in enumerate(logits)]
     )
     margins = margins_of(changed, tokens, logits.std(1))
     assert not any(margins), f"{tokens}: {[round(margin, 3) for margin in margins]}"
+    return int((logits.argmax(1) != torch.tensor(tokens)).sum())
 
 
 def hold_scores(judge: Judge, prompt: list[int], output: Any, params: SamplingParams) -> None:

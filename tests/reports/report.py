@@ -68,7 +68,7 @@ class Report:
     engine
         Its name in `tests.reports.engines.ENGINES`.
     oracle
-        `TRANSFORMERS`, `ALONE`, or "" where `expect` says all.
+        `TRANSFORMERS` or `ALONE`.
     expect
         By name of a request, what is to be found in its `Answer`.
     happened
@@ -76,7 +76,7 @@ class Report:
     failed
         Whether it once failed here.
     known
-        An open report of vLLM's own fault, for which the scenario has to fail on `known_on`.
+        An open report of vLLM's own fault, for which the scenario has to fail.
     """
 
     number: str
@@ -88,7 +88,6 @@ class Report:
     happened: tuple[str, ...] = ()
     failed: bool = False
     known: str = ""
-    known_on: tuple[str, ...] = ("V1", "V2")
 
 
 def words(length: int, seed: int = 1) -> list[int]:

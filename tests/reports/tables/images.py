@@ -1,11 +1,12 @@
 """Reports about images beside text."""
 
-from tests.helpers.vision import chat, make_image
+from tests.helpers.vision import Request, chat, make_image
 from tests.reports.report import Ask, Call, Report
 
 QUESTION = "What is a slot mapping?"
 IMAGES = [make_image(70 + n, 40 + 8 * n, 32) for n in range(5)]
 LARGE = make_image(80, 90, 60)
+LONG = "Of a slot mapping, of a block table and of a step. " * 8
 
 REPORTS = (
     Report(
@@ -75,12 +76,7 @@ REPORTS = (
         "an image is sent again after a request with it was refused",
         "images, few blocks",
         (
-            Ask(
-                "refused",
-                chat(IMAGES[3], QUESTION),
-                params={"logit_bias": {10**6: 1.0}},
-                refused="logit_bias",
-            ),
+            Ask("refused", chat(IMAGES[3], QUESTION * 100), refused="longer than|maximum"),
             Ask("same", chat(IMAGES[3], QUESTION), 8, at=1),
             Ask("other", chat(IMAGES[4], QUESTION), 8, at=1),
         ),
@@ -104,6 +100,28 @@ REPORTS = (
         tuple(
             Ask(f"r{n}", chat(LARGE, make_image(100 + n, 90, 60), QUESTION), 6) for n in range(6)
         ),
+    ),
+    Report(
+        "vllm#43587",
+        "prefixes of a hybrid that sees are found in the cache",
+        "images, hybrid",
+        (
+            Ask("first", Request(LONG), 6),
+            Ask("again", Request(LONG + " Why?"), 6, at="first"),
+            Ask("image", chat(LARGE, LARGE, QUESTION), 6),
+            Ask("image again", chat(LARGE, LARGE, QUESTION), 6, at="image"),
+        ),
+        happened=("cached",),
+    ),
+    Report(
+        "vllm#47738",
+        "a hybrid's prompt has more images than its encoder takes at once",
+        "images, hybrid",
+        (
+            Ask("a", chat(LARGE, " and ", make_image(120, 90, 60), QUESTION), 8),
+            Ask("b", chat(make_image(121, 90, 60), IMAGES[0], LARGE, QUESTION), 8, at=1),
+        ),
+        happened=("ChunkedPrefill",),
     ),
     Report(
         "vllm#32469",

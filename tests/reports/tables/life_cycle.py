@@ -77,4 +77,16 @@ REPORTS = (
         "graphs",
         tuple(Ask(f"r{n}", words(7 + n, n + 1), 8 + 4 * n, at=n) for n in range(6)),
     ),
+    Report(
+        "vllm-ascend#7460",
+        "padding of a hybrid's decodes in full graphs",
+        "hybrid, graphs",
+        tuple(Ask(f"r{n}", words(9 + 20 * n, n + 1), 10 + 5 * n, at=n) for n in range(5)),
+    ),
+    Report(
+        "vllm-ascend#15560",
+        "the first answers of a hybrid in graphs are right, too",
+        "hybrid, graphs",
+        (Ask("a", words(20), 16), Ask("b", words(20), 16, at="a")),
+    ),
 )

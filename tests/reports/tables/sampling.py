@@ -4,6 +4,12 @@ from tests.reports.report import ALONE, Ask, Report, words
 
 SEEDED = {"temperature": 1.0, "seed": 42}
 RANDOM = {"temperature": 1.0}
+AMONG_FEW = {"allowed_token_ids": [*range(60, 80)]}
+"""The model has to repeat itself, so that penalties count."""
+HALF_OF_PROMPT = {"allowed_token_ids": sorted({*words(40), *words(40, 9)})}
+BAD_WORDS = ["Wh made", "prefix PrefillCache", "reads came", "rejects num", "text zero"]
+BAD_WORDS += ["came offset", "built mode", "zero position"]
+"""Pairs of tokens that the model says behind prompts of `words`."""
 
 REPORTS = (
     Report(
@@ -11,31 +17,35 @@ REPORTS = (
         "penalties see tokens of asynchronous steps",
         "plain",
         (
-            Ask("frequency", words(9), 24, params={"frequency_penalty": 1.5}),
-            Ask("presence", words(20, 2), 24, params={"presence_penalty": 1.5}),
+            Ask("frequency", words(9), 24, params=AMONG_FEW | {"frequency_penalty": 1.5}),
+            Ask("presence", words(20, 2), 24, params=AMONG_FEW | {"presence_penalty": 1.5}),
             Ask("plain", words(30, 3), 24),
         ),
+        happened=("changed",),
     ),
     Report(
         "vllm-ascend#7769",
         "a repetition penalty counts generated tokens",
         "plain",
-        (Ask("a", words(1), 30, params={"repetition_penalty": 1.8}),),
+        (Ask("a", words(1), 30, params=AMONG_FEW | {"repetition_penalty": 1.8}),),
+        happened=("changed",),
     ),
     Report(
         "vllm-ascend#7769",
         "a repetition penalty counts generated tokens, synchronously",
         "sync",
-        (Ask("a", words(1), 30, params={"repetition_penalty": 1.8}),),
+        (Ask("a", words(1), 30, params=AMONG_FEW | {"repetition_penalty": 1.8}),),
+        happened=("changed",),
     ),
     Report(
         "vllm-project/vllm-metal#69",
         "prompts count for repetition, not for presence",
         "plain",
         (
-            Ask("repetition", words(40), 16, params={"repetition_penalty": 1.5}),
-            Ask("presence", words(40), 16, params={"presence_penalty": 2.0}),
+            Ask("repetition", words(40), 16, params=HALF_OF_PROMPT | {"repetition_penalty": 1.5}),
+            Ask("presence", words(40), 16, params=HALF_OF_PROMPT | {"presence_penalty": 2.0}),
         ),
+        happened=("changed",),
     ),
     Report(
         "vllm#51226",
@@ -66,8 +76,9 @@ REPORTS = (
         "plain",
         (
             Ask("bad", words(9), params={"logit_bias": {10**6: 5.0}}, refused="logit_bias"),
-            Ask("good", words(9, 2), params={"logit_bias": {40: 5.0, 41: -100.0}}),
+            Ask("good", words(9, 2), params={"logit_bias": {40: 50.0, 41: -100.0}}),
         ),
+        happened=("changed",),
     ),
     Report(
         "vllm#21987",
@@ -84,6 +95,7 @@ REPORTS = (
             Ask("a", words(9), 20, params={"stop_token_ids": [*range(40, 400)], "min_tokens": 8}),
             Ask("b", words(9, 2), 20, params={"stop_token_ids": [*range(40, 400)]}),
         ),
+        happened=("changed",),
     ),
     Report(
         "vllm#12584",
@@ -160,10 +172,11 @@ REPORTS = (
         "bad words of several tokens leave their beginnings alone",
         "plain",
         (
-            Ask("a", words(9), 24, params={"bad_words": ["a", "the", "KV slot"]}),
-            Ask("b", words(20, 2), 24, params={"bad_words": ["e", " ", "slot mapping"]}),
+            Ask("a", words(9), 24, params={"bad_words": BAD_WORDS}),
+            Ask("b", words(20, 2), 24, params={"bad_words": BAD_WORDS}),
             Ask("plain", words(30, 3), 24),
         ),
+        happened=("changed",),
     ),
     Report(
         "vllm-project/vllm-gaudi#1200",

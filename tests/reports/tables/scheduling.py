@@ -202,6 +202,47 @@ REPORTS = (
         happened=("ChunkedPrefill",),
     ),
     Report(
+        "sglang#38319",
+        "a prompt is aborted between two chunks, and others begin as it does",
+        "plain",
+        (
+            Ask("gone", words(110), 8),
+            Ask("beside", words(20, 2), 20),
+            Call("abort", 2, {"name": "gone"}),
+            *(Ask(f"r{n}", words(90) + words(9, n + 3), 8, at=2 + n) for n in range(3)),
+        ),
+        happened=("cached",),
+    ),
+    Report(
+        "sglang#38981",
+        "a prompt longer than its windows is aborted between two chunks",
+        "windows",
+        (
+            Ask("gone", words(110), 8),
+            Ask("beside", words(20, 2), 20),
+            Call("abort", 2, {"name": "gone"}),
+            *(Ask(f"r{n}", words(90) + words(9, n + 3), 8, at=2 + n) for n in range(3)),
+        ),
+    ),
+    Report(
+        "sglang#38319",
+        "a hybrid's prompt is aborted between two chunks",
+        "hybrid",
+        (
+            Ask("gone", words(400), 8),
+            Ask("beside", words(20, 2), 40),
+            Call("abort", 6, {"name": "gone"}),
+            *(Ask(f"r{n}", words(380) + words(9, n + 3), 8, at=6 + n) for n in range(2)),
+        ),
+    ),
+    Report(
+        "vllm#16528",
+        "long prompts are cut beside short ones and decodes",
+        "short chunks",
+        tuple(Ask(f"r{n}", words(9 + 30 * (n % 4), n + 1), 12, at=n) for n in range(8)),
+        happened=("ChunkedPrefill",),
+    ),
+    Report(
         "vllm#40302",
         "prompts as long as the context and longer are refused, and others go on",
         "plain",

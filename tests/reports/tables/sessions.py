@@ -42,6 +42,24 @@ REPORTS = (
         ),
     ),
     Report(
+        "vllm#44526",
+        "drafts that were accepted behind the end of a part don't count for the next",
+        "eagle, sync",
+        (
+            *(
+                each
+                for n, stop in enumerate((450, 810, 310, 730))
+                for each in (
+                    Part(f"a{n}", f"s{n}", words(30, 2), 30, params={"stop_token_ids": [stop]}),
+                    Part(f"b{n}", f"s{n}", words(3, n + 4), 9, at=f"a{n}"),
+                    Part(f"end{n}", f"s{n}", None, at=f"b{n}"),
+                )
+            ),
+        ),
+        happened=("rejected",),
+        failed=True,
+    ),
+    Report(
         "vllm#42489",
         "parts that fill the context",
         "plain",

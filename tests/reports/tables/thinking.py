@@ -41,7 +41,6 @@ REPORTS = (
                 24,
                 params={
                     "thinking_token_budget": 3,
-                    "logit_bias": {},
                     "allowed_token_ids": [THINKS, *UNTHINKS, 60],
                 },
             ),
