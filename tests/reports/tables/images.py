@@ -6,7 +6,7 @@ from tests.reports.report import Ask, Call, Report
 QUESTION = "What is a slot mapping?"
 IMAGES = [make_image(70 + n, 40 + 8 * n, 32) for n in range(5)]
 LARGE = make_image(80, 90, 60)
-LONG = "Of a slot mapping, of a block table and of a step. " * 8
+LONG = "Of a slot mapping, of a block table and of a step. " * 24
 
 REPORTS = (
     Report(
@@ -108,8 +108,8 @@ REPORTS = (
         (
             Ask("first", Request(LONG), 6),
             Ask("again", Request(LONG + " Why?"), 6, at="first"),
-            Ask("image", chat(LARGE, LARGE, QUESTION), 6),
-            Ask("image again", chat(LARGE, LARGE, QUESTION), 6, at="image"),
+            Ask("image", chat(LARGE, LARGE, LARGE, LARGE, QUESTION), 6),
+            Ask("image again", chat(LARGE, LARGE, LARGE, LARGE, "Why?"), 6, at="image"),
         ),
         happened=("cached",),
     ),
