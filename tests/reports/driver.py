@@ -116,16 +116,20 @@ class Engine:
         return answers
 
     def _ask(self, ask: Ask, answers: dict[str, Answer]) -> None:
-        prompt, name = dict(as_input(ask.prompt)), ask.id or ask.name
-        prompt |= {"cache_salt": ask.salt} if ask.salt else {}
-        given = {"lora_request": self._adapter(ask), "priority": ask.priority}
+        name = ask.id or ask.name
         if ask.refused:
             with pytest.raises(VLLMValidationError, match=ask.refused):
-                self.core.add_request(name, prompt, _params(ask), **given)
+                self._add(name, ask, _params(ask))
             return
         answer = answers[ask.name] = self.by_id[name] = Answer(ask)
         answer.params.update_from_tokenizer(self.core.get_tokenizer())
-        self.core.add_request(name, prompt, answer.params, **given)
+        self._add(name, ask, answer.params)
+
+    def _add(self, name: str, ask: Ask, params: SamplingParams) -> None:
+        """Process a prompt, then send its request, as `LLM` and servers do."""
+        prompt = dict(as_input(ask.prompt)) | ({"cache_salt": ask.salt} if ask.salt else {})
+        given = {"lora_request": self._adapter(ask), "priority": ask.priority}
+        self.core.add_request(name, self.llm._preprocess_cmpl_one(prompt), params, **given)
 
     def _adapter(self, ask: Ask) -> LoRARequest | None:
         if not ask.adapter:

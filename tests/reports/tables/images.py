@@ -76,7 +76,12 @@ REPORTS = (
         "an image is sent again after a request with it was refused",
         "images, few blocks",
         (
-            Ask("refused", chat(IMAGES[3], QUESTION * 100), refused="longer than|maximum"),
+            Ask(
+                "refused",
+                chat(IMAGES[3], QUESTION),
+                params={"logit_bias": {10**6: 1.0}},
+                refused="logit_bias",
+            ),
             Ask("same", chat(IMAGES[3], QUESTION), 8, at=1),
             Ask("other", chat(IMAGES[4], QUESTION), 8, at=1),
         ),
