@@ -101,7 +101,8 @@ FORKED = [
     )
 ]
 """Files whose engines are forks of a process that has imported vLLM (`tests.helpers.ranks`)."""
-SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "soak", "emulator")
+SLOW_FIRST = ("npu", "engine", "server", "docs", "examples", "differential", "soak")
+SLOW_FIRST += ("reports", "emulator")
 """Folders whose files take long: with several processes these have to begin first."""
 
 

@@ -151,6 +151,8 @@ class _Serving(Traffic):
         self.expected = 0  # requests that this wave still gets
         self.alive: dict[str, tuple[Any, Use]] = {}  # prompt and adapter of each request
         self.said: dict[str, list[int]] = {}  # tokens of each that came so far
+        self.ended: list[str] = []  # ids that later requests may have again
+        self.again = Traffic((kind.seed, 64))  # draws whether they do, and leaves kept seeds as is
 
     def serve(self, steps: int) -> Counter:
         while self.count["steps"] < steps:
@@ -192,6 +194,10 @@ class _Serving(Traffic):
         prompt = self.pick(*self.prompts)
         use = self.adapters.use(self.number(0, len(self.adapters) - 1))
         name, params = f"r{self.count['arrived']}", greedy(self.number(1, MAX_TOKENS))
+        if self.ended and self.again.chance(0.2):
+            name = self.ended.pop()
+            self.count["ids used again"] += 1
+            del self.said[name]
         self.core.add_request(name, as_input(prompt), params, lora_request=use.request)
         self.alive[name] = prompt, use
         self.expected -= 1
@@ -202,7 +208,8 @@ class _Serving(Traffic):
             return False
         name = self.pick(*self.alive)
         self.core.abort_request([name])
-        self.answers.look(*self.alive.pop(name), self.said.get(name, []))
+        self.answers.look(*self.alive.pop(name), self.said.setdefault(name, []))
+        self.ended.append(name)
         return True
 
     def _overwrite(self) -> None:
@@ -226,6 +233,7 @@ class _Serving(Traffic):
             self.said[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
                 self.answers.look(*self.alive.pop(output.request_id), self.said[output.request_id])
+                self.ended.append(output.request_id)
                 self.count["finished"] += 1
         self.count["steps"] += 1
 

@@ -1,0 +1,1 @@
+"""Public reports of wrong answers, crashes and leaks, each played as a scenario on both runners."""
