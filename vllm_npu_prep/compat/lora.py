@@ -244,6 +244,28 @@ def identify_loads() -> None:
     _tell_loads_of_calls()
 
 
+def apply_adapters_under_all_names() -> None:
+    """Let a linear layer that a model holds by two names have its adapters by either.
+
+    In vLLM 0.32 only the first name gets them: ``shared_expert_gate`` of Qwen2-MoE doesn't, which
+    its shared experts call by another name.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.model_executor.layers.linear import LinearBase
+
+    @instead_of(LoRAModelManager, "_create_lora_modules")
+    def create_lora_modules(create: Any, self: Any) -> None:
+        create(self)
+        of_layer = {module.base_layer: module for module in self.modules.values()}
+        for owner in list(self.model.modules()):
+            if isinstance(owner, BaseLayerWithLoRA):
+                continue
+            for name, child in list(owner.named_children()):
+                if isinstance(child, LinearBase) and child in of_layer:
+                    setattr(owner, name, of_layer[child])
+
+
 def _tell_loads_of_calls() -> None:
     """Let engines keep an `AdapterLoads`, and tell it of calls that reach ranks' adapters."""
     from vllm.v1.core.sched.scheduler import Scheduler

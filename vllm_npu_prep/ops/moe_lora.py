@@ -102,13 +102,14 @@ class AdaptersOfExperts:
         multiply: Multiply,
         foreign: torch.Tensor,  # [n, num_slots, 1] bool
     ) -> None:
-        end = 0
+        updates = []
         for a, b in zip(self.layer.w13_lora_a_stacked, self.layer.w13_lora_b_stacked):
             shrunk = _shrink(x, a, multiply)
             if self.layer.fully_sharded and self.layer.tp_size > 1:  # each rank has some of A's rows
                 shrunk = tensor_model_parallel_all_gather(shrunk)
-            start, end = end, end + b.shape[-2]
-            hidden[:, start:end] += _expand(shrunk, b, multiply, foreign)
+            updates.append(_expand(shrunk, b, multiply, foreign))
+        # To add to some columns only, devices would copy these twice.
+        hidden.add_(torch.cat(updates, 1) if len(updates) > 1 else updates[0])
 
     def add_down(
         self,
@@ -122,7 +123,7 @@ class AdaptersOfExperts:
         if self.layer.fully_sharded and self.layer.tp_size > 1:  # and of B's, which need whole sums
             shrunk = tensor_model_parallel_all_reduce(shrunk)
             start = self.layer.tp_rank * b.shape[-2]
-        output[:, start : start + b.shape[-2]] += _expand(shrunk, b, multiply, foreign)
+        output[:, start : start + b.shape[-2]].add_(_expand(shrunk, b, multiply, foreign))
 
 
 def _in_memory(weights: Sequence[torch.Tensor], order: Sequence[int]) -> tuple[torch.Tensor, ...]:
