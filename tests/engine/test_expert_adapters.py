@@ -1,9 +1,12 @@
 """LoRA on experts through vLLM's engine: tokens are those of merged weights."""
 
+import shutil
 from functools import partial
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 
 from tests.conftest import SEED
@@ -114,3 +117,73 @@ def test_adapters_come_and_go_while_others_run(serving, case, seed):
     del said["goes"]
     assert said == {each: case.tokens(names[each], prompts[each], 16) for each in said}
     assert len(said) == 4
+
+
+DOWN = "model.layers.1.mlp.experts.2.down_proj"
+OUT = f"base_model.model.{DOWN}.lora_B.weight"
+DAMAGED = {
+    "lacks a projection": (lambda of: None, f"lacks {DOWN}; an adapter of experts has all"),
+    "of another model": (
+        lambda b: b[:9].clone(),
+        "makes 64 outputs of 32 inputs, and the adapter 9 of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_adapters_that_do_not_fit_are_refused(serving, case, seed, tmp_path, what):
+    change, said = DAMAGED[what]
+    folder = shutil.copytree(case.folders["experts"], tmp_path / "damaged")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[OUT] = change(tensors[OUT])
+    if tensors[OUT] is None:
+        del tensors[OUT], tensors[OUT.replace("lora_B", "lora_A")]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        serving.llm_engine.add_lora(LoRARequest("damaged", 9, str(folder)))
+    requests = requests_of(seed, ["experts", ""])
+    assert tokens_of(serving, case, requests, 6) == [case.tokens(*each, 6) for each in requests]
+
+
+FORMATS = {  # settings of an engine, and a format of adapters that it reads beside others
+    "fused": ({}, "fused"),
+    "of shared factors": ({"enable_moe_shared_loras": True}, "sharing"),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_engines_of_one_format_are_merged_weights(case, seed, monkeypatch, name, runner):
+    """The fused one is that of models whose experts are one matrix in their files."""
+    settings, adapter = FORMATS[name]
+    if name == "fused":
+        monkeypatch.setattr(Qwen2MoeForCausalLM, "is_3d_moe_weight", True)
+    requests = requests_of(seed, [adapter, "", adapter, "", adapter])
+    with engine_of(runner, case.model, **LORA, **settings, **graphs("FULL", 1, 4, 8)) as llm:
+        assert tokens_of(llm, case, requests, 12) == [case.tokens(*each, 12) for each in requests]
+
+
+async def all_at_once(ranks: Ranks, prompts, adapters):
+    return await ranks.generate(prompts, 12, loras=adapters)
+
+
+TP2 = {"tensor_parallel_size": 2, "max_loras": 3, "async_scheduling": False}
+LAYOUTS = {
+    "expert parallel": {"enable_expert_parallel": True, "enable_mixed_moe_lora_format": True},
+    "parts": {"enable_mixed_moe_lora_format": True, **graphs("FULL_AND_PIECEWISE", 1, 4, 8)},
+    "parts, fully sharded": {"fully_sharded_loras": True},
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_add_updates_of_merged_weights(case, seed, layout, runner):
+    """Each has some of the experts, or a part of each."""
+    settings = LAYOUTS[layout]
+    second = "fused" if "enable_mixed_moe_lora_format" in settings else "experts"
+    requests = requests_of(seed, ["all", "", "experts", second, "all"])
+    adapters = [case.request(name) for name, _ in requests]
+    talk = partial(all_at_once, prompts=[prompt for _, prompt in requests], adapters=adapters)
+    with asked_for(runner):
+        got = serve_on_ranks(case.model, {**TP2, **LORA, **settings}, talk)
+    assert got == [case.tokens(*each, 12) for each in requests]

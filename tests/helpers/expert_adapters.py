@@ -52,9 +52,7 @@ def by_expert(adapters: AdaptersOfExperts, share: Any = slice(None), device: str
                 each[:, share].permute(order).contiguous().to(device).permute(back)
                 for each in held[key]
             ]
-    wrapper = SimpleNamespace(
-        is_active=True, foreign_tokens=adapters.foreign.to(device)
-    )
+    wrapper = SimpleNamespace(is_active=True, foreign_tokens=adapters.foreign.to(device))
     return AdaptersOfExperts(SimpleNamespace(**held), wrapper)  # type: ignore[arg-type]
 
 
@@ -77,7 +75,9 @@ def by_merged_weights(
             up, down = w13[expert].double(), w2[expert].double()
             for slot in own:
                 pairs = zip(layer.w13_lora_a_stacked, layer.w13_lora_b_stacked)
-                up = up + torch.cat([b[slot, expert].double() @ a[slot, expert].double() for a, b in pairs])
+                up = up + torch.cat(
+                    [b[slot, expert].double() @ a[slot, expert].double() for a, b in pairs]
+                )
                 (a,), (b,) = layer.w2_lora_a_stacked, layer.w2_lora_b_stacked
                 down = down + b[slot, expert].double() @ a[slot, expert].double()
             gate, upper = (up @ row).chunk(2)

@@ -17,7 +17,11 @@ def draw(seed, slots, num_slots=3, slices=2):
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    x, w13, w2 = normal(len(slots), HIDDEN), normal(EXPERTS, 2 * INNER, HIDDEN), normal(EXPERTS, HIDDEN, INNER)
+    x, w13, w2 = (
+        normal(len(slots), HIDDEN),
+        normal(EXPERTS, 2 * INNER, HIDDEN),
+        normal(EXPERTS, HIDDEN, INNER),
+    )
     logits = normal(len(slots), EXPERTS)
     weights, ids = logits.softmax(-1).topk(2)
     ids[-1, 1] = -1  # of no expert

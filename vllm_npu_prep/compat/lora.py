@@ -234,6 +234,7 @@ def identify_loads() -> None:
         read: Any, self: "WorkerLoRAManager", lora_request: "LoRARequest"
     ) -> "LoRAModel":
         adapter: Any = read(self, lora_request)
+        _refuse_parts_of_experts(self._adapter_manager, adapter)
         adapter.load = _take_and_digest(adapter)
         return adapter
 
@@ -321,6 +322,16 @@ def _tell_loads_of_calls() -> None:
         finally:
             if (loads := _loads(self)) is not None:
                 loads.may_have_changed()
+
+
+def _refuse_parts_of_experts(manager: Any, adapter: "LoRAModel") -> None:
+    """Let each layer of experts refuse an adapter that isn't for it."""
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    for name, module in manager.modules.items():
+        if isinstance(module, FusedMoEWithLoRA):
+            apart = manager._restrict_to_local_experts(name, manager.packed_modules.get(name, []))
+            module.refuse_parts(name, apart, adapter.loras)
 
 
 def _loads(engine: Any) -> AdapterLoads | None:

@@ -60,6 +60,51 @@ class FusedMoEWithLoRA(upstream.FusedMoEWithLoRA):
         self.w13_lora_b_stacked = _in_memory(self.w13_lora_b_stacked, order)
         self.w2_lora_b_stacked = _in_memory(self.w2_lora_b_stacked, order)
 
+    def refuse_parts(self, name: str, apart: list[str], loras: dict[str, Any]) -> None:
+        """Raise a ``ValueError`` if an adapter, as it was read, doesn't fit these experts.
+
+        Upstream would end in an assertion, or when it has given the adapter its slot.
+
+        Parameters
+        ----------
+        name, apart
+            The layer's name, and those of its experts' projections, as many as this rank has.
+        loras
+            What was read, by name.
+        """
+        hidden, inner = self.hidden_size, self.intermediate_size_per_partition * self.tp_size
+        of_fused = inner * (2 if self.moe_config.is_act_and_mul else 1)
+        forms = (
+            (apart, self._w13_slices + 1, inner),
+            ([f"{name}.base_layer", name], 2, of_fused),
+        )
+        for names, per_expert, up in forms:
+            found = [each for each in names if each in loras]
+            lacking = [each for each in names if each not in loras]
+            if found and lacking:
+                raise ValueError(
+                    f"it has {found[0]} and lacks {lacking[0]}; an adapter of experts has all "
+                    "experts and projections of a layer, or none"
+                )
+            for number, each in enumerate(found):
+                is_down = number % per_expert == 1
+                wanted = (inner, hidden) if is_down else (hidden, up)
+                a, b = loras[each].lora_a, loras[each].lora_b
+                if a is None or b is None:
+                    raise ValueError(f"it lacks A or B of {each}")
+                given = a.shape[-1], b.shape[-2]
+                rank = a.shape[-2] // (1 if names is apart else self.global_num_experts)
+                if self.fully_sharded and rank % self.tp_size:
+                    raise ValueError(
+                        f"{each} has rank {rank}, which --fully-sharded-loras can't divide by "
+                        f"{self.tp_size} ranks"
+                    )
+                if given != wanted:
+                    raise ValueError(
+                        f"{each} makes {wanted[1]} outputs of {wanted[0]} inputs, and the adapter "
+                        f"{given[1]} of {given[0]}"
+                    )
+
     def set_mapping(self, punica_wrapper: PunicaWrapperNPU) -> None:
         BaseLayerWithLoRA.set_mapping(self, punica_wrapper)
         method: Any = self.base_layer._quant_method
@@ -105,7 +150,9 @@ class AdaptersOfExperts:
         updates = []
         for a, b in zip(self.layer.w13_lora_a_stacked, self.layer.w13_lora_b_stacked):
             shrunk = _shrink(x, a, multiply)
-            if self.layer.fully_sharded and self.layer.tp_size > 1:  # each rank has some of A's rows
+            if (
+                self.layer.fully_sharded and self.layer.tp_size > 1
+            ):  # each rank has some of A's rows
                 shrunk = tensor_model_parallel_all_gather(shrunk)
             updates.append(_expand(shrunk, b, multiply, foreign))
         # To add to some columns only, devices would copy these twice.
