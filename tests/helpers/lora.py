@@ -163,8 +163,12 @@ def add_to_products(network: Any, adapter: Path) -> None:
     for name, a in tensors.items():
         if ".lora_A." in name:
             module = name.removeprefix("base_model.model.").partition(".lora_")[0]
-            b = tensors[name.replace("_A", "_B")]
-            _add(network.get_submodule(module), factor * a.T @ b.T)
+            update = factor * tensors[name.replace("_A", "_B")] @ a
+            layer, expert, part = _parts(module)
+            if expert is None:
+                _add(network.get_submodule(module), update.T)
+            else:
+                network.get_submodule(layer).updates[expert, part] = update
 
 
 def _add(module: Any, delta: torch.Tensor) -> None:

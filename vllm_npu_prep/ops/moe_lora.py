@@ -41,7 +41,8 @@ class FusedMoEWithLoRA(upstream.FusedMoEWithLoRA):
         base_layer.routed_experts.lora_base_layer_prefix = "base_layer."
         parallel = self.moe_config.moe_parallel_config
         self.tp_size, self.tp_rank = parallel.tp_size, parallel.tp_rank
-        self.device = base_layer.routed_experts.w2_weight.device
+        w2: Any = base_layer.routed_experts.w2_weight
+        self.device = w2.device
         self._w13_slices = 2 if self.moe_config.is_act_and_mul else 1
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
         self.enable_moe_shared_loras = False

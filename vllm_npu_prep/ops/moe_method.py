@@ -79,9 +79,18 @@ def apply_experts(
     def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
         return functional.linear(rows, w2[expert])
 
-    products = first, activation_of(activation), second
-    pairs = topk_weights, topk_ids, expert_map, apply_router_weight_on_input
-    return sum_of_experts(x, len(w13), *products, *pairs, adapters)
+    return sum_of_experts(
+        x,
+        len(w13),
+        first,
+        activation_of(activation),
+        second,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        apply_router_weight_on_input,
+        adapters,
+    )
 
 
 def sum_of_experts(
