@@ -87,7 +87,10 @@ def test_both_formats_and_plain_rows_are_merged_weights(serving, case, seed):
 
 
 def test_adapters_come_and_go_while_others_run(serving, case, seed):
-    """One is read into the slot of another, whose request was aborted; and all of it sleeps."""
+    """One is read into the slot of another, whose request was aborted; and all of it sleeps.
+
+    After the second sleep, the model's weights are read again.
+    """
     core, said = serving.llm_engine, {}
     names = {"stays": "experts", "plain": "", "goes": "third", "comes": "fused", "returns": "third"}
     prompts = dict(zip(names, prompts_of(seed + 1, [30, 9, 17, 20, 5])))
@@ -110,8 +113,11 @@ def test_adapters_come_and_go_while_others_run(serving, case, seed):
     begin("comes")
     step(3)
     assert {"stays", "plain", "goes", "comes"} == set(said)
-    LifeCycle(serving, Traffic((seed, 63)), step).sleep(1)
+    life_cycle = LifeCycle(serving, Traffic((seed, 63)), step)
+    life_cycle.sleep(1)
     begin("returns")
+    step(2)
+    life_cycle.sleep(2)
     while core.has_unfinished_requests():
         step()
     del said["goes"]

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from vllm_npu_prep.ops.moe_lora import AdaptersOfExperts
 
-RANK = 3
+RANK = 4
 
 
 def draw_adapters(

@@ -763,7 +763,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
-        ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
+        ("int8: experts take each other's scales", "w13_scale[expert])(rows)", "w13_scale[expert - 1])(rows)", INT8),
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
         ("int4: experts have each other's scales", "scale[expert], zero)", "scale[expert - 1], zero)", W4A16_TOKENS),
         ("int4: NPUs move zero points of experts the other way", "offset[expert] = SYMMETRIC_ZERO - zero", "offset[expert] = zero - SYMMETRIC_ZERO", PACKED_EXPERTS),

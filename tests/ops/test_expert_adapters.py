@@ -1,10 +1,17 @@
 """LoRA on experts, beside merged weights: pair by pair, each with its own adapter or none."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.helpers.expert_adapters import by_expert, by_merged_weights, draw_adapters
+from vllm_npu_prep.ops import moe_lora
 from vllm_npu_prep.ops.moe_method import apply_experts
 
 HIDDEN, INNER, EXPERTS = 12, 10, 5
@@ -60,6 +67,59 @@ def test_ranks_with_parts_of_the_experts_make_parts_of_the_sum(seed):
     drawn = draw(seed, SLOTS)
     for share in ([0, 1], [2], [3, 4]):
         assert_near(apply(*drawn, share=share), by_merged_weights(*drawn, share=share))
+
+
+class Two:
+    """Two ranks in threads, and what they exchange."""
+
+    def __init__(self):
+        self.meet, self.given, self.own = threading.Barrier(2), [None, None], threading.local()
+
+    def exchange(self, tensor):
+        self.given[self.own.rank] = tensor
+        self.meet.wait()
+        both = list(self.given)
+        self.meet.wait()
+        return both
+
+    def run(self, compute):
+        def on_rank(rank):
+            self.own.rank = rank
+            return compute(rank)
+
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(on_rank, range(2)))
+
+
+def half(tensor, rank, dim, parts=1):
+    """A rank's half of each part of a dimension."""
+    return torch.cat([each.chunk(2, dim)[rank] for each in tensor.chunk(parts, dim)], dim)
+
+
+@pytest.mark.parametrize("slices", [2, 1], ids=["apart", "fused"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_with_parts_of_each_expert_make_parts_of_the_sum(seed, monkeypatch, slices, sharded):
+    x, w13, w2, weights, ids, adapters = drawn = draw(seed, SLOTS, slices=slices)
+    ranks, whole = Two(), vars(adapters.layer)
+    both = {"all_gather": partial(torch.cat, dim=-1), "all_reduce": sum}
+    for name, join in both.items():
+        exchange = lambda tensor, join=join: join(ranks.exchange(tensor))  # noqa: E731
+        monkeypatch.setattr(moe_lora, f"tensor_model_parallel_{name}", exchange)
+
+    def compute(rank):
+        cut = {
+            "w13_lora_a_stacked": lambda a: half(a, rank, 2) if sharded else a,
+            "w13_lora_b_stacked": lambda b: half(b, rank, 2, 3 - slices),
+            "w2_lora_a_stacked": lambda a: half(a, rank, 3),
+            "w2_lora_b_stacked": lambda b: half(b, rank, 2) if sharded else b,
+        }
+        held = {name: [of(each) for each in whole[name]] for name, of in cut.items()}
+        layer = SimpleNamespace(**held, fully_sharded=sharded, tp_size=2, tp_rank=rank)
+        mine = by_expert(replace(adapters, layer=layer))
+        own = half(w13, rank, 1, 2), half(w2, rank, 2)
+        return apply_experts(x, *own, weights, ids, MoEActivation.SILU, adapters=mine)
+
+    assert_near(ranks.run(compute), by_merged_weights(*drawn))
 
 
 def test_factors_that_experts_share_are_those_of_each(seed):
