@@ -32,13 +32,13 @@ class FusedMoEWithLoRA(upstream.FusedMoEWithLoRA):
     """
 
     def __init__(self, base_layer: MoERunner) -> None:
-        # Upstream's would put itself into a kernel of the method; ours has none.
+        # Upstream's would put itself into a kernel of the method; ours has none. It would also let
+        # new weights have longer names; here layers are unwrapped while these are loaded.
         BaseLayerWithLoRA.__init__(self)
         self.base_layer = base_layer
         self.moe_config = base_layer.moe_config
         self._shared_experts = base_layer._shared_experts
         self._ep_check()
-        base_layer.routed_experts.lora_base_layer_prefix = "base_layer."
         parallel = self.moe_config.moe_parallel_config
         self.tp_size, self.tp_rank = parallel.tp_size, parallel.tp_rank
         w2: Any = base_layer.routed_experts.w2_weight
