@@ -260,7 +260,7 @@ WALLS = {
     # Torch's forms of operators are those that layers take
     "verify": (
         "aclnn attention compat.executor compat.operators config device graph inspect.doctor "
-        "ops.moe_topk ops.npu.experts ops.npu.rotary prep quantization.int8 verify"
+        "ops.moe_lora ops.moe_topk ops.npu.experts ops.npu.rotary prep quantization.int8 verify"
     ),
     "inspect": "inspect prep records",
     # Other runners, in environments of which this plugin's own serving knows nothing

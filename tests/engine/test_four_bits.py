@@ -1,4 +1,5 @@
-"""int4 models with adapters, and with heads that draft: tokens are those of rounded weights."""
+"""int4 models with adapters and with heads that draft, and int8 experts with adapters: tokens are
+those of rounded weights."""
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -7,6 +8,7 @@ from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import generate, graphs, greedy, make_model
 from tests.helpers.huggingface import greedy_tokens, is_varied
 from tests.helpers.lora import ATTENTION, MLP, add_to_products, make_adapter
+from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.v2 import engine_of
@@ -14,21 +16,25 @@ from tests.helpers.watch import count_verified
 
 GROUPS = {"form": "compressed-tensors", "scheme": "W4A16", "group": 32}
 W4A8 = {"form": "modelslim", "scheme": "W4A8", "group": 32}
+W8A8 = {"form": "modelslim"}
 AWQ = {"form": "awq", "scheme": "W4A16_ASYM", "group": 32}
 SETTINGS = {"max_num_batched_tokens": 48, "block_size": 16, **graphs("FULL_DECODE_ONLY", 1, 4, 8)}
 
 
 @pytest.mark.parametrize(
-    ("how", "runner"),
+    ("how", "family", "runner"),
     [
-        pytest.param(W4A8, "V2", id="W4A8-V2"),
-        pytest.param(GROUPS, "V2", id="W4A16-V2"),
-        pytest.param(AWQ, "V1", id="AWQ-V1"),
+        pytest.param(W4A8, "Qwen3", "V2", id="W4A8-V2"),
+        pytest.param(GROUPS, "Qwen3", "V2", id="W4A16-V2"),
+        pytest.param(AWQ, "Qwen3", "V1", id="AWQ-V1"),
+        pytest.param(W8A8, "Qwen3Moe", "V2", id="experts-W8A8-V2"),
+        pytest.param(GROUPS, "Qwen3Moe", "V1", id="experts-W4A16-V1"),
+        pytest.param(W4A8, "Qwen3Moe", "V2", id="experts-W4A8-V2"),
     ],
 )
-def test_adapters_multiply_inputs_that_are_not_rounded(tmp_path, seed, how, runner):
-    """Beside rows without an adapter, in graphs."""
-    model = make_model(tmp_path / "float", "Qwen3")
+def test_adapters_multiply_inputs_that_are_not_rounded(tmp_path, seed, how, family, runner):
+    """Beside rows without an adapter, in graphs; of experts, too."""
+    model = make_model(tmp_path / "float", family, **MIXTURES.get(family, {}))
     QUANTIZE(model, tmp_path / "int4", **how)
     folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=ATTENTION + MLP)
     adapter, prompts = LoRARequest("adapter", 1, str(folder)), prompts_of(seed, [3, 60, 17, 5])

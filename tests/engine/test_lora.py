@@ -29,10 +29,10 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 class Case:
     """A model, adapters for it, and requests whose tokens are known."""
 
-    def __init__(self, root, seed: int, family: str = "Qwen3"):
-        self.model = make_model(root / "model", family)
+    def __init__(self, root, seed: int, family: str = "Qwen3", adapters=ADAPTERS, **config):
+        self.model = make_model(root / "model", family, **config)
         self.folders, self.merged = {}, {"": self.model}
-        for index, (name, settings) in enumerate(ADAPTERS.items()):
+        for index, (name, settings) in enumerate(adapters.items()):
             folder = make_adapter(root / name, self.model, seed=seed + index, **settings)
             self.folders[name] = folder
             self.merged[name] = merge(self.model, folder, root / f"merged-{name}")

@@ -175,8 +175,9 @@ def adapter_of(name: str, number: int = 1) -> Path:
     vLLM sorts Llama 4's queries and keys anew when it loads them, and adapters of these it doesn't.
     """
     modules = {"Qwen3ForCausalLM": ATTENTION + MLP, "Llama4ForCausalLM": ATTENTION[2:]}
+    default = ATTENTION + MLP + ("w1", "w2", "w3") if is_a(ROUTED, name) else ATTENTION
     folder = new_folder("lora") / "adapter"
-    return make_adapter(folder, folder_of(name), seed=number, modules=modules.get(name, ATTENTION))
+    return make_adapter(folder, folder_of(name), seed=number, modules=modules.get(name, default))
 
 
 @cache

@@ -192,7 +192,10 @@ def _round_experts(
     slices: int,
     rounds: Callable[..., torch.Tensor],
 ) -> None:
-    """Let a module of fused experts compute with rounded weights and inputs, one by one."""
+    """Let a module of fused experts compute with rounded weights and inputs, one by one.
+
+    `tests.helpers.lora.add_to_products` adds to its ``updates``.
+    """
     weights = {}
     for expert in range(module.num_experts):
         for part in ("gate_proj", "up_proj", "down_proj"):
@@ -202,17 +205,24 @@ def _round_experts(
                 weight = tensors[f"{key}.weight"].float() * tensors[f"{key}.weight_scale"].float()
             weights[expert, part] = weight
 
+    def product(expert: int, part: str, rounded: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        result = weights[expert, part] @ rounded
+        update = module.updates.get((expert, part))
+        return result if update is None else result + update @ given
+
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros_like(hidden_states)
         for token, (ids, factors) in enumerate(zip(top_k_index, top_k_weights)):
-            x = rounds(hidden_states[token])
+            given = hidden_states[token]
+            x = rounds(given)
             for expert, factor in zip(ids.tolist(), factors):
-                gate = weights[expert, "gate_proj"] @ x
-                up = weights[expert, "up_proj"] @ x
-                hidden = rounds(torch.nn.functional.silu(gate) * up, slices)
-                total[token] += factor * (weights[expert, "down_proj"] @ hidden)
+                gate = product(expert, "gate_proj", x, given)
+                up = product(expert, "up_proj", x, given)
+                hidden = torch.nn.functional.silu(gate) * up
+                rounded = rounds(hidden, slices)
+                total[token] += factor * product(expert, "down_proj", rounded, hidden)
         return total
 
-    module.forward = forward
+    module.updates, module.forward = {}, forward

@@ -46,6 +46,8 @@ DIFFERENTIAL = ("tests/differential",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
+EXPERT_ADAPTERS = ("tests/ops/test_expert_adapters.py", "tests/engine/test_expert_adapters.py")
+EXPERT_ADAPTERS_ON_NPU = ("tests/npu/on_device/test_expert_adapters.py",)
 GRAPHS = ("tests/graph", "tests/engine/test_graphs.py")
 TRANSFER = ("tests/engine/test_kv_transfer.py",)
 MOONCAKE = (
@@ -383,6 +385,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an adapter that a request exchanges is read in every step", "                request.lora_request = once(adapter)\n", "                request.lora_request = adapter\n", V2_LORA),
         ("blocks of an adapter's old weights are found after it was exchanged", '(*key, load_of(request) or "")', "key", V2_LORA),
         ("a request goes on with keys and values of an adapter's old weights", "            and load_of(request) != self._held.get(request.lora_request.lora_int_id)\n", "            and False\n", V2_LORA),
+        ("a layer that a model holds by two names has adapters by one", "                    setattr(owner, name, of_layer[child])", "                    pass", EXPERT_ADAPTERS),
         ("an adapter that is read has one go that is in use", "self._load([*self._in_use.values(), adapter])", "self._load([adapter])", ("tests/runner/test_lora.py",)),
         ("an adapter that can't be read ends the engine", "            self.refuse(request, error)\n", "            raise\n", V2_LORA),
         ("what is held of an adapter changes with its file", "            if not value.is_pinned():", "            if False:", V2_LORA),
@@ -545,7 +548,16 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "ops/moe_method.py": [
         ("scales stay where their experts were", 'if name.startswith(("w13_", "w2_")) and parameter.numel()', 'if name in ("w13_weight", "w2_weight")', (f"{MOVING}scales_move_with_their_weights[W8A8]",)),
         ("padding works on the first experts", "end = elsewhere", "end = 0", ("tests/ops/test_experts.py",)),
+        ("an expert gets the adapters of its neighbour", "weight[expert if len(weight) > 1 else 0]", "weight[(expert + 1) % len(weight)]", EXPERT_ADAPTERS),
+        ("experts multiply for adapters that no row of the step has", "is not None and self.adapters.is_active else None", "is not None else None", EXPERT_ADAPTERS_ON_NPU),
         ("experts of other ranks are taken for the last one here", "torch.where(experts < 0, experts, expert_map.long()[experts.clamp(min=0)])", "expert_map.long()[experts] % num_local_experts", ("tests/ops/test_experts.py",)),
+    ],
+    "ops/moe_lora.py": [
+        ("rows of an expert get the sum of all adapters", "shrunk.masked_fill_(foreign, 0).flatten(1)", "shrunk.flatten(1)", EXPERT_ADAPTERS),
+        ("an adapter of experts stays in the slot of another", "class FusedMoEWithLoRA(upstream.FusedMoEWithLoRA):\n", "class FusedMoEWithLoRA(upstream.FusedMoEWithLoRA):\n    def reset_lora(self, index: int) -> None: ...\n\n", EXPERT_ADAPTERS),
+        ("updates of gates and ups are exchanged", "torch.cat(updates, 1)", "torch.cat(updates[::-1], 1)", EXPERT_ADAPTERS),
+        ("an adapter of experts that lacks some is given a slot", "            if found and lacking:\n", "            if False:\n", EXPERT_ADAPTERS),
+        ("a rank adds its part of an update where another one's belongs", "            start = self.layer.tp_rank * b.shape[-2]\n", "", EXPERT_ADAPTERS),
     ],
     "ops/moe_topk.py": [
         ("a bias weighs the experts that it chooses", "weights = scores.gather(1, chosen)", "weights = choice.gather(1, chosen)", ("tests/ops/test_experts.py",)),
@@ -557,6 +569,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pairs without a row read the second one", "row_of_pair.bitwise_and(PAST_ANY_ROW)", "row_of_pair.abs()", EXPERTS),
         ("a sum that knows pairs without a row reads one for them", "expanded_src_to_dst_row=row_of_pair,", "expanded_src_to_dst_row=row_of_pair.abs(),", EXPERTS),
         ("rows of float16 are added in float16", "return dtype in FINALIZED and hidden_size", "return hidden_size", EXPERTS),
+        ("on NPUs, rows of an expert have the masks of tokens", "foreign = _route(masks, ids, owned)[0].view(torch.bool)[..., None]", "foreign = masks.repeat_interleave(ids.shape[1], 0).view(torch.bool)[..., None]", EXPERT_ADAPTERS_ON_NPU),
+        ("on NPUs, adapters multiply rows that were rounded", "plain = _route(x, ids, owned)[0] if is_quantised else values", "plain = values", EXPERT_ADAPTERS_ON_NPU),
         ("the group list is off by one expert", "group_list=rows.group_list,", "group_list=rows.group_list.roll(1),", EXPERTS),
         ("the sum takes the weights of a token's experts the wrong way round", "None if apply_router_weight_on_input else topk_weights\n", "None if apply_router_weight_on_input else topk_weights.flip(1)\n", EXPERTS),
         ("gate and up are exchanged", "grouped_product(rows, self.layer.w13_weight.transpose(1, 2))", "grouped_product(rows, torch.cat(self.layer.w13_weight.chunk(2, 1)[::-1], 1).transpose(1, 2))", EXPERTS),
@@ -772,7 +786,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int8: float MTP layers that nothing names are taken for int8", "*float_modules_that_draft(headers, decoders)]", "*float_modules_that_draft(headers, decoders)[:0]]", INT8_MTP),
     ],
     "quantization/experts.py": [
-        ("int8: experts take each other's scales", "w13_scale[expert])\n", "w13_scale[expert - 1])\n", INT8),
+        ("int8: experts take each other's scales", "w13_scale[expert])(rows)", "w13_scale[expert - 1])(rows)", INT8),
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
         ("int4: experts have each other's scales", "scale[expert], zero)", "scale[expert - 1], zero)", W4A16_TOKENS),
         ("int4: NPUs move zero points of experts the other way", "offset[expert] = SYMMETRIC_ZERO - zero", "offset[expert] = zero - SYMMETRIC_ZERO", PACKED_EXPERTS),

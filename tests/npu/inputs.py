@@ -44,7 +44,7 @@ def adapters_of(model: Path) -> list[LoRARequest | None]:
     """Adapter of each prompt, or none; they are kept beside the model."""
     requests: list[LoRARequest | None] = [None]
     for index, (name, modules) in enumerate(ADAPTERS.items(), 1):
-        folder = model.with_name(name)
+        folder = model.with_name(f"{model.name}-{name}")
         if not folder.exists():
             make_adapter(folder, model, seed=index, modules=modules, rank=2 * index)
         requests.append(LoRARequest(name, index, str(folder)))

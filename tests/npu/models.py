@@ -109,7 +109,7 @@ def judges_of(model: Path, adapters: bool) -> list[Any]:
         return [plain] * len(prompts())
     merged = {}
     for request in filter(None, adapters_of(model)):
-        folder = model.with_name(f"merged-{request.lora_name}")
+        folder = model.with_name(f"{model.name}-merged-{request.lora_name}")
         if not folder.exists():
             merge(model, Path(request.lora_path), folder)
         merged[request.lora_name] = merged.get(request.lora_name) or logits_of(folder)

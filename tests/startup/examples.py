@@ -171,7 +171,8 @@ GEMMA4_ASSISTANT = small_model(
     },
 )
 """The drafter of an example, whose MTP layers read the target's K and V."""
-EXPERTS_MOVE = "--tensor-parallel-size 2 --enable-expert-parallel --enable-eplb"
+EXPERT_PARALLEL = "--tensor-parallel-size 2 --enable-expert-parallel"
+EXPERTS_MOVE = f"{EXPERT_PARALLEL} --enable-eplb"
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
 """Arguments of examples."""
 
@@ -256,7 +257,25 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "dual-batch-overlap": (Example("--enable-dbo --data-parallel-size 2", model=EXPERTS),),
     "profiler": (Example("--profiler-config.profiler cuda", 'profiler "cuda" in'),),
     "layerwise-nvtx": (Example("--enable-layerwise-nvtx-tracing"),),
-    "lora-experts": (Example("--enable-lora", model=EXPERTS),),
+    "lora-experts-data-parallel": (Example("--enable-lora --data-parallel-size 2", model=EXPERTS),),
+    "lora-experts-eplb": (Example(f"--enable-lora {EXPERTS_MOVE}", model=EXPERTS),),
+    "lora-experts-placement": (
+        Example(
+            f"--enable-lora {EXPERT_PARALLEL} --expert-placement-strategy round_robin",
+            "--expert-placement-strategy round_robin",
+            model=EXPERTS,
+        ),
+    ),
+    "lora-experts-uneven": (
+        Example(
+            "--enable-lora --tensor-parallel-size 2 --enable-expert-parallel",
+            "LoRA on 5 experts over 2 ranks",
+            model={**EXPERTS, "num_experts": 5},
+        ),
+    ),
+    "lora-experts-sharded": (
+        Example(f"--enable-lora --fully-sharded-loras {EXPERT_PARALLEL}", model=EXPERTS),
+    ),
     "lora-mla": (Example("--enable-lora", model=MLA),),
     # inputs.py
     "modality": (
@@ -774,7 +793,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             family="fia",
         ),
     ),
-    "states-lora": (Example("--enable-lora", model=HYBRID, also=("lora-experts",)),),
+    "states-lora": (Example("--enable-lora", model=HYBRID),),
     "states-pooling": (Example("--runner pooling", model=HYBRID),),
     "states-replay": (Example("--use-replayssm", model=HYBRID),),
     # v2.py

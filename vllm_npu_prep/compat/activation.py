@@ -104,6 +104,7 @@ def prepare_process() -> None:
     scheduler.get_our_schedulers_quietly()
     scheduler.begin_parts_of_sessions_with_what_was_computed()
     lora.identify_loads()
+    lora.apply_adapters_under_all_names()
     multimodal.send_items_that_were_left_out()
     multimodal.believe_only_what_was_sent()
     multimodal.tell_masks_of_embeddings_apart()

@@ -44,6 +44,13 @@ def register_ir_operators(
             operator.register_impl(provider, supports_args=takes)(implementation)
 
 
+def use_lora_layers(layers: Mapping[type[Any], type[Any]]) -> None:
+    """Let layers of vLLM's that have adapters be of other classes, given by vLLM's own."""
+    from vllm.lora import utils
+
+    utils._all_lora_classes = tuple(layers.get(each, each) for each in utils._all_lora_classes)
+
+
 def limit_drafts_by(limit: Callable[..., Any] | None) -> None:
     """Let the rejection sampler apply top-k and top-p by another function; None means vLLM's.
 

@@ -234,6 +234,7 @@ def identify_loads() -> None:
         read: Any, self: "WorkerLoRAManager", lora_request: "LoRARequest"
     ) -> "LoRAModel":
         adapter: Any = read(self, lora_request)
+        _refuse_parts_of_experts(self._adapter_manager, adapter)
         adapter.load = _take_and_digest(adapter)
         return adapter
 
@@ -242,6 +243,28 @@ def identify_loads() -> None:
         return [(*key, load_of(request) or "") for key in name_blocks(request)]
 
     _tell_loads_of_calls()
+
+
+def apply_adapters_under_all_names() -> None:
+    """Let a linear layer that a model holds by two names have its adapters by either.
+
+    In vLLM 0.32 only the first name gets them: ``shared_expert_gate`` of Qwen2-MoE doesn't, which
+    its shared experts call by another name.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.model_executor.layers.linear import LinearBase
+
+    @instead_of(LoRAModelManager, "_create_lora_modules")
+    def create_lora_modules(create: Any, self: Any) -> None:
+        create(self)
+        of_layer = {module.base_layer: module for module in self.modules.values()}
+        for owner in list(self.model.modules()):
+            if isinstance(owner, BaseLayerWithLoRA):
+                continue
+            for name, child in list(owner.named_children()):
+                if isinstance(child, LinearBase) and child in of_layer:
+                    setattr(owner, name, of_layer[child])
 
 
 def _tell_loads_of_calls() -> None:
@@ -299,6 +322,16 @@ def _tell_loads_of_calls() -> None:
         finally:
             if (loads := _loads(self)) is not None:
                 loads.may_have_changed()
+
+
+def _refuse_parts_of_experts(manager: Any, adapter: "LoRAModel") -> None:
+    """Let each layer of experts refuse an adapter that isn't for it."""
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    for name, module in manager.modules.items():
+        if isinstance(module, FusedMoEWithLoRA):
+            apart = manager._restrict_to_local_experts(name, manager.packed_modules.get(name, []))
+            module.refuse_parts(name, apart, adapter.loras)
 
 
 def _loads(engine: Any) -> AdapterLoads | None:

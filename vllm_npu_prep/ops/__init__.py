@@ -30,7 +30,7 @@ def register_overrides(
     for_v2_runner
         Whether the worker has vLLM's V2 runner, whose sampler has kernels of its own.
     """
-    from vllm_npu_prep.ops import moe_method, moe_topk
+    from vllm_npu_prep.ops import moe_lora, moe_method, moe_topk
 
     if triton_kernels == "replace":
         replace_triton_kernels()
@@ -38,6 +38,7 @@ def register_overrides(
             replace_v2_kernels()
     moe_topk.register_operators()
     moe_method.register_method()
+    moe_lora.register_layers()
 
 
 def replace_triton_kernels() -> None:
@@ -158,7 +159,9 @@ def replace_modules(model: "nn.Module", vllm_config: "VllmConfig") -> None:
     if "latent" in switches:
         keep_weights_contiguous(model)
     replace_routers(model, switches)
-    if "add_rms_norm_cast" in switches and vllm_config.lora_config is None:
+    if vllm_config.lora_config is not None:  # whose layers read the inputs of gates themselves
+        return
+    if "add_rms_norm_cast" in switches:
         cast_for_routers(model)
     if "experts" in switches:
         join_gates(model, switches)

@@ -22,6 +22,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.npu.experts import (
     ONE_LAUNCH,
     Activate,
+    ExpertAdapters,
     ExpertWeights,
     OwnedExperts,
     UnquantisedExperts,
@@ -63,6 +64,7 @@ def apply_experts(
     activation: MoEActivation,
     expert_map: torch.Tensor | None = None,  # [num_experts] integer
     apply_router_weight_on_input: bool = False,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Compute each token's experts and add their outputs, weighted by the router.
 
@@ -70,23 +72,38 @@ def apply_experts(
     ``w13``'s rows as its gate. The result has the shape and dtype of `x`; sums are kept in float32
     and rounded once.
     """
-    activate = activation_of(activation)
 
-    def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        return functional.linear(activate(functional.linear(rows, w13[expert])), w2[expert])
+    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, w13[expert])
 
-    pairs = topk_weights, topk_ids, expert_map, apply_router_weight_on_input
-    return sum_of_experts(x, len(w13), output, *pairs)
+    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, w2[expert])
+
+    return sum_of_experts(
+        x,
+        len(w13),
+        first,
+        activation_of(activation),
+        second,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        apply_router_weight_on_input,
+        adapters,
+    )
 
 
 def sum_of_experts(
     x: torch.Tensor,  # [T, hidden_size]
     num_local_experts: int,
-    output: Callable[[int, torch.Tensor], torch.Tensor],
+    first: Callable[[int, torch.Tensor], torch.Tensor],
+    activate: Activate,
+    second: Callable[[int, torch.Tensor], torch.Tensor],
     topk_weights: torch.Tensor,  # [T, k] float32
     topk_ids: torch.Tensor,  # [T, k] integer, -1 for none
     expert_map: torch.Tensor | None,  # [num_experts] integer
     apply_router_weight_on_input: bool,
+    adapters: ExpertAdapters | None,
 ) -> torch.Tensor:
     """Add what each token's experts make of it, weighted by the router.
 
@@ -97,14 +114,17 @@ def sum_of_experts(
 
     Parameters
     ----------
-    output
-        Takes an expert's number on this rank and its rows of `x`, and returns the expert's output.
+    first, activate, second
+        The expert's two products, and what is between them. A product takes an expert's number on
+        this rank and its rows.
     topk_weights, topk_ids
         Each token's experts, numbered over all ranks, and their weights.
     expert_map
         Number on this rank of each expert, -1 for those of other ranks; None if all are here.
     apply_router_weight_on_input
         Whether weights are applied to the inputs of experts instead of their outputs.
+    adapters
+        LoRA adapters, or None if no token has one.
     """
     experts = topk_ids.flatten().long()  # [T * k]
     if expert_map is not None:
@@ -123,11 +143,25 @@ def sum_of_experts(
         rows = x.index_select(0, mine)
         if apply_router_weight_on_input:
             rows = rows * weight.to(rows.dtype)
-        result = output(expert, rows).float()
+        hidden = first(expert, rows)
+        if adapters is None:
+            result = second(expert, activate(hidden)).float()
+        else:
+            of_expert, foreign = partial(_product_of_adapters, expert), adapters.foreign[mine]
+            adapters.add_up(hidden, rows, of_expert, foreign)
+            activated = activate(hidden)
+            output = second(expert, activated)
+            adapters.add_down(output, activated, of_expert, foreign)
+            result = output.float()
         if not apply_router_weight_on_input:
             result *= weight
         total.index_add_(0, mine, result)
     return total.to(x.dtype)
+
+
+def _product_of_adapters(expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows of `x` times the expert's weight, or times the one of all experts."""
+    return functional.linear(x, weight[expert if len(weight) > 1 else 0])
 
 
 @dataclass(frozen=True)
@@ -159,6 +193,7 @@ class GroupedExperts:
         x: torch.Tensor,  # [num_input_tokens, hidden_size]
         topk_weights: torch.Tensor,  # [num_input_tokens, k] float32
         topk_ids: torch.Tensor,  # [num_input_tokens, k] integer
+        adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         """Return each token's sum over this rank's experts; padding is sent to no expert."""
         has_weight = getattr(self.layer, "padding_has_weight", True)
@@ -171,6 +206,7 @@ class GroupedExperts:
             has_padding=has_weight and padding_mask(len(x)) is not None,
             is_final=self.is_final,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
+            adapters=adapters,
         )
 
 
@@ -194,6 +230,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     is_monolithic = False  # vLLM's routers choose experts, and call shared ones
     supports_eplb = True
     grouped: GroupedExperts | None = None
+    adapters: ExpertAdapters | None = None  # of a layer that can have some
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
@@ -209,7 +246,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         self,
         layer: Any,
         x: torch.Tensor,  # [num_input_tokens, hidden_size]
-        *pairs: Any,  # what `sum_of_experts` takes behind `output`, the activation before the map
+        *pairs: Any,  # what `sum_of_experts` takes behind `second`, the activation before the map
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -224,8 +261,9 @@ class ExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """Compute the routed experts; vLLM has called the shared ones before (``NO_OVERLAP``)."""
         del shared_experts, shared_experts_input
+        adapters = self.adapters if self.adapters is not None and self.adapters.is_active else None
         if self.grouped is not None:
-            return self.grouped(x, topk_weights, topk_ids)
+            return self.grouped(x, topk_weights, topk_ids, adapters)
         return self.one_by_one(
             layer,
             x,
@@ -234,6 +272,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             layer.activation,
             layer.expert_map,
             layer.apply_router_weight_on_input,
+            adapters,
         )
 
 

@@ -72,15 +72,20 @@ class NPUInt8Experts:
         self.w13_scale.copy_(self.layer.w13_weight_scale.squeeze(-1))
         self.w2_scale.copy_(self.layer.w2_weight_scale.squeeze(-1))
 
-    def up(self, rows: Rows) -> Rows:
-        """Multiply, activate and round; rows past the last group stay undefined."""
-        hidden = self._product(rows, self.layer.w13_weight, self.w13_scale)
-        if self.in_one_launch:
-            values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
-                hidden, activate_left=True, quant_mode=1
-            )
-        else:
-            values, scales = torch.ops.npu.npu_dynamic_quant(self.activate(hidden))
+    def up(self, rows: Rows) -> torch.Tensor:
+        return self._product(rows, self.layer.w13_weight, self.w13_scale)
+
+    def between(self, rows: Rows, hidden: torch.Tensor) -> Rows:
+        """Activate and round; rows past the last group stay undefined."""
+        if not self.in_one_launch:
+            return self.rounded(rows, self.activate(hidden))
+        values, scales = torch.ops.npu.npu_dequant_swiglu_quant(
+            hidden, activate_left=True, quant_mode=1
+        )
+        return rows._replace(values=values, scales=scales)
+
+    def rounded(self, rows: Rows, activated: torch.Tensor) -> Rows:
+        values, scales = torch.ops.npu.npu_dynamic_quant(activated)
         return rows._replace(values=values, scales=scales)
 
     def down(self, rows: Rows) -> torch.Tensor:
@@ -111,8 +116,14 @@ class NPUInt4Experts:
     def __init__(self, layer: Any, activate: Activate) -> None:
         self.layer, self.activate = layer, activate
 
-    def up(self, rows: Rows) -> Rows:
-        return rows._replace(values=self.activate(self._product(rows, "w13")))
+    def up(self, rows: Rows) -> torch.Tensor:
+        return self._product(rows, "w13")
+
+    def between(self, rows: Rows, hidden: torch.Tensor) -> Rows:
+        return self.rounded(rows, self.activate(hidden))
+
+    def rounded(self, rows: Rows, activated: torch.Tensor) -> Rows:
+        return rows._replace(values=activated)
 
     def down(self, rows: Rows) -> torch.Tensor:
         return self._product(rows, "w2")
@@ -303,18 +314,20 @@ class Int8Experts(ExpertsMethod):
 
     def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
         topk_weights, topk_ids, activation, *rest = pairs
-        activate = activation_of(activation)
         w13_scale, w2_scale = (
             each.squeeze(-1) if each.shape[-1] == 1 else each.transpose(1, 2)  # [E, N], [E, G, N]
             for each in (layer.w13_weight_scale, layer.w2_weight_scale)
         )
 
-        def output(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            first = TorchInt8Linear(layer.w13_weight[expert].t(), w13_scale[expert])
-            second = TorchInt8Linear(layer.w2_weight[expert].t(), w2_scale[expert])
-            return second(activate(first(rows)))
+        def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return TorchInt8Linear(layer.w13_weight[expert].t(), w13_scale[expert])(rows)
 
-        return sum_of_experts(x, len(layer.w13_weight), output, topk_weights, topk_ids, *rest)
+        def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return TorchInt8Linear(layer.w2_weight[expert].t(), w2_scale[expert])(rows)
+
+        products = first, activation_of(activation), second
+        pairs = topk_weights, topk_ids, *rest
+        return sum_of_experts(x, len(layer.w13_weight), *products, *pairs)
 
 
 class Int4Experts(TorchMoEMethod):

@@ -1,6 +1,7 @@
 """Probes of the operators of experts: the plugin's own calls, beside formulas in float64."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -54,6 +55,61 @@ def experts(dtype: torch.dtype) -> Probe:
     def expected() -> Results:
         results = (formulas.experts(x, w13, w2, weights, ids, share) for share in shares)
         return (*results, x.double() + shared.double() / (1 + (-gate.double()).exp()))
+
+    return Probe(call, expected)
+
+
+def expert_adapters(dtype: torch.dtype) -> Probe:
+    """Probe LoRA adapters on six experts, of which this rank has three.
+
+    Some tokens have the adapter in slot 0, some that in slot 1, one has none. Masks of rows are
+    routed in int8, as few columns as there are slots.
+    """
+    hidden, inner, rank, slots = 64, 32, 8, (0, 1, -1, 1, 0, 1, 0)
+    x = uniform(len(CHOSEN), hidden, dtype=dtype) / 2
+    w13 = uniform(EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / 8
+    w2 = uniform(EXPERTS, hidden, inner, dtype=dtype, seed=2) / 4
+    ids = torch.tensor(CHOSEN, dtype=torch.int32)
+    weights = uniform(len(CHOSEN), TOP_K, dtype=torch.float32, seed=3).abs() + 0.1
+    # By expert, as the plugin keeps them
+    up_a = uniform(EXPERTS, 2, rank, hidden, dtype=dtype, seed=4) / 8
+    up_b = uniform(EXPERTS, 2 * inner, 2, rank, dtype=dtype, seed=5) / 8
+    down_a = uniform(EXPERTS, 2, rank, inner, dtype=dtype, seed=6) / 4
+    down_b = uniform(EXPERTS, hidden, 2, rank, dtype=dtype, seed=7) / 8
+    mine = slice(1, 4)
+
+    def call(put: Put) -> Results:
+        from vllm_npu_prep.ops.moe_lora import AdaptersOfExperts
+        from vllm_npu_prep.ops.npu.experts import (
+            OwnedExperts,
+            UnquantisedExperts,
+            compute_experts,
+        )
+
+        layer = SimpleNamespace(
+            w13_lora_a_stacked=[put(up_a[mine]).transpose(0, 1)],
+            w13_lora_b_stacked=[put(up_b[mine]).permute(2, 0, 1, 3)],
+            w2_lora_a_stacked=[put(down_a[mine]).transpose(0, 1)],
+            w2_lora_b_stacked=[put(down_b[mine]).permute(2, 0, 1, 3)],
+            fully_sharded=False,
+            tp_size=1,
+        )
+        foreign = put(torch.tensor(slots)[:, None, None] != torch.arange(2)[:, None])
+        wrapper: Any = SimpleNamespace(is_active=True, foreign_tokens=foreign)
+        adapters = AdaptersOfExperts(cast("Any", layer), wrapper)
+        held = SimpleNamespace(w13_weight=put(w13[mine]), w2_weight=put(w2[mine]))
+        of_layer = UnquantisedExperts(held, lambda y: torch.ops.npu.npu_swiglu(y, -1))
+        arguments = put(x), put(weights), put(ids), OwnedExperts(EXPERTS, 1, 4), of_layer
+        return (compute_experts(*arguments, has_padding=True, is_final=False, adapters=adapters),)
+
+    def expected() -> Results:
+        result = formulas.experts(x, w13, w2, weights, ids, range(1, 4))
+        for slot in range(2):
+            up = w13.double() + up_b[:, :, slot].double() @ up_a[:, slot].double()
+            down = w2.double() + down_b[:, :, slot].double() @ down_a[:, slot].double()
+            of_slot = formulas.experts(x, up, down, weights, ids, range(1, 4))
+            result = torch.where(torch.tensor(slots)[:, None] == slot, of_slot, result)
+        return (result,)
 
     return Probe(call, expected)
 

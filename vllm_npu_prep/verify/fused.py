@@ -302,13 +302,24 @@ def _probe_of(name: str, dtype: torch.dtype) -> Probe:
     return probes(dtype)[name]
 
 
-ROWS: tuple[Row, ...] = tuple(
-    row_of_probe(
-        f"fused-{name.replace('_', '-')}-{short}",
-        operator,
-        partial(_probe_of, name),
-        dtype,
-    )
-    for name, operator in FUSED_OPERATORS.items()
-    for short, dtype in DTYPES.items()
+ROWS: tuple[Row, ...] = (
+    *(
+        row_of_probe(
+            f"fused-{name.replace('_', '-')}-{short}",
+            operator,
+            partial(_probe_of, name),
+            dtype,
+        )
+        for name, operator in FUSED_OPERATORS.items()
+        for short, dtype in DTYPES.items()
+    ),
+    *(
+        row_of_probe(
+            f"fused-experts-adapters-{short}",
+            "npu_moe_init_routing_v2, npu_grouped_matmul",
+            experts.expert_adapters,
+            dtype,
+        )
+        for short, dtype in DTYPES.items()
+    ),
 )

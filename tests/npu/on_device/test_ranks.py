@@ -66,6 +66,10 @@ CASES = {
     "engines of stages, V2": Case("DeepSeek V3", {PP: 2, DP: 2}, runner="V2", more=EXPERTS),
     "engines, MTP": Case("DeepSeek V3", {DP: 2}, drafts="mtp", more=EXPERTS),
     "experts in parts": Case("Qwen3Moe", {TP: 2}, "eager", waits=True, **HALF),
+    "experts, adapters, V2": Case(
+        "Qwen3Moe", {TP: 2}, runner="V2", adapters=True, **HALF, more=EXPERTS
+    ),
+    "experts in parts, adapters": Case("Qwen3Moe", {TP: 2}, "eager", adapters=True),
     "scattered experts": Case(
         "Qwen3Moe",
         {TP: 2},

@@ -80,6 +80,8 @@ CASES = {
     **{f"experts of {family}": Case(family, **HALF) for family in MIXTURES},
     "experts of Qwen3Moe, atb": Case("Qwen3Moe", **ATB),
     "experts, full graphs": Case("Qwen3Moe", "FULL", **HALF),
+    "experts, adapters, V2": Case("Qwen3Moe", runner="V2", adapters=True, **HALF),
+    "experts, adapters": Case("Qwen3Moe", "eager", adapters=True),
     "DeepSeek V2 Lite": Case("DeepSeek V2 Lite", waits=True),
     "DeepSeek V2": Case("DeepSeek V2", "PIECEWISE"),
     "DeepSeek V3": Case("DeepSeek V3"),

@@ -8,6 +8,7 @@ may reach a result.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,6 +60,11 @@ class Rows(NamedTuple):
     scales: torch.Tensor | None = None
 
 
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes rows ``[n, width]`` and weights ``[num_local_experts, columns, width]``, or one weight for
+all experts, and returns each row times its expert's weight, ``[n, columns]``."""
+
+
 class ExpertWeights(Protocol):
     """Weights of a layer's experts in one format, and how rows are multiplied by them."""
 
@@ -66,11 +72,51 @@ class ExpertWeights(Protocol):
     def quant_mode(self) -> int:
         """How routing quantises rows: ``quant_mode`` of ``npu_moe_init_routing_v2``."""
 
-    def up(self, rows: Rows) -> Rows:
-        """Apply the first product and the activation: ``hidden_size`` columns to the inner size."""
+    @property
+    def activate(self) -> "Activate":
+        """What is computed between the products, of a whole row, gated or not."""
+
+    def up(self, rows: Rows) -> torch.Tensor:
+        """Return the first product, ``[T * k, columns]``, undefined past the last group."""
+
+    def between(self, rows: Rows, hidden: torch.Tensor) -> Rows:
+        """Activate and round the first product of `rows`, in as few launches as there can be."""
+
+    def rounded(self, rows: Rows, activated: torch.Tensor) -> Rows:
+        """Round what was activated, as the second product takes it."""
 
     def down(self, rows: Rows) -> torch.Tensor:
-        """Apply the second product: ``[T * k, hidden_size]``, undefined past the last group."""
+        """Return the second product, ``[T * k, hidden_size]``, undefined past the last group."""
+
+
+class ExpertAdapters(Protocol):
+    """LoRA adapters of a layer's experts."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a token of this step has an adapter."""
+
+    @property
+    def foreign(self) -> torch.Tensor:
+        """Where a LoRA slot is not the token's own, bool ``[T or more, num_slots, 1]``."""
+
+    def add_up(
+        self,
+        hidden: torch.Tensor,  # [n, columns], written
+        x: torch.Tensor,  # [n, hidden_size]
+        multiply: Multiply,
+        foreign: torch.Tensor,  # [n, num_slots, 1] bool: of each row
+    ) -> None:
+        """Add each row's update to the first product."""
+
+    def add_down(
+        self,
+        output: torch.Tensor,  # [n, hidden_size], written
+        activated: torch.Tensor,  # [n, inner]
+        multiply: Multiply,
+        foreign: torch.Tensor,  # [n, num_slots, 1] bool: of each row
+    ) -> None:
+        """Add each row's update to the second product."""
 
 
 def grouped_product(rows: Rows, weight: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -121,9 +167,14 @@ class UnquantisedExperts:
         self.layer = layer
         self.activate = activate
 
-    def up(self, rows: Rows) -> Rows:
-        hidden = grouped_product(rows, self.layer.w13_weight.transpose(1, 2))
-        return rows._replace(values=self.activate(hidden))
+    def up(self, rows: Rows) -> torch.Tensor:
+        return grouped_product(rows, self.layer.w13_weight.transpose(1, 2))
+
+    def between(self, rows: Rows, hidden: torch.Tensor) -> Rows:
+        return self.rounded(rows, self.activate(hidden))
+
+    def rounded(self, rows: Rows, activated: torch.Tensor) -> Rows:
+        return rows._replace(values=activated)
 
     def down(self, rows: Rows) -> torch.Tensor:
         return grouped_product(rows, self.layer.w2_weight.transpose(1, 2))
@@ -231,12 +282,13 @@ def compute_experts(
     has_padding: bool,
     is_final: bool,
     apply_router_weight_on_input: bool = False,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Add the outputs of each token's experts on this rank, weighted by the router.
 
     There are five launches: routing, product, activation, product, sum. Two more come where they
     are needed: renumbering of scattered experts and, without `is_final`, indices of pairs without a
-    row.
+    row. `adapters` take more, `tests/npu/on_device/test_expert_adapters.py` counts them.
 
     Parameters
     ----------
@@ -249,6 +301,8 @@ def compute_experts(
     apply_router_weight_on_input
         Whether weights are applied to the inputs of experts instead of their outputs; a token has
         one expert then.
+    adapters
+        LoRA adapters, or None if no token has one.
 
     Returns
     -------
@@ -261,22 +315,23 @@ def compute_experts(
     ids = owned.number(topk_ids)
     if apply_router_weight_on_input:
         x = x * topk_weights.to(x.dtype)
-    values, row_of_pair, sizes, scales = torch.ops.npu.npu_moe_init_routing_v2(
-        x,
-        ids,
-        active_num=ids.numel(),
-        # One more expert than there are: padding's id must not be above it, and the active range
-        # must not be the whole, because kernels would then take every pair as active.
-        expert_num=owned.num_experts + 1,
-        expert_tokens_num_type=SIZES,
-        expert_tokens_num_flag=True,
-        quant_mode=weights.quant_mode,
-        active_expert_range=[owned.start, owned.end],
-    )
+    values, row_of_pair, sizes, scales = _route(x, ids, owned, weights.quant_mode)
     list_type = SIZES if owned.end - owned.start > 1 else ENDS
     is_quantised = weights.quant_mode != UNQUANTISED
     rows = Rows(values, sizes, list_type, scales if is_quantised else None)
-    output = weights.down(weights.up(rows))
+    hidden = weights.up(rows)
+    if adapters is None:
+        output = weights.down(weights.between(rows, hidden))
+    else:
+        # Each row's mask goes where the row goes, in int8, which routing takes.
+        masks = adapters.foreign[: len(x), :, 0].view(torch.int8)
+        foreign = _route(masks, ids, owned)[0].view(torch.bool)[..., None]
+        of_adapters = partial(_product_of_adapters, rows)
+        plain = _route(x, ids, owned)[0] if is_quantised else values
+        adapters.add_up(hidden, plain, of_adapters, foreign)
+        activated = weights.activate(hidden)
+        output = weights.down(weights.rounded(rows, activated))
+        adapters.add_down(output, activated, of_adapters, foreign)
     probabilities = None if apply_router_weight_on_input else topk_weights
     if is_final:
         return finalize(output, probabilities, row_of_pair)
@@ -284,6 +339,37 @@ def compute_experts(
         # -1 would be read as a row before the first one; past the last one nothing is read.
         row_of_pair = row_of_pair.bitwise_and(PAST_ANY_ROW)
     return torch.ops.npu.npu_moe_token_unpermute(output, row_of_pair, probs=probabilities)
+
+
+def _route(
+    x: torch.Tensor,  # [T, width]
+    ids: torch.Tensor,  # [T, k] int32
+    owned: OwnedExperts,
+    quant_mode: int = UNQUANTISED,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows by expert, the row of each pair, the sizes of groups, and the rows' scales."""
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = (
+        torch.ops.npu.npu_moe_init_routing_v2(
+            x,
+            ids,
+            active_num=ids.numel(),
+            # One more expert than there are: padding's id must not be above it, and the active
+            # range must not be the whole, because kernels would then take every pair as active.
+            expert_num=owned.num_experts + 1,
+            expert_tokens_num_type=SIZES,
+            expert_tokens_num_flag=True,
+            quant_mode=quant_mode,
+            active_expert_range=[owned.start, owned.end],
+        )
+    )
+    return results
+
+
+def _product_of_adapters(rows: Rows, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows of `x` times their expert's weight; the groups are those of `rows`."""
+    if len(weight) == 1:  # of all experts
+        return x @ weight[0].t()
+    return grouped_product(rows._replace(values=x), weight.transpose(1, 2))
 
 
 def add_gated(

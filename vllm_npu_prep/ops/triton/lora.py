@@ -150,6 +150,11 @@ class PunicaWrapperNPU(PunicaWrapperBase):
     def is_active(self) -> bool:
         return bool(self._active)
 
+    @property
+    def foreign_tokens(self) -> torch.Tensor:
+        """Where a slot is not the token's own, bool ``[max_num_batched_tokens, num_slots, 1]``."""
+        return self._foreign_tokens
+
     def graph_inputs(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the mapping that a captured graph reads, by name."""
         return {"LoRA slots": self._foreign_tokens, "LoRA embeddings": self._embeddings_indices}

@@ -1,5 +1,7 @@
 """Refusals of vLLM's features, and of kinds of models, that this version doesn't support."""
 
+from typing import Any
+
 from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.quantization.formats import fault
 from vllm_npu_prep.startup.asked import (
@@ -293,13 +295,68 @@ FEATURES = (
     ),
 )
 
+
+def _lora(asked: RequestedEngine) -> Any:
+    return asked.config.lora_config
+
+
+def _adapts_experts(asked: RequestedEngine) -> bool:
+    targets = _lora(asked).target_modules
+    return asked.model.is_moe and (targets is None or any("experts" in each for each in targets))
+
+
 ADAPTERS = (
     Refusal(
-        "lora-experts",
-        lambda c: c.model.is_moe,
-        "LoRA on a mixture-of-experts model",
-        "expert kernels don't apply adapters",
-        "merge the adapters into the weights",
+        "lora-experts-data-parallel",
+        lambda c: _adapts_experts(c) and c.config.parallel_config.data_parallel_size > 1,
+        "LoRA on experts with data parallelism",
+        "ranks compute each other's tokens, and don't tell each other their adapters",
+        "use --tensor-parallel-size, or name other layers by --lora-target-modules",
+    ),
+    Refusal(
+        "lora-experts-eplb",
+        lambda c: _adapts_experts(c) and c.config.parallel_config.enable_eplb,
+        "LoRA on experts with --enable-eplb",
+        "adapters stay where they are when experts move",
+        "leave --enable-eplb out, or name other layers by --lora-target-modules",
+    ),
+    Refusal(
+        "lora-experts-placement",
+        lambda c: (
+            _adapts_experts(c)
+            and c.config.parallel_config.enable_expert_parallel
+            and c.config.parallel_config.expert_placement_strategy != "linear"
+        ),
+        "LoRA on experts with --expert-placement-strategy {strategy}",
+        "vLLM gives each rank the adapters of experts that follow each other",
+        "leave the strategy out",
+        lambda c: {"strategy": c.config.parallel_config.expert_placement_strategy},
+    ),
+    Refusal(
+        "lora-experts-uneven",
+        lambda c: (
+            _adapts_experts(c)
+            and c.config.parallel_config.enable_expert_parallel
+            and c.model.get_num_experts() % c.config.parallel_config.tensor_parallel_size != 0
+        ),
+        "LoRA on {experts} experts over {ranks} ranks",
+        "vLLM gives each rank the adapters of equally many experts",
+        "use a number of ranks that divides {experts}, or leave --enable-expert-parallel out",
+        lambda c: {
+            "experts": c.model.get_num_experts(),
+            "ranks": c.config.parallel_config.tensor_parallel_size,
+        },
+    ),
+    Refusal(
+        "lora-experts-sharded",
+        lambda c: (
+            _adapts_experts(c)
+            and c.config.parallel_config.enable_expert_parallel
+            and _lora(c).fully_sharded_loras
+        ),
+        "--fully-sharded-loras with --enable-expert-parallel",
+        "ranks have other experts' adapters then, not other parts of the same",
+        "leave one of the two out",
     ),
     Refusal(
         "lora-mla",
