@@ -104,16 +104,17 @@ class NPUCommunicator(DeviceCommunicatorBase):
         with the most tokens has. The padding mask of the forward pass becomes that of the result.
         """
         manager: Any = self.all2all_manager
-        most = max(self._sizes(len(hidden_states), is_sequence_parallel)[0])
-        if self.mc2 is not None and most <= self.mc2.max_tokens:
-            self._exchange(self.mc2, len(hidden_states), most, is_sequence_parallel)
-            return _pad(hidden_states, most), _pad(router_logits, most)
+        if self.mc2 is not None:
+            most = max(self._sizes(len(hidden_states), is_sequence_parallel)[0])
+            if most <= self.mc2.max_tokens:
+                self._exchange(self.mc2, len(hidden_states), most, is_sequence_parallel)
+                return _pad(hidden_states, most), _pad(router_logits, most)
         self._gather_padding(len(hidden_states), is_sequence_parallel)
         return manager.dispatch_router_logits(
             hidden_states, router_logits, is_sequence_parallel, *args
         )
 
-    def _sizes(self, num_tokens: int, is_sequence_parallel: bool) -> tuple[list[int], int]:
+    def _sizes(self, num_tokens: int, is_sequence_parallel: bool = False) -> tuple[list[int], int]:
         """Return the tokens of each rank, and this rank's place among them."""
         manager: Any = self.all2all_manager
         group = manager._get_comm_group(is_sequence_parallel)

@@ -51,7 +51,7 @@ def _exchange(dtype: torch.dtype, is_rounded: bool, context: RowContext) -> Outc
     if limits is None or context.num_ranks not in limits.ranks:
         raise NotHereError(f"{context.num_ranks} ranks are not taken on this chip and release")
     w13 = uniform(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) / 32
-    w2 = uniform(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) / 4
+    w2 = uniform(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) / 16
     rank, local = context.rank, EXPERTS // context.num_ranks
     mine, number = slice(rank * local, (rank + 1) * local), OF_RANKS[rank]
     layer = SimpleNamespace(w13_weight=context.put(w13[mine]), w2_weight=context.put(w2[mine]))
