@@ -143,7 +143,7 @@ def engine(graphs=(), max_num_seqs=64, tensor=1, data=16):
     )
 
 
-def test_tokens_are_those_of_graphs_or_decodes_as_the_buffer_holds(monkeypatch):
+def test_tokens_are_those_of_graphs_or_decodes_that_fit(monkeypatch):
     monkeypatch.setenv("HCCL_BUFFSIZE", "8000")
     by = [tokens_to_exchange(each, A3, {DEEPSEEK}, False)[0] for each in (
         engine(graphs=(8, 256)), engine(), engine(tensor=2, data=8), engine(max_num_seqs=1000),

@@ -387,7 +387,11 @@ MC2 = (
     ),
     Refusal(
         "mc2-ranks",
-        lambda c: (limits := mc2_limits(c)) is not None and _expert_ranks(c) not in limits.ranks,
+        lambda c: (
+            exchanges_tokens(c)
+            and (limits := mc2_limits(c)) is not None
+            and _expert_ranks(c) not in limits.ranks
+        ),
         ON + "{num_ranks} ranks",
         "on {chip} with CANN {cann}, its operators take {ranks}",
         "change --data-parallel-size or --tensor-parallel-size, or leave the option out",
