@@ -151,10 +151,10 @@ def test_tokens_are_those_of_graphs_or_decodes_that_fit(monkeypatch):
     assert by == [256, 128, 64, 512]
     monkeypatch.setenv("HCCL_BUFFSIZE", "")
     assert tokens_to_exchange(engine(), A3, {DEEPSEEK}, False) == (26, "")
-    assert tokens_to_exchange(engine(data=8), A2, {DEEPSEEK}, False) == (
-        0,
-        "8 ranks on A2, where gathers are as fast",
-    )
+    few = DEEPSEEK._replace(experts=128)  # 16 on each of 8 ranks
+    why = "8 ranks on A2, where gathers are as fast"
+    assert tokens_to_exchange(engine(data=8), A2, {few}, False) == (0, why)
+    assert tokens_to_exchange(engine(max_num_seqs=8, data=8), A2, {few}, True) == (16, "")
 
 
 @pytest.mark.parametrize(
