@@ -163,7 +163,7 @@ class NPUWorker(Worker):
     def _look_at_model(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
         refuse_other_layers(layers)
         refuse_routers(model)
-        if self.device.type == "npu":
+        if not self.prep_device.computes_on_host:
             choose_exchange(model, self.vllm_config)
 
     def _read_table(self) -> None:

@@ -255,7 +255,7 @@ def sizes_of_experts(model: Any) -> set[tuple[int, int, int]] | None:
 
     None stands for a model that has none, or whose experts other methods compute.
     """
-    runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+    runners: list[Any] = [each for each in model.modules() if isinstance(each, MoERunner)]
     if not runners or not all(_is_grouped(each.routed_experts) for each in runners):
         return None
     return {
