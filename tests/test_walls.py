@@ -254,7 +254,8 @@ WALLS = {
     # and names of its V2
     "runner": (
         "attention compat.eplb compat.models compat.v2 compat.worker config device graph observe "
-        "ops prep quantization.rounding quantization.int8 runner startup.asked"
+        "ops prep quantization.rounding quantization.int8 runner startup.asked "
+        "startup.subjects.ranks"
     ),
     # Rows call what the engine calls; the command reports versions as doctor finds them
     # Torch's forms of operators are those that layers take

@@ -36,6 +36,8 @@ FUNCTIONS = {
     "npu_gemma_rms_norm": "aclnnGemmaRmsNorm",
     "npu_grouped_matmul": "aclnnGroupedMatmulV4",
     "npu_lightning_indexer": "aclnnLightningIndexer",
+    "npu_moe_distribute_combine_v2": "aclnnMoeDistributeCombineV2",
+    "npu_moe_distribute_dispatch_v2": "aclnnMoeDistributeDispatchV2",
     "npu_moe_finalize_routing": "aclnnMoeFinalizeRoutingV2",
     "npu_moe_gating_top_k": "aclnnMoeGatingTopK",
     "npu_moe_gating_top_k_softmax_v2": "aclnnMoeGatingTopKSoftmaxV2",

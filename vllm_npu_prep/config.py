@@ -179,6 +179,10 @@ class PrepConfig(BaseModel):
         Whether each rank runs on the CPUs of its NPU's NUMA node.
     fused
         Which fused operators are off.
+    mc2
+        Whether the experts of several ranks exchange the tokens of small steps by MC2
+        (`vllm_npu_prep.device.mc2`): where vllm-ascend would, wherever its operators take them, or
+        never.
     scheduler
         Whether vLLM's scheduler handles plain requests in bulk (`vllm_npu_prep.scheduling`), or is
         left as it is.
@@ -197,6 +201,7 @@ class PrepConfig(BaseModel):
     kernel_rules: Literal["release", "documented"] = "release"
     cpu_binding: bool = True
     fused: FusedConfig = FusedConfig()
+    mc2: Literal["auto", "on", "off"] = "auto"
     scheduler: Literal["batched", "upstream"] = "batched"
 
     @field_validator("fused", mode="before")

@@ -48,6 +48,7 @@ from vllm_npu_prep.quantization import register_kernels
 from vllm_npu_prep.quantization.formats import operators_of
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.eplb import NPUEplbState
+from vllm_npu_prep.runner.exchange import choose_exchange
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
@@ -74,11 +75,6 @@ fallback, tensors that grow with a prompt leave holes that glibc keeps, and that
 fills only in part: in one engine, 128k tokens took 658 MB after four other prompts, else 453. To
 return 100 MB takes 8 ms, for which nobody's next token should wait.
 """
-
-
-def _refuse_what_is_not_computed(model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-    refuse_other_layers(layers)
-    refuse_routers(model)
 
 
 class NPUWorker(Worker):
@@ -111,7 +107,7 @@ class NPUWorker(Worker):
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
         gc.freeze()  # so that collections while loading and profiling skip modules
-        look_at_models_before_weights(_refuse_what_is_not_computed)
+        look_at_models_before_weights(self._look_at_model)
         if self.model_config.is_hybrid:
             from vllm_npu_prep.attention.gated_delta import register_layer
 
@@ -163,6 +159,12 @@ class NPUWorker(Worker):
             )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
+
+    def _look_at_model(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        refuse_other_layers(layers)
+        refuse_routers(model)
+        if not self.prep_device.computes_on_host:
+            choose_exchange(model, self.vllm_config)
 
     def _read_table(self) -> None:
         """Let torch's own form make the calls that a table of verified calls says."""

@@ -53,6 +53,8 @@ class Counts:
     """Calls that were refused as misuse."""
     peak_memory_bytes: int = 0
     """Most memory in use since the process started, also where a region is counted."""
+    sent_bytes: int = 0
+    """Bytes that collectives, and operators that exchange rows, bring from this rank to others."""
 
     def nonzero(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self).items() if value}

@@ -192,6 +192,19 @@ FAULTS = {
             ),
         ),
         Fault(
+            "mask-ignored",
+            "npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2 take tokens that the "
+            "mask leaves out for tokens with experts",
+            "tokens of a mask",
+            lambda active, tokens: tokens,
+        ),
+        Fault(
+            "combined-twice",
+            "npu_moe_distribute_combine_v2 adds the row of a token's first expert twice",
+            "weights of a combination",
+            lambda weights: weights * (1 + (weights.new_ones(weights.shape[1]).cumsum(0) == 1)),
+        ),
+        Fault(
             "early-maximum",
             "npu_dequant_swiglu_quant with dynamic scales reads the maximum of a part of a row "
             "above 7,840 columns before it is written: that of the last part counts for nothing",

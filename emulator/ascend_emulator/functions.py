@@ -39,6 +39,14 @@ BY_OPERATOR = {
     "npu::npu_interleave_rope": ("aclnnInterleaveRope",),
     "npu::npu_kv_rmsnorm_rope_cache": ("aclnnKvRmsNormRopeCache", "aclnnKvRmsNormRopeCacheV2"),
     "npu::npu_lightning_indexer": ("aclnnLightningIndexer",),
+    "npu::npu_moe_distribute_combine_v2": (
+        "aclnnMoeDistributeCombineV2",
+        "aclnnMoeDistributeCombineV3",
+    ),
+    "npu::npu_moe_distribute_dispatch_v2": (
+        "aclnnMoeDistributeDispatchV2",
+        "aclnnMoeDistributeDispatchV3",
+    ),
     "npu::npu_moe_finalize_routing": ("aclnnMoeFinalizeRouting", "aclnnMoeFinalizeRoutingV2"),
     "npu::npu_moe_gating_top_k": ("aclnnMoeGatingTopK",),
     "npu::npu_moe_gating_top_k_softmax_v2": ("aclnnMoeGatingTopKSoftmaxV2",),

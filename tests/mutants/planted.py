@@ -13,6 +13,8 @@ FIA = FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
 ATB = (f"{ON_NPU}[atb]",)
 EXPERTS = ("tests/npu/on_device/test_experts.py",)
 CALLS = ("tests/verify/test_calls.py",)
+MC2 = ("tests/device/test_mc2.py",)
+MC2_LAYER = ("tests/npu/on_device/test_mc2.py::test_a_layer_takes_fewer_launches_and_bytes[4]",)
 CALLS_ON_NPU = ("tests/npu/on_device/test_call_lists.py",)
 TABLE = ("tests/verify/test_table.py",)
 DRAFTING = ("tests/ops/test_drafting.py",)
@@ -433,7 +435,19 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
-        ("padding of other ranks reaches experts", "mine = context.is_padding.view(torch.uint8)  # HCCL has no bool", "mine = torch.zeros_like(context.is_padding, dtype=torch.uint8)", ("tests/ops/test_experts.py",)),
+        ("padding of other ranks reaches experts", "group.all_gatherv(mine.view(torch.uint8), dim=0", "group.all_gatherv(torch.zeros_like(mine, dtype=torch.uint8), dim=0", ("tests/ops/test_experts.py",)),
+        ("MC2: a rank has the mask of another rank's tokens", "start = get_tensor_model_parallel_rank() * num_tokens", "start = 0 * num_tokens", MC2),
+        ("MC2: padding goes to experts, and tokens don't", "active = context.is_padding.logical_not()", "active = context.is_padding", MC2),
+        ("MC2: tokens that fill up a step count as tokens", "(0, most - num_tokens), value=True)", "(0, most - num_tokens), value=False)", MC2),
+        ("MC2: without a mask, all tokens have experts", "elif num_tokens < most:", "elif False:", MC2),
+        ("MC2: a token is combined twice", "if MC2 in get_forward_context().additional_kwargs:  # experts", "if False:  # experts", MC2),
+        ("MC2: ranks choose by their own tokens", "if most <= self.mc2.max_tokens:", "if len(hidden_states) <= self.mc2.max_tokens:", MC2),
+    ],
+    "device/mc2.py": [
+        ("MC2: an uneven number of experts is taken", "        sizes.experts % num_ranks\n        or sizes", "        sizes", MC2),
+        ("MC2: a buffer holds a token too many", "return max(0, (buffer - (one - each)) // each)", "return max(0, (buffer - (one - each)) // each + 1)", MC2),
+        ("MC2: A2 exchanges with few ranks by itself", "num_ranks >= fewest and", "num_ranks >= 2 and", MC2),
+        ("MC2: CANN 8.5 takes what 9.1 takes", "return A2_8_5 if cann is not None and cann < (9, 0) else A2", "return A2", MC2),
     ],
     "device/npu.py": [
         ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
@@ -566,6 +580,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("GeGLU activates the other half", "activate_left=True", "activate_left=False", FUSED),
     ],
     "ops/npu/experts.py": [
+        ("MC2: results come back unweighed", "        topk_weights.float(),\n", "        torch.ones_like(topk_weights).float(),\n", MC2_LAYER),
+        ("MC2: padding is sent to experts", "\"x_active_mask\": ranks.active", "\"x_active_mask\": None", MC2_LAYER),
         ("pairs without a row read the second one", "row_of_pair.bitwise_and(PAST_ANY_ROW)", "row_of_pair.abs()", EXPERTS),
         ("a sum that knows pairs without a row reads one for them", "expanded_src_to_dst_row=row_of_pair,", "expanded_src_to_dst_row=row_of_pair.abs(),", EXPERTS),
         ("rows of float16 are added in float16", "return dtype in FINALIZED and hidden_size", "return hidden_size", EXPERTS),

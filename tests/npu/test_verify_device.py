@@ -52,7 +52,7 @@ def test_graphs_that_replay_old_lengths_are_found(tmp_path):
 def test_nothing_is_wrong_under_any_profile(profile):
     code, rows = rows_of(options=("--profile", profile))
     left_out = {name for name, row in rows.items() if row["verdict"] == "left out"}
-    teams = {name for name in rows if name.startswith("hccl-")}  # which need two devices
+    teams = {name for name in rows if name.startswith(("hccl-", "mc2-"))}  # of several devices
     assert left_out == LEFT_OUT.get(profile, set()) | teams
     assert {row["verdict"] for name, row in rows.items() if name not in left_out} == {"same"}
     assert code == 0 and "engine-graphs" in rows
@@ -77,6 +77,24 @@ def test_rows_of_several_ranks_compare_collectives():
         assert row["verdict"] == ("left out" if name in left_out else "same"), row
     assert code == 0 and len(rows) == 12 and rows.keys() >= left_out
     assert "GB/s, latency" in rows["hccl-pairs-4"]["got"]
+
+
+EXCHANGES = {"mc2-bf16", "mc2-fp16", "mc2-int8", "mc2-four"}
+FOUND_BY = {  # with what a row that finds the fault says
+    "": (set(), ""),
+    "mask-ignored": (EXCHANGES, "of 4 differ"),
+    "combined-twice": (EXCHANGES, "differ"),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND_BY)
+def test_rows_of_several_ranks_find_wrong_exchanges(fault):
+    finders, says = FOUND_BY[fault]
+    options = ("--devices", "4", "--hang-seconds", "60", *(("--fault", fault) if fault else ()))
+    code, rows = rows_of("--only", "mc2", options=options)
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    assert verdicts == {name: "DIFFERS" if name in finders else "same" for name in EXCHANGES}, rows
+    assert code == bool(finders) and any(says in row["got"] for row in rows.values()), rows
 
 
 def test_a_page_without_a_folder_is_refused_before_any_row(tmp_path, capsys):

@@ -173,6 +173,7 @@ GEMMA4_ASSISTANT = small_model(
 """The drafter of an example, whose MTP layers read the target's K and V."""
 EXPERT_PARALLEL = "--tensor-parallel-size 2 --enable-expert-parallel"
 EXPERTS_MOVE = f"{EXPERT_PARALLEL} --enable-eplb"
+EXCHANGED = f"{OPTION}.mc2 on --data-parallel-size 2 --enable-expert-parallel"
 UNPADDED = f"{ON_V2} --enforce-eager -sc.disable_padded_drafter_batch true"
 """Arguments of examples."""
 
@@ -659,6 +660,35 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         ),
     ),
     "eplb-sleep": (Example(f"{EXPERTS_MOVE} --enable-sleep-mode", model=EXPERTS),),
+    "mc2-device": (Example(EXCHANGED, "the CPU fallback", model=EXPERTS),),
+    "mc2-layout": (Example(f"{OPTION}.mc2 on", model=EXPERTS, family="fia"),),
+    "mc2-ranks": (
+        Example(
+            EXCHANGED,
+            "2 ranks is not supported by vllm_npu_prep: on A2 with CANN 8.5.0, its operators take "
+            "multiples of 8 up to 256",
+            model=EXPERTS,
+            family="fia",
+            cann="8.5.0",
+        ),
+    ),
+    "mc2-functions": (
+        Example(
+            EXCHANGED,
+            "no aclnnMoeDistributeDispatchV2",
+            model=EXPERTS,
+            family="fia",
+            lacks=("aclnnMoeDistributeDispatchV2",),
+        ),
+    ),
+    "mc2-beside": (
+        Example(
+            f"{EXCHANGED} --enable-eplb",
+            "--enable-eplb",
+            model=EXPERTS,
+            family="fia",
+        ),
+    ),
     "elastic-ep": (
         Example(
             "--data-parallel-size 2 --enable-expert-parallel --enable-eplb --enable-elastic-ep "

@@ -5,6 +5,7 @@ padded to one size, which both backends support. HCCL has uneven gathers of its 
 every product and topology.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
 from vllm.forward_context import get_forward_context
+
+from vllm_npu_prep.device.mc2 import MC2, Mc2
 
 PADDING_IS_GATHERED = "padding_is_gathered"
 """A key in the forward context: its padding mask is that of the tokens of all ranks already."""
@@ -34,7 +37,10 @@ class NPUCommunicator(DeviceCommunicatorBase):
 
     Under data parallelism, experts see the tokens of all ranks: tokens are gathered before the
     experts, and results are summed and scattered after them (vLLM's ``allgather_reducescatter``).
+    With `mc2`, experts exchange the tokens of small steps themselves.
     """
+
+    mc2: Mc2 | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,41 +100,78 @@ class NPUCommunicator(DeviceCommunicatorBase):
     ) -> Any:
         """Gather tokens and their router logits from all ranks, as ``AgRsAll2AllManager`` does.
 
-        The padding mask of the forward pass becomes that of these tokens.
+        Where experts exchange the tokens themselves, each rank keeps its own, as many as the rank
+        with the most tokens has. The padding mask of the forward pass becomes that of the result.
         """
-        assert self.all2all_manager is not None
+        manager: Any = self.all2all_manager
+        if self.mc2 is not None:
+            most = max(self._sizes(len(hidden_states), is_sequence_parallel)[0])
+            if most <= self.mc2.max_tokens:
+                self._exchange(self.mc2, len(hidden_states), most, is_sequence_parallel)
+                return _pad(hidden_states, most), _pad(router_logits, most)
         self._gather_padding(len(hidden_states), is_sequence_parallel)
-        return self.all2all_manager.dispatch_router_logits(
+        return manager.dispatch_router_logits(
             hidden_states, router_logits, is_sequence_parallel, *args
         )
+
+    def _sizes(self, num_tokens: int, is_sequence_parallel: bool = False) -> tuple[list[int], int]:
+        """Return the tokens of each rank, and this rank's place among them."""
+        manager: Any = self.all2all_manager
+        group = manager._get_comm_group(is_sequence_parallel)
+        return manager._get_sizes(num_tokens, group), group.rank_in_group
+
+    def _exchange(self, mc2: Mc2, num_tokens: int, most: int, is_sequence_parallel: bool) -> None:
+        """Tell the experts of this forward pass that they exchange tokens, once."""
+        context = get_forward_context()
+        if MC2 in context.additional_kwargs:
+            return
+        active = None
+        if context.is_padding is not None:
+            mine = _own_padding(context.is_padding, num_tokens, is_sequence_parallel)
+            context.is_padding = functional.pad(mine, (0, most - num_tokens), value=True)
+            active = context.is_padding.logical_not()
+        elif num_tokens < most:
+            active = torch.arange(most, device=self.device) < num_tokens
+        context.additional_kwargs[MC2] = replace(mc2, active=active)
 
     def _gather_padding(self, num_tokens: int, is_sequence_parallel: bool) -> None:
         """Gather the padding masks of all ranks, once per forward pass, in its first expert layer.
 
-        This rank passes `num_tokens` to the experts. With sequence parallelism these are a part of
-        the step: tensor-parallel ranks divide its tokens into equal parts, the last of which is
-        padded.
+        This rank passes `num_tokens` tokens to the experts.
         """
         context = get_forward_context()
         kept = context.additional_kwargs
         if context.is_padding is None or PADDING_IS_GATHERED in kept:  # the same on all ranks
             return
-        mine = context.is_padding.view(torch.uint8)  # HCCL has no bool
-        if is_sequence_parallel:
-            start = get_tensor_model_parallel_rank() * num_tokens
-            mine = mine[start : start + num_tokens]
-            if len(mine) < num_tokens:
-                mine = functional.pad(mine, (0, num_tokens - len(mine)), value=1)
+        mine = _own_padding(context.is_padding, num_tokens, is_sequence_parallel)
         manager: Any = self.all2all_manager
         group = manager._get_comm_group(is_sequence_parallel)
         sizes = manager._get_sizes(num_tokens, group)
-        gathered = group.all_gatherv(mine[:num_tokens], dim=0, sizes=sizes)
+        gathered = group.all_gatherv(mine.view(torch.uint8), dim=0, sizes=sizes)  # not of bool
         context.is_padding = gathered.view(torch.bool)
         kept[PADDING_IS_GATHERED] = True
 
-    def combine(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.all2all_manager is not None
-        return self.all2all_manager.combine(*args, **kwargs)
+        if MC2 in get_forward_context().additional_kwargs:  # experts have combined them
+            sizes, place = self._sizes(len(hidden_states), *args, **kwargs)
+            return hidden_states[: sizes[place]]
+        return self.all2all_manager.combine(hidden_states, *args, **kwargs)
+
+
+def _own_padding(
+    is_padding: torch.Tensor, num_tokens: int, is_sequence_parallel: bool
+) -> torch.Tensor:
+    """Return which of the `num_tokens` tokens that this rank passes to experts are padding.
+
+    With sequence parallelism these are a part of the step: tensor-parallel ranks divide its tokens
+    into equal parts, the last of which is padded.
+    """
+    if not is_sequence_parallel:
+        return is_padding[:num_tokens]
+    start = get_tensor_model_parallel_rank() * num_tokens
+    mine = is_padding[start : start + num_tokens]
+    return functional.pad(mine, (0, num_tokens - len(mine)), value=True)
 
 
 def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:

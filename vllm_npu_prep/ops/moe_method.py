@@ -14,6 +14,7 @@ from torch.nn import functional
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -28,6 +29,8 @@ from vllm_npu_prep.ops.npu.experts import (
     UnquantisedExperts,
     can_finalize,
     compute_experts,
+    compute_on_ranks,
+    exchange_of_pass,
 )
 from vllm_npu_prep.ops.npu.routing import padding_mask
 from vllm_npu_prep.ops.npu.switches import is_fused
@@ -196,6 +199,16 @@ class GroupedExperts:
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         """Return each token's sum over this rank's experts; padding is sent to no expert."""
+        if (ranks := exchange_of_pass()) is not None:
+            return compute_on_ranks(
+                x,
+                topk_weights,
+                topk_ids,
+                self.owned.num_experts,
+                ranks,
+                self.weights,
+                apply_router_weight_on_input=self.apply_router_weight_on_input,
+            )
         has_weight = getattr(self.layer, "padding_has_weight", True)
         return compute_experts(
             x,
@@ -274,6 +287,24 @@ class ExpertsMethod(FusedMoEMethodBase):
             layer.apply_router_weight_on_input,
             adapters,
         )
+
+
+def sizes_of_experts(model: Any) -> set[tuple[int, int, int]] | None:
+    """Return experts, experts of a token and width of a row of each layer of experts.
+
+    None stands for a model that has none, or whose experts other methods compute.
+    """
+    runners: list[Any] = [each for each in model.modules() if isinstance(each, MoERunner)]
+    if not runners or not all(_is_grouped(each.routed_experts) for each in runners):
+        return None
+    return {
+        (each.routed_experts.global_num_experts, each.router.top_k, each.moe_config.hidden_dim)
+        for each in runners
+    }
+
+
+def _is_grouped(layer: Any) -> bool:
+    return isinstance(layer.quant_method, ExpertsMethod) and layer.quant_method._is_fused
 
 
 def tensors_of_experts(layer: Any) -> list[torch.Tensor] | None:

@@ -6,6 +6,7 @@ from vllm_npu_prep.verify import (
     copies,
     delta,
     engine,
+    exchange,
     fused,
     graphs,
     int8,
@@ -24,6 +25,7 @@ ROWS: tuple[Row, ...] = (
     *int8.ROWS,
     *graphs.ROWS,
     *collectives.ROWS,
+    *exchange.ROWS,
     *engine.ROWS,
 )
 """All rows, in the order in which they run: what others build on comes first."""

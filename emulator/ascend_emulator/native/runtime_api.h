@@ -30,6 +30,7 @@ EMULATOR_API int emulator_is_capturing(void* stream);
 EMULATOR_API void emulator_touch(const void* alias, size_t size, int write);
 EMULATOR_API void emulator_set_wait_hooks(void* (*release)(), void (*reacquire)(void*));
 EMULATOR_API void emulator_count_hidden_copy(const char* name);
+EMULATOR_API void emulator_count_sent(uint64_t bytes);  // to other ranks
 // Around what stands for a device's work on the calling thread: a program's own host time leaves it
 // out. Calls may be nested.
 EMULATOR_API void emulator_enter();

@@ -28,6 +28,7 @@ from ascend_emulator.operators import (
     latent_rows,
     lightning_indexer,
     matmul,
+    moe_distribute,
     moe_finalize,
     moe_gating,
     moe_routing,
@@ -129,6 +130,8 @@ REFERENCES = (
     Reference(moe_routing.TOKEN_PERMUTE, "", moe_routing.token_permute),
     Reference(moe_routing.TOKEN_UNPERMUTE, "", moe_routing.token_unpermute),
     Reference(moe_finalize.FINALIZE_ROUTING, "", moe_finalize.finalize_routing),
+    Reference(moe_distribute.DISPATCH, "", moe_distribute.dispatch),
+    Reference(moe_distribute.COMBINE, "", moe_distribute.combine),
     Reference(sampling.TOP_K_TOP_P, "", sampling.top_k_top_p),
     Reference(transpose_matmul.TRANSPOSE_MATMUL, "", transpose_matmul.transpose_batchmatmul),
     Reference(

@@ -44,6 +44,8 @@ FAMILIES = (
     "npu_moe_token_permute",
     "npu_moe_token_unpermute",
     "npu_moe_finalize_routing",
+    "npu_moe_distribute_dispatch_v2",
+    "npu_moe_distribute_combine_v2",
     "npu_top_k_top_p",
     "npu_transpose_batchmatmul",
     "npu_recurrent_gated_delta_rule",

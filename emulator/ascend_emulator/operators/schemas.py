@@ -179,6 +179,28 @@ SCHEMAS = {
         "Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, "
         "int? drop_pad_mode=0, int? k=1) -> Tensor"
     ),
+    ("npu::npu_moe_distribute_dispatch_v2", ""): (
+        "(Tensor x, Tensor expert_ids, str group_ep, int ep_world_size, int ep_rank_id, "
+        "int moe_expert_num, *, Tensor? scales=None, Tensor? x_active_mask=None, "
+        "Tensor? expert_scales=None, Tensor? elastic_info=None, Tensor? performance_info=None, "
+        'str group_tp="", int tp_world_size=0, int tp_rank_id=0, int expert_shard_type=0, '
+        "int shared_expert_num=1, int shared_expert_rank_num=0, int quant_mode=0, "
+        'int global_bs=0, int expert_token_nums_type=1, str comm_alg="", int zero_expert_num=0, '
+        "int copy_expert_num=0, int const_expert_num=0, int? y_dtype=None, int? x_dtype=None, "
+        "int? scales_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    ("npu::npu_moe_distribute_combine_v2", ""): (
+        "(Tensor expand_x, Tensor expert_ids, Tensor assist_info_for_combine, "
+        "Tensor ep_send_counts, Tensor expert_scales, str group_ep, int ep_world_size, "
+        "int ep_rank_id, int moe_expert_num, *, Tensor? tp_send_counts=None, "
+        "Tensor? x_active_mask=None, Tensor? expand_scales=None, Tensor? shared_expert_x=None, "
+        "Tensor? elastic_info=None, Tensor? ori_x=None, Tensor? const_expert_alpha_1=None, "
+        "Tensor? const_expert_alpha_2=None, Tensor? const_expert_v=None, "
+        'Tensor? performance_info=None, str group_tp="", int tp_world_size=0, int tp_rank_id=0, '
+        "int expert_shard_type=0, int shared_expert_num=1, int shared_expert_rank_num=0, "
+        'int global_bs=0, int comm_quant_mode=0, str comm_alg="", int zero_expert_num=0, '
+        "int copy_expert_num=0, int const_expert_num=0) -> Tensor"
+    ),
     ("npu::npu_moe_gating_top_k", ""): (
         "(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, "
         "int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_npu_prep.errors import PrepError
@@ -370,6 +371,76 @@ def _product_of_adapters(rows: Rows, x: torch.Tensor, weight: torch.Tensor) -> t
     if len(weight) == 1:  # of all experts
         return x @ weight[0].t()
     return grouped_product(rows._replace(values=x), weight.transpose(1, 2))
+
+
+UNROUNDED, ROUNDED = 0, 2
+"""``quant_mode`` of the exchange: rows as they are, or int8 with a scale for each row."""
+
+
+def exchange_of_pass() -> Any:
+    """Return with whom this forward pass exchanges its tokens (`device.mc2.Mc2`); None if this
+    rank's experts compute what they are given."""
+    if not is_forward_context_available():
+        return None
+    return get_forward_context().additional_kwargs.get("mc2")
+
+
+def compute_on_ranks(
+    x: torch.Tensor,  # [T, hidden_size], this rank's tokens
+    topk_weights: torch.Tensor,  # [T, k]
+    topk_ids: torch.Tensor,  # [T, k] int32; of tokens without experts anything
+    num_experts: int,
+    ranks: Any,
+    weights: ExpertWeights,
+    *,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    """Add the outputs of each token's experts, on whichever rank they are.
+
+    There are five launches, all ranks' at once: tokens go to the ranks of their experts, product,
+    activation, product, and the results come back and are added. Every rank has the same number of
+    tokens. A token that ``ranks.active`` leaves out goes to no expert, and its result is undefined.
+
+    Parameters
+    ----------
+    num_experts
+        Experts of all ranks, the same number of them on each, in the order of ranks.
+    ranks
+        With whom tokens are exchanged, as `exchange_of_pass` returns it.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[T, hidden_size]`` in the dtype of `x`.
+    """
+    if apply_router_weight_on_input:
+        x = x * topk_weights.to(x.dtype)
+        topk_weights = torch.ones_like(topk_weights)
+    is_rounded = weights.quant_mode != UNQUANTISED
+    where = {
+        "group_ep": ranks.group,
+        "ep_world_size": ranks.num_ranks,
+        "ep_rank_id": ranks.rank,
+        "moe_expert_num": num_experts,
+        "x_active_mask": ranks.active,
+        "comm_alg": ranks.comm_alg,
+    }
+    values, scales, assist, sizes, counts, _, expand_scales = (
+        torch.ops.npu.npu_moe_distribute_dispatch_v2(
+            x, topk_ids, quant_mode=ROUNDED if is_rounded else UNROUNDED, **where
+        )
+    )
+    list_type = SIZES if len(sizes) > 1 else ENDS
+    rows = Rows(values, sizes, list_type, scales if is_rounded else None)
+    return torch.ops.npu.npu_moe_distribute_combine_v2(
+        weights.down(weights.between(rows, weights.up(rows))),
+        topk_ids,
+        assist,
+        counts,
+        topk_weights.float(),
+        expand_scales=expand_scales,
+        **where,
+    )
 
 
 def add_gated(

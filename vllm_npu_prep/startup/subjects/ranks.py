@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_npu_prep.attention.fused_releases import version_of
 from vllm_npu_prep.compat.releases import ray_compiles_graphs
-from vllm_npu_prep.device import has_collectives, visible_devices
+from vllm_npu_prep.device import NPU_KIND, device_name, has_collectives, visible_devices
+from vllm_npu_prep.device.mc2 import OPERATORS, Limits, limits_of
 from vllm_npu_prep.ranks import ranks_on_host
 from vllm_npu_prep.startup.asked import RequestedEngine, indexers_of
-from vllm_npu_prep.startup.refusal import Refusal, Subject
+from vllm_npu_prep.startup.refusal import Refusal, Subject, words_of_functions
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -76,6 +78,26 @@ def _has_untried_beside(asked: RequestedEngine) -> bool:
         or asked.model.quantization is not None
         or asked.model.enable_prompt_embeds
     )
+
+
+def _words_of_ranks(asked: RequestedEngine) -> dict[str, object]:
+    limits = mc2_limits(asked)
+    assert limits is not None
+    taken = list(limits.ranks)
+    few = ", ".join(map(str, taken)) if len(taken) < 20 else f"{taken[0]} to {taken[-1]}"
+    every = isinstance(limits.ranks, range) and limits.ranks.step > 1
+    return {
+        "num_ranks": _expert_ranks(asked),
+        "chip": limits.chip,
+        "cann": asked.cann,
+        "ranks": f"multiples of {taken[0]} up to {taken[-1]}" if every else few,
+    }
+
+
+ON = '"npu_prep.mc2" = "on" with '
+"""The beginning of refusals of what MC2 can't do."""
+
+AUTO = "leave the option out: tokens are gathered then"
 
 
 DEVICES = (
@@ -385,9 +407,82 @@ EPLB = (
     ),
 )
 
+
+def exchanges_tokens(asked: RequestedEngine) -> bool:
+    """Tell whether experts on several ranks see the tokens of data-parallel ranks."""
+    return _parallel(asked).enable_expert_parallel and _parallel(asked).data_parallel_size > 1
+
+
+def mc2_limits(asked: RequestedEngine) -> Limits | None:
+    """Return what MC2 takes on the engine's NPUs; None on the CPU fallback."""
+    if asked.kind != NPU_KIND:
+        return None
+    return limits_of(device_name(asked.kind.device_type), version_of(asked.cann))
+
+
+def beside_mc2(asked: RequestedEngine) -> list[str]:
+    """Return what an engine has with which experts don't exchange tokens by MC2."""
+    parallel = _parallel(asked)
+    found = {
+        "LoRA": asked.config.lora_config is not None,
+        "--enable-eplb": parallel.enable_eplb,
+        "pipeline stages": parallel.pipeline_parallel_size > 1,
+        "--expert-placement-strategy round_robin": (parallel.expert_placement_strategy != "linear"),
+        "experts that are not fused": "experts" not in asked.options.fused.names,
+    }
+    return [name for name, has in found.items() if has]
+
+
+MC2 = (
+    Refusal(
+        "mc2-device",
+        lambda c: mc2_limits(c) is None,
+        ON + "{device}",
+        "its operators are torch_npu's, and what they take is known of A2 and A3",
+        AUTO,
+        lambda c: {"device": "this NPU" if c.kind == NPU_KIND else "the CPU fallback"},
+    ),
+    Refusal(
+        "mc2-layout",
+        lambda c: not exchanges_tokens(c),
+        ON + "this layout of ranks",
+        "it exchanges tokens of data-parallel ranks with experts that belong to one rank each",
+        "use --data-parallel-size and --enable-expert-parallel, or leave the option out",
+    ),
+    Refusal(
+        "mc2-ranks",
+        lambda c: (
+            exchanges_tokens(c)
+            and (limits := mc2_limits(c)) is not None
+            and _expert_ranks(c) not in limits.ranks
+        ),
+        ON + "{num_ranks} ranks",
+        "on {chip} with CANN {cann}, its operators take {ranks}",
+        "change --data-parallel-size or --tensor-parallel-size, or leave the option out",
+        _words_of_ranks,
+    ),
+    Refusal(
+        "mc2-functions",
+        lambda c: c.functions_missing_for(*OPERATORS),
+        ON + "CANN {version}",
+        "it has no {functions}",
+        "install CANN {release}, or leave the option out",
+        lambda c: words_of_functions(c, OPERATORS),
+    ),
+    Refusal(
+        "mc2-beside",
+        beside_mc2,
+        ON + "{names}",
+        "they were not tried together",
+        "leave one of them out",
+        lambda c: {"names": ", ".join(beside_mc2(c))},
+    ),
+)
+
 SUBJECTS = (
     Subject("devices", DEVICES, verdict=""),
     Subject("ranks", RANKS),
+    Subject("mc2", MC2, when=lambda c: c.options.mc2 == "on"),
     Subject("eplb", EPLB, when=lambda c: _parallel(c).enable_eplb),
     Subject(
         "shared-contexts",

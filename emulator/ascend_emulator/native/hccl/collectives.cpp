@@ -161,18 +161,14 @@ Result all_to_all(Request& request, const void* from, const Counts& sends, const
       request,
       [=](Communicator& comm) {
         std::vector<Transfer> items;
-        const size_t width = width_of(type);
         for (int r = 0; r < comm.count(); ++r) {
           char *source = bytes_of(from) + send_at[r], *target = bytes_of(to) + receive_at[r];
           if (r == comm.rank()) {
             std::memcpy(target, source, sends[r]);
             continue;
           }
-          const auto peer = static_cast<uint32_t>(r);
-          const Call send{"HcclAlltoAll", 0, sends[r] / width, 0, type, 0, peer, kHasPeer};
-          const Call receive{"HcclAlltoAll", 0, receives[r] / width, 0, type, 0, peer, kHasPeer};
-          items.push_back({true, r, source, sends[r], send});
-          items.push_back({false, r, target, receives[r], receive});
+          items.push_back(part_of_exchange(true, r, source, sends[r], type, "HcclAlltoAll"));
+          items.push_back(part_of_exchange(false, r, target, receives[r], type, "HcclAlltoAll"));
         }
         return comm.exchange(items);
       },
@@ -289,6 +285,14 @@ Result initialise(uint32_t count, const char* root, uint32_t rank, const Config*
 }
 
 }  // namespace
+
+std::shared_ptr<Communicator> find_named(const std::string& name) {
+  std::lock_guard lock(handles().mutex);
+  for (const auto& [_, comm] : handles().live)
+    if (comm->segment().name() == name) return comm;
+  return nullptr;
+}
+
 }  // namespace hccl
 
 using namespace hccl;

@@ -145,6 +145,7 @@ bool Communicator::all_gather_uneven(const char* from, char* to,
                                      const std::vector<uint64_t>& sizes,
                                      const std::vector<uint64_t>& offsets) {
   const size_t most = *std::max_element(sizes.begin(), sizes.end());
+  emulator_count_sent(sizes[rank()] * (count() - 1));
   const auto part = [&](int r, size_t at) {
     return at < sizes[r] ? std::min<size_t>(kSlotBytes, sizes[r] - at) : 0;
   };
@@ -165,6 +166,7 @@ bool Communicator::all_gather_uneven(const char* from, char* to,
 bool Communicator::all_reduce(const char* from, char* to, size_t elements, uint32_t type,
                               uint32_t op) {
   const size_t width = width_of(type), per_piece = kSlotBytes / width;
+  emulator_count_sent(2 * elements * width * (count() - 1) / count());  // around a ring
   std::vector<const char*> inputs(count());
   for (size_t at = 0; at < elements; at += per_piece, ++pieces_) {
     const size_t size = std::min(per_piece, elements - at);
@@ -194,6 +196,7 @@ bool Communicator::all_reduce(const char* from, char* to, size_t elements, uint3
 bool Communicator::reduce(const char* from, char* to, size_t elements, uint32_t type, uint32_t op,
                           int root) {
   const size_t width = width_of(type), per_piece = kSlotBytes / width;
+  if (rank() != root) emulator_count_sent(elements * width);
   std::vector<const char*> inputs(count());
   for (size_t at = 0; at < elements; at += per_piece, ++pieces_) {
     const size_t size = std::min(per_piece, elements - at);
@@ -209,6 +212,7 @@ bool Communicator::reduce(const char* from, char* to, size_t elements, uint32_t 
 bool Communicator::reduce_scatter(const char* from, char* to, size_t elements, uint32_t type,
                                   uint32_t op) {
   const size_t width = width_of(type), per_piece = kSlotBytes / width / count();
+  emulator_count_sent(elements * width * (count() - 1));
   std::vector<const char*> inputs(count());
   for (size_t at = 0; at < elements; at += per_piece, ++pieces_) {
     const size_t size = std::min(per_piece, elements - at);
@@ -224,6 +228,7 @@ bool Communicator::reduce_scatter(const char* from, char* to, size_t elements, u
 }
 
 bool Communicator::broadcast(char* bytes, size_t total, int root) {
+  if (rank() == root) emulator_count_sent(total * (count() - 1));
   for (size_t at = 0; at < total; at += kSlotBytes, ++pieces_) {
     const size_t size = std::min(kSlotBytes, total - at);
     char* slot = segment_->slot(root, pieces_);
@@ -236,6 +241,7 @@ bool Communicator::broadcast(char* bytes, size_t total, int root) {
 
 bool Communicator::scatter(const char* from, char* to, size_t bytes, int root) {
   const size_t most = kSlotBytes / count();
+  if (rank() == root) emulator_count_sent(bytes * (count() - 1));
   for (size_t at = 0; at < bytes; at += most, ++pieces_) {
     const size_t size = std::min(most, bytes - at);
     char* slot = segment_->slot(root, pieces_);
@@ -299,6 +305,8 @@ bool Communicator::step(Transfer& transfer) {
 }
 
 bool Communicator::exchange(std::vector<Transfer>& items) {
+  for (const auto& item : items)
+    if (item.is_send) emulator_count_sent(item.size);
   // Items with one peer and direction go one after the other.
   const auto is_blocked = [&](size_t index) {
     for (size_t i = 0; i < index; ++i)

@@ -85,4 +85,11 @@ class Communicator {
   std::atomic<bool> is_destroyed_{false};
 };
 
+// The communicator of a name in this process, as operators name theirs; none if there is none.
+std::shared_ptr<Communicator> find_named(const std::string& name);
+
+// A send or receive of an exchange in which all ranks take part, as `kernel` in messages.
+Transfer part_of_exchange(bool is_send, int peer, char* bytes, size_t size, uint32_t type,
+                          const char* kernel);
+
 }  // namespace hccl

@@ -9,6 +9,8 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -228,8 +230,24 @@ void touch_rows(const at::Tensor& self, const at::Tensor& index, bool write) {
   }
 }
 
+// The communicator over which an operator exchanges rows between ranks, by the name of its argument.
+void* communicator_of(const Call& call) {
+  const auto index = call.schema.argumentIndexWithName("group_ep");
+  if (!index) return nullptr;
+  using Find = void* (*)(const char*);
+  static void* const library = dlopen("libhccl.so", RTLD_LAZY | RTLD_NOLOAD);
+  static const auto find = library ? reinterpret_cast<Find>(dlsym(library, "emulator_hccl_find"))
+                                   : nullptr;
+  return find ? find(call.arguments[*index].toStringRef().c_str()) : nullptr;
+}
+
 Accesses accesses_of(const Call& call) {
   Accesses out;
+  // Calls of one communicator share its buffers, so the program has to order them.
+  if (const auto* comm = static_cast<const char*>(communicator_of(call))) {
+    TORCH_CHECK(!emulator_note_communication(call.stream, comm), aclGetRecentErrMsg());
+    out.push_back({comm, 1, true});
+  }
   auto paged = paged_in(call);
   if (takes_rows(call)) paged.push_back(call.schema.arguments()[0].name());
   for (size_t i = 0; i < call.arguments.size(); ++i) {

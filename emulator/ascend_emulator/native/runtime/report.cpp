@@ -108,7 +108,8 @@ std::string report_text() {
       {"graph_launches", c.graph_launches},
       {"syncs", c.syncs},                 {"event_waits", c.event_waits},
       {"hazards", c.hazards},             {"errors", c.errors},
-      {"peak_memory_bytes", c.peak_memory_bytes}};
+      {"peak_memory_bytes", c.peak_memory_bytes},
+      {"sent_bytes", c.sent_bytes}};
   const auto held = held_memory();
   std::lock_guard lock(log().mutex);
   std::vector<std::string> pending;
@@ -298,6 +299,8 @@ ACL_API void emulator_leave() {
 ACL_API uint64_t emulator_host_ns() { return host_time.inside; }
 
 ACL_API void emulator_count_hidden_copy(const char* name) { count_hidden_copy(name); }
+
+ACL_API void emulator_count_sent(uint64_t bytes) { counters().sent_bytes += bytes; }
 
 ACL_API void emulator_fault(const char* message) { fault(acl::kKernelFault, message); }
 

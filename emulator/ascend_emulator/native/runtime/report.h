@@ -17,8 +17,9 @@ struct Counters {
   std::atomic<uint64_t> staged_copies{0}, staged_bytes{0};  // from pageable memory: staged
   std::atomic<uint64_t> launches{0}, hidden_copies{0}, graph_launches{0}, syncs{0}, event_waits{0};
   std::atomic<uint64_t> hazards{0}, errors{0}, peak_memory_bytes{0};
+  std::atomic<uint64_t> sent_bytes{0};
 };
-inline constexpr int kCounterCount = 16;
+inline constexpr int kCounterCount = 17;
 
 Counters& counters();
 

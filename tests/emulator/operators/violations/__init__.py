@@ -3,12 +3,19 @@
 ``VIOLATIONS[family, name]`` is a list of functions without arguments that make such a call.
 """
 
-from tests.emulator.operators.violations import attention, custom, experts, layers, sparse
+from tests.emulator.operators.violations import (
+    attention,
+    custom,
+    exchanges,
+    experts,
+    layers,
+    sparse,
+)
 from tests.emulator.operators.violations.breaking import in_profile
 
 VIOLATIONS = {
     (family, name): violations
-    for subject in (attention, layers, experts, sparse, custom)
+    for subject in (attention, layers, experts, exchanges, sparse, custom)
     for family, rows in subject.FAMILIES.items()
     for name, *violations in rows
 }

@@ -1,0 +1,141 @@
+"""Experts that exchange tokens by MC2, on engines of several cards: tokens, and which steps do it.
+
+Its operators alone: `tests/emulator/test_exchanges.py`.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.helpers.engine import graphs
+from tests.helpers.huggingface import logits_by
+from tests.helpers.quantized import QUANTIZE, rounded_model
+from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
+from tests.helpers.v2 import asked_for
+from tests.npu.inputs import prompts
+from tests.npu.models import PARTED, bound_of, judges_of, lacks, make
+
+TP, DP = "tensor_parallel_size", "data_parallel_size"
+SHORTEST = 3  # its steps are small, the prompt's, too
+GRAPHS = graphs("FULL_AND_PIECEWISE", 4, 16)
+SENT = {2: [8704, 4448], 4: [52224, 15864]}
+"""Bytes that all ranks send, if tokens are gathered and if they are exchanged."""
+SETTINGS = {
+    "block_size": 128,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 32 << 20,
+    "enable_expert_parallel": True,
+}
+
+
+class Case(NamedTuple):
+    model: str
+    settings: dict[str, Any]
+    dtype: str = "bfloat16"
+    runner: str = "V2"
+    how: dict[str, Any] = {}  # noqa: RUF012
+
+
+W4A8 = {"form": "compressed-tensors", "scheme": "W4A8", "group": 0}
+CASES = {
+    "engines": Case("Qwen3Moe", {DP: 2} | GRAPHS, "float16"),
+    "engines, V1, eager": Case("Qwen3Moe", {DP: 2}, "float16", "V1"),
+    "W8A8": Case("Qwen3Moe", {DP: 2} | GRAPHS, "float16", how={"form": "modelslim"}),
+    "W4A8": Case("Qwen3Moe", {DP: 2}, "float16", how=W4A8),
+    "latent": Case("DeepSeek V3", {DP: 2} | GRAPHS),
+    "engines of ranks": Case("DeepSeek V3", {DP: 2, TP: 2} | GRAPHS),
+    "four engines": Case("DeepSeek V3", {DP: 4} | GRAPHS),
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_layer_takes_fewer_launches_and_bytes(count):
+    """Each token has two experts: gathers send it to all other ranks, an exchange to those two's.
+
+    Gathers also send logits. Rank 1 has no token, which gathers send all the same.
+    """
+    command = [sys.executable, "-m", "tests.npu.layer_on_ranks", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = json.loads(done.stdout.splitlines()[-1])
+    for rank, told in enumerate(ranks):
+        ways = told["gathered"], told["exchanged"]
+        rows = [np.array(way["rows"]) for way in ways]
+        assert len(rows[0]) == (0 if rank == 1 else 13)
+        np.testing.assert_allclose(*rows, rtol=0.02, atol=0.02)
+        launches = [way["launches"] for way in ways]
+        assert launches == [9, 7]  # of which one makes weights of bfloat16 float32
+    sent = [sum(told[way]["bytes"] for told in ranks) for way in ("gathered", "exchanged")]
+    assert sent == SENT[count]
+
+
+class ExchangeProbe(RankProbe):
+    """Counts layers of experts that exchange tokens, and those that get gathered ones."""
+
+    def probe_experts(self) -> None:
+        from unittest import mock
+
+        from vllm_npu_prep.ops import moe_method
+
+        self.probe_computed = {"exchanged": 0, "gathered": 0}
+        for name, kind in (("compute_on_ranks", "exchanged"), ("compute_experts", "gathered")):
+            compute = getattr(moe_method, name)
+
+            def counted(*args: Any, compute: Any = compute, kind: str = kind, **how: Any) -> Any:
+                self.probe_computed[kind] += 1
+                return compute(*args, **how)
+
+            mock.patch.object(moe_method, name, counted).start()
+
+    def probe_exchange(self) -> dict[str, Any]:
+        from vllm.distributed.parallel_state import get_ep_group
+
+        mc2 = get_ep_group().device_communicator.mc2
+        return {"max_tokens": mc2 and mc2.max_tokens, **getattr(self, "probe_computed", {})}
+
+
+async def traffic(ranks: Ranks) -> dict[str, Any]:
+    """Tokens of all prompts, and of the shortest alone while other engines are idle."""
+    tokens = await ranks.generate(prompts(), 12)
+    await ranks.ask("probe_experts")
+    alone = await ranks.generate(prompts()[SHORTEST : SHORTEST + 1], 8, engine=0)
+    told = {"exchange": await ranks.ask("probe_exchange"), "alone": alone[0]}
+    return told | {"tokens": tokens, "counts": await ranks.ask("probe_counts")}
+
+
+def serve(model, case, option):
+    settings = {**SETTINGS, **case.settings, "dtype": case.dtype}
+    settings["worker_extension_cls"] = f"{__name__}.ExchangeProbe"
+    settings["additional_config"] = {"npu_prep": {"check": "cheap", "mc2": option}}
+    with asked_for(case.runner):
+        return serve_on_ranks(model, settings, traffic, seconds=480)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_the_best_by_transformers(tmp_path, name):
+    """Whether tokens are exchanged or gathered, and beside engines without requests."""
+    case = CASES[name]
+    model = made = make(tmp_path, case.model)
+    if case.how:
+        made = tmp_path / "quantised"
+        QUANTIZE(model, made, **case.how)
+    got = serve(made, case, "on")
+    asked = 16 if "compilation_config" in case.settings else SETTINGS["max_num_seqs"]
+    parts = case.settings.get(TP, 1)
+    assert {told["max_tokens"] for told in got["exchange"]} == {asked // parts}
+    assert sum(told["gathered"] for told in got["exchange"]) == 0, got["exchange"]
+    if case.how:
+        judges = [logits_by(rounded_model(model, made, 2))] * len(prompts())
+    else:
+        judges = judges_of(model, False)
+    judged = zip(judges, prompts(), got["tokens"], strict=True)
+    lacking = np.stack([lacks(judge, prompt, row) for judge, prompt, row in judged])
+    print(f"{name}: {lacking.max():.3f}, {(lacking > 0).mean():.3f} of tokens")
+    assert lacking.max() < bound_of(case.model, case.dtype, bool(case.how)), lacking.round(3)
+    assert (lacking > 0).mean() < 1 / PARTED
+    assert got["alone"] == got["tokens"][SHORTEST][:8]
