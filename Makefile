@@ -25,7 +25,7 @@ test test-fast test-touched test-all upstream-tests matrix timing mutants: expor
 test test-fast test-touched test-all upstream-tests matrix timing mutants soak: export PYTHONHASHSEED := 0
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-touched test-all upstream-tests matrix timing bench throughput watch peer soak mutants image-dry-run compat seams docs lint \
+.PHONY: help install serve test test-fast test-touched test-all upstream-tests matrix timing bench throughput watch peer soak mutants image-dry-run compat seams dist docs lint \
   format clean
 
 help: ## this list
@@ -136,6 +136,10 @@ seams: install ## the plugin beside the sources of all supported releases: diges
 	@$(PY) -m tests.compat --write
 	@for source in .cache/sources/vllm-*; do \
 	  MYPYPATH=$$source MYPY_CACHE_DIR=.cache/mypy-$${source##*/} $(VENV)/bin/mypy || exit; done
+
+dist: install .cache/tiny-qwen3 ## wheels and sdists of both packages in dist/, installed in a new environment that serves without the checkout
+	@$(PY) -m pip install --quiet --constraint constraints.txt build
+	@PYTHON=$(PY) scripts/dist.sh dist .cache/dist .cache/tiny-qwen3
 
 BASE ?= .cache/image/base
 image-dry-run: install .cache/tiny-qwen3 $(BASE) ## the cpu image, built in plain folders with chroot and tried; as root; BASE=, ARGS="--secret pip.conf"
