@@ -29,7 +29,7 @@ class _RoundedRows(UnquantisedExperts):
 
     quant_mode = 1
 
-    def up(self, rows: Rows) -> Rows:
+    def up(self, rows: Rows) -> torch.Tensor:
         assert rows.scales is not None
         values = rows.values.float() * rows.scales[:, None]
         return super().up(rows._replace(values=values.to(self.layer.w2_weight.dtype), scales=None))
