@@ -89,9 +89,9 @@ def measured(num_tokens: int, rounds: int) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt")
+    parser.add_argument("--rounds", type=int, default=200, help="measured steps")
+    parser.add_argument("--json", action="store_true", help="one object per line")
     given = parser.parse_args()
     rows = measured(given.tokens, given.rounds)
     if given.json:

@@ -25,7 +25,7 @@ def test_keys_are_read():
     assert parsed.pop("fused") == {"off": []}
     defaults = {"attention": "auto", "record": None}
     defaults |= {"probe": True, "kernel_rules": "release", "cpu_binding": True}
-    defaults |= {"scheduler": "batched", "verified": None}
+    defaults |= {"scheduler": "batched", "verified": None, "mc2": "auto"}
     assert parsed == {**defaults, **given}
 
 

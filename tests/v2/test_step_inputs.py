@@ -7,6 +7,7 @@ import torch
 
 from vllm_npu_prep.device.staging import StagedArrays
 from vllm_npu_prep.prep.padding import GraphMode, Padding, no_padding
+from vllm_npu_prep.prep.pcp import NO_PCP
 from vllm_npu_prep.runner.v2.step_inputs import StepInputs
 
 DECODES = SimpleNamespace(
@@ -22,9 +23,17 @@ DECODES = SimpleNamespace(
 )
 
 
+def step_with(padding: Padding, num_logits: int) -> SimpleNamespace:
+    rank_tokens, shape = padding.num_input_tokens, SimpleNamespace(pcp=NO_PCP)
+    return SimpleNamespace(
+        padding=padding, num_logits=num_logits, num_rank_tokens=rank_tokens, shape=shape
+    )
+
+
 def staged() -> StagedArrays:
     """A buffer with the arrays that are read."""
-    names = "idx_mapping", "seq_lens", "query_start_loc", "input_ids", "positions", "is_padding"
+    names = "idx_mapping", "seq_lens", "query_start_loc", "model_input_ids", "model_positions"
+    names = *names, "model_is_padding"
     arrays = SimpleNamespace(**{name: torch.zeros(2, dtype=torch.int32) for name in names})
     on_host = SimpleNamespace(query_start_loc=np.arange(3), num_computed_tokens=np.full(2, 3))
     return StagedArrays(on_host, arrays, arrays)
@@ -35,7 +44,7 @@ def test_inputs_are_made_once_for_a_batch_and_a_buffer():
     eager, in_graph = no_padding(2, 2), Padding(2, 2, mode=GraphMode.PIECEWISE)
 
     def of(now: SimpleNamespace, buffer: StagedArrays, padding: Padding = eager, structured=False):
-        step = SimpleNamespace(padding=padding, num_logits=2)
+        step = step_with(padding, 2)
         return inputs.of_step(now, SimpleNamespace(step=step, staged=buffer), structured)
 
     first, second = (of(DECODES, buffer) for buffer in buffers)
@@ -44,7 +53,9 @@ def test_inputs_are_made_once_for_a_batch_and_a_buffer():
     assert of(DECODES, buffers[0]) is first and of(DECODES, buffers[1]) is second
     assert first.is_padding is None and not first.has_structured_output_reqs
     again = of(DECODES, buffers[0], in_graph, structured=True)
-    assert again.is_padding is buffers[0].device.is_padding and again.has_structured_output_reqs
+    assert (
+        again.is_padding is buffers[0].device.model_is_padding and again.has_structured_output_reqs
+    )
     again = of(DECODES, buffers[0])
     assert again.is_padding is None, "the same sizes without a graph"
     assert not again.has_structured_output_reqs
@@ -54,7 +65,7 @@ def test_a_batch_of_the_same_sizes_gets_the_same_object_anew():
     inputs, buffer = StepInputs(2, torch.device("cpu")), staged()
 
     def of(now: SimpleNamespace):
-        step = SimpleNamespace(padding=no_padding(2, 2), num_logits=len(now.req_ids))
+        step = step_with(no_padding(2, 2), len(now.req_ids))
         return inputs.of_step(now, SimpleNamespace(step=step, staged=buffer), False)
 
     others = SimpleNamespace(**vars(DECODES) | {"req_ids": ["b", "c"], "has_prefill": True})

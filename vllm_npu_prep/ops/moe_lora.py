@@ -97,8 +97,8 @@ class FusedMoEWithLoRA(upstream.FusedMoEWithLoRA):
                 rank = a.shape[-2] // (1 if names is apart else self.global_num_experts)
                 if self.fully_sharded and rank % self.tp_size:
                     raise ValueError(
-                        f"{each} has rank {rank}, which --fully-sharded-loras can't divide by "
-                        f"{self.tp_size} ranks"
+                        f"{each} has rank {rank}, which --fully-sharded-loras can't divide among "
+                        f"the {self.tp_size} tensor-parallel ranks"
                     )
                 if given != wanted:
                     raise ValueError(

@@ -15,6 +15,7 @@ from vllm_npu_prep.verify import formulas
 from vllm_npu_prep.verify.collectives import team
 from vllm_npu_prep.verify.outcome import NotHereError, Outcome, worst_of
 from vllm_npu_prep.verify.row import Row, RowContext, compare, uniform
+from vllm_npu_prep.wording import counted
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 2, 1024, 32
 TOKENS, OF_RANKS = 5, (3, 0, 5, 1)
@@ -49,7 +50,7 @@ def _exchange(dtype: torch.dtype, is_rounded: bool, context: RowContext) -> Outc
     for function in missing_functions(OPERATORS).values():
         raise NotHereError(f"CANN has no {function}; CANN {first_release(function)} has it")
     if limits is None or context.num_ranks not in limits.ranks:
-        raise NotHereError(f"{context.num_ranks} ranks are not taken on this chip and release")
+        raise NotHereError(f"this chip and release don't take {counted(context.num_ranks, 'rank')}")
     w13 = uniform(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) / 32
     w2 = uniform(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) / 16
     rank, local = context.rank, EXPERTS // context.num_ranks
@@ -86,7 +87,7 @@ def _exchange(dtype: torch.dtype, is_rounded: bool, context: RowContext) -> Outc
             ),
         ]
         dist.barrier()
-    return worst_of(outcomes, f"{EXPERTS} experts on {context.num_ranks} ranks")
+    return worst_of(outcomes, f"{EXPERTS} experts on {counted(context.num_ranks, 'rank')}")
 
 
 def _row(name: str, what: str, dtype: torch.dtype, is_rounded: bool, ranks: int = 2) -> Row:

@@ -339,12 +339,12 @@ ADAPTERS = (
             and c.config.parallel_config.enable_expert_parallel
             and c.model.get_num_experts() % c.config.parallel_config.tensor_parallel_size != 0
         ),
-        "LoRA on {experts} experts over {ranks} ranks",
+        "LoRA on {experts} experts over {num_ranks} ranks",
         "vLLM gives each rank the adapters of equally many experts",
         "use a number of ranks that divides {experts}, or leave --enable-expert-parallel out",
         lambda c: {
             "experts": c.model.get_num_experts(),
-            "ranks": c.config.parallel_config.tensor_parallel_size,
+            "num_ranks": c.config.parallel_config.tensor_parallel_size,
         },
     ),
     Refusal(
