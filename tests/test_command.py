@@ -34,6 +34,15 @@ def test_output_that_nobody_reads_to_its_end_is_no_error():
         assert (done.stdout, done.stderr) == (printed, b""), rest
 
 
+def test_without_a_command_five_lines_say_what_to_type(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 5
+    commands = re.findall(r"vllm-npu-prep ([a-z-]+)(.*?)(?:;|$)", said, re.MULTILINE)
+    asked = [cli._parser().parse_args([name, *rest.split()]).command for name, rest in commands]
+    assert asked == ["doctor", "verify-device", "record", "explain", "replay"]
+
+
 def parsers(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
     found = {name: parser}
     for action in parser._actions:

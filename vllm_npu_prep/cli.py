@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 EMULATOR = "ascend_emulator"
 
+FIRST_COMMANDS = """\
+Will vLLM run with the plugin?  vllm-npu-prep doctor
+Does this NPU compute right?    vllm-npu-prep verify-device --markdown verify-device.md
+What did the last steps get?    vllm-npu-prep record; vllm-npu-prep explain steps --html run.html
+Were these inputs right?        vllm-npu-prep replay steps
+"steps" is the folder of the option "record"; vllm-npu-prep COMMAND --help has all options.
+"""
+"""What is printed when no command is given, and at the end of the help."""
+
 
 class Output:
     """Standard output that remembers why it could not be written.
@@ -99,6 +108,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None, output: Output) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    if not arguments:
+        print(FIRST_COMMANDS, end="", file=sys.stderr)
+        return 2
     if arguments[:1] == ["emulate"]:
         _emulate(arguments[1:])
     try:
@@ -118,7 +130,10 @@ def _print_error(error: object) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vllm-npu-prep", description="Look at how vllm_npu_prep prepares a step."
+        prog="vllm-npu-prep",
+        description="Look at the steps that vllm_npu_prep prepares, at this host and at its NPUs.",
+        epilog=FIRST_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--version", action="version", version=__version__, help="print the plugin's version"
@@ -126,9 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser(
         "explain",
-        help="prepare a scenario's step and show every variable by level",
-        description="Prepare a scenario's step, or read a recorded one, and show every variable by "
-        "level.",
+        help="show a step, of a scenario or of a record: state, masks, requests, tokens, blocks",
+        description="Show a step: its state and the reason for it, masks, requests, tokens and KV "
+        "blocks. The step of a scenario is prepared now; a record is shown as it was prepared.",
     )
     explain.add_argument(
         "file",

@@ -152,7 +152,7 @@ def test_tokens_are_those_of_graphs_or_decodes_that_fit(monkeypatch):
     monkeypatch.setenv("HCCL_BUFFSIZE", "")
     assert tokens_to_exchange(engine(), A3, {DEEPSEEK}, False) == (26, "")
     few = DEEPSEEK._replace(experts=128)  # 16 on each of 8 ranks
-    why = "8 ranks on A2, where gathers are as fast"
+    why = "8 ranks on A2, where vllm-ascend gathers"
     assert tokens_to_exchange(engine(data=8), A2, {few}, False) == (0, why)
     assert tokens_to_exchange(engine(max_num_seqs=8, data=8), A2, {few}, True) == (16, "")
 

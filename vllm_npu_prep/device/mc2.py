@@ -155,7 +155,7 @@ def tokens_to_exchange(
         )
     if not why and not is_asked:
         chosen = all(is_chosen(limits, each, num_ranks) for each in layers)
-        why = "" if chosen else f"{num_ranks} ranks on {limits.chip}, where gathers are as fast"
+        why = "" if chosen else f"{num_ranks} ranks on {limits.chip}, where vllm-ascend gathers"
     if why:
         return 0, why
     asked, buffer = asked_tokens(vllm_config, limits), given_buffer()
