@@ -28,8 +28,8 @@ from tests.helpers.watch import (
     record_stored,
 )
 from tests.reports.engines import DEFAULTS, ENGINES
-from tests.reports.oracle import hold_prompt_scores, hold_scores, hold_tokens
-from tests.reports.report import ALONE, TRANSFORMERS, Ask, Call, Part, Report, When
+from tests.reports.oracle import assert_prompt_scores, assert_scores, assert_tokens
+from tests.reports.report import Ask, Call, Part, When
 
 PATIENCE = 600
 """Steps after which an engine counts as one that hangs."""
@@ -89,7 +89,7 @@ class Engine:
         self.get_output = self.core.engine_core.get_output
         self.core.engine_core.get_output = self._get_output
 
-    def play(self, does: tuple[Ask | Part | Call, ...]) -> dict[str, Answer]:
+    def play(self, does: tuple[Ask | Call, ...]) -> dict[str, Answer]:
         """Make requests and calls when they are due, until all have been answered."""
         for each in (*self.counts, self.cached, self.stored):
             each.clear()
@@ -98,12 +98,12 @@ class Engine:
         while due or self.core.has_unfinished_requests() or any(self.sessions.values()):
             for each in [each for each in due if _is_due(each.at, steps, answers)]:
                 due.remove(each)
-                if isinstance(each, Ask):
-                    self._ask(each, answers)
+                if isinstance(each, Call):
+                    CALLS[each.name](self, **each.given)
                 elif isinstance(each, Part):
                     self._send(each, answers)
                 else:
-                    CALLS[each.name](self, **each.given)
+                    self._ask(each, answers)
             for output in self.core.step():
                 answer = self.by_id[output.request_id]
                 for each in output.outputs:
@@ -147,8 +147,7 @@ class Engine:
 
     def _send(self, part: Part, answers: dict[str, Answer]) -> None:
         parts = self.sessions.setdefault(part.session, [])
-        ask = Ask(part.name, part.prompt, part.tokens, params=part.params, form=part.form)
-        answer = Answer(ask)
+        answer = Answer(part)
         if part.prompt is not None:
             answers[part.name] = answer
             parts.append(answer)
@@ -181,8 +180,8 @@ class Engine:
         found = sum(self.counts, Counter[str]())
         return found + Counter(cached=sum(self.cached), stored=sum(self.stored))
 
-    def rest(self) -> None:
-        """Nothing is kept for a request that has ended, and the prefix cache can be emptied."""
+    def assert_nothing_is_kept(self) -> None:
+        """Of requests that have ended: blocks and entries. The prefix cache is emptied."""
         for _ in range(50):
             if self.pool.get_num_free_blocks() == self.free and not self.inner.batch_queue:
                 break
@@ -251,50 +250,45 @@ def start(name: str, runner: str) -> Iterator[Engine]:
         engine.__dict__.clear()
 
 
-def hold(report: Report, engine: Engine) -> None:
-    """Play a report, and hold what came of it against its oracle."""
-    answers = engine.play(report.does)
-    happened = engine.happened()
-    engine.rest()
-    for name, expected in report.expect.items():
-        found = {what: answers[name].found(what) for what in expected}
-        assert found == expected, f"{name}: {report.title}"
-    for answer in answers.values():
-        if report.oracle == TRANSFORMERS:
-            happened["changed"] += _hold_against_transformers(engine, answer)
-        elif report.oracle == ALONE and _is_certain(answer.params):
-            alone = engine.play((replace(answer.ask, at=0, priority=0),))[answer.ask.name]
-            engine.rest()
-            _hold_against(alone, answer)
-    missing = [what for what in report.happened if not happened[what]]
-    assert not missing, f"not met: {missing} of {dict(happened)}"
+def assert_right(engine: Engine, answer: Answer) -> int:
+    """A greedy answer is what transformers says, and one that was drawn is the same alone.
+
+    Alone means: on the same engine, without other requests and without calls. One that was drawn
+    without a seed isn't looked at. Returns how many tokens are others than without the request's
+    parameters.
+    """
+    if answer.params.temperature == 0:
+        return _assert_as_by_transformers(engine, answer)
+    if answer.params.seed is not None:
+        alone = engine.play((replace(answer.ask, at=0, priority=0),))[answer.ask.name]
+        engine.assert_nothing_is_kept()
+        _assert_same(alone, answer)
+    return 0
 
 
-def _is_certain(params: SamplingParams) -> bool:
-    return params.temperature == 0 or params.seed is not None
-
-
-def _hold_against_transformers(engine: Engine, answer: Answer) -> int:
-    """Return how many tokens are others than without the request's parameters."""
+def _assert_as_by_transformers(engine: Engine, answer: Answer) -> int:
     changed = 0
     judge = judge_of(engine.kind.model, adapter=answer.ask.weights or answer.ask.adapter)
     prompt, params = answer.ask.prompt, answer.params
     for output in answer.outputs:
-        tokens = list(output.token_ids)
-        if output.finish_reason == "length":
-            assert len(tokens) == answer.ask.tokens, answer.ask.name
+        name, tokens, finish = answer.ask.name, list(output.token_ids), output.finish_reason
+        stops = [n for n, token in enumerate(tokens) if token in params.all_stop_token_ids]
+        assert finish != "length" or len(tokens) == answer.ask.tokens, name
         if answer.ask.form:
-            assert not any(judge.margins(prompt, tokens, answer.ask.form)), answer.ask.name
-        elif params.temperature == 0 and params.thinking_token_budget is None:
-            changed += hold_tokens(judge, prompt, tokens, params)
+            assert finish == "stop", name
+            assert not any(judge.margins(prompt, tokens, answer.ask.form)), name
+        elif answer.ended:
+            assert stops == ([len(tokens) - 1] if finish == "stop" else []), name
+        if not answer.ask.form and params.thinking_token_budget is None:
+            changed += assert_tokens(judge, prompt, tokens, params)
         if params.logprobs is not None:
-            hold_scores(judge, prompt, output, params)
+            assert_scores(judge, prompt, output, params)
     if params.prompt_logprobs is not None and answer.ended:
-        hold_prompt_scores(judge, prompt, answer.prompt_logprobs, params.prompt_logprobs)
+        assert_prompt_scores(judge, prompt, answer.prompt_logprobs, params.prompt_logprobs)
     return changed
 
 
-def _hold_against(alone: Answer, answer: Answer) -> None:
+def _assert_same(alone: Answer, answer: Answer) -> None:
     name, whole = answer.ask.name, answer.ended
     for one, other in zip(alone.outputs, answer.outputs, strict=True):
         tokens = list(other.token_ids)
@@ -302,11 +296,11 @@ def _hold_against(alone: Answer, answer: Answer) -> None:
         if whole:
             assert (other.finish_reason, other.stop_reason) == (one.finish_reason, one.stop_reason)
             assert other.text == one.text
-        _hold_logprobs(one.logprobs, other.logprobs, len(tokens), name)
-    _hold_logprobs(alone.prompt_logprobs, answer.prompt_logprobs, None, name)
+        _assert_same_logprobs(one.logprobs, other.logprobs, len(tokens), name)
+    _assert_same_logprobs(alone.prompt_logprobs, answer.prompt_logprobs, None, name)
 
 
-def _hold_logprobs(expected: Any, found: Any, length: int | None, name: str) -> None:
+def _assert_same_logprobs(expected: Any, found: Any, length: int | None, name: str) -> None:
     assert (found is None) == (expected is None), name
     for one, other in zip((expected or [])[:length], (found or [])[:length], strict=True):
         assert (one is None) == (other is None)

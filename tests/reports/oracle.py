@@ -12,7 +12,7 @@ CLOSE = 1e-3
 """By how much log-probabilities in float32 may differ from those of transformers."""
 
 
-def hold_tokens(judge: Judge, prompt: Any, tokens: list[int], params: SamplingParams) -> int:
+def assert_tokens(judge: Judge, prompt: Any, tokens: list[int], params: SamplingParams) -> int:
     """Each token of a greedy answer is the best one of what the parameters make of the logits.
 
     Returns how many are not the best ones of the logits themselves.
@@ -28,15 +28,15 @@ def hold_tokens(judge: Judge, prompt: Any, tokens: list[int], params: SamplingPa
     return int((logits.argmax(1) != torch.tensor(tokens)).sum())
 
 
-def hold_scores(judge: Judge, prompt: list[int], output: Any, params: SamplingParams) -> None:
+def assert_scores(judge: Judge, prompt: list[int], output: Any, params: SamplingParams) -> None:
     """Log-probabilities of an answer are those of the model, with as many of the likeliest."""
     tokens = list(output.token_ids)
-    _hold(_logits(judge, prompt, tokens), tokens, output.logprobs, params.logprobs)
+    _assert_scores(_logits(judge, prompt, tokens), tokens, output.logprobs, params.logprobs)
 
 
-def hold_prompt_scores(judge: Judge, prompt: list[int], scores: Any, number: int) -> None:
+def assert_prompt_scores(judge: Judge, prompt: list[int], scores: Any, number: int) -> None:
     assert len(scores) == len(prompt) and scores[0] is None
-    _hold(_logits(judge, prompt[:1], prompt[1:]), prompt[1:], scores[1:], number)
+    _assert_scores(_logits(judge, prompt[:1], prompt[1:]), prompt[1:], scores[1:], number)
 
 
 @torch.no_grad()
@@ -72,7 +72,9 @@ def _changed(
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
-def _hold(logits: torch.Tensor, tokens: list[int], scores: Any, number: int | None) -> None:
+def _assert_scores(
+    logits: torch.Tensor, tokens: list[int], scores: Any, number: int | None
+) -> None:
     assert scores is not None and len(scores) == len(tokens)
     rows = logits.log_softmax(1)
     for row, token, given in zip(rows, tokens, scores, strict=True):

@@ -4,13 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.helpers.prompts import prompts_of
-
-TRANSFORMERS = "transformers"
-"""Each token of a greedy request is the best one by transformers, behind those before it and by the
-request's parameters, and log-probabilities are transformers'."""
-ALONE = "alone"
-"""Each greedy request, and each with a seed, gets what it gets alone on the same engine, without
-the calls: tokens, log-probabilities, why and where it ends."""
+from tests.reports.engines import ENGINES
 
 When = int | str | tuple[str, int]
 """A number of steps since the beginning; the name of a request that has ended; a request and how
@@ -38,16 +32,10 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Ask):
     """A part of a session, which is answered before the next one; `prompt` is None at its end."""
 
-    name: str
-    session: str
-    prompt: list[int] | None
-    tokens: int = 12
-    at: When = 0
-    params: dict[str, Any] = field(default_factory=dict)
-    form: str = ""
+    session: str = "s"
 
 
 @dataclass(frozen=True)
@@ -67,8 +55,6 @@ class Report:
     ----------
     engine
         Its name in `tests.reports.engines.ENGINES`.
-    oracle
-        `TRANSFORMERS` or `ALONE`.
     expect
         By name of a request, what is to be found in its `Answer`.
     happened
@@ -76,20 +62,38 @@ class Report:
     failed
         Whether it once failed here.
     known
-        An open report of vLLM's own fault, for which the scenario has to fail.
+        Whether vLLM still has the fault, so that the scenario has to fail.
     """
 
     number: str
     title: str
     engine: str
-    does: tuple[Ask | Part | Call, ...]
-    oracle: str = TRANSFORMERS
+    does: tuple[Ask | Call, ...]
     expect: dict[str, dict[str, Any]] = field(default_factory=dict)
     happened: tuple[str, ...] = ()
     failed: bool = False
-    known: str = ""
+    known: bool = False
+
+
+def report(
+    number: str,
+    title: str,
+    engine: str,
+    *does: Ask | Call,
+    happened: tuple[str, ...] = (),
+    **others: Any,
+) -> Report:
+    """A `Report`. Where a model drafts, some drafts have to be rejected, too."""
+    if ENGINES[engine].drafts not in ("", "ngram"):  # what is looked up may not be found
+        happened += ("rejected",)
+    return Report(number, title, engine, does, happened=happened, **others)
 
 
 def words(length: int, seed: int = 1) -> list[int]:
     """A prompt of token ids: the longer one of a seed begins with the shorter one."""
     return prompts_of(seed, [512])[0][:length]
+
+
+def seeded(seed: int, **others: Any) -> dict[str, Any]:
+    """Parameters of a request whose tokens are drawn with this seed."""
+    return {"temperature": 1.0, "seed": seed, **others}

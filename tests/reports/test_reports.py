@@ -1,4 +1,4 @@
-"""Public reports of vLLM, vllm-ascend, SGLang and others: none of them holds here.
+"""Public reports of vLLM, vllm-ascend, SGLang and others: what they tell of does not happen here.
 
 Tables have an entry for each, one driver plays all, and reports of one engine share its start.
 """
@@ -9,7 +9,7 @@ from itertools import groupby
 import pytest
 
 from tests.helpers.v2 import RUNNERS
-from tests.reports.driver import hold, start
+from tests.reports.driver import assert_right, start
 from tests.reports.engines import ENGINES
 from tests.reports.tables import REPORTS
 
@@ -20,12 +20,17 @@ class Started:
     def __init__(self):
         self._stack, self._key, self._engine = contextlib.ExitStack(), None, None
 
-    def get(self, name, runner):
+    @contextlib.contextmanager
+    def engine(self, name, runner):
         if self._key != (name, runner):
             self.stop()
             self._engine = self._stack.enter_context(start(name, runner))
             self._key = name, runner
-        return self._engine
+        try:
+            yield self._engine
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self):
         self._key = self._engine = None
@@ -39,38 +44,31 @@ def started():
     started.stop()
 
 
-def cases(failed):
+def cases():
     """Each report with V2 and with V1, those of an engine one after another."""
     places = list(ENGINES)
-    reports = [report for report in REPORTS if report.failed == failed]
-    reports.sort(key=lambda report: (places.index(report.engine), bool(report.known)))
+    reports = sorted(REPORTS, key=lambda report: (places.index(report.engine), report.known))
     for _, group in groupby(reports, key=lambda report: report.engine):
         of_engine = list(group)
         for runner in RUNNERS:
             for report in of_engine:
-                fails = pytest.mark.xfail(reason=report.known, strict=True)
+                once = "failed" if report.failed else "held"
+                name = f"{once}: {report.number} {report.title}" + "-V2" * (runner == "V2")
+                fails = pytest.mark.xfail(reason=f"{report.number} is open", strict=True)
                 marks = [fails] if report.known else []
-                name = f"{report.number} {report.title}" + ("-V2" if runner == "V2" else "")
                 yield pytest.param(report, runner, marks=marks, id=name)
 
 
-def play(report, runner, started):
-    engine = started.get(report.engine, runner)
-    try:
-        hold(report, engine)
-    except BaseException:
-        started.stop()
-        raise
-
-
-@pytest.mark.parametrize(("report", "runner"), list(cases(failed=True)))
-def test_what_failed_once_holds_no_more(report, runner, started):
-    play(report, runner, started)
-
-
-@pytest.mark.parametrize(("report", "runner"), list(cases(failed=False)))
-def test_no_report_holds_here(report, runner, started):
-    play(report, runner, started)
+@pytest.mark.parametrize(("report", "runner"), list(cases()))
+def test_what_was_reported_does_not_happen(report, runner, started):
+    with started.engine(report.engine, runner) as engine:
+        answers = engine.play(report.does)
+        happened = engine.happened()
+        engine.assert_nothing_is_kept()
+        for name, expected in report.expect.items():
+            assert {what: answers[name].found(what) for what in expected} == expected
+        happened["changed"] = sum(assert_right(engine, each) for each in answers.values())
+        assert set(report.happened) <= set(+happened)
 
 
 def test_each_report_is_told_once():

@@ -1,44 +1,39 @@
 """Reports about what is kept for later: prefixes, windows, states, adapters, blocks on the host."""
 
-from tests.reports.report import Ask, Call, Report, words
+from tests.reports.report import Ask, Call, report, words
+from tests.reports.tables.life_cycle import sleep
 
 CROWD = tuple(Ask(f"r{n}", words(45, n + 1), 40) for n in range(5))
 
 REPORTS = (
-    Report(
+    report(
         "vllm#30931",
         "adapters of one name and different numbers don't share blocks",
         "adapters",
-        (
-            Ask("one", words(50), 8, adapter=1, adapter_name="same"),
-            Ask("two", words(50), 8, at="one", adapter=2, adapter_name="same"),
-            Ask("both", words(50), 8, at="two", adapter=1, adapter_name="same"),
-            Ask("two again", words(50), 8, at="two", adapter=2, adapter_name="same"),
-        ),
+        Ask("one", words(50), 8, adapter=1, adapter_name="same"),
+        Ask("two", words(50), 8, at="one", adapter=2, adapter_name="same"),
+        Ask("both", words(50), 8, at="two", adapter=1, adapter_name="same"),
+        Ask("two again", words(50), 8, at="two", adapter=2, adapter_name="same"),
         expect={"two": {"cached": 0}},
     ),
-    Report(
+    report(
         "vllm#44701",
         "an adapter's name is no salt",
         "adapters",
-        (
-            Ask("adapter", words(50), 8, adapter=1, adapter_name="collide"),
-            Ask("salt", words(50), 8, at="adapter", salt="collide"),
-            Ask("salt again", words(50), 8, at="salt", salt="collide"),
-        ),
+        Ask("adapter", words(50), 8, adapter=1, adapter_name="collide"),
+        Ask("salt", words(50), 8, at="adapter", salt="collide"),
+        Ask("salt again", words(50), 8, at="salt", salt="collide"),
         expect={"salt": {"cached": 0}, "salt again": {"cached": 48}},
     ),
-    Report(
+    report(
         "vllm#3263",
         "blocks of a model and of its adapters are told apart",
         "adapters",
-        (
-            Ask("base", words(50), 8),
-            Ask("one", words(50), 8, at="base", adapter=1),
-            Ask("two", words(50), 8, at="one", adapter=2),
-            Ask("base again", words(50), 8, at="two"),
-            Ask("one again", words(50), 8, at="two", adapter=1),
-        ),
+        Ask("base", words(50), 8),
+        Ask("one", words(50), 8, at="base", adapter=1),
+        Ask("two", words(50), 8, at="one", adapter=2),
+        Ask("base again", words(50), 8, at="two"),
+        Ask("one again", words(50), 8, at="two", adapter=1),
         expect={
             "one": {"cached": 0},
             "two": {"cached": 0},
@@ -46,183 +41,159 @@ REPORTS = (
             "one again": {"cached": 48},
         },
     ),
-    Report(
+    report(
         "vllm#42125",
         "blocks of an adapter's old weights are no hits after it was loaded anew",
         "adapters",
-        (
-            Ask("old", words(50), 8, adapter=1),
-            Call("unload", "old", {"number": 1}),
-            Call("overwrite", "old", {"number": 1, "weights": 2}),
-            Ask("new", words(50), 8, at="old", adapter=1, weights=2),
-            Ask("again", words(50), 8, at="new", adapter=1, weights=2),
-            Call("unload", "again", {"number": 1}),
-            Call("overwrite", "again", {"number": 1, "weights": 1}),
-        ),
+        Ask("old", words(50), 8, adapter=1),
+        Call("unload", "old", {"number": 1}),
+        Call("overwrite", "old", {"number": 1, "weights": 2}),
+        Ask("new", words(50), 8, at="old", adapter=1, weights=2),
+        Ask("again", words(50), 8, at="new", adapter=1, weights=2),
+        Call("unload", "again", {"number": 1}),
+        Call("overwrite", "again", {"number": 1, "weights": 1}),
         expect={"new": {"cached": 0}, "again": {"cached": 48}},
         failed=True,
     ),
-    Report(
+    report(
         "peft#804",
         "adapters and the model itself in one batch, more than fit",
         "adapters",
-        tuple(Ask(f"r{n}", words(9 + 9 * n, n + 1), 16, at=n, adapter=n % 4) for n in range(8)),
+        *(Ask(f"r{n}", words(9 + 9 * n, n + 1), 16, at=n, adapter=n % 4) for n in range(8)),
     ),
-    Report(
+    report(
         "vllm#44250",
         "blocks on the host are an adapter's, too",
         "adapters, offloading",
-        (
-            Ask("one", words(60), 8, adapter=1),
-            Ask("other", words(100, 2), 8, at="one"),
-            Ask("third", words(100, 3), 8, at="other"),
-            Ask("two", words(60), 8, at="third", adapter=2),
-            Ask("one again", words(60), 8, at="two", adapter=1),
-        ),
+        Ask("one", words(60), 8, adapter=1),
+        Ask("other", words(100, 2), 8, at="one"),
+        Ask("third", words(100, 3), 8, at="other"),
+        Ask("two", words(60), 8, at="third", adapter=2),
+        Ask("one again", words(60), 8, at="two", adapter=1),
         happened=("stored",),
     ),
-    Report(
+    report(
         "vllm#51198",
         "prefixes of a hybrid are found in the cache",
         "hybrid",
-        (
-            Ask("first", words(300), 8),
-            Ask("again", words(300), 8, at="first"),
-            Ask("other", words(280) + words(40, 2), 8, at="again"),
-        ),
+        Ask("first", words(300), 8),
+        Ask("again", words(300), 8, at="first"),
+        Ask("other", words(280) + words(40, 2), 8, at="again"),
         expect={"again": {"cached": 256}, "other": {"cached": 256}},
     ),
-    Report(
+    report(
         "sgl-project/sglang-jax#1317",
         "recurrent states of many decodes beside each other",
         "hybrid",
-        tuple(Ask(f"r{n}", words(9 + 40 * n, n + 1), 30, at=n) for n in range(6)),
+        *(Ask(f"r{n}", words(9 + 40 * n, n + 1), 30, at=n) for n in range(6)),
     ),
-    Report(
+    report(
         "vllm-project/vllm-omni#6442",
         "what a sleep has discarded is no hit afterwards",
         "sleeps",
-        (
-            Ask("before", words(60), 8),
-            Call("drain", "before"),
-            Call("sleep", "before", {"level": 1}),
-            Call("wake", "before"),
-            Ask("after", words(60), 8, at="before"),
-        ),
+        Ask("before", words(60), 8),
+        *sleep("before"),
+        Ask("after", words(60), 8, at="before"),
         expect={"after": {"cached": 0}},
     ),
-    Report(
+    report(
         "vllm#4057",
         "chunks of prompts that are longer than their windows",
         "windows",
-        tuple(Ask(f"r{n}", words(60 + n, n + 1), 50, at=3 * n) for n in range(6)),
+        *(Ask(f"r{n}", words(60 + n, n + 1), 50, at=3 * n) for n in range(6)),
     ),
-    Report(
+    report(
         "vllm#14097",
         "prefixes of a model with windows are found as far as its windows reach",
         "windows",
-        (
-            Ask("first", words(90), 8),
-            Ask("again", words(90), 8, at="first"),
-            Ask("other", words(70) + words(20, 2), 8, at="again"),
-        ),
+        Ask("first", words(90), 8),
+        Ask("again", words(90), 8, at="first"),
+        Ask("other", words(70) + words(20, 2), 8, at="again"),
         happened=("cached",),
     ),
-    Report(
+    report(
         "vllm#46014",
         "a preempted request comes back while its blocks are stored",
         "offloading",
-        CROWD,
+        *CROWD,
         happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#49118",
         "a request that waits is aborted before it was scheduled",
         "offloading",
-        (
-            *CROWD,
-            *(Ask(f"waits{n}", words(60, 20 + n), 8, at=2) for n in range(3)),
-            *(Call("abort", 3, {"name": f"waits{n}"}) for n in range(3)),
-        ),
+        *CROWD,
+        *(Ask(f"waits{n}", words(60, 20 + n), 8, at=2) for n in range(3)),
+        *(Call("abort", 3, {"name": f"waits{n}"}) for n in range(3)),
     ),
-    Report(
+    report(
         "vllm#49889",
         "a request is aborted while its blocks are stored",
         "offloading",
-        (
-            *CROWD,
-            Call("abort", ("r0", 1), {"name": "r0"}),
-            Call("abort", ("r2", 20), {"name": "r2"}),
-        ),
+        *CROWD,
+        Call("abort", ("r0", 1), {"name": "r0"}),
+        Call("abort", ("r2", 20), {"name": "r2"}),
     ),
-    Report(
+    report(
         "vllm#52211",
         "all requests are aborted while some are preempted",
         "offloading",
-        (
-            *CROWD,
-            *(Call("abort", ("r0", 24), {"name": f"r{n}"}) for n in range(5)),
-            Ask("after", words(45), 8, at=("r0", 24)),
-        ),
+        *CROWD,
+        *(Call("abort", ("r0", 24), {"name": f"r{n}"}) for n in range(5)),
+        Ask("after", words(45), 8, at=("r0", 24)),
         happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#43884",
         "blocks come from the host while others have the device's",
         "offloading",
-        (
-            Ask("first", words(60), 4),
-            Ask("second", words(100, 2), 4, at="first"),
-            Ask("third", words(100, 3), 4, at="second"),
-            *(Ask(f"again{n}", words(60), 30, at="third") for n in range(3)),
-            Ask("beside", words(40, 5), 30, at="third"),
-        ),
+        Ask("first", words(60), 4),
+        Ask("second", words(100, 2), 4, at="first"),
+        Ask("third", words(100, 3), 4, at="second"),
+        *(Ask(f"again{n}", words(60), 30, at="third") for n in range(3)),
+        Ask("beside", words(40, 5), 30, at="third"),
         happened=("stored",),
     ),
-    Report(
+    report(
         "LMCache#1969",
         "a preempted request finds its blocks on the host",
         "offloading",
-        tuple(Ask(f"r{n}", words(34, n + 1), 70) for n in range(3)),
+        *(Ask(f"r{n}", words(34, n + 1), 70) for n in range(3)),
         happened=("preempted",),
     ),
-    Report(
+    report(
         "LMCache#2158",
         "tokens computed before a preemption don't count against the host's",
         "offloading",
-        tuple(Ask(f"r{n}", words(60, n + 1), 50, at=n) for n in range(4)),
+        *(Ask(f"r{n}", words(60, n + 1), 50, at=n) for n in range(4)),
         happened=("preempted",),
     ),
-    Report(
+    report(
         "LMCache#2206",
         "the host has more of a prompt than the device, which has a part of it",
         "offloading",
-        (
-            Ask("whole", words(100), 4),
-            Ask("other", words(100, 2), 4, at="whole"),
-            Ask("third", words(60, 3), 4, at="other"),
-            Ask("part", words(40), 4, at="third"),
-            Ask("again", words(100), 12, at="part"),
-        ),
+        Ask("whole", words(100), 4),
+        Ask("other", words(100, 2), 4, at="whole"),
+        Ask("third", words(60, 3), 4, at="other"),
+        Ask("part", words(40), 4, at="third"),
+        Ask("again", words(100), 12, at="part"),
         happened=("stored",),
     ),
-    Report(
+    report(
         "vllm-ascend#16315",
         "many requests that don't fit end beside deferred blocks",
         "offloading",
-        tuple(Ask(f"r{n}", words(70, n + 1), 30) for n in range(8)),
+        *(Ask(f"r{n}", words(70, n + 1), 30) for n in range(8)),
         happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#57596",
         "a prompt that is scored takes nothing from the host",
         "offloading",
-        (
-            Ask("first", words(60), 4),
-            Ask("other", words(100, 2), 4, at="first"),
-            Ask("third", words(100, 3), 4, at="other"),
-            Ask("scored", words(60), 4, at="third", params={"prompt_logprobs": 1}),
-        ),
+        Ask("first", words(60), 4),
+        Ask("other", words(100, 2), 4, at="first"),
+        Ask("third", words(100, 3), 4, at="other"),
+        Ask("scored", words(60), 4, at="third", params={"prompt_logprobs": 1}),
         expect={"scored": {"cached": 0}},
     ),
 )

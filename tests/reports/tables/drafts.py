@@ -1,302 +1,256 @@
 """Reports about speculation: drafts change nothing that a request gets, but the time."""
 
-from tests.reports.report import ALONE, Ask, Call, Report, words
+from tests.reports.report import Ask, Call, report, seeded, words
 from tests.reports.tables.sampling import BAD_WORDS
 
 SAME = [30, 31, 32, 33] * 10
 """A prompt that repeats itself, so that drafts are found in it."""
-BOTH = ("rejected",)
+STOPS = {450: 9, 810: 12, 310: 14, 730: 7}
+"""Tokens of the answer to `words(30, 2)`, and the length of the answer that ends with each."""
 
 REPORTS = (
-    Report(
+    report(
         "vllm#48245",
         "placeholders of drafts on their way when their request is preempted",
         "eagle, few blocks",
-        tuple(Ask(f"r{n}", words(45 + n, n + 1), 60) for n in range(4)),
-        happened=("preempted", "rejected"),
+        *(Ask(f"r{n}", words(45 + n, n + 1), 60) for n in range(4)),
+        happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#41190",
         "requests with drafts are preempted again and again",
         "eagle, few blocks",
-        tuple(Ask(f"r{n}", words(80, n + 1), 40, at=n) for n in range(5)),
-        happened=("preempted", "rejected"),
+        *(Ask(f"r{n}", words(80, n + 1), 40, at=n) for n in range(5)),
+        happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#30142",
         "a reset under drafts that were not verified yet",
         "eagle",
-        (
-            *(Ask(f"r{n}", words(20 + n, n + 1), 24) for n in range(3)),
-            Call("reset", ("r0", 5)),
-            Call("reset", ("r1", 11)),
-        ),
-        happened=("preempted", "rejected"),
+        *(Ask(f"r{n}", words(20 + n, n + 1), 24) for n in range(3)),
+        Call("reset", ("r0", 5)),
+        Call("reset", ("r1", 11)),
+        happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#42043",
         "a pause in mode keep, whose steps end before the next is scheduled",
         "eagle",
-        (
-            *(Ask(f"r{n}", words(20 + n, n + 1), 30) for n in range(4)),
-            *(
-                Call(name, ("r0", tokens))
-                for tokens in (4, 9, 15, 22)
-                for name in ("pause", "drain", "resume")
-            ),
+        *(Ask(f"r{n}", words(20 + n, n + 1), 30) for n in range(4)),
+        *(
+            Call(name, ("r0", tokens))
+            for tokens in (4, 9, 15, 22)
+            for name in ("pause", "drain", "resume")
         ),
         failed=True,
-        happened=BOTH,
     ),
-    Report(
+    report(
         "sglang#22049",
         "penalties count drafts that are verified",
         "eagle",
-        (
-            Ask("frequency", words(9), 30, params={"frequency_penalty": 1.5}),
-            Ask("repetition", words(30, 2), 30, params={"repetition_penalty": 1.6}),
-            Ask("presence", words(20, 3), 30, params={"presence_penalty": 1.5}),
-            Ask("plain", words(40, 4), 30),
-        ),
-        happened=("rejected", "changed"),
+        Ask("frequency", words(9), 30, params={"frequency_penalty": 1.5}),
+        Ask("repetition", words(30, 2), 30, params={"repetition_penalty": 1.6}),
+        Ask("presence", words(20, 3), 30, params={"presence_penalty": 1.5}),
+        Ask("plain", words(40, 4), 30),
+        happened=("changed",),
     ),
-    Report(
+    report(
         "vllm#31908",
         "bad words of a request that isn't the first one of the batch",
         "eagle",
-        (
-            Ask("plain", words(9), 30),
-            Ask("words", words(30, 2), 30, params={"bad_words": BAD_WORDS}),
-            Ask("late", words(20, 3), 30, at=5, params={"bad_words": BAD_WORDS}),
-        ),
-        happened=("rejected", "changed"),
+        Ask("plain", words(9), 30),
+        Ask("words", words(30, 2), 30, params={"bad_words": BAD_WORDS}),
+        Ask("late", words(20, 3), 30, at=5, params={"bad_words": BAD_WORDS}),
+        happened=("changed",),
     ),
-    Report(
+    report(
         "vllm#32642",
         "drafts don't end a request before its least number of tokens",
         "eagle",
-        (
-            Ask("a", words(9), 20, params={"stop_token_ids": [*range(40, 300)], "min_tokens": 9}),
-            Ask(
-                "b", words(9, 2), 20, params={"stop_token_ids": [*range(40, 300)], "min_tokens": 2}
-            ),
-            Ask("c", words(9, 3), 20),
-        ),
-        happened=("rejected", "changed"),
+        Ask("a", words(9), 20, params={"stop_token_ids": [*range(40, 300)], "min_tokens": 9}),
+        Ask("b", words(9, 2), 20, params={"stop_token_ids": [*range(40, 300)], "min_tokens": 2}),
+        Ask("c", words(9, 3), 20),
+        happened=("changed",),
     ),
-    Report(
+    report(
+        "sglang#31599",
+        "a stop among accepted drafts comes before the most tokens",
+        "eagle",
+        *(
+            Ask(f"{token}, {most}", words(30, 2), most, params={"stop_token_ids": [token]})
+            for token, length in STOPS.items()
+            for most in (length, length + 1, 30)
+        ),
+        happened=("partly",),
+    ),
+    report(
         "vllm#34497",
         "log-probabilities of accepted drafts are the model's",
         "eagle",
-        (
-            Ask("a", words(9), 24, params={"logprobs": 2}),
-            Ask("b", words(30, 2), 24),
-            Ask("c", words(60, 3), 24, params={"logprobs": 0}),
-        ),
-        happened=BOTH,
+        Ask("a", words(9), 24, params={"logprobs": 2}),
+        Ask("b", words(30, 2), 24),
+        Ask("c", words(60, 3), 24, params={"logprobs": 0}),
     ),
-    Report(
+    report(
         "vllm-ascend#7861",
         "log-probabilities beside drafts, scheduled synchronously",
         "eagle, sync",
-        (
-            Ask("a", words(9), 24, params={"logprobs": 2}),
-            Ask("b", words(30, 2), 24),
-            Ask("c", SAME, 24, params={"logprobs": 1}),
-        ),
-        happened=BOTH,
+        Ask("a", words(9), 24, params={"logprobs": 2}),
+        Ask("b", words(30, 2), 24),
+        Ask("c", SAME, 24, params={"logprobs": 1}),
     ),
-    Report(
+    report(
         "vllm#17876",
         "log-probabilities of drafts that were looked up are not 0",
         "ngram",
-        (
-            Ask("a", words(90), 24, params={"logprobs": 1}),
-            Ask("b", words(100, 2), 24, params={"logprobs": 2}),
-        ),
-        happened=BOTH,
+        Ask("a", words(90), 24, params={"logprobs": 1}),
+        Ask("b", words(100, 2), 24, params={"logprobs": 2}),
+        happened=("rejected",),
     ),
-    Report(
+    report(
         "vllm#38711",
         "log-probabilities as near the context's end as drafts are many",
         "eagle, sync",
-        (
-            Ask("a", words(100), 28, params={"logprobs": 1}),
-            Ask("b", words(90, 2), 38, params={"logprobs": 1}),
-            Ask("c", words(9, 3), 60),
-        ),
-        happened=BOTH,
+        Ask("a", words(100), 28, params={"logprobs": 1}),
+        Ask("b", words(90, 2), 38, params={"logprobs": 1}),
+        Ask("c", words(9, 3), 60),
     ),
-    Report(
+    report(
         "vllm#16087",
         "drafts beyond the end of the context",
         "eagle",
-        tuple(Ask(f"r{n}", words(100 + 5 * n, n + 1), 28 - 5 * n) for n in range(5)),
-        happened=BOTH,
+        *(Ask(f"r{n}", words(100 + 5 * n, n + 1), 28 - 5 * n) for n in range(5)),
     ),
-    Report(
+    report(
         "vllm#42533",
         "looked up drafts beyond the end of the context",
         "ngram",
-        tuple(Ask(f"r{n}", words(100 + 3 * n, n + 1), 28 - 3 * n) for n in range(5)),
-        happened=BOTH,
+        *(Ask(f"r{n}", words(100 + 3 * n, n + 1), 28 - 3 * n) for n in range(5)),
+        happened=("rejected",),
     ),
-    Report(
+    report(
         "vllm#7047",
         "prompts of one token have nothing to look up",
         "ngram",
-        (Ask("a", words(1), 20), Ask("b", [7, 7, 7, 7, 7, 7], 20), Ask("c", words(2, 3), 20)),
+        Ask("a", words(1), 20),
+        Ask("b", [7, 7, 7, 7, 7, 7], 20),
+        Ask("c", words(2, 3), 20),
     ),
-    Report(
+    report(
         "vllm-ascend#2280",
         "more tokens than the first drafts found",
         "ngram",
-        tuple(
-            Ask(
-                f"r{n}",
-                words(60, n + 1),
-                64,
-                params={"temperature": 0.7, "seed": n, "top_p": 0.9},
-            )
+        *(
+            Ask(f"r{n}", words(60, n + 1), 64, params=seeded(n, temperature=0.7, top_p=0.9))
             for n in range(3)
         ),
-        ALONE,
-        happened=BOTH,
+        happened=("rejected",),
     ),
-    Report(
+    report(
         "vllm#27969",
         "drafts that a grammar doesn't take",
         "eagle",
-        (
-            Ask("a", words(9), 40, form="json"),
-            Ask("b", words(30, 2), 40, form="regex"),
-            Ask("c", words(20, 3), 24),
-        ),
-        expect={each: {"finish": "stop"} for each in "ab"},
-        happened=BOTH,
+        Ask("a", words(9), 40, form="json"),
+        Ask("b", words(30, 2), 40, form="regex"),
+        Ask("c", words(20, 3), 24),
     ),
-    Report(
+    report(
         "vllm#44006",
         "a grammar advances by accepted drafts alone",
         "eagle, sync",
-        (
-            *(Ask(f"r{n}", words(9 + 7 * n, n + 1), 40, form="json") for n in range(4)),
-            Ask("plain", words(20, 9), 24),
-        ),
-        expect={f"r{n}": {"finish": "stop"} for n in range(4)},
-        happened=BOTH,
+        *(Ask(f"r{n}", words(9 + 7 * n, n + 1), 40, form="json") for n in range(4)),
+        Ask("plain", words(20, 9), 24),
     ),
-    Report(
+    report(
         "vllm#52620",
         "looked up drafts of concurrent requests under grammars",
         "ngram",
-        tuple(
+        *(
             Ask(f"r{n}", words(60, n + 1), 60, at=n // 2, form=("json", "regex")[n % 2])
             for n in range(6)
         ),
         happened=("SpecDecoding",),
-        expect={f"r{n}": {"finish": "stop"} for n in range(6)},
     ),
-    Report(
+    report(
         "vllm#30916",
         "drafts of a preempted request under a grammar",
         "eagle, few blocks",
-        (
-            *(Ask(f"r{n}", words(80, n + 1), 40, form="json") for n in range(4)),
-            Ask("plain", words(80, 9), 40),
-        ),
-        expect={f"r{n}": {"finish": "stop"} for n in range(4)},
+        *(Ask(f"r{n}", words(80, n + 1), 40, form="json") for n in range(4)),
+        Ask("plain", words(80, 9), 40),
         happened=("preempted",),
     ),
-    Report(
+    report(
         "vllm#41838",
         "a prompt of the same step is found in the cache before it is written",
         "eagle",
-        (
-            *(Ask(f"r{n}", words(70), 24) for n in range(4)),
-            Ask("late", words(70), 24, at=("r0", 6)),
-        ),
-        happened=("cached", "rejected"),
+        *(Ask(f"r{n}", words(70), 24) for n in range(4)),
+        Ask("late", words(70), 24, at=("r0", 6)),
+        happened=("cached",),
     ),
-    Report(
+    report(
         "vllm-ascend#9024",
         "MTP drafts behind prefixes in the cache",
         "mtp",
-        (
-            Ask("first", words(70), 16),
-            Ask("again", words(70), 16, at="first"),
-            Ask("longer", words(70) + words(20, 2), 16, at=("again", 3)),
-        ),
-        happened=("cached", "rejected"),
+        Ask("first", words(70), 16),
+        Ask("again", words(70), 16, at="first"),
+        Ask("longer", words(70) + words(20, 2), 16, at=("again", 3)),
+        happened=("cached",),
     ),
-    Report(
+    report(
         "vllm#46118",
         "MTP drafts that a grammar doesn't take",
         "mtp",
-        (
-            Ask("a", words(9), 60, form="json"),
-            Ask("b", words(30, 2), 60, form="json", at=3),
-            Ask("c", words(20, 3), 24),
-        ),
-        expect={each: {"finish": "stop"} for each in "ab"},
+        Ask("a", words(9), 60, form="json"),
+        Ask("b", words(30, 2), 60, form="json", at=3),
+        Ask("c", words(20, 3), 24),
     ),
-    Report(
+    report(
         "vllm#39273",
         "looked up drafts leave no trace in recurrent states",
         "hybrid, ngram",
-        (
-            Ask("a", SAME, 30),
-            Ask("b", words(40) * 3, 30),
-            Ask("c", words(150, 3), 30, at=4),
-        ),
+        Ask("a", SAME, 30),
+        Ask("b", words(40) * 3, 30),
+        Ask("c", words(150, 3), 30, at=4),
         happened=("rejected",),
     ),
-    Report(
+    report(
         "vllm#53912",
         "MTP drafts of a hybrid behind prefixes in the cache",
         "hybrid, mtp",
-        (
-            Ask("first", words(280), 16),
-            Ask("again", words(280), 16, at="first"),
-            Ask("longer", words(270) + words(20, 2), 16, at=("again", 3)),
-            Ask("other", words(140) + words(20, 4), 16, at=("again", 3)),
-        ),
+        Ask("first", words(280), 16),
+        Ask("again", words(280), 16, at="first"),
+        Ask("longer", words(270) + words(20, 2), 16, at=("again", 3)),
+        Ask("other", words(140) + words(20, 4), 16, at=("again", 3)),
         happened=("cached",),
     ),
-    Report(
+    report(
         "vllm#53488",
         "scores of a hybrid's prompts in chunks beside drafts",
         "hybrid, mtp",
-        tuple(
+        *(
             Ask(f"r{n}", words(60 + 50 * n, n + 1), 6, params={"prompt_logprobs": 1})
             for n in range(5)
         ),
         happened=("ChunkedPrefill",),
     ),
-    Report(
+    report(
         "vllm#55178",
         "the last tokens of a hybrid's prompt beside rows with drafts",
         "hybrid, mtp",
-        (
-            Ask("going", words(20), 60),
-            *(Ask(f"r{n}", words(47 + n, n + 2), 12, at=3 + 2 * n) for n in range(6)),
-        ),
+        Ask("going", words(20), 60),
+        *(Ask(f"r{n}", words(47 + n, n + 2), 12, at=3 + 2 * n) for n in range(6)),
     ),
-    Report(
+    report(
         "vllm#53407",
         "batches between the sizes of full graphs",
         "eagle, graphs",
-        tuple(Ask(f"r{n}", words(9 + n, n + 1), 12 + 6 * n, at=n) for n in range(6)),
-        happened=BOTH,
+        *(Ask(f"r{n}", words(9 + n, n + 1), 12 + 6 * n, at=n) for n in range(6)),
     ),
-    Report(
+    report(
         "vllm-ascend#5164",
         "padding of uniform decodes in graphs, beside prompts",
         "eagle, graphs",
-        (
-            *(Ask(f"r{n}", words(9, n + 1), 20) for n in range(3)),
-            Ask("late", words(70, 9), 20, at=4),
-        ),
-        happened=BOTH,
+        *(Ask(f"r{n}", words(9, n + 1), 20) for n in range(3)),
+        Ask("late", words(70, 9), 20, at=4),
     ),
 )
