@@ -770,7 +770,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/checks_pcp.py": [
         ("slots of gathered tokens go unchecked", "if out.pcp_slot_mapping[group, place] != out.slot_mapping[group, token]:", "if False:", PROMPTS),
         ("positions of a rank go unchecked", "is_wrong = out.pcp_positions[own] != out.positions[token]", "is_wrong = False", PROMPTS),
-        ("contexts of rows go unchecked", "if out.pcp_seq_lens[row] != out.pcp_positions[end - 1] + 1:", "if False:", PROMPTS),
+        ("contexts of rows go unchecked", "if is_wrong or out.pcp_seq_lens[row] != computed + last - first:", "if is_wrong:", PROMPTS),
+        ("a row may have the blocks of a request of the same length", "is_wrong = out.pcp_table_rows[row] != req", "is_wrong = out.seq_lens[out.pcp_table_rows[row]] != out.seq_lens[req]", PROMPTS),
+        ("a request may be sampled after another one of the same length", "out.pcp_logits_indices[sample] != token - 1:", "out.pcp_positions[out.pcp_logits_indices[sample]] != out.seq_lens[req] - 1:", PROMPTS),
     ],
     "prep/recurrent_states.py": [
         ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),

@@ -204,6 +204,16 @@ def test_a_wrong_value_breaks_its_rule(name):
     assert fault is not None and fault.rule == FAULTS[name]
 
 
+@pytest.mark.parametrize("name", ["pcp_table_rows", "pcp_logits_indices"])
+def test_rows_of_requests_alike_are_told_apart(name):
+    """Requests 0 and 2 are at the same positions, but have other blocks and other samples."""
+    step = rank_step(decodes(4), 2, 0)
+    array = getattr(step.arrays, name)
+    array[:2] = array[:2][::-1].copy()
+    fault = find_fault(step, LIMITS)
+    assert fault is not None and fault.rule == FAULTS[name]
+
+
 def test_padding_that_sees_tokens_breaks_a_rule():
     step = rank_step(decodes(3), 2, 1, 1, mode=GraphMode.FULL)
     step.arrays.pcp_table_rows[-1] = 0
