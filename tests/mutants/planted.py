@@ -209,7 +209,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/prefill_context_parallel.py": [
         ("K and V gathered in the order of other ranks", "group.all_gather(tensor.contiguous(), dim=0) for", "group.all_gather(tensor.contiguous(), dim=0).roll(len(tensor), 0) for", PROMPT_TOKENS),
-        ("rows of ranks read the first requests' blocks", "rows = device.native(staged.device.pcp_table_rows[:num_rows])", "rows = device.native(staged.device.pcp_table_rows[:num_rows].sort()[0])", PROMPT_TOKENS),
+        ("rows of ranks read the first requests' blocks", "rows = device.native(staged.device.pcp_table_rows[:num_rows])", "rows = device.native(torch.arange(num_rows, dtype=torch.int32))", PROMPT_TOKENS),
     ],
     "attention/context_parallel.py": [
         ("contexts on several ranks: results are merged without weights", "weights = (lses - lse).exp()", "weights = (lses - lse).exp() * 0 + 1 / len(lses)", MERGED),
@@ -907,7 +907,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/preparer.py": [
         ("each rank prepares whole prompts", "        pcp=find_pcp(vllm_config),\n", "", PROMPTS),
-        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", SHARDS),
+        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", PROMPTS),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.pcp_manager import PCPManager
 from tests.helpers.batches import RandomBatch, decodes, random_batches, step_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
+from vllm_npu_prep.prep.dcp import DCPRank
 from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
 from vllm_npu_prep.prep.oracle_pcp import oracle_pcp_step
@@ -221,8 +222,8 @@ def test_padding_that_sees_tokens_breaks_a_rule():
     assert fault is not None and fault.rule == Rule.RANK_PADDING
 
 
-def test_tables_of_a_runner_know_its_rank(monkeypatch):
-    rank, of = PCPRank(2, 1, 8), rank_step(decodes(2), 2, 1).batch.tables
+def test_tables_of_a_runner_know_its_ranks(monkeypatch):
+    pcp, dcp, of = PCPRank(2, 1, 8), DCPRank(2, 1, 2), rank_step(decodes(2), 2, 1).batch.tables
     names = ("max_num_blocks", "block_sizes", "num_blocks", "num_synced_blocks")
     blocks = SimpleNamespace(
         block_table_flat_np=of.block_table_flat,
@@ -231,13 +232,15 @@ def test_tables_of_a_runner_know_its_rank(monkeypatch):
     )
     config = SimpleNamespace(
         uniform_decode_query_len=1,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=None,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
     )
     names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
     of_requests = {name: getattr(of, name) for name in names}
-    monkeypatch.setattr(preparer, "find_pcp", lambda vllm_config: rank)
-    assert preparer.make_tables(blocks, (), (), config, **of_requests).shape.pcp == rank
+    monkeypatch.setattr(preparer, "find_pcp", lambda vllm_config: pcp)
+    monkeypatch.setattr(preparer, "find_dcp", lambda parallel_config: dcp)
+    shape = preparer.make_tables(blocks, (), (), config, **of_requests).shape
+    assert (shape.pcp, shape.dcp) == (pcp, dcp)
 
 
 @pytest.mark.parametrize(("world", "rank", "rows"), [(2, 2, 4), (2, -1, 4), (2, 0, 0)])
