@@ -482,6 +482,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("eager steps are not told from replays", "if padding.mode in REPLAYED:", "if True:", GRAPHS),
     ],
     "graph/fake_graph.py": [
+        ("what graphs read past a rank's share goes unchecked", "        _check_rank_padding(step, staged)\n", "", ("tests/graph/test_fake_graph.py",)),
         ("every size runs at capture", "if not 0 < num_tokens <= self.num_tokens or not has_rows:", "if True:", ("tests/graph/test_fake_graph.py",)),
         ("moved inputs are overlooked", "if places != self.places:", "if False:", GRAPHS),
         ("results stay where they were made", "home if home is result else home.copy_(result)", "result", GRAPHS),
