@@ -899,6 +899,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("outputs are let go while they are copied", "while self._kept and self._kept[0][0].query():", "while self._kept:", ("tests/runner/test_outputs.py",)),
     ],
     "runner/padding.py": [
+        ("full graphs of ranks may read more blocks than the cache has", "if not limits.allow(batch, most_rows):", "if False:", ("tests/runner/test_padding.py",)),
+        ("steps of ranks are padded to the tokens of one", "num_tokens = self.num_ranks * descriptor.num_tokens", "num_tokens = descriptor.num_tokens", ("tests/runner/test_padding.py",)),
         ("a full graph with more blocks than the cache", "return blocks <= self.num_blocks", "return True", ("tests/runner/test_padding.py",)),
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
         ("padding decided for other counts", "            num_reqs,\n            query_len,\n            num_encoder", "            0,\n            query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
