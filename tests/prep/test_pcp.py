@@ -152,14 +152,14 @@ def test_decodes_go_to_ranks_in_turn():
 
 def test_samples_go_to_the_rank_that_computes_their_request():
     for rank in range(2):
-        batch = rank_step(decodes(3), 2, rank).batch
-        batch.previous_rows, batch.num_sampled_rows = np.array([2, 0, -1]), 3
+        batch = rank_step(decodes(4), 2, rank).batch
+        batch.previous_rows, batch.num_sampled_rows = np.array([2, 0, 3, -1]), 4
         batch.__post_init__()
-        step = prepare_step(batch, Padding(4, 3))
+        step = prepare_step(batch, Padding(4, 4))
         first = step.layout.offset_int32("pcp_input_ids")
         spare = first + 2
-        expected = [[spare, spare, first], [first, spare, spare]]
-        assert step.arrays.variable_int64[:3].tolist() == expected[rank]
+        expected = [[spare, spare, first, first + 1], [first, spare, spare, spare]]
+        assert step.arrays.variable_int64[:4].tolist() == expected[rank]
 
 
 @settings(max_examples=settings.default.max_examples // 6)
