@@ -19,6 +19,7 @@ from vllm_npu_prep.prep.batch import prepare_step
 from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.local_attention import NO_LOCAL_GROUPS, LocalGroups
 from vllm_npu_prep.prep.padding import GraphMode, Padding, full_padding
+from vllm_npu_prep.prep.pcp import NO_PCP, PCPRank
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.prep.state import AttentionState
 
@@ -205,10 +206,15 @@ def test_a_kv_cache_that_moved_is_named():
 LOCAL = LocalGroups(4, 1, (0,))
 
 
-def staged_step(padding: Padding, count: int = 2, local: LocalGroups = NO_LOCAL_GROUPS):
+def staged_step(
+    padding: Padding,
+    count: int = 2,
+    local: LocalGroups = NO_LOCAL_GROUPS,
+    pcp: PCPRank = NO_PCP,
+):
     """A step of decodes as the runner leaves it, on the CPU fallback."""
     batch = step_batch(decodes(count), block_size=4, max_model_len=16)
-    shape = EngineShape(local=local)
+    shape = EngineShape(local=local, pcp=pcp)
     batch.tables = dataclasses.replace(batch.tables, shape=shape)
     ring = StagingRing(CPUDevice(), largest_step(shape, 16, 8, 64), pin_memory=False)
     layout = StepLayout(padding.num_input_tokens, padding.num_reqs_padded, shape)
@@ -286,6 +292,31 @@ def test_unsafe_padding_is_named(padding, local, fault):
     plant(staged, staged.device, of_chunks if local else tables[0])
     with pytest.raises(GraphSafetyError, match=message):
         check_padding(step, staged, tables, given)
+
+
+OF_RANKS = {
+    "token": (lambda a: a.pcp_input_ids.__setitem__(2, 5), r"pcp_input_ids\[2\] is 5"),
+    "position": (lambda a: a.pcp_positions.__setitem__(3, 1), r"pcp_positions\[3\] is 1"),
+    "slot": (lambda a: a.slot_mappings[0].__setitem__(2, 9), r"group 0\[2\] is 9 in padding"),
+    "slot of the other rank": (
+        lambda a: a.slot_mappings[0].__setitem__(6, 9),
+        r"group 0\[6\] is 9 in padding",
+    ),
+    "row": (lambda a: a.pcp_table_rows.__setitem__(2, 0), r"pcp_table_rows\[2\] is 0"),
+    "start": (lambda a: a.pcp_query_start_loc.__setitem__(-1, 2), "and end at 4"),
+    "length": (lambda a: a.pcp_seq_lens.__setitem__(3, 0), r"pcp_seq_lens\[3\] is 0"),
+}
+
+
+@pytest.mark.parametrize("fault", OF_RANKS)
+def test_unsafe_padding_of_a_rank_is_named(fault):
+    """Two decodes on two ranks, each padded to four tokens."""
+    plant, message = OF_RANKS[fault]
+    step, staged, tables = staged_step(Padding(8, 2, 1, GraphMode.FULL), pcp=PCPRank(2, 0, 16))
+    check_padding(step, staged, tables)
+    plant(staged.device)
+    with pytest.raises(GraphSafetyError, match=message):
+        check_padding(step, staged, tables)
 
 
 def test_nothing_is_said_of_real_tokens_and_requests():

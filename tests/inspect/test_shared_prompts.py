@@ -71,7 +71,7 @@ SAID = {
     Rule.RANK_TOKENS: ("pcp_positions", 0, "token 1005 at position 5, at place 0 of rank 0"),
     Rule.RANK_SLOTS: ("pcp_slot_mapping", 0, "[10] at place 0 of all ranks, allowed [9]"),
     Rule.RANK_ROWS: ("pcp_seq_lens", 0, "(row 0): given tokens 0 to 1 of request 0, length 7"),
-    Rule.RANK_SAMPLES: ("pcp_gathered_rows", 0, "position 5, which rank 0 computes"),
+    Rule.RANK_SAMPLES: ("pcp_gathered_rows", 0, "position 5, which rank 0 computes at place 0"),
     Rule.RANK_PADDING: ("pcp_table_rows", -1, "(row 5): given length 0, table 4, allowed"),
 }
 """Of each rule an entry that breaks it, one too high, and a part of what the message says."""

@@ -209,7 +209,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/prefill_context_parallel.py": [
         ("K and V gathered in the order of other ranks", "group.all_gather(tensor.contiguous(), dim=0) for", "group.all_gather(tensor.contiguous(), dim=0).roll(len(tensor), 0) for", PROMPT_TOKENS),
-        ("rows of ranks read the first requests' blocks", "rows = device.native(staged.device.pcp_table_rows[:num_rows])", "rows = device.native(staged.device.pcp_table_rows[:num_rows].sort()[0])", PROMPT_TOKENS),
+        ("rows of ranks read the first requests' blocks", "rows = device.native(staged.device.pcp_table_rows[:num_rows])", "rows = device.native(torch.arange(num_rows, dtype=torch.int32))", PROMPT_TOKENS),
     ],
     "attention/context_parallel.py": [
         ("contexts on several ranks: results are merged without weights", "weights = (lses - lse).exp()", "weights = (lses - lse).exp() * 0 + 1 / len(lses)", MERGED),
@@ -482,6 +482,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("eager steps are not told from replays", "if padding.mode in REPLAYED:", "if True:", GRAPHS),
     ],
     "graph/fake_graph.py": [
+        ("what graphs read past a rank's share goes unchecked", "        _check_rank_padding(step, staged)\n", "", ("tests/graph/test_fake_graph.py",)),
         ("every size runs at capture", "if not 0 < num_tokens <= self.num_tokens or not has_rows:", "if True:", ("tests/graph/test_fake_graph.py",)),
         ("moved inputs are overlooked", "if places != self.places:", "if False:", GRAPHS),
         ("results stay where they were made", "home if home is result else home.copy_(result)", "result", GRAPHS),
@@ -770,7 +771,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "prep/checks_pcp.py": [
         ("slots of gathered tokens go unchecked", "if out.pcp_slot_mapping[group, place] != out.slot_mapping[group, token]:", "if False:", PROMPTS),
         ("positions of a rank go unchecked", "is_wrong = out.pcp_positions[own] != out.positions[token]", "is_wrong = False", PROMPTS),
-        ("contexts of rows go unchecked", "if out.pcp_seq_lens[row] != out.pcp_positions[end - 1] + 1:", "if False:", PROMPTS),
+        ("contexts of rows go unchecked", "if is_wrong or out.pcp_seq_lens[row] != computed + last - first:", "if is_wrong:", PROMPTS),
+        ("a row may have the blocks of a request of the same length", "is_wrong = out.pcp_table_rows[row] != req", "is_wrong = out.seq_lens[out.pcp_table_rows[row]] != out.seq_lens[req]", PROMPTS),
+        ("a request may be sampled after another one of the same length", "out.pcp_logits_indices[sample] != token - 1:", "out.pcp_positions[out.pcp_logits_indices[sample]] != out.seq_lens[req] - 1:", PROMPTS),
     ],
     "prep/recurrent_states.py": [
         ("states of the next block", "return num_computed if keeps_each else seq_len - 1", "return num_computed if keeps_each else seq_len", STATES),
@@ -896,6 +899,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("outputs are let go while they are copied", "while self._kept and self._kept[0][0].query():", "while self._kept:", ("tests/runner/test_outputs.py",)),
     ],
     "runner/padding.py": [
+        ("full graphs of ranks may read more blocks than the cache has", "if not limits.allow(batch, most_rows):", "if False:", ("tests/runner/test_padding.py",)),
+        ("steps of ranks are padded to the tokens of one", "num_tokens = self.num_ranks * descriptor.num_tokens", "num_tokens = descriptor.num_tokens", ("tests/runner/test_padding.py",)),
         ("a full graph with more blocks than the cache", "return blocks <= self.num_blocks", "return True", ("tests/runner/test_padding.py",)),
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
         ("padding decided for other counts", "            num_reqs,\n            query_len,\n            num_encoder", "            0,\n            query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
@@ -905,7 +910,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "runner/preparer.py": [
         ("each rank prepares whole prompts", "        pcp=find_pcp(vllm_config),\n", "", PROMPTS),
-        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", SHARDS),
+        ("each rank keeps whole contexts", "        dcp=find_dcp(vllm_config.parallel_config),\n", "", PROMPTS),
         ("the block table of another group", "block_tables[group] if builder.causal", "block_tables[0] if builder.causal", WINDOWS),
     ],
     "runner/prompt_embeds.py": [

@@ -22,7 +22,6 @@ from vllm_npu_prep.prep.oracle import OracleRequest
 from vllm_npu_prep.prep.padding import no_padding
 from vllm_npu_prep.prep.shape import EngineShape
 from vllm_npu_prep.records.contract import dcp_variables
-from vllm_npu_prep.runner import preparer
 
 LIMITS = np.array([1 << 31, 1 << 20], np.int64)
 
@@ -147,22 +146,3 @@ def test_the_rank_is_asked_for_only_if_contexts_are_shared():
     from vllm_npu_prep.attention.context_parallel import find_dcp
 
     assert find_dcp(SimpleNamespace(decode_context_parallel_size=1)) == NO_DCP
-
-
-def test_tables_of_a_runner_know_its_rank(monkeypatch):
-    rank, of = DCPRank(2, 1, 2), small_step(0).batch.tables
-    names = ("max_num_blocks", "block_sizes", "num_blocks", "num_synced_blocks")
-    blocks = SimpleNamespace(
-        block_table_flat_np=of.block_table_flat,
-        num_device_blocks=of.num_device_blocks,
-        **{name: getattr(of, name) for name in names},
-    )
-    config = SimpleNamespace(
-        uniform_decode_query_len=1,
-        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
-    )
-    names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
-    of_requests = {name: getattr(of, name) for name in names}
-    monkeypatch.setattr(preparer, "find_dcp", lambda parallel_config: rank)
-    assert preparer.make_tables(blocks, (), (), config, **of_requests).shape.dcp == rank

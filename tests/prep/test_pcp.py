@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.pcp_manager import PCPManager
 from tests.helpers.batches import RandomBatch, decodes, random_batches, step_batch
 from vllm_npu_prep.prep.batch import PreparedStep, prepare_step
 from vllm_npu_prep.prep.checks import Rule, find_fault
+from vllm_npu_prep.prep.dcp import DCPRank
 from vllm_npu_prep.prep.layout import StepLayout, largest_step
 from vllm_npu_prep.prep.oracle import OracleRequest, oracle_step
 from vllm_npu_prep.prep.oracle_pcp import oracle_pcp_step
@@ -151,14 +152,14 @@ def test_decodes_go_to_ranks_in_turn():
 
 def test_samples_go_to_the_rank_that_computes_their_request():
     for rank in range(2):
-        batch = rank_step(decodes(3), 2, rank).batch
-        batch.previous_rows, batch.num_sampled_rows = np.array([2, 0, -1]), 3
+        batch = rank_step(decodes(4), 2, rank).batch
+        batch.previous_rows, batch.num_sampled_rows = np.array([2, 0, 3, -1]), 4
         batch.__post_init__()
-        step = prepare_step(batch, Padding(4, 3))
+        step = prepare_step(batch, Padding(4, 4))
         first = step.layout.offset_int32("pcp_input_ids")
         spare = first + 2
-        expected = [[spare, spare, first], [first, spare, spare]]
-        assert step.arrays.variable_int64[:3].tolist() == expected[rank]
+        expected = [[spare, spare, first, first + 1], [first, spare, spare, spare]]
+        assert step.arrays.variable_int64[:4].tolist() == expected[rank]
 
 
 @settings(max_examples=settings.default.max_examples // 6)
@@ -204,6 +205,16 @@ def test_a_wrong_value_breaks_its_rule(name):
     assert fault is not None and fault.rule == FAULTS[name]
 
 
+@pytest.mark.parametrize("name", ["pcp_table_rows", "pcp_logits_indices"])
+def test_rows_of_requests_alike_are_told_apart(name):
+    """Requests 0 and 2 are at the same positions, but have other blocks and other samples."""
+    step = rank_step(decodes(4), 2, 0)
+    array = getattr(step.arrays, name)
+    array[:2] = array[:2][::-1].copy()
+    fault = find_fault(step, LIMITS)
+    assert fault is not None and fault.rule == FAULTS[name]
+
+
 def test_padding_that_sees_tokens_breaks_a_rule():
     step = rank_step(decodes(3), 2, 1, 1, mode=GraphMode.FULL)
     step.arrays.pcp_table_rows[-1] = 0
@@ -211,8 +222,8 @@ def test_padding_that_sees_tokens_breaks_a_rule():
     assert fault is not None and fault.rule == Rule.RANK_PADDING
 
 
-def test_tables_of_a_runner_know_its_rank(monkeypatch):
-    rank, of = PCPRank(2, 1, 8), rank_step(decodes(2), 2, 1).batch.tables
+def test_tables_of_a_runner_know_its_ranks(monkeypatch):
+    pcp, dcp, of = PCPRank(2, 1, 8), DCPRank(2, 1, 2), rank_step(decodes(2), 2, 1).batch.tables
     names = ("max_num_blocks", "block_sizes", "num_blocks", "num_synced_blocks")
     blocks = SimpleNamespace(
         block_table_flat_np=of.block_table_flat,
@@ -221,13 +232,15 @@ def test_tables_of_a_runner_know_its_rank(monkeypatch):
     )
     config = SimpleNamespace(
         uniform_decode_query_len=1,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=None,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
     )
     names = ("num_computed_tokens", "num_prompt_tokens", "num_tokens", "token_ids")
     of_requests = {name: getattr(of, name) for name in names}
-    monkeypatch.setattr(preparer, "find_pcp", lambda vllm_config: rank)
-    assert preparer.make_tables(blocks, (), (), config, **of_requests).shape.pcp == rank
+    monkeypatch.setattr(preparer, "find_pcp", lambda vllm_config: pcp)
+    monkeypatch.setattr(preparer, "find_dcp", lambda parallel_config: dcp)
+    shape = preparer.make_tables(blocks, (), (), config, **of_requests).shape
+    assert (shape.pcp, shape.dcp) == (pcp, dcp)
 
 
 @pytest.mark.parametrize(("world", "rank", "rows"), [(2, 2, 4), (2, -1, 4), (2, 0, 0)])

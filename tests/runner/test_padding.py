@@ -144,6 +144,27 @@ def test_a_step_with_more_blocks_than_the_cache_runs_eagerly():
     assert asked == [False, True], "each answer is kept"
 
 
+def test_ranks_that_share_prompts_pad_as_the_one_with_the_most():
+    """A graph has eight tokens of each rank; no request is padded."""
+    asked = []
+
+    def dispatch(batch, counts):
+        asked.append((counts.num_tokens, counts.num_reqs, counts.query_len, counts.eager))
+        return NONE if counts.eager else FULL
+
+    padding = padding_by(dispatch, num_ranks=2)
+    assert padding.decide(batch(7, 1), 0, 0).padding.num_input_tokens == 2 * 8
+    step = batch(1, 1, 1)
+    computed = np.array([64, 64, 79, 0], np.int32)
+    step.tables = SimpleNamespace(num_computed_tokens=computed, request_rows=np.arange(4))
+    padding.cache_limits = CacheLimits(num_blocks=3 * 5 + 16, block_size=16)
+    assert padding.decide(step, 0, 0).padding == Padding(16, 3, 1, GraphMode.FULL)
+    padding.cache_limits = CacheLimits(num_blocks=3 * 5 + 15, block_size=16)
+    assert padding.decide(step, 0, 0).padding == no_padding(2 * 5, 3)
+    # Chunks of two tokens: the first rank has three of the prompt, and the decode
+    assert asked == [(4, 3, 0, False), (2, 2, 1, False), (2, 2, 1, True)]
+
+
 def test_a_request_that_no_call_can_serve_is_refused_at_start_up():
     limits = CacheLimits(num_blocks=4, block_size=16)
     limits.refuse_long_requests(64)

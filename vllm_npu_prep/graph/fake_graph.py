@@ -222,14 +222,16 @@ def check_padding(
 
 
 def _check_rank_padding(step: PreparedStep, staged: StagedArrays) -> None:
-    """Check what a graph is about to read past the tokens and the rows of this rank."""
+    """Check what a graph is about to read past the tokens and the rows of this rank, and what it is
+    about to write past the tokens of all ranks."""
     tokens, rows, arrays = step.pcp.num_tokens, step.pcp.num_rows, staged.device
     _expect("pcp_input_ids", arrays.pcp_input_ids, tokens, 0)
     _expect("pcp_positions", arrays.pcp_positions, tokens, 0)
-    first = step.shape.pcp.rank * step.num_rank_tokens
+    is_padding = np.ones(step.num_input_tokens, np.bool_)
+    is_padding[step.gathered_places()] = False
     for group, slots in enumerate(arrays.slot_mappings):
-        own = slots[first : first + step.num_rank_tokens]
-        _expect(f"pcp_slot_mapping of group {group}", own, tokens, PAD_SLOT_ID)
+        wanted = np.where(is_padding, PAD_SLOT_ID, slots.numpy())
+        _expect(f"pcp_slot_mapping of group {group}", slots, 0, wanted)
     if step.padding.mode is not GraphMode.FULL:
         return
     _expect("pcp_table_rows", arrays.pcp_table_rows, rows, len(step.batch.tables.token_ids))

@@ -263,21 +263,25 @@ def _rank_slots(at: FaultPlace) -> GivenAllowed:
 
 
 def _rank_rows(at: FaultPlace) -> GivenAllowed:
-    arrays, row = at.arrays, at.req
+    step, arrays, row = at.step, at.arrays, at.req
     first, end = arrays.pcp_query_start_loc[row : row + 2].tolist()
     given = (
         f"tokens {first} to {end} of request {arrays.pcp_table_rows[row]}, length "
         f"{arrays.pcp_seq_lens[row]}, {arrays.pcp_num_computed_tokens[row]} of them before it"
     )
     positions = arrays.pcp_positions[first:end].tolist()
-    allowed = f"tokens at positions {positions[:1]} to {positions[-1:]}, with a length of one more"
-    return given, allowed
+    own = np.flatnonzero(step.computing_ranks() == step.shape.pcp.rank)
+    request = step.req_indices[own[first:][:1]].tolist()
+    allowed = f"a chunk of request {request}, at positions {positions[:1]} to {positions[-1:]}"
+    return given, f"{allowed}, with a length of one more"
 
 
 def _rank_samples(at: FaultPlace) -> GivenAllowed:
     given = f"row {at.arrays.pcp_gathered_rows[at.req]} of {at.arrays.pcp_logits_indices.tolist()}"
-    owner = int(at.step.computing_ranks()[at.starts[at.req + 1] - 1])
-    return given, f"its last token, position {at.seq_len - 1}, which rank {owner} computes"
+    last = int(at.step.gathered_places()[at.starts[at.req + 1] - 1])
+    owner, place = divmod(last, at.step.num_rank_tokens)
+    allowed = f"its last token, position {at.seq_len - 1}, which rank {owner} computes"
+    return given, f"{allowed} at place {place}"
 
 
 def _rank_padding(at: FaultPlace) -> GivenAllowed:

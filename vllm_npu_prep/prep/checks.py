@@ -88,7 +88,7 @@ class Rule(IntEnum):
     )
     RANK_TOKENS = 29, "tokens of ranks", "a rank computes its own chunks of each request"
     RANK_SLOTS = 30, "slots of ranks", "gathered tokens have their slots, and padding has none"
-    RANK_ROWS = 31, "rows of ranks", "a row's context ends with its tokens"
+    RANK_ROWS = 31, "rows of ranks", "a row is a chunk of its request, and its context ends there"
     RANK_SAMPLES = 32, "samples of ranks", "a request is sampled after its last token"
     RANK_PADDING = 33, "padding of ranks", "padding rows see their own tokens alone"
 
@@ -470,7 +470,7 @@ def check_ranks_at(tables, arrays, num_reqs, num_rows, num_samples, in_full_grap
         return Rule.RANK_TOKENS, -1, token, -1
     if gathered >= 0:
         return Rule.RANK_SLOTS, -1, gathered, -1
-    row = wrong_row(out, num_rows)
+    row = wrong_row(out, num_reqs, world_size, rank, num_rows)
     if row >= 0:
         return Rule.RANK_ROWS, row, -1, -1
     req = wrong_sample(out, num_reqs, world_size, rank, num_samples)

@@ -10,8 +10,13 @@ from vllm_npu_prep.prep.compiled import inlined
 
 
 @inlined
-def first_and_last(query_len, half, rank, world_size):
-    """Return the borders of one of the two chunks of a request that a rank computes."""
+def first_and_last(query_len, half, rank, world_size, turn):
+    """Return the borders of one of the two chunks of a request that a rank computes.
+
+    `turn` is the rank that computes the request if it has one token.
+    """
+    if query_len == 1:
+        return 0, 1 if half == 0 and rank == turn else 0
     length = -(-query_len // (2 * world_size))
     first = rank * length
     if half == 1:
@@ -35,9 +40,7 @@ def wrong_token_of_ranks(out, world_size, this_rank, num_reqs):
             start = out.query_start_loc[req]
             query_len = out.query_start_loc[req + 1] - start
             for half in range(2):
-                first, last = first_and_last(query_len, half, rank, world_size)
-                if query_len == 1:  # one rank has it, in turn
-                    first, last = 0, 1 if half == 0 and turn == rank else 0
+                first, last = first_and_last(query_len, half, rank, world_size, turn)
                 for token in range(start + first, start + last):
                     if place == (rank + 1) * rank_tokens:
                         return token, -1
@@ -63,34 +66,39 @@ def wrong_token_of_ranks(out, world_size, this_rank, num_reqs):
 
 
 @inlined
-def wrong_row(out, num_rows):
+def wrong_row(out, num_reqs, world_size, rank, num_rows):
     """Return the first row of the rank whose request, tokens or context is wrong, else -1."""
-    for row in range(num_rows):
-        first, end = out.pcp_query_start_loc[row], out.pcp_query_start_loc[row + 1]
-        req = out.pcp_table_rows[row]
-        if first < 0 or end <= first or end > out.pcp_positions.shape[0]:
-            return row
-        begins = out.pcp_positions[first]
-        of_request = (
-            begins >= out.num_computed_tokens[req] and end - first + begins <= (out.seq_lens[req])
-        )
-        if not of_request or out.pcp_num_computed_tokens[row] != begins:
-            return row
-        if out.pcp_seq_lens[row] != out.pcp_positions[end - 1] + 1:
-            return row
-        if out.pcp_seq_lens[row] - begins != end - first:
-            return row
-    return -1
+    row, token, turn = 0, 0, 0
+    for req in range(num_reqs):
+        query_len = out.query_start_loc[req + 1] - out.query_start_loc[req]
+        for half in range(2):
+            first, last = first_and_last(query_len, half, rank, world_size, turn)
+            if last == first or row == num_rows:
+                continue
+            computed = out.num_computed_tokens[req] + first
+            is_wrong = out.pcp_table_rows[row] != req
+            is_wrong |= out.pcp_query_start_loc[row] != token
+            token += last - first
+            is_wrong |= out.pcp_query_start_loc[row + 1] != token
+            is_wrong |= out.pcp_num_computed_tokens[row] != computed
+            if is_wrong or out.pcp_seq_lens[row] != computed + last - first:
+                return row
+            row += 1
+        if query_len == 1:
+            turn = 0 if turn + 1 == world_size else turn + 1
+    return row if row < num_rows else -1
 
 
 @inlined
 def wrong_sample(out, num_reqs, world_size, this_rank, num_samples):
     """Return the first request that is not sampled after its last token, else -1."""
-    rank_tokens = out.pcp_positions.shape[0]
-    turn = 0
+    token, turn = 0, 0  # `token`: behind the request's last one among those of this rank
     samples = np.zeros(world_size, np.int64)  # of each rank so far
     for req in range(num_reqs):
         query_len = out.query_start_loc[req + 1] - out.query_start_loc[req]
+        for half in range(2):
+            first, last = first_and_last(query_len, half, this_rank, world_size, turn)
+            token += last - first
         owner = turn
         if query_len == 1:
             turn = 0 if turn + 1 == world_size else turn + 1
@@ -101,10 +109,6 @@ def wrong_sample(out, num_reqs, world_size, this_rank, num_samples):
         samples[owner] += 1
         if sample == num_samples or out.pcp_gathered_rows[req] != owner * num_samples + sample:
             return req
-        if owner == this_rank:
-            token = out.pcp_logits_indices[sample]
-            if token < 0 or token >= rank_tokens:
-                return req
-            if out.pcp_positions[token] != out.seq_lens[req] - 1:
-                return req
+        if owner == this_rank and out.pcp_logits_indices[sample] != token - 1:
+            return req
     return -1

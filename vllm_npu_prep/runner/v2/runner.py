@@ -304,10 +304,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
         arrays = in_flight.staged.device
         if self.model_state.rope_state is not None:
             self.model_state.positions = arrays.mrope_positions
-        input_batch.input_ids, input_batch.positions = (
-            arrays.model_input_ids,
-            arrays.model_positions,
-        )
+        input_batch.input_ids = arrays.model_input_ids
+        input_batch.positions = arrays.model_positions
         input_batch.is_padding = arrays.model_is_padding
         return tables, arrays.slot_mappings
 
@@ -355,7 +353,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         step, staged = in_flight.step, in_flight.staged
         discard = staged.np.discard_request_mask[: batch.num_reqs].copy()
         sampled_states = hidden_states
-        if step.shape.pcp:
+        if step.pcp.num_samples:  # with prefill context parallelism
             sampled_states = gather_sampled(hidden_states, in_flight)
         sampler_output, _, _ = self.sample(sampled_states, batch, grammar_output)
         scores = self._score_prompts(hidden_states, batch)
