@@ -88,7 +88,7 @@ class NPUCommunicator(DeviceCommunicatorBase):
         if min(sizes) < most:
             input_ = torch.cat([_pad(piece, most) for piece in input_.split(sizes)])
         mine = input_.new_empty(most, *input_.shape[1:])
-        dist.reduce_scatter_tensor(mine, input_.contiguous(), group=self.device_group)
+        dist.reduce_scatter_single(mine, input_.contiguous(), group=self.device_group)
         return mine[: sizes[self.rank_in_group]]
 
     def dispatch_router_logits(
