@@ -3,7 +3,6 @@
 Its operators alone: `tests/emulator/test_exchanges.py`.
 """
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from tests.helpers.huggingface import logits_by
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for
+from tests.helpers.waiting import until
 from tests.npu.inputs import prompts
 from tests.npu.models import PARTED, bound_of, judges_of, lacks, make
 
@@ -114,8 +114,8 @@ async def traffic(ranks: Ranks) -> dict[str, Any]:
     got = {"tokens": await ranks.generate(prompts(), 12)}
     await ranks.ask("probe_experts")
     got["alone"] = await ranks.generate(alone, 8, engine=0)
-    while ranks.llm.engine_core.dp_engines_running():  # also without requests, for some steps
-        await asyncio.sleep(0.05)
+    # Engines compute without requests, too, for some steps.
+    await until(lambda: not ranks.llm.engine_core.dp_engines_running())
     got["exchange"] = await ranks.ask("probe_exchange")
     if ranks.llm.model_config.enforce_eager:
         await ranks.ask("probe_gather")  # all ranks change between the same two steps
