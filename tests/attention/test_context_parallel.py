@@ -1,9 +1,7 @@
 """Attention over contexts that ranks share equals attention over whole contexts."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from tests.helpers.waiting import LIMIT
+from tests.helpers.thread_ranks import Group, on_ranks
 from vllm_npu_prep.attention.backend import AscendMetadataBuilder
 from vllm_npu_prep.attention.context_parallel import (
     attend_dcp,
@@ -72,35 +70,6 @@ def test_rows_of_nobody_are_left_out():
     kept = only_rows(share, torch.tensor([False, True]))
     assert kept.output[0].item() == 0 and kept.output[1].isnan()
     assert kept.lse.flatten().tolist() == [NO_KEY, 0]
-
-
-class Group:
-    """The process group of ranks that are threads."""
-
-    def __init__(self, rank: int, meet: Barrier, board: list[Any]) -> None:
-        self.rank_in_group, self.world_size, self.meet, self.board = rank, len(board), meet, board
-
-    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.board[self.rank_in_group] = tensor
-        self.meet.wait(LIMIT)
-        got = [each.clone() for each in self.board]
-        self.meet.wait(LIMIT)
-        return got
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat(self.exchange(tensor), dim)
-
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        total = sum(self.exchange(tensor))
-        return total.chunk(self.world_size, dim)[self.rank_in_group]
-
-
-def on_ranks(world_size: int, function: Any) -> list[Any]:
-    """What a function returns on each rank, called with its group."""
-    meet, board = Barrier(world_size), [None] * world_size
-    with ThreadPoolExecutor(world_size) as pool:
-        groups = [Group(rank, meet, board) for rank in range(world_size)]
-        return list(pool.map(function, groups))
 
 
 def test_each_rank_gets_the_merged_results_of_its_heads():

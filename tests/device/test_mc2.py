@@ -23,6 +23,7 @@ from vllm_npu_prep.device.mc2 import (
     why_not_taken,
 )
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.runner import exchange
 
 DEEPSEEK = ExpertSizes(experts=256, top_k=8, width=7168)
 MB = 1 << 20
@@ -73,7 +74,7 @@ def tensors(num_tokens):
 
 def test_a_small_step_keeps_its_tokens_and_masks_the_padding(rank):
     """Up to the rank with the most tokens; what comes back is not scattered once more."""
-    mine = rank([2, 4], 0, torch.tensor([False, True]))
+    mine = rank([4, 2], 1, torch.tensor([False, True]))
     x, logits = tensors(2)
     rows, scores = mine.dispatch_router_logits(x, logits)
     assert torch.equal(rows, torch.cat([x, torch.zeros(2, 2)])) and scores.shape == (4, 3)
@@ -143,6 +144,33 @@ def engine(graphs=(), max_num_seqs=64, tensor=1, data=16):
     )
 
 
+@pytest.fixture
+def chosen(monkeypatch):
+    """Function of the experts of one more model of an engine: the exchange that was chosen."""
+    communicator = SimpleNamespace(mc2=None)
+    group = SimpleNamespace(device_communicator=communicator, ranks=range(16), world_size=16)
+    options = SimpleNamespace(mc2="auto")
+    asked = SimpleNamespace(options=options, functions_missing_for=lambda *_: {})
+    stand_ins = {
+        "RequestedEngine": lambda *_: asked,
+        "exchanges_tokens": lambda _: True,
+        "beside_mc2": lambda _: [],
+        "mc2_limits": lambda _: A3,
+        "sizes_of_experts": lambda sizes: {sizes},
+        "get_ep_group": lambda: group,
+        "join": lambda _: ("experts", 0),
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(exchange, name, value)
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+
+    def choose(sizes):
+        exchange.choose_exchange(sizes, engine())
+        return communicator.mc2
+
+    return choose
+
+
 def test_tokens_are_those_of_graphs_or_decodes_that_fit(monkeypatch):
     monkeypatch.setenv("HCCL_BUFFSIZE", "8000")
     by = [tokens_to_exchange(each, A3, {DEEPSEEK}, False)[0] for each in (
@@ -155,6 +183,17 @@ def test_tokens_are_those_of_graphs_or_decodes_that_fit(monkeypatch):
     why = "8 ranks on A2, where vllm-ascend gathers"
     assert tokens_to_exchange(engine(data=8), A2, {few}, False) == (0, why)
     assert tokens_to_exchange(engine(max_num_seqs=8, data=8), A2, {few}, True) == (16, "")
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(1024, 26), (8192, 23)])
+def test_a_model_and_its_drafter_exchange_as_much_as_both_can(chosen, width, tokens):
+    assert chosen(DEEPSEEK).max_tokens == 26
+    assert chosen(DEEPSEEK._replace(width=width)).max_tokens == tokens
+
+
+def test_nobody_exchanges_if_a_drafters_experts_can_not(chosen):
+    assert chosen(DEEPSEEK) is not None
+    assert chosen(DEEPSEEK._replace(width=512)) is None
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,13 @@ ADAPTERS = {
     "mlp": {"modules": (*MLP, "self_attn.o_proj"), "rank": 5, "alpha": 3},
 }
 LORA = {"enable_lora": True, "max_lora_rank": 8}
+FEW_BLOCKS = {
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 40,
+    "block_size": 4,
+    "num_gpu_blocks_override": 42,
+    "max_model_len": 160,
+}
 
 
 class Case:
@@ -145,13 +152,9 @@ def serving(case, request):
     with engine_of(
         request.param,
         case.model,
-        max_num_seqs=5,
-        max_num_batched_tokens=40,
-        block_size=4,
-        num_gpu_blocks_override=42,
-        max_model_len=160,
         max_loras=2,
         max_cpu_loras=2,
+        **FEW_BLOCKS,
         **LORA,
         **graphs("FULL_DECODE_ONLY", 1, 2, 4, 8),
     ) as llm:

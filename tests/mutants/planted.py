@@ -34,7 +34,7 @@ PROMPT_TOKENS = (
     "tests/engine/test_prompt_parallelism.py::test_tokens_are_those_of_transformers[eager]",
 )
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
-LATENT_ON_NPU = (
+ROWS_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
 )
 SPARSE_ON_NPU = (f"{ON_NPU}[DeepSeek V3.2, MTP, V2]",)
@@ -213,7 +213,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "attention/context_parallel.py": [
         ("contexts on several ranks: results are merged without weights", "weights = (lses - lse).exp()", "weights = (lses - lse).exp() * 0 + 1 / len(lses)", MERGED),
-        ("contexts on several ranks: results are merged without weights on NPUs", 'return torch.where(lses == float("-inf"), 0.0, weights), lse', "return torch.full_like(weights, 1 / len(lses)), lse", COUNTS),
+        ("contexts on several ranks: results are merged without weights on NPUs", 'return torch.where(lses == float("-inf"), 0.0, weights), lse', "return torch.full_like(weights, 1 / len(lses)), lse", ROWS_ON_NPU),
         ("contexts on several ranks: a rank without rows counts the one that it read", "    if lens_np.all():", "    if lens_np.any():", MERGED),
     ],
     "attention/families.py": [
@@ -259,15 +259,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("on NPUs accepted tokens are ignored: the first state is read", "kept = torch.minimum(metadata.num_accepted_tokens[reqs], counts)", "kept = torch.ones_like(counts)", STATES_OF_DRAFTS),
     ],
     "attention/kernels/latent.py": [
-        ("heads of zeros stand before the layer's", "(0, 0, 0, missing)", "(0, 0, missing, 0)", LATENT_ON_NPU),
+        ("heads of zeros stand before the layer's", "(0, 0, 0, missing)", "(0, 0, missing, 0)", ROWS_ON_NPU),
     ],
     "attention/kernels/latent_fia.py": [
-        ("context chunks on NPUs are not merged", "        return Attended(output.view_as(first.output), lse.view_as(first.lse))\n", "        return first\n", LATENT_ON_NPU),
-        ("context chunks on NPUs are merged as if all weighed the same", "[part.lse.reshape(-1) for part in parts]", "[part.lse.reshape(-1) * 0 for part in parts]", LATENT_ON_NPU),
-        ("pieces on NPUs are read from the context's begin", "seq_offset=chunk.starts", "seq_offset=chunk.starts * 0", LATENT_ON_NPU),
-        ("decodes on NPUs read latent rows past a request's length", '"actual_seq_kvlen": part.seq_lens', '"actual_seq_kvlen": [n + 1 for n in part.seq_lens]', LATENT_ON_NPU),
+        ("context chunks on NPUs are not merged", "        return Attended(output.view_as(first.output), lse.view_as(first.lse))\n", "        return first\n", ROWS_ON_NPU),
+        ("context chunks on NPUs are merged as if all weighed the same", "[part.lse.reshape(-1) for part in parts]", "[part.lse.reshape(-1) * 0 for part in parts]", ROWS_ON_NPU),
+        ("pieces on NPUs are read from the context's begin", "seq_offset=chunk.starts", "seq_offset=chunk.starts * 0", ROWS_ON_NPU),
+        ("decodes on NPUs read latent rows past a request's length", '"actual_seq_kvlen": part.seq_lens', '"actual_seq_kvlen": [n + 1 for n in part.seq_lens]', ROWS_ON_NPU),
         ("npu: latent decodes with too many blocks are one call", "self.limits_batches and not", "False and not", ("tests/attention/test_fused_limits.py",)),
-        ("joined heads on NPUs get keys that are not rotated", "torch.cat((key, key_rope), -1)", "torch.cat((key, 0 * key_rope), -1)", LATENT_ON_NPU),
+        ("joined heads on NPUs get keys that are not rotated", "torch.cat((key, key_rope), -1)", "torch.cat((key, 0 * key_rope), -1)", ROWS_ON_NPU),
     ],
     "attention/kernels/latent_reference.py": [
         ("rotated halves of latent queries are not read", "heads = torch.cat((query, query_rope), -1)", "heads = torch.cat((query, query_rope * 0), -1)", LATENT),
@@ -441,6 +441,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("MC2: tokens that fill up a step count as tokens", "(0, most - num_tokens), value=True)", "(0, most - num_tokens), value=False)", MC2),
         ("MC2: without a mask, all tokens have experts", "elif num_tokens < most:", "elif False:", MC2),
         ("MC2: a token is combined twice", "if MC2 in get_forward_context().additional_kwargs:  # experts", "if False:  # experts", MC2),
+        ("MC2: a rank keeps as many results as the first one has", "hidden_states[: sizes[group.rank_in_group]]", "hidden_states[: sizes[0]]", MC2),
         ("MC2: ranks choose by their own tokens", "if most <= self.mc2.max_tokens:", "if len(hidden_states) <= self.mc2.max_tokens:", MC2),
     ],
     "device/mc2.py": [
@@ -582,6 +583,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "ops/npu/experts.py": [
         ("MC2: results come back unweighed", "        topk_weights.float(),\n", "        torch.ones_like(topk_weights).float(),\n", MC2_LAYER),
+        ("MC2: weights of inputs are applied to results, too", "        topk_weights = torch.ones_like(topk_weights)\n", "", MC2_LAYER),
         ("MC2: padding is sent to experts", "\"x_active_mask\": ranks.active", "\"x_active_mask\": None", MC2_LAYER),
         ("pairs without a row read the second one", "row_of_pair.bitwise_and(PAST_ANY_ROW)", "row_of_pair.abs()", EXPERTS),
         ("a sum that knows pairs without a row reads one for them", "expanded_src_to_dst_row=row_of_pair,", "expanded_src_to_dst_row=row_of_pair.abs(),", EXPERTS),
@@ -878,6 +880,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("what runs before the first step counts as load", "            each.expert_load_pass.zero_()\n", "            pass\n", (f"{MOVING}load_is_each_token_of_all_ranks_once[V2]",)),
         ("a rank whose exchange fails waits", "            os._exit(1)\n", "            pass\n", (f"{MOVING}a_rank_that_ends_in_an_exchange_ends_the_engine[fails]",)),
         ("a record keeps an old map", "            self._placement = None\n", "            pass\n", (f"{MOVING}a_record_shows_where_experts_are_and_their_load",)),
+    ],
+    "runner/exchange.py": [
+        ("MC2: experts of a drafter exchange more than they can", "min(tokens, communicator.mc2.max_tokens)", "communicator.mc2.max_tokens", MC2),
+        ("MC2: a drafter's experts exchange what they can't take", "        communicator.mc2 = None  # also of a model whose drafter has these experts\n", "", MC2),
     ],
     "runner/graphs.py": [
         ("sizes that memory did not suffice for stay on the grid", "            self._forget_sizes(given_up)\n", "            pass\n", ("tests/runner/test_graphs.py",)),

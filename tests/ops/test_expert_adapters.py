@@ -1,9 +1,7 @@
 """LoRA on experts, beside merged weights: pair by pair, each with its own adapter or none."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.helpers.expert_adapters import by_expert, by_merged_weights, draw_adapters
+from tests.helpers.thread_ranks import on_ranks
 from vllm_npu_prep.ops import moe_lora
 from vllm_npu_prep.ops.moe_method import apply_experts
 
@@ -69,28 +68,6 @@ def test_ranks_with_parts_of_the_experts_make_parts_of_the_sum(seed):
         assert_near(apply(*drawn, share=share), by_merged_weights(*drawn, share=share))
 
 
-class Two:
-    """Two ranks in threads, and what they exchange."""
-
-    def __init__(self):
-        self.meet, self.given, self.own = threading.Barrier(2), [None, None], threading.local()
-
-    def exchange(self, tensor):
-        self.given[self.own.rank] = tensor
-        self.meet.wait()
-        both = list(self.given)
-        self.meet.wait()
-        return both
-
-    def run(self, compute):
-        def on_rank(rank):
-            self.own.rank = rank
-            return compute(rank)
-
-        with ThreadPoolExecutor(2) as pool:
-            return sum(pool.map(on_rank, range(2)))
-
-
 def half(tensor, rank, dim, parts=1):
     """A rank's half of each part of a dimension."""
     return torch.cat([each.chunk(2, dim)[rank] for each in tensor.chunk(parts, dim)], dim)
@@ -100,13 +77,16 @@ def half(tensor, rank, dim, parts=1):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks_with_parts_of_each_expert_make_parts_of_the_sum(seed, monkeypatch, slices, sharded):
     x, w13, w2, weights, ids, adapters = drawn = draw(seed, SLOTS, slices=slices)
-    ranks, whole = Two(), vars(adapters.layer)
-    both = {"all_gather": partial(torch.cat, dim=-1), "all_reduce": sum}
-    for name, join in both.items():
-        exchange = lambda tensor, join=join: join(ranks.exchange(tensor))  # noqa: E731
-        monkeypatch.setattr(moe_lora, f"tensor_model_parallel_{name}", exchange)
+    here, whole = threading.local(), vars(adapters.layer)
+    collectives = {
+        "all_gather": lambda tensor: here.group.all_gather(tensor, -1),
+        "all_reduce": lambda tensor: sum(here.group.exchange(tensor)),
+    }
+    for name, collective in collectives.items():
+        monkeypatch.setattr(moe_lora, f"tensor_model_parallel_{name}", collective)
 
-    def compute(rank):
+    def compute(group):
+        here.group, rank = group, group.rank_in_group
         cut = {
             "w13_lora_a_stacked": lambda a: half(a, rank, 2) if sharded else a,
             "w13_lora_b_stacked": lambda b: half(b, rank, 2, 3 - slices),
@@ -119,7 +99,7 @@ def test_ranks_with_parts_of_each_expert_make_parts_of_the_sum(seed, monkeypatch
         own = half(w13, rank, 1, 2), half(w2, rank, 2)
         return apply_experts(x, *own, weights, ids, MoEActivation.SILU, adapters=mine)
 
-    assert_near(ranks.run(compute), by_merged_weights(*drawn))
+    assert_near(sum(on_ranks(2, compute)), by_merged_weights(*drawn))
 
 
 def test_factors_that_experts_share_are_those_of_each(seed):

@@ -88,7 +88,7 @@ class NPUCommunicator(DeviceCommunicatorBase):
         if min(sizes) < most:
             input_ = torch.cat([_pad(piece, most) for piece in input_.split(sizes)])
         mine = input_.new_empty(most, *input_.shape[1:])
-        dist.reduce_scatter_tensor(mine, input_.contiguous(), group=self.device_group)
+        dist.reduce_scatter_single(mine, input_.contiguous(), group=self.device_group)
         return mine[: sizes[self.rank_in_group]]
 
     def dispatch_router_logits(
@@ -105,7 +105,7 @@ class NPUCommunicator(DeviceCommunicatorBase):
         """
         manager: Any = self.all2all_manager
         if self.mc2 is not None:
-            most = max(self._sizes(len(hidden_states), is_sequence_parallel)[0])
+            most = max(self._parts(len(hidden_states), is_sequence_parallel)[1])
             if most <= self.mc2.max_tokens:
                 self._exchange(self.mc2, len(hidden_states), most, is_sequence_parallel)
                 return _pad(hidden_states, most), _pad(router_logits, most)
@@ -114,11 +114,11 @@ class NPUCommunicator(DeviceCommunicatorBase):
             hidden_states, router_logits, is_sequence_parallel, *args
         )
 
-    def _sizes(self, num_tokens: int, is_sequence_parallel: bool = False) -> tuple[list[int], int]:
-        """Return the tokens of each rank, and this rank's place among them."""
+    def _parts(self, num_tokens: int, is_sequence_parallel: bool = False) -> tuple[Any, list[int]]:
+        """Return the group whose ranks have tokens for experts, and how many each of them has."""
         manager: Any = self.all2all_manager
         group = manager._get_comm_group(is_sequence_parallel)
-        return manager._get_sizes(num_tokens, group), group.rank_in_group
+        return group, manager._get_sizes(num_tokens, group)
 
     def _exchange(self, mc2: Mc2, num_tokens: int, most: int, is_sequence_parallel: bool) -> None:
         """Tell the experts of this forward pass that they exchange tokens, once."""
@@ -144,9 +144,7 @@ class NPUCommunicator(DeviceCommunicatorBase):
         if context.is_padding is None or PADDING_IS_GATHERED in kept:  # the same on all ranks
             return
         mine = _own_padding(context.is_padding, num_tokens, is_sequence_parallel)
-        manager: Any = self.all2all_manager
-        group = manager._get_comm_group(is_sequence_parallel)
-        sizes = manager._get_sizes(num_tokens, group)
+        group, sizes = self._parts(num_tokens, is_sequence_parallel)
         gathered = group.all_gatherv(mine.view(torch.uint8), dim=0, sizes=sizes)  # not of bool
         context.is_padding = gathered.view(torch.bool)
         kept[PADDING_IS_GATHERED] = True
@@ -154,8 +152,8 @@ class NPUCommunicator(DeviceCommunicatorBase):
     def combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.all2all_manager is not None
         if MC2 in get_forward_context().additional_kwargs:  # experts have combined them
-            sizes, place = self._sizes(len(hidden_states), *args, **kwargs)
-            return hidden_states[: sizes[place]]
+            group, sizes = self._parts(len(hidden_states), *args, **kwargs)
+            return hidden_states[: sizes[group.rank_in_group]]
         return self.all2all_manager.combine(hidden_states, *args, **kwargs)
 
 

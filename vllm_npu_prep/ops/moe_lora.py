@@ -141,6 +141,11 @@ class AdaptersOfExperts:
     def foreign(self) -> torch.Tensor:
         return self.punica_wrapper.foreign_tokens
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether each rank has some rows of A of the first product, and of B of the second."""
+        return self.layer.fully_sharded and self.layer.tp_size > 1
+
     def add_up(
         self,
         hidden: torch.Tensor,  # [n, columns], written
@@ -151,9 +156,7 @@ class AdaptersOfExperts:
         updates = []
         for a, b in zip(self.layer.w13_lora_a_stacked, self.layer.w13_lora_b_stacked):
             shrunk = _shrink(x, a, multiply)
-            if (
-                self.layer.fully_sharded and self.layer.tp_size > 1
-            ):  # each rank has some of A's rows
+            if self._is_sharded:
                 shrunk = tensor_model_parallel_all_gather(shrunk)
             updates.append(_expand(shrunk, b, multiply, foreign))
         # To add to some columns only, devices would copy these twice.
@@ -168,7 +171,7 @@ class AdaptersOfExperts:
     ) -> None:
         (a,), (b,) = self.layer.w2_lora_a_stacked, self.layer.w2_lora_b_stacked
         shrunk, start = _shrink(activated, a, multiply), 0
-        if self.layer.fully_sharded and self.layer.tp_size > 1:  # and of B's, which need whole sums
+        if self._is_sharded:  # B needs the sum of the ranks' products
             shrunk = tensor_model_parallel_all_reduce(shrunk)
             start = self.layer.tp_rank * b.shape[-2]
         output[:, start : start + b.shape[-2]].add_(_expand(shrunk, b, multiply, foreign))

@@ -37,11 +37,12 @@ def choose_exchange(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     tokens, why = tokens_to_exchange(vllm_config, limits, layers, option == "on")
     if lacks := asked.functions_missing_for(*OPERATORS):
         why = f"the installed CANN has no {', '.join(lacks.values())}"
-    if why:
-        logger.info("Experts get gathered tokens; MC2 is not used: %s.", why)
-        return
     group: Any = get_ep_group()
     communicator = group.device_communicator
+    if why:
+        logger.info("Experts get gathered tokens; MC2 is not used: %s.", why)
+        communicator.mc2 = None  # also of a model whose drafter has these experts
+        return
     if communicator.mc2 is not None:  # a drafter's experts share it
         tokens = min(tokens, communicator.mc2.max_tokens)
         communicator.mc2 = replace(communicator.mc2, max_tokens=tokens)

@@ -16,6 +16,7 @@ from tests.helpers.huggingface import logits_by
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for
+from tests.helpers.waiting import until
 from tests.npu.inputs import prompts
 from tests.npu.models import PARTED, bound_of, judges_of, lacks, make
 
@@ -57,20 +58,21 @@ CASES = {
 def test_a_layer_takes_fewer_launches_and_bytes(count):
     """Each token has two experts: gathers send it to all other ranks, an exchange to those two's.
 
-    Gathers also send logits. Rank 1 has no token, which gathers send all the same.
+    Gathers also send logits. Rank 1 has no token, which gathers send all the same. With one expert
+    for each token, whose weight is applied to its input, the rows are the same, too.
     """
     command = [sys.executable, "-m", "tests.npu.layer_on_ranks", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = json.loads(done.stdout.splitlines()[-1])
     for rank, told in enumerate(ranks):
-        ways = told["gathered"], told["exchanged"]
-        rows = [np.array(way["rows"]) for way in ways]
-        assert len(rows[0]) == (0 if rank == 1 else 13)
-        np.testing.assert_allclose(*rows, rtol=0.02, atol=0.02)
-        launches = [way["launches"] for way in ways]
+        gathered, exchanged, *of_one = (np.array(way["rows"]) for way in told)
+        assert len(gathered) == (0 if rank == 1 else 13)
+        np.testing.assert_allclose(exchanged, gathered, rtol=0.02, atol=0.02)
+        np.testing.assert_allclose(*of_one, rtol=0.02, atol=0.02)
+        launches = [way["launches"] for way in told[:2]]
         assert launches == [9, 7]  # of which one makes weights of bfloat16 float32
-    sent = [sum(told[way]["bytes"] for told in ranks) for way in ("gathered", "exchanged")]
+    sent = [sum(told[way]["bytes"] for told in ranks) for way in range(2)]
     assert sent == SENT[count]
 
 
@@ -78,8 +80,6 @@ class ExchangeProbe(RankProbe):
     """Counts layers of experts that exchange tokens, and those that get gathered ones."""
 
     def probe_experts(self) -> None:
-        from unittest import mock
-
         from vllm_npu_prep.ops import moe_method
 
         self.probe_computed = {"exchanged": 0, "gathered": 0}
@@ -90,7 +90,7 @@ class ExchangeProbe(RankProbe):
                 self.probe_computed[kind] += 1
                 return compute(*args, **how)
 
-            mock.patch.object(moe_method, name, counted).start()
+            setattr(moe_method, name, counted)
 
     def probe_exchange(self) -> dict[str, Any]:
         from vllm.distributed.parallel_state import get_ep_group
@@ -98,14 +98,30 @@ class ExchangeProbe(RankProbe):
         mc2 = get_ep_group().device_communicator.mc2
         return {"max_tokens": mc2 and mc2.max_tokens, **getattr(self, "probe_computed", {})}
 
+    def probe_gather(self) -> None:
+        """From now on, tokens are gathered in all steps, as with the option "off"."""
+        from vllm.distributed.parallel_state import get_ep_group
+
+        get_ep_group().device_communicator.mc2 = None
+
 
 async def traffic(ranks: Ranks) -> dict[str, Any]:
-    """Tokens of all prompts, and of the shortest alone while other engines are idle."""
-    tokens = await ranks.generate(prompts(), 12)
+    """Tokens of all prompts, and of the shortest alone while other engines are idle.
+
+    Where there are no graphs, which exchange tokens for good, also once more by gathers.
+    """
+    alone = [prompts()[SHORTEST]]
+    got = {"tokens": await ranks.generate(prompts(), 12)}
     await ranks.ask("probe_experts")
-    alone = await ranks.generate(prompts()[SHORTEST : SHORTEST + 1], 8, engine=0)
-    told = {"exchange": await ranks.ask("probe_exchange"), "alone": alone[0]}
-    return told | {"tokens": tokens, "counts": await ranks.ask("probe_counts")}
+    got["alone"] = await ranks.generate(alone, 8, engine=0)
+    # Engines compute without requests, too, for some steps.
+    await until(lambda: not ranks.llm.engine_core.dp_engines_running())
+    got["exchange"] = await ranks.ask("probe_exchange")
+    if ranks.llm.model_config.enforce_eager:
+        await ranks.ask("probe_gather")  # all ranks change between the same two steps
+        got["gathered"] = await ranks.generate(alone, 8, engine=0)
+        got["computed"] = await ranks.ask("probe_exchange")
+    return got
 
 
 def serve(model, case, option):
@@ -118,7 +134,7 @@ def serve(model, case, option):
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_the_best_by_transformers(tmp_path, name):
-    """Whether tokens are exchanged or gathered, and beside engines without requests."""
+    """In steps that exchange tokens or gather them, and beside engines without requests."""
     case = CASES[name]
     model = made = make(tmp_path, case.model)
     if case.how:
@@ -138,4 +154,8 @@ def test_tokens_are_the_best_by_transformers(tmp_path, name):
     print(f"{name}: {lacking.max():.3f}, {(lacking > 0).mean():.3f} of tokens")
     assert lacking.max() < bound_of(case.model, case.dtype, bool(case.how)), lacking.round(3)
     assert (lacking > 0).mean() < 1 / PARTED
-    assert got["alone"] == got["tokens"][SHORTEST][:8]
+    assert got["alone"] == [got["tokens"][SHORTEST][:8]]
+    if "gathered" in got:
+        assert got["gathered"] == got["alone"]
+        for on, off in zip(got["exchange"], got["computed"], strict=True):
+            assert off["exchanged"] == on["exchanged"] and off["gathered"] > 0

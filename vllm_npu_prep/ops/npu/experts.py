@@ -46,6 +46,8 @@ MAX_FINALIZED_WIDTH = 8192
 class Rows(NamedTuple):
     """Rows of tokens, sorted by expert: those of this rank's first expert come first.
 
+    There are ``T * k`` after routing, and as many as may be received after an exchange.
+
     Attributes
     ----------
     group_list_type
@@ -53,11 +55,11 @@ class Rows(NamedTuple):
         takes a single group in this form only.
     """
 
-    values: torch.Tensor  # [T * k, width]; rows past the last group are undefined
+    values: torch.Tensor  # [n, width]; rows past the last group are undefined
     # Number of rows of each expert, int64 [num_local_experts] on the device
     group_list: torch.Tensor
     group_list_type: int
-    # Float32 [T * k] if routing has quantised the rows, else None
+    # Float32 [n] if rows were rounded on their way here, else None
     scales: torch.Tensor | None = None
 
 
@@ -78,7 +80,7 @@ class ExpertWeights(Protocol):
         """What is computed between the products, of a whole row, gated or not."""
 
     def up(self, rows: Rows) -> torch.Tensor:
-        """Return the first product, ``[T * k, columns]``, undefined past the last group."""
+        """Return the first product, ``[n, columns]``, undefined past the last group."""
 
     def between(self, rows: Rows, hidden: torch.Tensor) -> Rows:
         """Activate and round the first product of `rows`, in as few launches as there can be."""
@@ -87,7 +89,7 @@ class ExpertWeights(Protocol):
         """Round what was activated, as the second product takes it."""
 
     def down(self, rows: Rows) -> torch.Tensor:
-        """Return the second product, ``[T * k, hidden_size]``, undefined past the last group."""
+        """Return the second product, ``[n, hidden_size]``, undefined past the last group."""
 
 
 class ExpertAdapters(Protocol):
