@@ -259,7 +259,7 @@ def in_a_browser(html: str, folder: Path, network, address: str, **how) -> tuple
     """The page of a run after it was opened, and what is seen."""
     page = folder / "run.html"
     page.write_text(html)
-    dom, picture = opened(page, network, address, "--virtual-time-budget=10000", **how)
+    dom, picture = opened(page, network, address, **how)
     assert not network[1]
     return dom, np.asarray(picture)
 

@@ -508,17 +508,21 @@
 
   // ------------------------------------------------------------------ drawing and choosing
 
+  function draw() {
+    const width = Math.max(lanes.clientWidth - 2, GUTTER + 60), tops = measured(width);
+    ranks.forEach((rank, place) => drawLane(rank, tops.cells[place], tops, width));
+    drawRows(width);
+    const first = Math.max(Math.floor(view.low), 0), last = Math.min(Math.ceil(view.high), total) - 1;
+    byId("range").textContent = `${numbers[first]} to ${numbers[last]} of ${counted(total, "step")}`;
+    document.documentElement.dataset.drawn = `${first}-${last}`;
+  }
+
   function redraw() {
     if (due) return;
     due = true;
     requestAnimationFrame(() => {
       due = false;
-      const width = Math.max(lanes.clientWidth - 2, GUTTER + 60), tops = measured(width);
-      ranks.forEach((rank, place) => drawLane(rank, tops.cells[place], tops, width));
-      drawRows(width);
-      const first = Math.max(Math.floor(view.low), 0), last = Math.min(Math.ceil(view.high), total) - 1;
-      byId("range").textContent = `${numbers[first]} to ${numbers[last]} of ${counted(total, "step")}`;
-      document.documentElement.dataset.drawn = `${first}-${last}`;
+      draw();
     });
   }
 
@@ -658,5 +662,6 @@
   readColours();
   chooseRows();
   follow();
+  draw();  // The first time at once: whoever prints or dumps the page has no frame to wait for.
   window.addEventListener("hashchange", follow);
 })();
