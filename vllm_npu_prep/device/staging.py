@@ -91,6 +91,8 @@ class StagingRing:
 
     Attributes
     ----------
+    slots
+        The pinned buffers; slots of the KV cache are something else.
     device_buffer
         The memory to which every step is copied.
     steps, waits
@@ -150,7 +152,8 @@ class StagingRing:
             The step, prepared in the arrays of the last `acquire`.
         last_samples
             int32 ``[num_targets]``: the last step's samples if only the device has them
-            (asynchronous scheduling), in the order of ``sampled_token_targets``.
+            (asynchronous scheduling, or speculation on V2), in the order of
+            ``sampled_token_targets`` (`StepLayout`).
         """
         layout, device, num_changes = step.layout, self.device, step.num_block_changes
         num_targets = step.batch.num_targets

@@ -123,7 +123,8 @@ class Array(ArrayType):
         The number of unused elements after the array, to which unwanted values are written.
     sampled
         Whether the device overwrites elements with samples of the last step (asynchronous
-        scheduling). Such an array is int32, and compiled code also finds its ``<name>_offset``.
+        scheduling, or speculation on V2). Such an array is int32, and compiled code also finds its
+        ``<name>_offset``.
     recorded_as
         The array's name in a record; by default its own name and ``_padded``.
     """

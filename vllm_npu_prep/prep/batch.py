@@ -51,8 +51,9 @@ class StepBatch:
     num_scheduled_tokens: np.ndarray  # [num_reqs] int32
     num_draft_tokens: np.ndarray  # [num_reqs or more] int32
     total_num_scheduled_tokens: int
-    # [num_reqs or more] int64: row of each request in the last step's samples if these are still
-    # on the device (asynchronous scheduling), else -1; not read if `num_sampled_rows` is 0
+    # [num_reqs or more] int64: row of each request in the last step's samples if only the device
+    # has these (asynchronous scheduling, or speculation on V2), else -1; not read if
+    # `num_sampled_rows` is 0
     previous_rows: np.ndarray = field(default_factory=lambda: NO_PREVIOUS_ROWS)
     num_sampled_rows: int = 0  # rows of the last step's samples, 0 if they are not on the device
     num_sampled_drafts: int = 0  # drafts after the sample of each of these rows

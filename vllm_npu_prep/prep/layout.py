@@ -56,11 +56,11 @@ class StepLayout:
     ======================  ======  ========================================================
     part                    dtype   length
     ======================  ======  ========================================================
-    sampled_token_targets   int64   where the last step's samples go, if they are still on
-                                    the device (asynchronous scheduling), else empty. Each
-                                    row has the place of its next token in `input_ids`, the
-                                    places of its drafts there, and those of its drafts in
-                                    `draft_token_ids`
+    sampled_token_targets   int64   where the last step's samples go, if only the device has
+                                    them (asynchronous scheduling, or speculation on V2),
+                                    else empty. Each row has the place of its next token in
+                                    `input_ids`, the places of its drafts there, and those
+                                    of its drafts in `draft_token_ids`
     block_change_indices    int64   entries that the device's block tables don't have yet
     block_change_ids        int32   the block ids of these entries
     ======================  ======  ========================================================

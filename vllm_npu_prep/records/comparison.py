@@ -452,7 +452,7 @@ def _with_rest(record: StepRecord, name: str, values: list[int]) -> np.ndarray:
 def _leave_out_samples(record: StepRecord, out: dict[str, np.ndarray], total: int) -> None:
     """Take the ids as recorded that only the device has; which tokens these are is checked.
 
-    Only with asynchronous scheduling are there such tokens.
+    There are such tokens with asynchronous scheduling, and with speculation on V2.
     """
     settings, batch = record.settings, record.batch
     if not settings.num_sampled_rows:

@@ -61,9 +61,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
     has what they are computed from, and one copy brings them.
 
     The class has only overrides of upstream's methods and their helpers; `RunnerSetupV2` makes its
-    parts. Upstream's
-    ``execute_model`` calls them in this order, and all that it asks for after the preparation is in
-    one record, `in_flight`:
+    parts. Upstream calls the overrides in this order, and all that it asks for after the
+    preparation is in one record, `in_flight`:
 
     ==========================  ==================================================================
     method                      what it does with the scheduler's output
