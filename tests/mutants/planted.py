@@ -470,7 +470,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("async: sampled tokens are not scattered", "        if last_samples is not None:  #", "        if False:  #", ENGINE),
         ("copy ends before the logits indices", "self.submit(nbytes)", "self.submit(nbytes - step.layout.max_logits * 8)", ENGINE),
         ("npu: stale block table", "        if num_changes:  #", "        if False:  #", FIA_GRAPHS),
-        ("npu: staging buffer reused while its copy is in flight", "        if slot.event is not None:\n", "        if False:\n", ("tests/npu/on_device/test_staging.py",)),
+        ("npu: staging buffer reused while its copy is in flight", "        if buffer.event is not None:\n", "        if False:\n", ("tests/npu/on_device/test_staging.py",)),
         ("npu: two copies a step", "        self.submit(nbytes)\n", "        self.submit(nbytes)\n        self.submit(nbytes)\n", COUNTS),
     ],
     "graph/modes.py": [

@@ -147,6 +147,9 @@ CORNERS: dict[str, tuple[dict, dict, dict]] = {
 }
 """Engines, rates of calls and other traffic with which something rare happens all the time."""
 
+UPSTREAM_FAILS = {(10, "admission beside decodes of another stage")}
+"""Seeds and corners in which vLLM's own ``schedule`` fails; `Twin.call` says why."""
+
 
 @pytest.mark.parametrize("corner", CORNERS)
 @pytest.mark.parametrize("seed", [1, 2, 10])
@@ -154,6 +157,9 @@ def test_rare_cases_agree(seed, corner, total):
     engine, rates, traffic = CORNERS[corner]
     special = {"rates": {"arrived": 1.0, "aborted": 0.0, **rates}, "longest": 40, **traffic}
     count = play(seed, STEPS, every=6, engine={**ENGINE, **engine}, traffic=special).count
+    if (seed, corner) in UPSTREAM_FAILS:
+        assert count["upstream failed"]
+        return
     assert count["steps"] == STEPS and not count["upstream failed"]
     total.update(count)
 

@@ -91,8 +91,8 @@ class StagingRing:
 
     Attributes
     ----------
-    slots
-        The pinned buffers; slots of the KV cache are something else.
+    buffers
+        The pinned buffers.
     device_buffer
         The memory to which every step is copied.
     steps, waits
@@ -113,13 +113,13 @@ class StagingRing:
         self.device = device
         # It is changed in place in every step, so it must not be an inference tensor.
         with torch.inference_mode(False):
-            self.slots = [StagingBuffer(nbytes, pin_memory) for _ in range(depth)]
+            self.buffers = [StagingBuffer(nbytes, pin_memory) for _ in range(depth)]
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
         self.device_buffer = TypedBuffer(buffer)
         self._int32 = device.native(self.device_buffer.int32)
         self._int64 = device.native(self.device_buffer.int64)
         self._block_tables = None if block_tables is None else device.native(block_tables)
-        self._copies = [device.copy_to_device(buffer, slot.host.bytes) for slot in self.slots]
+        self._copies = [device.copy_to_device(buffer, each.host.bytes) for each in self.buffers]
         self._on_device: dict[StepLayout, DeviceArrays] = {}
         self.turn = 0
         self.steps = 0
@@ -128,19 +128,20 @@ class StagingRing:
     def acquire(self, layout: StepLayout) -> StagedArrays:
         """Take the next buffer; its arrays may be written until `send` copies them."""
         self.steps += 1
-        self.turn = self.steps % len(self.slots)
-        slot = self.slots[self.turn]
-        if slot.event is not None:
-            self.waits += self.device.wait_event(slot.event)
-            slot.event = None
-        staged = slot.staged.get(layout)
+        self.turn = self.steps % len(self.buffers)
+        buffer = self.buffers[self.turn]
+        if buffer.event is not None:
+            self.waits += self.device.wait_event(buffer.event)
+            buffer.event = None
+        staged = buffer.staged.get(layout)
         if staged is None:
             on_device = self._on_device.get(layout)
             if on_device is None:
                 on_device = self.device_buffer.arrays(layout)
                 _keep(self._on_device, layout, on_device)
-            staged = StagedArrays(layout.views(slot.host_np), slot.host.arrays(layout), on_device)
-            _keep(slot.staged, layout, staged)
+            host_views = layout.views(buffer.host_np)
+            staged = StagedArrays(host_views, buffer.host.arrays(layout), on_device)
+            _keep(buffer.staged, layout, staged)
         return staged
 
     def send(self, step: PreparedStep, last_samples: torch.Tensor | None = None) -> None:
@@ -170,7 +171,7 @@ class StagingRing:
     def submit(self, nbytes: int) -> None:
         """Copy the first `nbytes` of the buffer to the device: the only copy of a step."""
         self._copies[self.turn](nbytes)
-        self.slots[self.turn].event = self.device.record_event()
+        self.buffers[self.turn].event = self.device.record_event()
 
 
 def _keep(views: dict[StepLayout, Any], layout: StepLayout, made: object) -> None:

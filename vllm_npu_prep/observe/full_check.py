@@ -62,7 +62,7 @@ class FullCheck(StepCheck):
         super().__init__(vocab_size, num_slots)
         self.limits_in_pass = NO_LIMITS  # it looks at steps as they are launched, not earlier
         self.ledger = ledger
-        self._sent: tuple[Any, int, int] | None = None  # slot, bytes sent, checksum
+        self._sent: tuple[Any, int, int] | None = None  # buffer, bytes sent, checksum
         self._compressed_mask: np.ndarray | None = None
         self._req_ids: list[str] = []  # ids of the batch's requests, in order
 
@@ -124,17 +124,17 @@ class FullCheck(StepCheck):
 
     def _check_staging(self, staging: Any, nbytes: int) -> None:
         """Check that the last step's staging buffer is unchanged; its copy may still be running."""
-        if self._sent is not None and self._sent[0] is not staging.slots[staging.turn]:
-            slot, sent_bytes, checksum = self._sent
-            if zlib.crc32(slot.host_np[:sent_bytes]) != checksum:
+        if self._sent is not None and self._sent[0] is not staging.buffers[staging.turn]:
+            buffer, sent_bytes, checksum = self._sent
+            if zlib.crc32(buffer.host_np[:sent_bytes]) != checksum:
                 raise given_allowed(
                     "staging",
                     "a staging buffer must not change before it is used again",
                     "other bytes",
                     f"the {sent_bytes} bytes that were sent",
                 )
-        slot = staging.slots[staging.turn]
-        self._sent = slot, nbytes, zlib.crc32(slot.host_np[:nbytes])
+        buffer = staging.buffers[staging.turn]
+        self._sent = buffer, nbytes, zlib.crc32(buffer.host_np[:nbytes])
 
     @staticmethod
     def _ids_of_all_ranks(runner: Any, step: "PreparedStep", staged: "StagedArrays") -> np.ndarray:

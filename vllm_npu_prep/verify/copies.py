@@ -35,7 +35,7 @@ def ring(context: RowContext) -> Outcome:
         for step in range(STEPS)
     ]
     given = (
-        f"{counted(STEPS, 'step')} of {layout.nbytes():,} bytes, {len(made.slots)} pinned buffers"
+        f"{counted(STEPS, 'step')} of {layout.nbytes():,} bytes, {len(made.buffers)} pinned buffers"
     )
     return compare(torch.stack(found), torch.stack(expected), given, where=("step", "element"))
 

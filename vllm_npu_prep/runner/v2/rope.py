@@ -66,16 +66,16 @@ class NPURopeState(RopeState):
             )
             self._followed = request_rows
 
-    def of_requests(self, slot_of: Mapping[str, int]) -> "Rotations":
-        """Return the rotations by request, for checks; `slot_of` is read at each look-up."""
-        return Rotations(self._rotations, slot_of)
+    def of_requests(self, row_of: Mapping[str, int]) -> "Rotations":
+        """Return the rotations by request, for checks; `row_of` is read at each look-up."""
+        return Rotations(self._rotations, row_of)
 
 
 class Rotations:
     """A view of rotations by request name instead of by request row."""
 
-    def __init__(self, by_slot: Mapping[int, Rotation], slot_of: Mapping[str, int]) -> None:
-        self._by_slot, self._slot_of = by_slot, slot_of
+    def __init__(self, by_row: Mapping[int, Rotation], row_of: Mapping[str, int]) -> None:
+        self._by_row, self._row_of = by_row, row_of
 
     def __getitem__(self, req_id: str) -> Rotation:
-        return self._by_slot[self._slot_of[req_id]]
+        return self._by_row[self._row_of[req_id]]

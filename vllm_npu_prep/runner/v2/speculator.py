@@ -299,8 +299,8 @@ class NPUSpeculator(TargetDependentARSpeculator):
         assert self.draft_logits is not None and positions is not None
         # By request row, so that verification finds them if a request is left out of steps
         at = requests.idx_mapping * self.num_speculative_steps + index
-        by_slot = self.draft_logits.flatten(0, 1)
-        by_slot.index_copy_(0, at, logits.to(by_slot.dtype))
+        by_draft = self.draft_logits.flatten(0, 1)
+        by_draft.index_copy_(0, at, logits.to(by_draft.dtype))
         # A pass that shifts tokens has, in each row, the token after the row's position
         before = positions if self.num_extra_query_per_req else positions + 1
         return draw_drafts(logits, requests, before).to(torch.int32)
