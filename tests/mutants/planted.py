@@ -448,7 +448,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("MC2: an uneven number of experts is taken", "        sizes.experts % num_ranks\n        or sizes", "        sizes", MC2),
         ("MC2: a buffer holds a token too many", "return max(0, (buffer - (one - each)) // each)", "return max(0, (buffer - (one - each)) // each + 1)", MC2),
         ("MC2: A2 exchanges with few ranks by itself", "num_ranks >= fewest and", "num_ranks >= 2 and", MC2),
-        ("MC2: threads of a rank stand still until the last one has come", '    dist.all_reduce(torch.zeros(1, device="npu"), group=group)\n', "", MC2_LAYER),
+        ("MC2: a rank does no work while it waits for others to join", '    dist.all_reduce(torch.zeros(1, device="npu"), group=group)\n', "", MC2_LAYER),
         ("MC2: CANN 8.5 takes what 9.1 takes", "return A2_8_5 if cann is not None and cann < (9, 0) else A2", "return A2", MC2),
     ],
     "device/npu.py": [

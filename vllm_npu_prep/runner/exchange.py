@@ -12,8 +12,10 @@ from vllm_npu_prep.attention.families import REFERENCE
 from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.device.mc2 import OPERATORS, ExpertSizes, Mc2, join, tokens_to_exchange
 from vllm_npu_prep.ops.moe_method import sizes_of_experts
+from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.subjects.ranks import beside_mc2, exchanges_tokens, mc2_limits
+from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -47,6 +49,8 @@ def choose_exchange(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         tokens = min(tokens, communicator.mc2.max_tokens)
         communicator.mc2 = replace(communicator.mc2, max_tokens=tokens)
         return
-    name, rank = join(group.ranks)
+    ranks = counted(group.world_size, "rank")
+    with log_while_waiting(f"Joining {ranks} that have experts", logger.info):
+        name, rank = join(group.ranks)
     communicator.mc2 = Mc2(name, rank, group.world_size, tokens, limits.comm_alg)
     logger.info("Experts exchange tokens by MC2 in steps of up to %d tokens a rank.", tokens)
