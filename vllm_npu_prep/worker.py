@@ -33,7 +33,7 @@ from vllm_npu_prep.compat.torch import let_streams_do_nothing
 from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
-from vllm_npu_prep.device.failures import device_failure
+from vllm_npu_prep.device.failures import device_failure, lost_rank
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.watched_output import WatchedOutput
@@ -345,7 +345,7 @@ class NPUWorker(Worker):
         Raises
         ------
         PrepError
-            If the device failed, or ran out of memory.
+            If the device failed or ran out of memory, or another rank was lost.
         """
         try:
             return part(*args, **kwargs)
@@ -354,7 +354,7 @@ class NPUWorker(Worker):
             raise
 
     def _step_failed(self, error: Exception) -> None:
-        """Write what was recorded, and raise one line in place of an error of the device.
+        """Write what was recorded, and raise one line in place of an error of a device or rank.
 
         An error of memory says only how much one tensor wanted. An error of a kernel is raised
         wherever the host waits next, and its traceback shows that place. Other errors are not
@@ -379,6 +379,11 @@ class NPUWorker(Worker):
                 f"the device failed, as was seen in a step with {sizes} ({reason}); start again. "
                 "If it fails again: --enforce-eager and ASCEND_LAUNCH_BLOCKING=1 in the "
                 "environment show the operator"
+            ) from error
+        if (reason := lost_rank(error)) is not None:
+            raise PrepError(
+                f"another rank was lost in a step with {sizes} ({reason}); the first error of the "
+                "log says why it ended"
             ) from error
 
     def _keep(self, output: Any) -> Any:

@@ -17,6 +17,10 @@ EZ9999: Inner Error!
 EZ9999: [PID: 4711] Aicore kernel execute failed, device_id=0, fault kernel_name=Mul_1e8b5, hash=3.
         TraceBack (most recent call last):
 """
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2747: "
+    "Connection reset by peer. This is typically caused by a remote worker hanging or bugs. GLHF!"
+)
 
 
 def test_a_failure_is_told_in_one_line():
@@ -64,9 +68,10 @@ def test_other_errors_keep_their_traceback(error):
     [
         (RuntimeError(REPORT), r"^the device failed, as was seen in a step with 9 tokens of 2 "),
         (torch.OutOfMemoryError("Tried 1"), r"^out of memory in a step with 9 tokens of 2 "),
+        (RuntimeError(GLOO), r"^another rank was lost in a step .* \(Read error .* by peer\); "),
     ],
 )
-def test_a_device_that_fails_while_drafts_are_read_is_one_line(error, told):
+def test_what_fails_while_drafts_are_read_is_one_line(error, told):
     """They are read after the step, which may be the first wait for it."""
 
     def fail():

@@ -196,6 +196,16 @@ def test_nobody_exchanges_if_a_drafters_experts_can_not(chosen):
     assert chosen(DEEPSEEK._replace(width=512)) is None
 
 
+def test_ranks_that_do_not_come_are_told_in_one_line(chosen, monkeypatch):
+    def join(_):
+        raise RuntimeError("HCCL function error: HcclCommInit, error code is 9\nIts report")
+
+    monkeypatch.setattr(exchange, "join", join)
+    with pytest.raises(PrepError, match=r"^16 ranks .* error code is 9\); the first") as refused:
+        chosen(DEEPSEEK)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("limits", "sizes", "says"),
     [

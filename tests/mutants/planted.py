@@ -448,6 +448,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("MC2: an uneven number of experts is taken", "        sizes.experts % num_ranks\n        or sizes", "        sizes", MC2),
         ("MC2: a buffer holds a token too many", "return max(0, (buffer - (one - each)) // each)", "return max(0, (buffer - (one - each)) // each + 1)", MC2),
         ("MC2: A2 exchanges with few ranks by itself", "num_ranks >= fewest and", "num_ranks >= 2 and", MC2),
+        ("MC2: a rank does no work while it waits for others to join", '    dist.all_reduce(torch.zeros(1, device="npu"), group=group)\n', "", MC2_LAYER),
         ("MC2: CANN 8.5 takes what 9.1 takes", "return A2_8_5 if cann is not None and cann < (9, 0) else A2", "return A2", MC2),
     ],
     "device/npu.py": [
@@ -633,7 +634,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "ops/triton/eplb.py": [
         ("the map of experts is off by one", "logical_to_physical_map[logical, replica]", "logical_to_physical_map.roll(1, 0)[logical, replica]", EPLB),
         ("a rank masks the tokens of another by its own number", "    del num_unpadded_tokens\n", "    if num_unpadded_tokens is not None:\n        own = torch.arange(len(topk_ids)) < num_unpadded_tokens\n        record_enabled = own[:, None] & record_enabled\n", EPLB),
-        ("padding counts as load", "is_counted = (physical >= 0) & record_enabled", "is_counted = record_enabled.expand(physical.shape)", EPLB),
+        ("padding counts as load", "is_counted = is_pair & record_enabled", "is_counted = record_enabled.expand(is_pair.shape)", EPLB),
     ],
     "ops/triton/gumbel.py": [
         ("V2: seeds draw the same noise at every position", "(seeds >> 32) & WORD, pos & WORD)", "(seeds >> 32) & WORD)", KERNELS),

@@ -27,17 +27,24 @@ UNDER_EVERY_PROFILE = (
     *("served", "shared_prefix", "sparse_operators", "tokens", "verify_device", "windows"),
 )
 OF_FILES = {"memory": "small", "ranks": "skewed", "eplb": "skewed", "mc2": "skewed"}
-SKEWED = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers[fia"
-"""Beginning of the ids of tests that need streams of very different speed, as those of ranks do."""
+TOKENS = "::test_tokens_are_the_best_by_transformers["
+OF_TESTS = {
+    f"tests/npu/on_device/test_tokens.py{TOKENS}fia": "skewed",
+    f"tests/npu/on_device/test_mc2.py{TOKENS}A3": "A3",
+}
+"""Cards of tests whose ids begin so: for streams of very different speed, as those of ranks need
+them, and for another chip."""
+SEVERAL = ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120")
 OPTIONS = {
     "9.1": ("--memory", "1G", "--delay", "none"),
-    "skewed": ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120"),
+    "skewed": SEVERAL,
+    "A3": (*SEVERAL, "--soc", "Ascend910_9391"),
     "small": ("--memory", "170M", "--delay", "equal"),
     "8.5": ("--delay", "equal", "--profile", "8.5"),
     "docs": ("--delay", "equal", "--profile", "docs"),
 }
-"""Cards. Files are on that of their folder, or as `OF_FILES` says. Hazards are found whatever the
-delay is. Where streams are skewed, each operator of the first one waits 2.4 ms."""
+"""Cards. Files are on that of their folder, or as `OF_FILES` and `OF_TESTS` say. Hazards are found
+whatever the delay is. Where streams are skewed, each operator of the first one waits 2.4 ms."""
 SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of a phase of a test."""
 
@@ -48,8 +55,9 @@ def card_of(test: str) -> str:
     if parts[:2] != ("tests", "npu") or len(parts) < 4 or parts[2] not in FOLDERS:
         return ""
     name = Path(parts[3]).stem.removeprefix("test_")
-    if test.startswith(SKEWED):
-        return "skewed"
+    for beginning, card in OF_TESTS.items():
+        if test.startswith(beginning):
+            return card
     return OF_FILES.get(name, FOLDERS[parts[2]])
 
 

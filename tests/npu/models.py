@@ -42,6 +42,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 4": ("Llama4", {**LOCAL, "attention_chunk_size": 256, "spread": 0.15}),
     "Gemma 3n": ("Gemma3n", SHARED_LAYERS),  # layers that share K and V
     **{family: (family, {**CLEAR, **config}) for family, config in MIXTURES.items()},
+    "wide Qwen3Moe": (  # as wide as MC2 demands on A3
+        "Qwen3Moe",
+        {**MIXTURES["Qwen3Moe"], **CLEAR, "spread": 0.025, "hidden_size": 1024},
+    ),
     "DeepSeek V2 Lite": ("DeepseekV2", {**LATENT_ON_NPUS, **V2_LITE, **CLEARER}),
     "DeepSeek V2": ("DeepseekV2", {**LOW_RANK, **V2, "n_routed_experts": 12, **CLEAR}),
     "DeepSeek V3": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS, **CLEAR}),

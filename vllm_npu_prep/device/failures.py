@@ -1,7 +1,8 @@
-"""How a device reports that it failed while it worked, in the words of torch_npu.
+"""How a device reports that it failed while it worked, and gloo that another rank was lost.
 
 A kernel runs after the call that launched it, so its failure is an error of a later call, in which
-the host waits for the device. The traceback of that call says nothing about the kernel.
+the host waits for the device. The traceback of that call says nothing about the kernel, as little
+as that of a call which waits for another rank says about why that one ended.
 """
 
 import re
@@ -15,6 +16,8 @@ SOURCE = " NPU function error: "
 """Separates the place in torch_npu's source from the reason."""
 KERNEL = re.compile(r"\bkernel_name ?= ?([\w.:]+)")
 """Matches the name of the kernel that failed, in CANN's report."""
+LOST = re.compile(r"gloo/transport/[^\]]*\] (.+?)(?:\. This is typically|$)", re.MULTILINE)
+"""Matches what gloo says of a rank whose connection has ended, or that did not come in time."""
 
 
 def device_failure(error: BaseException) -> str | None:
@@ -35,3 +38,15 @@ def device_failure(error: BaseException) -> str | None:
     if (kernel := KERNEL.search(text)) is not None:
         reason += f"; kernel {kernel[1]}"
     return reason
+
+
+def lost_rank(error: BaseException) -> str | None:
+    r"""Return what gloo says of another rank that it waited for in vain; None for other errors.
+
+    Examples
+    --------
+    >>> lost_rank(RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed by peer"))
+    'Connection closed by peer'
+    """
+    found = LOST.search(str(error)) if isinstance(error, RuntimeError) else None
+    return found and found[1]

@@ -184,8 +184,13 @@ def asked_tokens(vllm_config: Any, limits: Limits) -> int:
 def join(ranks: Sequence[int]) -> tuple[str, int]:
     """Make a group of these ranks, which no other operator uses; return its name and this rank.
 
-    Every one of the ranks has to call it. HCCL takes the group's buffers now.
+    Every one of the ranks has to call it. HCCL takes the group's buffers now: in a collective,
+    which lets other threads of the process run while it waits for the other ranks.
+    ``get_hccl_comm_name`` alone would wait, too, but hold the GIL meanwhile (torch_npu 2.13): if
+    another rank waited for something that this process's Python code has to do, neither would go
+    on.
     """
     group: Any = dist.new_group(list(ranks), backend="hccl", use_local_synchronization=True)
+    dist.all_reduce(torch.zeros(1, device="npu"), group=group)
     rank = dist.get_rank(group)
     return group._get_backend(torch.device("npu")).get_hccl_comm_name(rank), rank

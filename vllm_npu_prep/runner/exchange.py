@@ -11,9 +11,12 @@ from vllm.logger import init_logger
 from vllm_npu_prep.attention.families import REFERENCE
 from vllm_npu_prep.device import NPU_KIND
 from vllm_npu_prep.device.mc2 import OPERATORS, ExpertSizes, Mc2, join, tokens_to_exchange
+from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.moe_method import sizes_of_experts
+from vllm_npu_prep.progress import log_while_waiting
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.subjects.ranks import beside_mc2, exchanges_tokens, mc2_limits
+from vllm_npu_prep.wording import counted
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
@@ -25,7 +28,7 @@ def choose_exchange(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     Raises
     ------
     PrepError
-        If the option ``mc2`` is ``on``, and they can't.
+        If the option ``mc2`` is ``on``, and they can't, or if HCCL makes no group of the ranks.
     """
     asked = RequestedEngine(vllm_config, REFERENCE, NPU_KIND)
     option, sizes, limits = asked.options.mc2, sizes_of_experts(model), mc2_limits(asked)
@@ -47,6 +50,15 @@ def choose_exchange(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         tokens = min(tokens, communicator.mc2.max_tokens)
         communicator.mc2 = replace(communicator.mc2, max_tokens=tokens)
         return
-    name, rank = join(group.ranks)
+    ranks = counted(group.world_size, "rank")
+    try:
+        with log_while_waiting(f"Joining {ranks} that have experts", logger.info):
+            name, rank = join(group.ranks)
+    except RuntimeError as error:
+        logger.error("HCCL made no group for MC2. Its report:\n%s", error)
+        raise PrepError(
+            f"{ranks} that have experts could not join for MC2 ({str(error).partition(chr(10))[0]})"
+            '; the first error of the log says why, and {"npu_prep": {"mc2": "off"}} needs no group'
+        ) from error
     communicator.mc2 = Mc2(name, rank, group.world_size, tokens, limits.comm_alg)
     logger.info("Experts exchange tokens by MC2 in steps of up to %d tokens a rank.", tokens)

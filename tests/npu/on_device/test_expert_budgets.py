@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
+import ascend_emulator
 from tests.helpers.counting import ModuleCounts
 from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
 from tests.helpers.fused import MODEL, settings
@@ -15,6 +17,7 @@ from tests.helpers.mixtures import MIXTURES
 from vllm_npu_prep.ops.npu.experts import OwnedExperts
 from vllm_npu_prep.ops.npu.router_norms import CastRows
 from vllm_npu_prep.ops.npu.routing import _weigh_no_padding
+from vllm_npu_prep.ops.triton.eplb import map_to_physical_and_record
 
 BUDGET = {
     "Qwen3Moe": (7, 7, 7, 7),
@@ -33,6 +36,10 @@ Padding takes a launch: a router by sigmoid leaves padding out and gives it no w
 softmax leaves it out itself, and the indices of its rows are turned into some that nothing reads.
 Experts of other ranks need the latter, too, so with a sigmoid it is two.
 """
+
+OF_A_MAP = (15, 12)
+"""Launches that `--enable-eplb` adds to the first layer of experts in a forward pass, which makes
+three for all of them, and to each other one."""
 
 CAST = ("MiniMaxM2", "Glm4Moe", "DeepseekV3")
 CONFIGS = MIXTURES | {
@@ -88,3 +95,21 @@ def test_a_layer_stays_within_its_budget(tmp_path, seed, family):
         part = twice(is_padding)
         assert not torch.equal(part[:4], whole[:4]), "the others' experts are not in the sum"
         torch.testing.assert_close(part[4:], whole[4:])  # shared experts, or nothing
+
+
+def test_the_map_of_experts_that_move_stays_within_its_budget():
+    """Each layer maps what its router chose, and counts it, without a copy or a sync."""
+    experts = torch.arange(8, device="npu")
+    ids = torch.tensor([[0, 7], [3, -1], [8, 5]], dtype=torch.int32, device="npu")
+    load = torch.zeros(8, dtype=torch.int32, device="npu")
+    given = ids, load, experts.flip(0)[:, None], experts.new_ones(8), load.new_ones(()).bool()
+    counted = []
+    with set_forward_context(None, VllmConfig()):
+        for _ in OF_A_MAP:
+            torch.npu.synchronize()
+            with ascend_emulator.count() as counts:
+                mapped = map_to_physical_and_record(*given)
+            counted.append((counts.launches, counts.hidden_copies, counts.syncs))
+    assert counted == [(launches, 0, 0) for launches in OF_A_MAP]
+    assert mapped.tolist() == [[7, 0], [4, -1], [-1, 2]]
+    assert load.tolist() == [2, 0, 2, 0, 2, 0, 0, 2]

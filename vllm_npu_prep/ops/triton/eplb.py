@@ -44,14 +44,12 @@ def map_to_physical_and_record(
     tokens, but under data parallelism the rows are those of all ranks: it is not read.
     """
     del num_unpadded_tokens
-    num_logical = len(logical_replica_count)
-    is_pair = (topk_ids >= 0) & (topk_ids < num_logical)
-    logical = topk_ids.long().masked_fill(~is_pair, 0)
-    hashes = _hashes(len(topk_ids), topk_ids.device)
-    replica = hashes % logical_replica_count[logical].clamp(min=1)
-    physical = logical_to_physical_map[logical, replica].masked_fill(~is_pair, NO_EXPERT)
-    is_counted = (physical >= 0) & record_enabled
+    clamped = topk_ids.clamp(0, len(logical_replica_count) - 1)
+    is_pair, logical = clamped == topk_ids, clamped.long()
+    replica = _hashes(len(topk_ids), topk_ids.device) % logical_replica_count[logical]
+    physical = logical_to_physical_map[logical, replica]
+    is_counted = is_pair & record_enabled
     expert_load_view.scatter_add_(
-        0, physical.clamp(min=0).flatten(), is_counted.flatten().to(expert_load_view.dtype)
+        0, physical.flatten(), is_counted.flatten().to(expert_load_view.dtype)
     )
-    return physical.to(topk_ids.dtype)
+    return physical.masked_fill_(~is_pair, NO_EXPERT).to(topk_ids.dtype)
