@@ -35,7 +35,7 @@ def _ray_compiles_graphs(asked: RequestedEngine) -> bool:
 def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
     text, kinds = asked.text, asked.layer_types
     return bool(
-        kinds - {"full_attention"}
+        (kinds - {"full_attention"} and not asked.is_sparse)  # GLM-5 has a name for its layers
         or asked.model.is_hybrid
         or asked.model.get_sliding_window()
         or getattr(text, "attention_chunk_size", None)
@@ -67,17 +67,9 @@ def _physical_experts(asked: RequestedEngine) -> int:
     return asked.model.get_num_experts() + _parallel(asked).eplb_config.num_redundant_experts
 
 
-def _has_untried_beside(asked: RequestedEngine) -> bool:
-    parallel = _parallel(asked)
-    return bool(
-        parallel.pipeline_parallel_size > 1
-        or parallel.data_parallel_size > 1
-        or asked.model.supports_multimodal_inputs
-        or asked.model.uses_mrope
-        or asked.config.lora_config is not None
-        or asked.model.quantization is not None
-        or asked.model.enable_prompt_embeds
-    )
+def _has_adapters_or_images(asked: RequestedEngine) -> bool:
+    sees = asked.model.supports_multimodal_inputs or asked.model.uses_mrope
+    return sees or asked.config.lora_config is not None
 
 
 def _words_of_ranks(asked: RequestedEngine) -> dict[str, object]:
@@ -247,7 +239,11 @@ SHARED_CONTEXTS = (
     ),
     Refusal(
         "shared-contexts-beside",
-        _has_untried_beside,
+        lambda c: (
+            max(_parallel(c).pipeline_parallel_size, _parallel(c).data_parallel_size) > 1
+            or _has_adapters_or_images(c)
+            or (c.model.quantization is not None or c.model.enable_prompt_embeds)
+        ),
         SHARED + "pipeline stages, data parallelism, images, LoRA or int8",
         "it was tried with tensor parallelism and text alone",
         ALONE,
@@ -303,18 +299,26 @@ SHARED_PROMPTS = (
         "use --tensor-parallel-size",
     ),
     Refusal(
-        "shared-prompts-sparse",
-        lambda c: c.is_sparse,
-        PROMPTS + "sparse attention ({model})",
-        "the keys of its indexer are not gathered from the other ranks",
-        "use --tensor-parallel-size",
+        "shared-prompts-choices",
+        lambda c: c.is_sparse and c.options.record is not None and c.options.record.choices,
+        '"npu_prep.record.choices" with --prefill-context-parallel-size',
+        "a rank's indexers choose for its own tokens, and a record is of all tokens",
+        "leave choices out",
     ),
     Refusal(
         "shared-prompts-decodes",
         lambda c: _parallel(c).decode_context_parallel_size > 1,
         PROMPTS + "--decode-context-parallel-size",
-        "vLLM has both together for sparse attention alone",
+        "vLLM has both together for sparse attention alone, of which CANN's operators return no "
+        "log-sum-exp, by which ranks would merge results",
         "use one of them",
+    ),
+    Refusal(
+        "shared-prompts-upstream",
+        _has_adapters_or_images,
+        PROMPTS + "LoRA or images",
+        "vLLM itself refuses them beside it",
+        WITHOUT,
     ),
     Refusal(
         "shared-prompts-speculation",
@@ -339,17 +343,13 @@ SHARED_PROMPTS = (
         WITHOUT,
     ),
     Refusal(
-        "shared-prompts-experts",
-        lambda c: _parallel(c).enable_expert_parallel,
-        PROMPTS + "--enable-expert-parallel",
-        "without data parallelism, vLLM exchanges the tokens of experts by kernels for CUDA alone",
-        "leave the flag out: the ranks share the weights of each expert",
-    ),
-    Refusal(
         "shared-prompts-beside",
-        lambda c: _has_untried_beside(c) or _parallel(c).use_ray,
-        PROMPTS + "pipeline stages, data parallelism, Ray, images, LoRA, int8 or prompt embeddings",
-        "it was tried with tensor parallelism, mp and text alone",
+        lambda c: (
+            (_parallel(c).data_parallel_size > 1 or _parallel(c).use_ray)
+            or (_parallel(c).enable_eplb or c.model.enable_prompt_embeds)
+        ),
+        PROMPTS + "data parallelism, Ray, --enable-eplb or prompt embeddings",
+        "it was tried with the ranks of one engine, mp and token ids alone",
         WITHOUT,
     ),
 )
