@@ -44,6 +44,8 @@ from vllm_npu_prep.quantization.int8 import TorchInt8Linear, swiglu_may_round
 from vllm_npu_prep.quantization.loaded import check_offsets, check_scales
 from vllm_npu_prep.quantization.modules import KnowsModules
 
+FLOAT = torch.float32
+"""Of scales, whatever dtype the model has."""
 BY_CHANNEL = FusedMoeWeightScaleSupported.CHANNEL
 SECOND = ("weight_scale_second", "weight_offset_second")
 """What ModelSlim's groups have; offsets are 0."""
@@ -208,7 +210,7 @@ class Int8Form:
         """Make what files fill, by the ends of its names; what is empty follows from the rest."""
         made = {"weight": torch.empty(experts, outputs, inputs, dtype=torch.int8)}
         names = ("weight_scale", "weight_offset") if self.has_offsets else ("weight_scale",)
-        return made | {name: torch.zeros(experts, outputs, 1) for name in names}
+        return made | {name: torch.zeros(experts, outputs, 1, dtype=FLOAT) for name in names}
 
     def finish(self, layer: Any, name: str) -> None:
         """Check scales of ``w13`` or ``w2``, and leave int8 weights and float32 scales.
@@ -264,7 +266,8 @@ class ModelSlimInt4(Int4OfRounded):
             made["weight"] = torch.empty(experts, outputs // 2, inputs, dtype=torch.int8)
         if self.group_size:
             sizes = experts, outputs, inputs // self.group_size
-            made |= {kind: torch.full(sizes, lack) for kind, lack in zip(SECOND, (torch.nan, 0.0))}
+            lacks = dict(zip(SECOND, (torch.nan, 0.0)))
+            made |= {k: torch.full(sizes, lack, dtype=FLOAT) for k, lack in lacks.items()}
         return made | {"scale_bias": torch.empty(0)}
 
     def finish(self, layer: Any, name: str) -> None:
@@ -345,7 +348,7 @@ class CompressedInt4(WordsOfExperts):
 
     def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
         groups = 1 if self.size == -1 else inputs // self.size
-        made = {"weight_scale": torch.full((experts, outputs, groups), torch.nan)}
+        made = {"weight_scale": torch.full((experts, outputs, groups), torch.nan, dtype=FLOAT)}
         if not self.is_packed:
             return {**super().parameters(experts, outputs, inputs), **made}
         words = torch.empty(experts, outputs, inputs // PACKED, dtype=torch.int32)
@@ -408,7 +411,7 @@ class WordsOfMatrices(WordsOfExperts):
         words = (inputs, outputs // PACKED) if self.is_awq else (inputs // PACKED, outputs)
         return {
             "qweight": torch.empty(experts, *words, dtype=torch.int32),
-            "scales": torch.full((experts, groups, outputs), torch.nan),
+            "scales": torch.full((experts, groups, outputs), torch.nan, dtype=FLOAT),
             "qzeros": torch.empty(experts, groups, outputs // PACKED, dtype=torch.int32),
             **({} if self.is_awq else {"g_idx": torch.empty(0)}),
         }

@@ -39,7 +39,7 @@ CASES = {  # settings, settings of the exchange, a model, the runner, how it is 
         {},
         "wide Qwen3Moe",
         "V2",
-        {"form": "modelslim", "scheme": "W4A8"},
+        {"form": "modelslim", "scheme": "W4A8", "group": 0},
     ),
     "W4A16": (
         TP2 | GRAPHS,

@@ -44,7 +44,7 @@ SHARING = {**CHOOSING, "index_topk_freq": 2, "index_skip_topk_offset": 1}
 WIDE = {**MODEL, "hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8}
 """Inputs of layers are multiples of 256: NPUs multiply by packed weights."""
 WIDE_LATENT = {**LATENT, "hidden_size": 512, "q_lora_rank": 256, "intermediate_size": 512}
-WIDE_MIXTURE = {**MIXTURE, "hidden_size": 256, "moe_intermediate_size": 256}
+WIDE_MIXTURE = {**MIXTURE, **WIDE, "moe_intermediate_size": 512}
 HYBRID = {**ON_NPUS, "head_dim": 256, "spread": 0.1, "embedding_scale": 20}
 
 
@@ -116,7 +116,9 @@ CASES = {
         "Qwen3Moe", "float16", MODELSLIM, 0, {**MIXTURE, "seed": 3}, in_graphs=True, scheme="W4A8"
     ),
     "experts, W4A8, packed": Case(
-        "Qwen3Moe", "float16", MODELSLIM, 0, WIDE_MIXTURE, in_graphs=True, scheme="W4A8"
+        *("Qwen3Moe", "float16", MODELSLIM, 0, {**WIDE_MIXTURE, "seed": 3}),
+        in_graphs=True,
+        scheme="W4A8",
     ),
     "experts, W4A8, groups": Case(
         *("Qwen3Moe", "float16", COMPRESSED, 0, WIDE_MIXTURE), scheme="W4A8", group=256
@@ -204,7 +206,7 @@ def test_packed_levels_take_half_of_the_bytes_of_int8(tmp_path, seed, family, co
     model = make_model(tmp_path / "float", family, **config)
     costs = {}
     for scheme in ("W8A8", "W4A8"):
-        QUANTIZE(model, tmp_path / scheme, MODELSLIM, scheme=scheme)
+        QUANTIZE(model, tmp_path / scheme, MODELSLIM, scheme=scheme, group=0)
         costs[scheme] = cost_of(tmp_path / scheme, "float16", seed)
     assert costs["W4A8"][0] == costs["W8A8"][0]
     assert costs["W4A8"][1] < 0.6 * costs["W8A8"][1]
