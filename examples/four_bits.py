@@ -10,6 +10,8 @@ import torch
 
 LEAST = torch.linspace(1, 0.7, 16)
 """Parts of a group's range that are tried; what lies outside becomes the first or last number."""
+SIGNED = torch.cat([sign * torch.linspace(1.1, 0.7, 17) for sign in (1, -1)])
+"""The same of symmetric groups whose scales may be negative: the larger end then becomes -8."""
 
 
 class Rounded(NamedTuple):
@@ -20,8 +22,23 @@ class Rounded(NamedTuple):
     zero: torch.Tensor | None  # int32 [N, G]; None if all are 8
 
 
-def round_groups(weight: torch.Tensor, group: int, has_zeros: bool, name: str) -> Rounded:
+def round_groups(
+    weight: torch.Tensor,
+    group: int,
+    has_zeros: bool,
+    name: str,
+    squares: torch.Tensor | None = None,
+    signed: bool = False,
+) -> Rounded:
     """Round to nearest, with the scales that lose least; a group of 0 means all inputs.
+
+    Parameters
+    ----------
+    squares
+        The sum of squares of each input over a text, ``[K]``: with them, scales are those with
+        which outputs lose least, and not weights.
+    signed
+        Whether scales of symmetric groups may be negative, so that the larger end becomes -8.
 
     Raises
     ------
@@ -36,14 +53,17 @@ def round_groups(weight: torch.Tensor, group: int, has_zeros: bool, name: str) -
     if not has_zeros:
         high = high.maximum(-low)
         low = -high
+    counts = torch.ones(inputs) if squares is None else squares
+    counts = counts.view(1, -1, group or inputs)
     least = torch.full_like(high, torch.inf)
     numbers, scale = torch.zeros_like(rows), torch.zeros_like(high)
     zero = torch.full_like(high, 8)
-    for part in LEAST:
-        step = (part * (high - low) / 15).clamp(min=1e-6).to(weight.dtype).float()
+    for part in SIGNED if signed and not has_zeros else LEAST:
+        step = (part.abs() * (high - low) / 15).clamp(min=1e-6).to(weight.dtype).float()
+        step = step * part.sign()
         start = (-part * low / step).round().clamp(0, 15) if has_zeros else zero
         tried = (rows / step + start).round().clamp(0, 15)
-        error = ((tried - start) * step - rows).square().sum(2, keepdim=True)
+        error = (((tried - start) * step - rows).square() * counts).sum(2, keepdim=True)
         is_better = error < least
         least = torch.where(is_better, error, least)
         numbers, scale = torch.where(is_better, tried, numbers), torch.where(is_better, step, scale)

@@ -148,6 +148,7 @@ class Inputs(NamedTuple):
     high: torch.Tensor  # [K] float32: the largest
     largest: torch.Tensor  # [num_tokens] float32: the largest magnitude of each token
     squares: torch.Tensor  # [num_tokens] float32: the mean square of each token
+    of_columns: torch.Tensor  # [K] float32: the sum of squares of each column
 
     def have_no_scale(self, static: bool) -> bool:
         """Whether a few tokens are so large that no scale suits them and the others."""
@@ -183,12 +184,14 @@ def input_ranges(model: Path, modules: set[str], runs: Sequence[list[int]] = ())
         def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             rows = inputs[0].flatten(0, -2)
             none = rows.new_zeros(rows.shape[-1])
-            low, high, *of_tokens = found.get(name, (none, none, none[:0], none[:0]))
+            before = Inputs(none, none, none[:0], none[:0], none)
+            low, high, largest, squares, of_columns = found.get(name, before)
             found[name] = Inputs(
                 low.minimum(rows.amin(0)),
                 high.maximum(rows.amax(0)),
-                torch.cat((of_tokens[0], rows.abs().amax(1))),
-                torch.cat((of_tokens[1], rows.square().mean(1))),
+                torch.cat((largest, rows.abs().amax(1))),
+                torch.cat((squares, rows.square().mean(1))),
+                of_columns + rows.square().sum(0),
             )
 
         return hook
@@ -327,7 +330,7 @@ def quantize(
     text
         Calibrates; token ids drawn at random do if it is empty.
     plain
-        Don't smooth, and keep no module because of its inputs.
+        Don't smooth, keep no module because of its inputs, and choose scales by weights alone.
     scheme
         One of `SCHEMES`.
     group
@@ -356,10 +359,10 @@ def quantize(
     quantized = {n for n, t in tensors_of(model) if is_quantized(n, t, list(keep))}
     modules = {name.removesuffix(".weight") for name in quantized}
     ranges: Ranges = {}
-    if is_int8 and (static or not plain):
+    if static or not plain:
         ranges = input_ranges(model, modules, token_ids(model, text) if text else [])
     outlying: list[str] = []
-    if not plain:
+    if is_int8 and not plain:
         outlying = sorted(name for name, each in ranges.items() if each.have_no_scale(static))
     modules.difference_update(outlying)
     quantized.difference_update(f"{name}.weight" for name in outlying)
@@ -386,7 +389,12 @@ def quantize(
             description[name] = "FLOAT"
             continue
         if not is_int8:
-            rounded = four_bits.round_groups(tensor, group, has_zeros, module)
+            squares = ranges[module].of_columns if module in ranges else None
+            # ModelSlim's scales of channels are positive
+            signed = squares is not None and (form != "modelslim" or group > 0)
+            rounded = four_bits.round_groups(
+                tensor, group, has_zeros, module, squares, signed=signed
+            )
             made = four_bits.tensors(form, module, rounded, group)
             description |= dict.fromkeys(made, "W4A8_DYNAMIC")
             files.add(made)
@@ -522,7 +530,7 @@ def main() -> None:
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="round all to nearest: don't smooth, and keep no module because of its inputs",
+        help="round all to nearest, without a look at inputs: don't smooth, keep no module float",
     )
     args = parser.parse_args()
     model = args.model

@@ -47,7 +47,7 @@ from vllm_npu_prep.ops.npu.routing import refuse_routers
 from vllm_npu_prep.ops.triton.eplb import map_to_physical_and_record
 from vllm_npu_prep.progress import log_while_compiling, log_while_waiting
 from vllm_npu_prep.quantization import register_kernels
-from vllm_npu_prep.quantization.formats import operators_of
+from vllm_npu_prep.quantization.formats import multiplies_int4_by_int8, operators_of
 from vllm_npu_prep.ranks import all_or_none, rank_across_engines, ranks_on_host
 from vllm_npu_prep.runner.eplb import NPUEplbState
 from vllm_npu_prep.runner.exchange import choose_exchange
@@ -147,7 +147,8 @@ class NPUWorker(Worker):
         self._read_table()
         if options.probe and self.device.type == "npu" and self.model_config.quantization:
             operators = operators_of(self.vllm_config)
-            refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device), operators)
+            w4a8 = multiplies_int4_by_int8(self.model_config)
+            refuse_wrong(self._dtype, lambda tensor: tensor.to(self.device), operators, w4a8)
         register_fused(
             self.vllm_config, logger.warning, self._computes_rightly if options.probe else None
         )

@@ -120,6 +120,14 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "W4A8, bytes, experts": ("Qwen3Moe", MOE, partial(quantize_to_bytes, group=0), GRAPHS),
     "W4A8, bytes, experts in groups": ("Qwen3Moe", MOE, partial(quantize_to_bytes, group=32), {}),
     "W4A8, words, experts": ("Qwen3Moe", MOE, partial(QUANTIZE, **{**W4A8, **COMPRESSED}), {}),
+    "AWQ, experts": ("Qwen3Moe", MOE, partial(QUANTIZE, **AWQ), GRAPHS),
+    "GPTQ, experts": ("Qwen3Moe", MOE, partial(QUANTIZE, **GPTQ), {}),
+    "GPTQ, experts of rows, float attention": (
+        "Qwen3Moe",
+        MOE,
+        partial(QUANTIZE, **{**GPTQ, "group": 0}, keep=("self_attn",)),
+        {},
+    ),
     "Kimi K2": (*DEEPSEEK, partial(QUANTIZE, **W4A16, keep=KIMI_K2), GRAPHS),
     "GLM-4.5, W4A16": ("Glm4Moe", MIXTURES["Glm4Moe"], partial(QUANTIZE, **W4A16), GRAPHS),
     "GLM-4.5, W4A8": ("Glm4Moe", MIXTURES["Glm4Moe"], partial(QUANTIZE, **W4A8), {}),
@@ -360,6 +368,8 @@ RANKS = {  # family, its config, how it is quantised, settings
         INT4,
         {},
     ),
+    "AWQ, experts cut": ("Qwen3Moe", {**MOE, "moe_intermediate_size": 64}, AWQ, {}),
+    "GPTQ, experts cut": ("Qwen3Moe", {**MOE, "moe_intermediate_size": 64}, GPTQ, {}),
     "W4A8, words, experts cut": (
         "Qwen3Moe",
         {**MOE, "moe_intermediate_size": 64},

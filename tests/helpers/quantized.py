@@ -163,7 +163,7 @@ def round_modules(
             module.register_forward_pre_hook(_rounds(step, offset, slices))
         elif name.endswith("norm") and f"{name}.weight" in tensors:  # smoothing changes it
             module.weight.data = tensors[f"{name}.weight"].float()
-        elif f"{name}.0.gate_proj.weight_scale" in tensors:
+        elif any(f"{name}.0.gate_proj.{scale}" in tensors for scale in ("weight_scale", "scales")):
             int4 = weight_in(tensors, f"{name}.0.gate_proj") is not None
             rounds = rounded_tokens if int4_rounds or not int4 else lambda x, slices=1: x
             _round_experts(module, name, tensors, expert_ranks, rounds)

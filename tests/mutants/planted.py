@@ -95,6 +95,7 @@ INT4_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[Qwen3, AW
 PACKED_EXPERTS = (
     f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[experts, W4A16, zero points]",
 )
+W4A8_ON_NPU = (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[experts, W4A8, groups]",)
 INT4 = ("tests/quantization/test_four_bits.py",)
 INT8_FILES = ("tests/quantization/test_checkpoint.py",)
 V2 = ("tests/v2",)
@@ -811,10 +812,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])(rows)", "w13_scale[expert - 1])(rows)", INT8),
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
-        ("int4: experts have each other's scales", "scale[expert], zero)", "scale[expert - 1], zero)", W4A16_TOKENS),
-        ("int4: NPUs move zero points of experts the other way", "offset[expert] = SYMMETRIC_ZERO - zero", "offset[expert] = zero - SYMMETRIC_ZERO", PACKED_EXPERTS),
-        ("int4: NPUs take outputs of experts in another order", "pack_outputs(unpack(packed[expert], 1).t() - SYMMETRIC_ZERO)", "pack_outputs(unpack(packed[expert], 1).t().flip(1) - SYMMETRIC_ZERO)", PACKED_EXPERTS),
-        ("int4: zero points of experts are off by one", "scale[expert], zero)", "scale[expert], zero + 1)", (f"{INT8_TOKENS[0]}[W4A16, experts, zero points of rows]",)),
+        ("int4: experts have each other's scales", "scale[expert], zero", "scale[expert - 1], zero", W4A16_TOKENS),
+        ("int4: NPUs move zero points of experts the other way", "(SYMMETRIC_ZERO - zero)", "(zero - SYMMETRIC_ZERO)", PACKED_EXPERTS),
+        ("int4: NPUs take outputs of experts in another order", "pack_outputs(numbers.t() - SYMMETRIC_ZERO)", "pack_outputs(numbers.t().flip(1) - SYMMETRIC_ZERO)", PACKED_EXPERTS),
+        ("int4: outputs of AWQ's experts are in the order of words", "AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_PLACES = (0, 1, 2, 3, 4, 5, 6, 7)", (f"{INT8_TOKENS[0]}[AWQ, experts]",)),
+        ("int4: gate and up of packed experts are exchanged", "zip(levels, scales)", "zip(levels.roll(levels.shape[1] // 2, 1), scales)", W4A8_ON_NPU),
+        ("int4: packed experts have each other's corrections", '"correction": correction}', '"correction": correction.roll(1, 0)}', W4A8_ON_NPU),
+        ("int4: zero points of experts are off by one", "scale[expert], zero", "scale[expert], zero + 1", (f"{INT8_TOKENS[0]}[W4A16, experts, zero points of rows]",)),
     ],
     "quantization/rounding.py": [
         ("int8: an indexer reads inputs that were rounded", ' and wrapper.indexer is None:\n            _fuse_norm(decoder', ':\n            _fuse_norm(decoder', (f"{INT8_ON_NPU[0]}::test_logits_and_launches_of_a_layer[sparse]",)),
@@ -832,6 +836,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int4: groups have the scale of the next one", "scale.float()[..., None]", "scale.float().roll(-1, 1)[..., None]", INT4),
         ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=levels.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=levels.device)", INT4_ON_NPU),
         ("int4: NPUs move zero points the other way", "(SYMMETRIC_ZERO - zeros.t())", "(zeros.t() - SYMMETRIC_ZERO)", INT4_ON_NPU),
+        ("int4: NPUs take the next group's scale beside int8 inputs", "bits.t().long()", "bits.roll(-1, 1).t().long()", INT4),
+        ("int4: NPUs get half of what the 8 in each row adds", "8 * (sums *", "4 * (sums *", INT4),
+        ("int4: corrections of latent queries stay in the order of heads", "self.correction[order]", "self.correction", INT4),
+        ("int4: NPUs take groups of 128 beside int8 inputs", "size = whole if groups == 1 else GROUP_ON_NPUS", "size = whole if groups == 1 else 128", INT4),
         ("int4: the border of two ranks may lie in a group", "    if inputs % whole:\n", "    if inputs % 8:\n", INT4),
     ],
     "quantization/int8.py": [

@@ -27,6 +27,9 @@ from tests.npu.only_some import HEAD_SIZE
 LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
 INDEXED = {**LOW_RANK, **V3_EXPERTS_ON_NPUS, "index_n_heads": 8, "index_head_dim": 128}
 INDEXED["index_topk"] = 48  # of up to 161 positions
+WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
+"""int4 weights are packed beside int8 inputs, on two ranks, too."""
+WIDE_EXPERTS = {**MIXTURES["Qwen3Moe"], **WIDE, "moe_intermediate_size": 512}
 CLEAR = {"spread": 0.1, "embedding_scale": 20}
 """Much of a next token follows from the one before it: drafters can guess some."""
 CLEARER = {"spread": 0.2, "embedding_scale": 10}
@@ -42,10 +45,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 4": ("Llama4", {**LOCAL, "attention_chunk_size": 256, "spread": 0.15}),
     "Gemma 3n": ("Gemma3n", SHARED_LAYERS),  # layers that share K and V
     **{family: (family, {**CLEAR, **config}) for family, config in MIXTURES.items()},
-    "wide Qwen3Moe": (  # as wide as MC2 demands on A3
+    "Qwen3Moe of 1024": (  # as wide as MC2 demands on A3
         "Qwen3Moe",
         {**MIXTURES["Qwen3Moe"], **CLEAR, "spread": 0.025, "hidden_size": 1024},
     ),
+    "wide Qwen3": ("Qwen3", {**WIDE, **CLEAR}),
+    "wide Qwen3Moe": ("Qwen3Moe", {**WIDE_EXPERTS, "moe_intermediate_size": 128, **CLEAR}),
     "DeepSeek V2 Lite": ("DeepseekV2", {**LATENT_ON_NPUS, **V2_LITE, **CLEARER}),
     "DeepSeek V2": ("DeepseekV2", {**LOW_RANK, **V2, "n_routed_experts": 12, **CLEAR}),
     "DeepSeek V3": ("DeepseekV3", {**LOW_RANK, **V3_EXPERTS_ON_NPUS, **CLEAR}),

@@ -10,6 +10,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsWNA16,
 )
 
+from ascend_emulator.operators import int4_weights
+from ascend_emulator.operators.matmul import int4_values
 from examples import four_bits
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.four_bits import dequantised, numbers_in, weight_in
@@ -25,6 +27,7 @@ from vllm_npu_prep.quantization.awq_gptq import (
 from vllm_npu_prep.quantization.compressed import CheckedLinearMethod
 from vllm_npu_prep.quantization.formats import describe, packed_operators
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
+from vllm_npu_prep.quantization.int8 import TorchInt8Linear
 
 OUTPUTS, INPUTS = 48, 128
 
@@ -168,6 +171,53 @@ def test_devices_that_multiply_by_words_need_whole_ones(monkeypatch, device, nam
         CheckedLinearMethod(config).create_weights(
             layer, 64, [12], 64, 12, torch.float16, weight_loader=lambda *args: None
         )
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_levels_for_rounded_rows_give_the_products_of_exact_sums(
+    monkeypatch, seed, groups, is_ordered
+):
+    """As the emulated kernel computes with them; some scales are negative, as tools write them.
+
+    Words are made of some outputs after others. Latent attention orders outputs anew.
+    """
+    monkeypatch.setattr(int4, "PIECE", 8 * 768)
+    draw = torch.Generator().manual_seed(seed)
+    levels = torch.randint(-8, 8, (24, 768), generator=draw).to(torch.int8)
+    scales = torch.randn(24, groups, generator=draw) / 50
+    x = torch.randn(5, 768, generator=draw)
+    packed = int4.words_of_levels(levels, scales)
+    layer = int4.NPUInt4Linear(packed.weight, packed.scale, correction=packed.correction)
+    order = torch.randperm(24, generator=draw) if is_ordered else torch.arange(24)
+    layer = layer.ordered(order) if is_ordered else layer
+    scale = scales[:, 0] if groups == 1 else scales.t().contiguous()
+    exact = TorchInt8Linear(levels.t(), scale)
+    rows = exact.quantize(x)
+    given = rows.values, int4_values(layer.weight), layer.weight_scale, layer.correction
+    got = int4_weights.product(*given, rows.scale)
+    expected = exact.multiply(rows, None)[:, order]
+    bound = 2e-3 * expected.abs().max()
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=float(bound))
+
+
+@pytest.mark.parametrize(
+    ("size", "inputs", "outputs", "is_refused"),
+    [
+        (256, 512, [24, 8], False),
+        (256, 18688, [8], True),
+        (256, 512, [12], True),
+        (128, 512, [8], True),
+        (256, 256, [8], False),
+    ],
+)
+def test_groups_that_npus_do_not_multiply_are_refused(size, inputs, outputs, is_refused):
+    layer = torch.nn.Module()
+    layer.prefix = "layer"
+    int4.refuse_unmultiplied(layer, size, inputs, outputs)  # on the CPU
+    refused = pytest.raises(PrepError, match="NPUs take groups of 256 four-bit weights")
+    with torch.device("meta"), refused if is_refused else nullcontext():
+        int4.refuse_unmultiplied(layer, size, inputs, outputs)
 
 
 @pytest.mark.parametrize("keep", [("self_attn",), ()])

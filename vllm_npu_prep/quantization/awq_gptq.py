@@ -1,10 +1,14 @@
 """AWQ's and GPTQ's files of four-bit weights: vLLM's own readers, with checks of this plugin."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import (
     LinearBase,
     UnquantizedLinearMethod,
@@ -18,8 +22,19 @@ from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, Au
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.checkpoint import check_awq_gptq, read_headers, served_name
-from vllm_npu_prep.quantization.formats import fault_of_awq_gptq
+from vllm_npu_prep.quantization.checkpoint import (
+    EXPERT,
+    check_awq_gptq,
+    read_headers,
+    served_name,
+)
+from vllm_npu_prep.quantization.experts import Int4Experts, WordsOfMatrices
+from vllm_npu_prep.quantization.formats import (
+    AWQ,
+    EXPERTS_OPERATOR,
+    LAYERS_OPERATOR,
+    fault_of_awq_gptq,
+)
 from vllm_npu_prep.quantization.int4 import refuse_cut_groups
 from vllm_npu_prep.quantization.loaded import num_layers_of
 from vllm_npu_prep.quantization.modules import KnowsModules
@@ -33,6 +48,7 @@ class _Checked(KnowsModules):
 
     group_size: int
     get_name: Any
+    packed_operators: Collection[str] = (LAYERS_OPERATOR, EXPERTS_OPERATOR)
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -57,6 +73,10 @@ class _Checked(KnowsModules):
         headers, (decoders, layers) = read_headers(folder), num_layers_of(hf_config)
         modules = check_awq_gptq(folder, headers, self.get_name(), self.group_size, layers)
         self.expect({served_name(name, decoders): file for name, file in modules.items()})
+        if modules:
+            self.packed_operators = {
+                EXPERTS_OPERATOR if EXPERT.search(name) else LAYERS_OPERATOR for name in modules
+            }
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
         super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
@@ -64,10 +84,12 @@ class _Checked(KnowsModules):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            raise PrepError(
-                f"{prefix}: models with experts are not supported in AWQ's and GPTQ's formats; "
-                "quantise the model in that of compressed-tensors or ModelSlim"
-            )
+            self.made(prefix)
+            known = getattr(self, "_expected", {})
+            if known and not any(name.startswith(f"{prefix}.") for name in known):
+                return UnquantizedFusedMoEMethod(layer.moe_config)
+            form = WordsOfMatrices(self.group_size, is_awq=self.get_name() == AWQ)
+            return Int4Experts(layer, self, form)
         if not isinstance(layer, LinearBase):
             return None
         self.made(prefix)

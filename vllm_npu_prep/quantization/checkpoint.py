@@ -242,11 +242,6 @@ def check_awq_gptq(
         found[module] = str(path)
         _refuse_layers_beyond(module, num_layers, path)
         _refuse_where_unserved(module, path)
-        if EXPERT.search(module):
-            raise PrepError(
-                f"{path}: {module} is int4 in a format whose experts are not supported; quantise "
-                "the model in the format of compressed-tensors or ModelSlim"
-            )
         if weight.dtype != "I32" or len(weight.shape) != 2:
             raise PrepError(
                 f"{path}: qweight of {module} is {list(weight.shape)} {weight.dtype}; int32 with "

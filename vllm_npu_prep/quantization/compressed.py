@@ -53,6 +53,7 @@ from vllm_npu_prep.quantization.int4 import (
     load_nothing,
     multiplies_packed,
     refuse_cut_groups,
+    refuse_unmultiplied,
 )
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
@@ -135,8 +136,9 @@ class CheckedCompressedTensorsConfig(  # type: ignore[misc]  # vLLM has a field 
         weights: Any = schemes[0]["weights"]
         inputs: Any = schemes[0]["input_activations"]
         if weights.num_bits == 4:
-            form = CompressedInt4(weights, self._format_of(schemes[0]) == PACKED)
-            kind = Int4Experts if inputs is None else Int8Experts
+            is_packed, rounds = self._format_of(schemes[0]) == PACKED, inputs is not None
+            form = CompressedInt4(weights, is_packed, rounds)
+            kind = Int8Experts if rounds else Int4Experts
             return kind(layer, self, form)
         if not self._is_dynamic_token_w8a8(weights, inputs) or weights.strategy != "channel":
             raise PrepError(
@@ -188,6 +190,8 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
             is_packed = not isinstance(scheme, CompressedTensorsW4A8Int)
             if is_packed or scheme.group_size != -1:
                 refuse_cut_groups(layer, scheme.group_size, *sizes, packs_outputs)
+            if scheme.group_size != -1 and not isinstance(scheme, CompressedTensorsWNA16):
+                refuse_unmultiplied(layer, scheme.group_size, *sizes)
         super().create_weights(layer, *sizes, *args, **extra)
         if isinstance(scheme, CompressedTensorsW4A8Int):
             # vLLM has the weight by two names, and would wait for both when weights are reloaded.

@@ -1,4 +1,4 @@
-"""Mixtures of experts with int8 or int4 weights, by compressed-tensors and ModelSlim.
+"""Mixtures of experts with int8 or int4 weights, by compressed-tensors, ModelSlim, AWQ and GPTQ.
 
 Weights of each expert have a scale for each output channel, those of int4 perhaps for each group of
 inputs. Its inputs, and the rows between its two products, get a scale for each token (dynamic), or
@@ -26,25 +26,33 @@ from vllm_npu_prep.ops.npu.experts import UNQUANTISED, Activate, Rows, grouped_p
 from vllm_npu_prep.ops.npu.switches import is_fused
 from vllm_npu_prep.quantization.checkpoint import Int4Form
 from vllm_npu_prep.quantization.int4 import (
+    INPUTS_OF_EXPERTS,
     PACKED,
     SYMMETRIC_ZERO,
     dequantize_groups,
+    fits_rounded_rows,
     levels_of_pairs,
     load_nothing,
     pack_outputs,
     refuse_cut_groups,
     refuse_odd,
+    refuse_unmultiplied,
     unpack,
+    words_of_levels,
 )
 from vllm_npu_prep.quantization.int8 import TorchInt8Linear, swiglu_may_round
 from vllm_npu_prep.quantization.loaded import check_offsets, check_scales
 from vllm_npu_prep.quantization.modules import KnowsModules
 
+FLOAT = torch.float32
+"""Of scales, whatever dtype the model has."""
 BY_CHANNEL = FusedMoeWeightScaleSupported.CHANNEL
 SECOND = ("weight_scale_second", "weight_offset_second")
 """What ModelSlim's groups have; offsets are 0."""
 PACKED_KINDS = ("weight_packed", "weight_scale", "weight_zero_point")
 """What is dequantised."""
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ's words have each of eight outputs."""
 
 
 class NPUInt8Experts:
@@ -59,12 +67,20 @@ class NPUInt8Experts:
     def __init__(self, layer: Any, dtype: torch.dtype, in_one_launch: bool) -> None:
         self.layer, self.dtype = layer, dtype
         is_silu = layer.activation == MoEActivation.SILU
-        columns = layer.w13_weight.shape[1] // 2
+        columns = self.outputs() // 2
         self.in_one_launch = in_one_launch and is_silu and swiglu_may_round(columns, False)
         self.activate = activation_of(layer.activation)
+        self.make()
+
+    def outputs(self) -> int:
+        """Return how many outputs an expert's first product has."""
+        return int(self.layer.w13_weight.shape[1])
+
+    def make(self) -> None:
+        """Make what products take besides the layer's parameters."""
         # For bfloat16 results the operator wants bfloat16 scales, for float16 results float32.
-        kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        scales = layer.w13_weight_scale, layer.w2_weight_scale
+        kind = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        scales = self.layer.w13_weight_scale, self.layer.w2_weight_scale
         self.w13_scale, self.w2_scale = (s.detach().squeeze(-1).to(kind) for s in scales)
 
     def refresh(self) -> None:
@@ -72,8 +88,11 @@ class NPUInt8Experts:
         self.w13_scale.copy_(self.layer.w13_weight_scale.squeeze(-1))
         self.w2_scale.copy_(self.layer.w2_weight_scale.squeeze(-1))
 
+    def derived(self) -> tuple[torch.Tensor, ...]:
+        return self.w13_scale, self.w2_scale
+
     def up(self, rows: Rows) -> torch.Tensor:
-        return self._product(rows, self.layer.w13_weight, self.w13_scale)
+        return self._product(rows, "w13")
 
     def between(self, rows: Rows, hidden: torch.Tensor) -> Rows:
         """Activate and round; rows past the last group stay undefined."""
@@ -89,13 +108,45 @@ class NPUInt8Experts:
         return rows._replace(values=values, scales=scales)
 
     def down(self, rows: Rows) -> torch.Tensor:
-        return self._product(rows, self.layer.w2_weight, self.w2_scale)
+        return self._product(rows, "w2")
 
-    def _product(self, rows: Rows, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _product(self, rows: Rows, name: str) -> torch.Tensor:
         return grouped_product(
             rows,
-            weight.transpose(1, 2),
-            scale=[scale],
+            getattr(self.layer, f"{name}_weight").transpose(1, 2),
+            scale=[getattr(self, f"{name}_scale")],
+            per_token_scale=[rows.scales],
+            output_dtype=self.dtype,
+        )
+
+
+class NPUW4A8Experts(NPUInt8Experts):
+    """Packed weights of a layer's experts for grouped products of rounded rows.
+
+    vLLM's layer has ``w13_weight`` and ``w2_weight``, int32 ``[num_local_experts, K, N / 8]``,
+    ``w13_group_scale`` and ``w2_group_scale``, int64 ``[num_local_experts, G, N]``, and
+    ``w13_correction`` and ``w2_correction``, float32 ``[num_local_experts, N]``, as
+    `int4.words_of_levels` makes them; vllm-project/vllm-ascend makes the same call
+    (``ops/fused_moe/moe_mlp.py``).
+    """
+
+    def outputs(self) -> int:
+        return int(self.layer.w13_group_scale.shape[2])
+
+    def make(self) -> None:
+        """Make nothing: parameters are all that is taken."""
+
+    refresh = make
+
+    def derived(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def _product(self, rows: Rows, name: str) -> torch.Tensor:
+        return grouped_product(
+            rows,
+            getattr(self.layer, f"{name}_weight"),
+            scale=[getattr(self.layer, f"{name}_group_scale")],
+            bias=[getattr(self.layer, f"{name}_correction")],
             per_token_scale=[rows.scales],
             output_dtype=self.dtype,
         )
@@ -144,6 +195,7 @@ class Int8Form:
     """
 
     of_groups: Collection[str] = ()  # parameters that are cut as weights are
+    inputs_first = False  # whether files have inputs before outputs
 
     def __init__(self, has_offsets: bool = False) -> None:
         self.has_offsets = has_offsets
@@ -158,7 +210,7 @@ class Int8Form:
         """Make what files fill, by the ends of its names; what is empty follows from the rest."""
         made = {"weight": torch.empty(experts, outputs, inputs, dtype=torch.int8)}
         names = ("weight_scale", "weight_offset") if self.has_offsets else ("weight_scale",)
-        return made | {name: torch.zeros(experts, outputs, 1) for name in names}
+        return made | {name: torch.zeros(experts, outputs, 1, dtype=FLOAT) for name in names}
 
     def finish(self, layer: Any, name: str) -> None:
         """Check scales of ``w13`` or ``w2``, and leave int8 weights and float32 scales.
@@ -169,8 +221,31 @@ class Int8Form:
         if self.has_offsets:
             check_offsets(layer, _of(layer, name, "weight_offset"))
 
+    def pack_rounded(self, layer: Any) -> bool:
+        """Pack levels of four bits for NPUs, and return whether they are packed now."""
+        return False
 
-class ModelSlimInt4(Int8Form):
+
+class Int4OfRounded(Int8Form):
+    """Levels of four bits, which NPUs multiply by rounded rows."""
+
+    def pack_rounded(self, layer: Any) -> bool:
+        names = ("w13", "w2")
+        for name in names:
+            _, outputs, inputs = _of(layer, name, "weight").shape
+            groups = _of(layer, name, "weight_scale").shape[2]
+            if not fits_rounded_rows(outputs, inputs, groups, whole=INPUTS_OF_EXPERTS):
+                return False
+        for name in names:
+            levels, scales = _of(layer, name, "weight"), _of(layer, name, "weight_scale")
+            packed = [words_of_levels(*pair) for pair in zip(levels, scales)]
+            weight, scale, correction = (torch.stack(parts) for parts in zip(*packed))
+            made = {"weight": weight, "group_scale": scale, "correction": correction}
+            _replace(layer, name, ("weight_scale",), **made)
+        return True
+
+
+class ModelSlimInt4(Int4OfRounded):
     """Levels of four bits, two outputs in a byte or one, and perhaps second scales of groups."""
 
     def __init__(self, form: Int4Form) -> None:
@@ -181,6 +256,7 @@ class ModelSlimInt4(Int8Form):
     def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
         if self.group_size:
             refuse_cut_groups(layer, self.group_size, inputs, outputs)
+            refuse_unmultiplied(layer, self.group_size, inputs, outputs)
         if self.in_pairs:
             refuse_odd(layer, outputs)
 
@@ -190,7 +266,8 @@ class ModelSlimInt4(Int8Form):
             made["weight"] = torch.empty(experts, outputs // 2, inputs, dtype=torch.int8)
         if self.group_size:
             sizes = experts, outputs, inputs // self.group_size
-            made |= {kind: torch.full(sizes, lack) for kind, lack in zip(SECOND, (torch.nan, 0.0))}
+            lacks = dict(zip(SECOND, (torch.nan, 0.0)))
+            made |= {k: torch.full(sizes, lack, dtype=FLOAT) for k, lack in lacks.items()}
         return made | {"scale_bias": torch.empty(0)}
 
     def finish(self, layer: Any, name: str) -> None:
@@ -205,14 +282,60 @@ class ModelSlimInt4(Int8Form):
         _replace(layer, name, SECOND, weight=levels, weight_scale=scale)
 
 
-class CompressedInt4(Int8Form):
+class WordsOfExperts(Int4OfRounded):
+    """Numbers of four bits, eight in an int32."""
+
+    gone: tuple[str, ...] = ()
+    """What is dequantised, weights first."""
+    size = -1
+    """Inputs of a group; -1 for one group of all."""
+    packs_outputs = False
+
+    def experts_of(
+        self, layer: Any, name: str
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, "torch.Tensor | int"]]:
+        """Check scales, and yield each expert's numbers, scales and zero points.
+
+        Numbers are int32 ``[N, K]``, scales ``[N, G]``, zero points int32 ``[N, G]`` or one of all.
+        """
+        raise NotImplementedError
+
+    def dequantize(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Leave weights in the model's dtype."""
+        weight: torch.Tensor | None = None
+        for expert, each in enumerate(self.experts_of(layer, name)):
+            one = dequantize_groups(*each)
+            if weight is None:
+                count = len(_of(layer, name, self.gone[0]))
+                weight = one.new_empty(count, *one.shape, dtype=dtype)
+            weight[expert] = one
+        assert weight is not None
+        _replace(layer, name, self.gone, weight=weight)
+
+    def pack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Leave what `NPUInt4Experts` multiplies by."""
+        made: dict[str, list[torch.Tensor]] = {"weight": [], "group_scale": [], "group_offset": []}
+        for numbers, scale, zero in self.experts_of(layer, name):
+            made["weight"].append(pack_outputs(numbers.t() - SYMMETRIC_ZERO))
+            offset = torch.zeros_like(scale) + (SYMMETRIC_ZERO - zero)
+            for kind, each in (("group_scale", scale), ("group_offset", offset)):
+                groups = each.t().to(dtype)
+                made[kind].append(groups if self.size != -1 else groups[0])
+        stacked = {kind: torch.stack(parts) for kind, parts in made.items()}
+        _replace(layer, name, self.gone, **stacked)
+
+
+class CompressedInt4(WordsOfExperts):
     """compressed-tensors' numbers of four bits, eight in an int32, or levels alone in int8.
 
     `scheme` is what ``config.json`` says of weights.
     """
 
-    def __init__(self, scheme: Any, is_packed: bool) -> None:
+    gone = PACKED_KINDS
+
+    def __init__(self, scheme: Any, is_packed: bool, rounds: bool) -> None:
         super().__init__()
+        self.rounds = rounds
         self.size, self.has_zeros = scheme.group_size or -1, not scheme.symmetric
         self.is_packed, self.packs_outputs = is_packed, self.has_zeros
         self.of_groups = () if self.size == -1 else ("weight_scale", "weight_zero_point")
@@ -220,10 +343,12 @@ class CompressedInt4(Int8Form):
     def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
         if self.is_packed or self.size != -1:
             refuse_cut_groups(layer, self.size, inputs, outputs, self.packs_outputs)
+        if self.rounds and self.size != -1:
+            refuse_unmultiplied(layer, self.size, inputs, outputs)
 
     def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
         groups = 1 if self.size == -1 else inputs // self.size
-        made = {"weight_scale": torch.full((experts, outputs, groups), torch.nan)}
+        made = {"weight_scale": torch.full((experts, outputs, groups), torch.nan, dtype=FLOAT)}
         if not self.is_packed:
             return {**super().parameters(experts, outputs, inputs), **made}
         words = torch.empty(experts, outputs, inputs // PACKED, dtype=torch.int32)
@@ -243,31 +368,12 @@ class CompressedInt4(Int8Form):
                 levels[expert] = unpack(words, 1) - SYMMETRIC_ZERO
             _replace(layer, name, ("weight_packed",), weight=levels)
 
-    def dequantize(self, layer: Any, name: str, dtype: torch.dtype) -> None:
-        """Check scales, and leave weights in the model's dtype."""
+    def experts_of(
+        self, layer: Any, name: str
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, "torch.Tensor | int"]]:
         scale, packed = self._scale(layer, name), _of(layer, name, "weight_packed")
-        weight = scale.new_empty(*packed.shape[:2], packed.shape[2] * PACKED, dtype=dtype)
-        for expert, (words, zero) in enumerate(zip(packed, self._zeros(layer, name))):
-            weight[expert] = dequantize_groups(unpack(words, 1), scale[expert], zero)
-        _replace(layer, name, PACKED_KINDS, weight=weight)
-
-    def pack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
-        """Check scales, and leave what `NPUInt4Experts` multiplies by."""
-        scale, packed = self._scale(layer, name), _of(layer, name, "weight_packed")
-        experts, outputs, words = packed.shape
-        weight = packed.new_empty(experts, words * PACKED, outputs // PACKED)
-        offset = torch.zeros_like(scale)
         for expert, zero in enumerate(self._zeros(layer, name)):
-            weight[expert] = pack_outputs(unpack(packed[expert], 1).t() - SYMMETRIC_ZERO)
-            offset[expert] = SYMMETRIC_ZERO - zero
-        scales, offsets = (
-            each.transpose(1, 2).to(dtype).contiguous()
-            if self.size != -1
-            else each[..., 0].to(dtype)
-            for each in (scale, offset)
-        )
-        made = {"group_scale": scales, "group_offset": offsets}
-        _replace(layer, name, PACKED_KINDS, weight=weight, **made)
+            yield unpack(packed[expert], 1), scale[expert], zero
 
     def _zeros(self, layer: Any, name: str) -> Iterable[Any]:
         """Return each expert's zero points, int32 ``[N, G]``, or the one of all groups."""
@@ -279,6 +385,53 @@ class CompressedInt4(Int8Form):
         scale = _of(layer, name, "weight_scale")
         check_scales(layer, f"weight_scale ({name})", scale, of_groups=True)
         return scale
+
+
+class WordsOfMatrices(WordsOfExperts):
+    """AWQ's and GPTQ's numbers of four bits, inputs before outputs.
+
+    AWQ packs outputs, in an order of its own, and has zero points, which it packs alike. GPTQ packs
+    inputs; its zero points are not read, as those of symmetric weights are 8.
+    """
+
+    gone = ("qweight", "scales", "qzeros")
+    inputs_first = True
+    packs_outputs = True
+
+    def __init__(self, group_size: int, is_awq: bool) -> None:
+        super().__init__()
+        self.size, self.is_awq = group_size, is_awq
+        self.of_groups = () if group_size == -1 else ("scales", "qzeros")
+
+    def refuse_cut(self, layer: Any, outputs: list[int], inputs: int) -> None:
+        refuse_cut_groups(layer, self.size, inputs, outputs, self.packs_outputs)
+
+    def parameters(self, experts: int, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        groups = 1 if self.size == -1 else inputs // self.size
+        words = (inputs, outputs // PACKED) if self.is_awq else (inputs // PACKED, outputs)
+        return {
+            "qweight": torch.empty(experts, *words, dtype=torch.int32),
+            "scales": torch.full((experts, groups, outputs), torch.nan, dtype=FLOAT),
+            "qzeros": torch.empty(experts, groups, outputs // PACKED, dtype=torch.int32),
+            **({} if self.is_awq else {"g_idx": torch.empty(0)}),
+        }
+
+    def experts_of(
+        self, layer: Any, name: str
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, "torch.Tensor | int"]]:
+        kinds = ("qweight", "scales", "qzeros")
+        words, scales, zeros = (_of(layer, name, kind) for kind in kinds)
+        check_scales(layer, f"scales ({name})", scales, of_groups=True)
+        for expert, scale in enumerate(scales):
+            if self.is_awq:
+                yield _in_order(words[expert]).t(), scale.t(), _in_order(zeros[expert]).t()
+            else:
+                yield unpack(words[expert], 0).t(), scale.t(), SYMMETRIC_ZERO
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of AWQ's words, int32 ``[n, N]``, in the order of outputs."""
+    return unpack(words, 1).unflatten(1, (-1, PACKED))[:, :, AWQ_PLACES].flatten(1)
 
 
 class Int8Experts(ExpertsMethod):
@@ -299,10 +452,13 @@ class Int8Experts(ExpertsMethod):
         """Keep weights and scales in the form by which the device multiplies."""
         for name in ("w13", "w2"):
             self.form.finish(layer, name)
+        kind = NPUInt8Experts
+        if self._is_fused and self.form.pack_rounded(layer):
+            kind = NPUW4A8Experts
         if self._weights is not None:
             self._weights.refresh()
         elif self._is_fused:
-            self._weights = NPUInt8Experts(layer, self.dtype, self._in_one_launch)
+            self._weights = kind(layer, self.dtype, self._in_one_launch)
             self.grouped = GroupedExperts.of(layer, self._weights, self._finalize)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -310,7 +466,7 @@ class Int8Experts(ExpertsMethod):
         del layer
 
     def derived(self) -> tuple[torch.Tensor, ...]:
-        return () if self._weights is None else (self._weights.w13_scale, self._weights.w2_scale)
+        return () if self._weights is None else self._weights.derived()
 
     def one_by_one(self, layer: Any, x: torch.Tensor, *pairs: Any) -> torch.Tensor:
         topk_weights, topk_ids, activation, *rest = pairs
@@ -331,12 +487,12 @@ class Int8Experts(ExpertsMethod):
 
 
 class Int4Experts(TorchMoEMethod):
-    """vLLM's method for compressed-tensors' experts of int4 weights whose inputs stay as they are.
+    """vLLM's method for experts of int4 weights whose inputs stay as they are.
 
     Weights stay packed where NPUs multiply by them; else they are dequantised when they are loaded.
     """
 
-    def __init__(self, layer: Any, config: KnowsModules, form: CompressedInt4) -> None:
+    def __init__(self, layer: Any, config: KnowsModules, form: WordsOfExperts) -> None:
         super().__init__(layer.moe_config)
         self.config, self.form = config, form
         form.packs_outputs |= self._is_fused
@@ -381,6 +537,7 @@ def _create(
             loader = attributes["weight_loader"] if data.numel() else load_nothing
             own = {
                 "quant_method": cut.value,
+                "is_transposed": form.inputs_first,
                 "weight_loader": method.config.before_loading(loader),
             }
             set_weight_attrs(parameter, {**attributes, **own})

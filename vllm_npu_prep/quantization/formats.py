@@ -47,6 +47,9 @@ def find_description(vllm_config: "VllmConfig") -> None:
         )
 
 
+GROUP_ON_NPUS = 256
+"""Inputs of a group of four-bit weights by which NPUs multiply int8 inputs."""
+
 SMALLEST_GROUP = 32
 """Inputs that share a scale of four-bit weights; larger groups are multiples of it."""
 
@@ -93,6 +96,15 @@ def operators_of(vllm_config: "VllmConfig") -> list[str]:
     """Return the operators by which NPUs round and multiply in the layers of a quantised model."""
     rounding = OF_INT8 if rounds_inputs(vllm_config.model_config) else ()
     return [*rounding, *packed_operators(vllm_config)]
+
+
+def multiplies_int4_by_int8(model: "ModelConfig") -> bool:
+    """Return whether some layers or experts have int4 weights and inputs that are rounded."""
+    if model.quantization == MODELSLIM:
+        description = read_description(model.model, model.revision) or {}
+        return INT4 in modules_of(description).values()
+    groups = _groups_of(model)
+    return any(g.get("input_activations") and _bits(g.get("weights")) == 4 for g in groups)
 
 
 def packed_operators(vllm_config: "VllmConfig") -> list[str]:
@@ -231,8 +243,8 @@ def _fault_of_int4(group: Mapping[str, Any], form: str | None, on_npu: bool) -> 
         return f"its weights are {described} in the format {form}; pack-quantized is supported"
     if inputs and (found := _fault_of_activations(group)):
         return found
-    if on_npu and inputs and is_grouped:
-        return f"its weights are {described}, which the CPU fallback alone has"
+    if on_npu and inputs and is_grouped and size != GROUP_ON_NPUS:
+        return f"its weights are {described}; NPUs take groups of {GROUP_ON_NPUS}"
     return None
 
 
@@ -277,8 +289,8 @@ def _fault_of_description(description: Mapping[str, Any] | None, on_npu: bool) -
     for module, kind in modules_of(description).items():
         if kind not in TYPES:
             return f"{module} is {kind}; {', '.join(TYPES)} are supported"
-        if kind == INT4 and size:
-            return f"{module} is {kind} in groups of {size}, which the CPU fallback alone has"
+        if kind == INT4 and size not in (0, GROUP_ON_NPUS):
+            return f"{module} is {kind} in groups of {size}; NPUs take groups of {GROUP_ON_NPUS}"
     return None
 
 

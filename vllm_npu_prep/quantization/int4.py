@@ -4,11 +4,13 @@ Weights are numbers from 0 to 15, eight of them in an int32, the first in its lo
 of inputs, or all inputs of an output channel, has a scale and a zero point, which is 8 where none
 is written. A weight is ``(number - zero point) * scale``.
 
-With rounded inputs, weights are levels from -8 to 7 in int8, and `Int8Linear` multiplies by them.
+With rounded inputs, weights are levels from -8 to 7. NPUs multiply by packed levels where their
+operators take them (`fits_rounded_rows`); elsewhere levels are int8, and `Int8Linear` multiplies.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +22,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.scalar_type import scalar_types
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.quantization.int8 import Int8Linear
+from vllm_npu_prep.quantization.formats import GROUP_ON_NPUS
+from vllm_npu_prep.quantization.int8 import Int8Linear, NPUInt8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import add_int8, check_scales, dtype_of, name_of
 
 PACKED = 8
@@ -30,6 +33,14 @@ SYMMETRIC_ZERO = 8
 
 PIECE = 1 << 22
 """How many weights are unpacked at once: each takes up to 16 bytes for a moment."""
+
+
+MOST_INPUTS = 18432
+"""How many rounded inputs NPUs multiply by packed weights (CANN 8.5 to 9.1: grouped products, and
+the others of 8.5)."""
+
+INPUTS_OF_EXPERTS = 64
+"""Rounded inputs of experts are a multiple of it, if a scale serves all."""
 
 
 def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
@@ -200,11 +211,109 @@ def add_levels(layer: Any, levels: torch.Tensor, scales: torch.Tensor) -> None:
 
     Levels are ``[N, K]``, scales float32 ``[N, number of groups]``.
     """
+    outputs, inputs = levels.shape
+    fits = fits_rounded_rows(outputs, inputs, scales.shape[1], whole=GROUP_ON_NPUS)
+    if fits and multiplies_packed(layer, levels.device):
+        # The kernel of CANN 8.5 takes groups only, so all groups of a channel have its scale.
+        groups = inputs // GROUP_ON_NPUS
+        words = words_of_levels(levels, scales.expand(-1, groups))
+        layer.weight = nn.Parameter(words.weight, requires_grad=False)
+        layer.channel_scale = scales.contiguous()
+        layer.int8 = NPUInt4Linear(layer.weight.data, words.scale, correction=words.correction)
+        return
     weight = levels.to(torch.int8).contiguous()
     layer.weight = nn.Parameter(weight, requires_grad=False)
     by_channel = scales.shape[1] == 1
     scale = scales[:, 0] if by_channel else scales.t()
     add_int8(layer, Int8Linear(layer.weight.data.t(), scale.contiguous()), scales.contiguous())
+
+
+def fits_rounded_rows(outputs: int, inputs: int, groups: int, whole: int) -> bool:
+    """Return whether NPUs multiply rounded inputs by such weights when they are packed.
+
+    Inputs have to be a multiple of `whole` if a scale serves all.
+    """
+    size = whole if groups == 1 else GROUP_ON_NPUS
+    is_known = groups == 1 or groups * size == inputs
+    return is_known and inputs % size == 0 and inputs <= MOST_INPUTS and outputs % PACKED == 0
+
+
+class PackedLevels(NamedTuple):
+    """Weights of rounded inputs as NPUs multiply by them."""
+
+    weight: torch.Tensor  # int32 [K, N / 8]
+    scale: torch.Tensor  # int64 [G, N]: the bits of float32
+    correction: torch.Tensor  # float32 [N]
+
+
+def words_of_levels(levels: torch.Tensor, scales: torch.Tensor) -> PackedLevels:
+    """Pack levels ``[N, K]`` with scales float32 ``[N, G]``.
+
+    The kernels take a row for ``16 * upper + lower + 8``, upper and lower four bits from -8 to 7
+    each. They multiply by these bits, and get what the 8 adds: 8 times the sum of each output's
+    scaled weights. They read 19 bits of a scale, so both are computed with a scale rounded to them
+    (cann/ops-transformer, ``grouped_matmul_antiquant_a8w4_msd.h``; cann/ops-nn,
+    ``quant_batch_matmul_v4_msd.h`` and the page of ``aclnnTransQuantParamV2``).
+    """
+    outputs, inputs = levels.shape
+    bits = (scales.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF  # [N, G]
+    weight = levels.new_empty(inputs, outputs // PACKED, dtype=torch.int32)
+    sums = torch.empty_like(bits)
+    step = max(PIECE // inputs // PACKED, 1) * PACKED
+    for start in range(0, outputs, step):
+        part = levels[start : start + step].int()
+        sums[start : start + step] = part.unflatten(1, (bits.shape[1], -1)).sum(2).int()
+        end = start + len(part)
+        weight[:, start // PACKED : end // PACKED] = pack_outputs(part.t())
+    correction = 8 * (sums * bits.view(torch.float32)).sum(1)
+    return PackedLevels(weight, bits.t().long().contiguous(), correction)
+
+
+@dataclass(frozen=True)
+class NPUInt4Linear(NPUInt8Linear):
+    """A layer of packed levels on an NPU, in two launches; a bias takes one more.
+
+    ``weight`` is int32 ``[K, N / 8]``, ``weight_scale`` int64 ``[K / 256, N]``.
+
+    Attributes
+    ----------
+    correction
+        float32 ``[N]``, see `words_of_levels`.
+    """
+
+    correction: torch.Tensor | None = None
+
+    def ordered(self, order: torch.Tensor) -> "NPUInt4Linear":
+        assert self.correction is not None
+        for part in self.weight.split(max(PIECE // len(order), 1)):
+            part.copy_(pack_outputs(unpack(part, 1)[:, order]))
+        scale, correction = self.weight_scale[:, order], self.correction[order]
+        return replace(self, weight_scale=scale, correction=correction)
+
+    def multiply(self, rows: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
+        assert rows.scale is not None
+        product = torch.ops.npu.npu_quant_matmul(
+            rows.values,
+            self.weight,
+            self.weight_scale,
+            offset=self.correction,
+            pertoken_scale=rows.scale[:, None],
+            output_dtype=rows.dtype,
+            group_sizes=[0, 0, GROUP_ON_NPUS],
+        )
+        return product if bias is None else product + bias
+
+
+def refuse_unmultiplied(layer: nn.Module, group_size: int, inputs: int, outputs: list[int]) -> None:
+    """Raise before weights are loaded if NPUs can't multiply rounded inputs by a rank's groups."""
+    fits = fits_rounded_rows(sum(outputs), inputs, inputs // group_size, group_size)
+    if torch.get_default_device().type != "cpu" and not fits:
+        raise PrepError(
+            f"{name_of(layer)}: a rank has {inputs} of its inputs and {outputs} of its outputs; "
+            f"beside int8 inputs, NPUs take groups of {GROUP_ON_NPUS} four-bit weights, at most "
+            f"{MOST_INPUTS} inputs, and outputs in multiples of {PACKED}; use another "
+            "--tensor-parallel-size"
+        )
 
 
 def refuse_cut_groups(

@@ -127,7 +127,7 @@ class TorchInt8Linear(Int8Linear):
     def _sum_of_groups(self, values: torch.Tensor) -> torch.Tensor:
         """Return float32 ``[T, N]``: exact sums within groups, whose scales multiply in float32."""
         size = len(self.weight) // len(self.weight_scale)
-        product = torch.zeros(len(values), self.weight.shape[1])
+        product = values.new_zeros(len(values), self.weight.shape[1], dtype=torch.float32)
         for group, scale in enumerate(self.weight_scale):
             part = slice(group * size, (group + 1) * size)
             sums = torch._int_mm(values[:, part].contiguous(), self.weight[part])

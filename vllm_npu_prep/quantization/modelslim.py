@@ -61,6 +61,7 @@ from vllm_npu_prep.quantization.int4 import (
     load_nothing,
     refuse_cut_groups,
     refuse_odd,
+    refuse_unmultiplied,
 )
 from vllm_npu_prep.quantization.int8 import Int8Linear, QuantizedRows
 from vllm_npu_prep.quantization.loaded import (
@@ -329,6 +330,7 @@ class ModelSlimInt4Linear(ModelSlimDynamicLinear):
         sizes = input_size_per_partition, output_partition_sizes
         if group_size:
             refuse_cut_groups(layer, group_size, *sizes)
+            refuse_unmultiplied(layer, group_size, *sizes)
         super().create_weights(layer, *sizes, *args, **extra)
         loader = self.config.before_loading(extra["weight_loader"])
         outputs = sum(output_partition_sizes)

@@ -38,8 +38,12 @@ def operators() -> Any:
     return torch.ops.npu
 
 
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = _generator(seed)
     return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
 
 
@@ -161,6 +165,88 @@ def _int4_experts_product(dtype: torch.dtype, groups: int) -> Probe:
         return (torch.einsum("tk,tkn->tn", x[:here].double(), weight[expert]),)
 
     return Probe(call, expected)
+
+
+def _w4a8(groups: int, experts: int, inputs: int) -> tuple[torch.Tensor, ...]:
+    """Return levels ``[E, k, 64]``, scales ``[E, G, 64]``, and what operators take of them.
+
+    Scales have bits that the operators read. Words have eight outputs each, scales are the bits of
+    float32 in int64, and corrections are 8 times the sum of each output's scaled weights.
+    """
+    levels = _integers(experts * inputs, 64, 10).view(experts, inputs, 64) % 16 - 8
+    scale = 2.0 ** -torch.randint(7, 10, (experts, groups, 64), generator=_generator(11))
+    words = ((levels.long() & 15).unflatten(2, (-1, 8)) << torch.arange(0, 32, 4)).sum(3)
+    sums = levels.view(experts, groups, -1, 64).sum(2) * scale
+    return levels, scale, words.to(torch.int32), scale.view(torch.int32).long(), 8 * sums.sum(1)
+
+
+def _w4a8_expected(
+    x: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows by levels ``[k, n]`` and their scales ``[G, n]``."""
+    groups = levels.double().unflatten(0, (len(scale), -1)) * scale.double()[:, None]
+    return (x.double() @ groups.flatten(0, 1)) * tokens.double()[:, None]
+
+
+def _w4a8_product(dtype: torch.dtype) -> Probe:
+    """Probe rounded rows by packed weights of two groups; rows have all numbers of int8."""
+    x, tokens = _integers(5, 512, 12), torch.linspace(0.5, 2, 5) / 2**6
+    levels, scale, words, bits, correction = _w4a8(2, 1, 512)
+
+    def call(put: Put) -> Results:
+        product = operators().npu_quant_matmul(
+            put(x),
+            put(words[0]),
+            put(bits[0]),
+            offset=put(correction[0]),
+            pertoken_scale=put(tokens)[:, None],
+            output_dtype=dtype,
+            group_sizes=[0, 0, 256],
+        )
+        return (product,)
+
+    return Probe(call, lambda: (_w4a8_expected(x, levels[0], scale[0], tokens),))
+
+
+def _w4a8_experts_product(dtype: torch.dtype, groups: int, inputs: int) -> Probe:
+    """Probe groups of two rows, none and three, and a row of no expert, by packed weights."""
+    sizes, here = (2, 0, 3), 5
+    x, tokens = _integers(here + 1, inputs, 13), torch.linspace(0.5, 2, here + 1) / 2**6
+    levels, scale, words, bits, correction = _w4a8(groups, 3, inputs)
+
+    def call(put: Put) -> Results:
+        product = operators().npu_grouped_matmul(
+            [put(x)],
+            [put(words)],
+            scale=[put(bits)],
+            bias=[put(correction)],
+            per_token_scale=[put(tokens)],
+            group_list=put(torch.tensor(sizes)),
+            group_list_type=1,
+            group_type=0,
+            split_item=2,
+            output_dtype=dtype,
+        )[0]
+        return (product[:here],)
+
+    def expected() -> Results:
+        of_experts = ((0, slice(0, 2)), (2, slice(2, here)))
+        products = [_w4a8_expected(x[r], levels[e], scale[e], tokens[r]) for e, r in of_experts]
+        return (torch.cat(products),)
+
+    return Probe(call, expected)
+
+
+def _packing(dtype: torch.dtype) -> Probe:
+    """Probe the operator that packs weights, whose words the plugin makes itself."""
+    levels = (_integers(128, 64, 14) % 16 - 8).to(torch.int32)
+    words = ((levels.long() & 15).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(2)
+    del dtype
+
+    def call(put: Put) -> Results:
+        return (operators().npu_convert_weight_to_int4pack(put(levels)),)
+
+    return Probe(call, lambda: (words.to(torch.int32),))
 
 
 def _experts_product(dtype: torch.dtype) -> Probe:
@@ -307,12 +393,30 @@ OF_INT4: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
 }
 """Operators of layers and of experts with int4 weights whose inputs are not rounded."""
 
+OF_W4A8: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
+    "w4a8": ("npu_quant_matmul", _w4a8_product),
+    "w4a8-experts": ("npu_grouped_matmul", partial(_w4a8_experts_product, groups=2, inputs=512)),
+    "w4a8-experts-rows": (
+        "npu_grouped_matmul",
+        partial(_w4a8_experts_product, groups=1, inputs=192),
+    ),
+}
+"""Operators of layers and of experts with int4 weights and int8 inputs."""
 
-def refuse_wrong(dtype: torch.dtype, put: Put, operators: Collection[str]) -> None:
-    """Refuse to serve a quantised model where one of its operators rounds or multiplies wrongly."""
-    for operator, probe_of in [*OF_LINEAR_LAYERS.values(), *OF_INT4.values()]:
-        if operator not in operators:
-            continue
+PACKING = {"pack": ("npu_convert_weight_to_int4pack", _packing)}
+"""What packs weights; the plugin makes the same words itself."""
+
+
+def refuse_wrong(
+    dtype: torch.dtype, put: Put, operators: Collection[str], w4a8: bool = False
+) -> None:
+    """Refuse to serve a quantised model where one of its operators rounds or multiplies wrongly.
+
+    `w4a8` says whether some weights of four bits are beside int8 inputs.
+    """
+    known = [*OF_LINEAR_LAYERS.values(), *OF_INT4.values()]
+    asked = [pair for pair in known if pair[0] in operators]
+    for operator, probe_of in [*asked, *(OF_W4A8.values() if w4a8 else ())]:
         outcome = probe_of(dtype).run(f"{operator}, {dtype}", put)
         if outcome.verdict.is_bad:
             raise PrepError(
@@ -340,7 +444,7 @@ def _rows() -> Iterator[Row]:
     for short, dtype in DTYPES.items():
         for name, (operator, probe_of) in {**OF_LINEAR_LAYERS, **OTHERS}.items():
             yield row_of_probe(f"int8-{name}-{short}", operator, probe_of, dtype)
-        for name, (operator, probe_of) in OF_INT4.items():
+        for name, (operator, probe_of) in {**OF_INT4, **OF_W4A8, **PACKING}.items():
             yield row_of_probe(f"int4-{name}-{short}", operator, probe_of, dtype)
         yield Row(
             f"int8-zeros-{short}",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ascend_emulator.operators import int4_weights
 from ascend_emulator.operators.constraint import Call, shape_of
 from ascend_emulator.operators.matmul import int4_values
 
@@ -40,6 +41,8 @@ def grouped_rows(
     scales of weights and of rows.
     """
     is_int8, is_int4 = x[0].dtype == torch.int8, weight[0].dtype == torch.int32
+    if is_int8 and is_int4:
+        return _by_packed_weights(x, weight, split_item, given)
     kind = "int4 weights" if is_int4 else "int8 rows" if is_int8 else "rows"
     call = Call(f"npu_grouped_matmul, {kind}", GROUPED_MATMUL)
     taken = (*GROUPS, *(SCALES if is_int8 else ANTIQUANT if is_int4 else ()))
@@ -65,6 +68,40 @@ def grouped_rows(
                 product = product.float() * scales[0][group].float() * scales[1][start:end, None]
             output[start:end] = product.to(dtype)
     return [output]
+
+
+def _by_packed_weights(
+    x: list[torch.Tensor], weight: list[torch.Tensor], split_item: int, given: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Multiply int8 rows by weights of four bits."""
+    call = Call("npu_grouped_matmul, int8 rows and int4 weights", GROUPED_MATMUL)
+    _demand_one_each(call, x, weight, split_item)
+    others = [name for name in given if name not in (*GROUPS, *SCALES, "bias")]
+    call.demand("form", not others, others)
+    code: Any = given.get("output_dtype")
+    dtype = RESULTS.get(code)
+    call.demand("result", dtype in int4_weights.HALF, code)
+    (rows,), (words,) = x, weight
+    int4_weights.check_grouped(call, rows, words, given)
+    listed, form = (given.get(name) for name in GROUPS)
+    call.demand("group list", form == COUNTS or len(words) == 1, f"type {form}")
+    output = torch.full((len(rows), 8 * words.shape[2]), torch.nan, dtype=dtype)
+    end = 0
+    for group, size in enumerate(_sizes_of_groups(call, listed, form or 0, len(words), len(rows))):
+        start, end = end, end + size
+        scales, added = (given[name][0][group] for name in ("scale", "bias"))
+        tokens = given["per_token_scale"][0][start:end]
+        levels = int4_values(words[group])
+        output[start:end] = int4_weights.product(rows[start:end], levels, scales, added, tokens)
+    return [output]
+
+
+def _demand_one_each(
+    call: Call, x: list[torch.Tensor], weight: list[torch.Tensor], split_item: int
+) -> None:
+    one = len(x) == len(weight) == 1 and split_item in (2, 3)
+    told = f"{len(x)} x, {len(weight)} weights, split_item {split_item}"
+    call.demand("one tensor each", one, told)
 
 
 def _dequantised(
@@ -119,9 +156,7 @@ def _one_pair(
     split_item: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows ``[m, k]`` and weights ``[groups, k, n]``, both of one of these dtypes."""
-    one = len(x) == len(weight) == 1 and split_item in (2, 3)
-    told = f"{len(x)} x, {len(weight)} weights, split_item {split_item}"
-    call.demand("one tensor each", one, told)
+    _demand_one_each(call, x, weight, split_item)
     rows, columns = x[0], weight[0]
     told = f"{rows.dtype} and {columns.dtype}"
     call.demand("dtype", rows.dtype in dtypes and rows.dtype == columns.dtype, told)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ascend_emulator.operators import int4_weights
 from ascend_emulator.operators.constraint import Call, shape_of
 
 DYNAMIC_QUANT = "npu::npu_dynamic_quant"
@@ -133,7 +134,7 @@ def quant_matmul(
     group_sizes: list[int] | None = None,
     y_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    call = Call("npu_quant_matmul", QUANT_MATMUL)
+    result = torch.int8 if output_dtype is None else DTYPE_OF_CODE.get(output_dtype)
     others = {
         "offset": offset,
         "group_sizes": group_sizes,
@@ -143,9 +144,13 @@ def quant_matmul(
         "pertoken_scale_dtype": pertoken_scale_dtype,
         "scale_dtype": scale_dtype,
     }
+    if x2.dtype == torch.int32 and x1.dtype != torch.int32:
+        call = Call("npu_quant_matmul, int4 weights", QUANT_MATMUL)
+        more = {"pertoken_scale": pertoken_scale, "bias": bias}
+        return int4_weights.quant_matmul(call, x1, x2, scale, result, others | more)
+    call = Call("npu_quant_matmul", QUANT_MATMUL)
     given = [name for name, value in others.items() if value is not None]
     call.demand("form", not given, given)
-    result = torch.int8 if output_dtype is None else DTYPE_OF_CODE.get(output_dtype)
     call.demand("result", result in (*HALF, torch.int32), result or output_dtype)
     _check_matrices(call, x1, x2, _takes_wide_rows(scale, pertoken_scale))
     _check_scales(call, x1, x2, scale, pertoken_scale, result)

@@ -180,6 +180,24 @@ def quant_matmul(dtype=HALF, static=False):
     return given | {"scale": scale, "pertoken_scale": torch.rand(5), "bias": random(6)}
 
 
+def bits_of(*shape, seed=0):
+    """Scales whose lower bits kernels don't read, as the bits of float32 in int64."""
+    scales = random(*shape, seed=seed).abs() / 50 + 0.001
+    return (scales.view(torch.int32) & ~0x1FFF).long()
+
+
+def int4_matmul(seed=0, groups=2, **changes):
+    """512 inputs in two groups, or by channel; eight outputs in an int32."""
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31 - 1, (512, 2), generator=draw).int()
+    rows = torch.randint(-128, 128, (5, 512), dtype=torch.int8, generator=draw)
+    given = {"x1": rows, "x2": words, "output_dtype": CODES[HALF], "offset": random(16, seed=seed)}
+    if groups:
+        scales = {"scale": bits_of(2, 16, seed=seed), "pertoken_scale": torch.rand(5, 1)}
+        return given | scales | {"group_sizes": [0, 0, 256]} | changes
+    return given | {"scale": bits_of(16, seed=seed), "pertoken_scale": torch.rand(5)} | changes
+
+
 def norm():
     arguments = {name: random(5, 8, dtype=HALF) for name in ("x1", "x2")}
     return arguments | {"gamma": random(8, dtype=HALF), "epsilon": 1e-5}
@@ -216,6 +234,22 @@ def int8_rows():
         "per_token_scale": [torch.rand(7)],
         "output_dtype": CODES[HALF],
     }
+
+
+def int8_rows_of_int4(seed=0, groups=2, **changes):
+    """The same rows of 512 inputs beside weights of four bits, in groups or by channel."""
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31 - 1, (3, 512, 2), generator=draw).int()
+    given = {
+        "x": [torch.randint(-128, 128, (7, 512), dtype=torch.int8, generator=draw)],
+        "weight": [words],
+        "scale": [bits_of(3, groups, 16, seed=seed)],
+        "bias": [random(3, 16, seed=seed)],
+        "per_token_scale": [torch.rand(7, generator=draw)],
+        "output_dtype": CODES[HALF],
+        "group_list_type": 1,
+    }
+    return rows() | given | changes
 
 
 def rule(lengths, key_heads=2, value_heads=4, dim=128):

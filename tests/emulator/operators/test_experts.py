@@ -100,6 +100,45 @@ def test_rows_multiply_packed_weights_of_their_expert(seed, groups):
     torch.testing.assert_close(got[:5].double(), expected, rtol=5e-3, atol=2e-2)
 
 
+def levels_of(words):
+    return torch.from_numpy((numbers_in(words) + 8) % 16 - 8).double()
+
+
+def scales_of(bits):
+    return bits.int().view(torch.float32).double()
+
+
+def packed_expected(x, words, bits, added, tokens):
+    """Rows, less 8, times scaled levels, and what was added, times the scales of tokens."""
+    groups = levels_of(words).unflatten(0, (len(bits), -1))
+    weight = (groups * scales_of(bits)[:, None]).flatten(0, 1)
+    return ((x.double() - 8) @ weight + added.double()) * tokens.double()[:, None]
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_int8_rows_multiply_packed_weights(seed, groups):
+    """Bits that the kernel doesn't read change nothing; sums are rounded to float16."""
+    arguments = calls.int4_matmul(seed, groups)
+    got = call(calls.QUANT_MATMUL, arguments)
+    scale, tokens = arguments["scale"].view(-1, 16), arguments["pertoken_scale"].flatten()
+    given = arguments["x1"], arguments["x2"], scale, arguments["offset"], tokens
+    torch.testing.assert_close(got.double(), packed_expected(*given), rtol=4e-3, atol=1.0)
+    unread = call(calls.QUANT_MATMUL, arguments | {"scale": arguments["scale"] + 0x1FFF})
+    assert torch.equal(unread, got)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_int8_rows_of_experts_multiply_packed_weights(seed, groups):
+    arguments = calls.int8_rows_of_int4(seed, groups)
+    (got,) = call(calls.GROUPED_MATMUL, arguments)
+    (x,), (words,), (tokens,) = (arguments[n] for n in ("x", "weight", "per_token_scale"))
+    for rows, expert in ((slice(0, 2), 0), (slice(2, 5), 2)):
+        of_expert = (arguments[name][0][expert] for name in ("scale", "bias"))
+        expected = packed_expected(x[rows], words[expert], *of_expert, tokens[rows])
+        torch.testing.assert_close(got[rows].double(), expected, rtol=4e-3, atol=1.0)
+    assert got[5:].isnan().all()
+
+
 def test_sums_of_int8_rows_are_exact_in_int32():
     arguments = calls.int8_rows() | {"output_dtype": calls.CODES[torch.int32]}
     rows, weights = arguments["x"][0].double(), arguments["weight"][0].double()

@@ -8,6 +8,9 @@ import torch
 from ascend_emulator import api, faults
 from ascend_emulator.operators import elementwise
 from tests.helpers import models
+from tests.helpers.engine import make_model
+from tests.helpers.quantized import QUANTIZE
+from tests.npu.models import WIDE_EXPERTS
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.verify.calls.call import Call, read_list
 from vllm_npu_prep.verify.child import run_row
@@ -102,7 +105,13 @@ def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
 
 @pytest.mark.parametrize(
     "kind",
-    ["int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points", "experts"],
+    [
+        "int8 experts, latent attention, ranks",
+        "gated delta nets",
+        "int4, zero points",
+        "experts",
+        "W4A8",
+    ],
 )
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     """The first call of each operator, captured and not; those that size a workspace have none."""
@@ -110,6 +119,10 @@ def test_other_models_give_what_their_formulas_say(kind, tmp_path):
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}
+    elif kind == "W4A8":
+        wide = make_model(tmp_path / "float", "Qwen3Moe", **WIDE_EXPERTS)
+        model, others = tmp_path / "int4", {}
+        QUANTIZE(wide, model, "compressed-tensors", scheme="W4A8", group=256)
     elif kind in ("int4, zero points", "experts"):
         name, form = "Qwen3ForCausalLM", "awq"
         if kind == "experts":

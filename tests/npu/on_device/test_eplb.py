@@ -34,6 +34,13 @@ CASES = {  # settings, settings of the exchange, a model, the runner, how it is 
     "engines, V1": (DP2 | GRAPHS, {}, "Qwen3Moe", "V1", {}),
     "latent": (TP2 | GRAPHS, {}, "DeepSeek V3", "V2", {}),
     "W8A8": (TP2 | GRAPHS, {}, "Qwen3Moe", "V2", {"form": "modelslim"}),
+    "W4A8": (
+        TP2 | GRAPHS,
+        {},
+        "wide Qwen3Moe",
+        "V2",
+        {"form": "modelslim", "scheme": "W4A8", "group": 0},
+    ),
     "W4A16": (
         TP2 | GRAPHS,
         {},

@@ -72,7 +72,7 @@ CASES = {
     "latent": Case("DeepSeek V3", {DP: 2} | GRAPHS),
     "engines of ranks": Case("DeepSeek V3", {DP: 2, TP: 2} | GRAPHS),
     "four engines": Case("DeepSeek V3", {DP: 4} | GRAPHS),
-    "A3": Case("wide Qwen3Moe", {DP: 2} | GRAPHS, "float16", option="auto"),
+    "A3": Case("Qwen3Moe of 1024", {DP: 2} | GRAPHS, "float16", option="auto"),
 }
 
 

@@ -41,6 +41,10 @@ WHOLE = {**LATENT, "q_lora_rank": None}
 """As DeepSeek V2 Lite: two projections read a layer's input."""
 CHOOSING = {**LATENT, "index_n_heads": 8, "index_head_dim": 128, "index_topk": 64}
 SHARING = {**CHOOSING, "index_topk_freq": 2, "index_skip_topk_offset": 1}
+WIDE = {**MODEL, "hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8}
+"""Inputs of layers are multiples of 256: NPUs multiply by packed weights."""
+WIDE_LATENT = {**LATENT, "hidden_size": 512, "q_lora_rank": 256, "intermediate_size": 512}
+WIDE_MIXTURE = {**MIXTURE, **WIDE, "moe_intermediate_size": 512}
 HYBRID = {**ON_NPUS, "head_dim": 256, "spread": 0.1, "embedding_scale": 20}
 
 
@@ -56,6 +60,7 @@ class Case(NamedTuple):
     left_out: tuple[str, ...] = ()
     in_graphs: bool = False
     scheme: str = "W8A8"
+    group: int = 0
 
 
 CASES = {
@@ -65,13 +70,22 @@ CASES = {
     "Qwen3, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14),
     "Qwen3, static": Case("Qwen3", "float16", MODELSLIM, 14, static=True),
     "Qwen3, static, bfloat16": Case("Qwen3", "bfloat16", MODELSLIM, 14, static=True),
-    # Levels are int8 on the device, too
-    "Qwen3, W4A8, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14, scheme="W4A8"),
-    "Qwen3, W4A8": Case("Qwen3", "float16", COMPRESSED, 14, scheme="W4A8"),
+    # Levels are int8 on the device, too, where operators don't take packed ones
+    "Qwen3, W4A8, narrow": Case("Qwen3", "bfloat16", MODELSLIM, 14, scheme="W4A8"),
+    "Qwen3, W4A8, ModelSlim": Case("Qwen3", "bfloat16", MODELSLIM, 14, WIDE, scheme="W4A8"),
+    "Qwen3, W4A8": Case("Qwen3", "float16", COMPRESSED, 14, WIDE, scheme="W4A8"),
+    "Qwen3, W4A8, groups": Case("Qwen3", "float16", MODELSLIM, 14, WIDE, scheme="W4A8", group=256),
+    "Qwen3, W4A8, groups in graphs": Case(
+        "Qwen3", "bfloat16", COMPRESSED, 0, WIDE, in_graphs=True, scheme="W4A8", group=256
+    ),
     # One more than of the float layer, which splits Q, K and V in their products
-    "Qwen3, AWQ": Case("Qwen3", "float16", "awq", 13, scheme="W4A16_ASYM"),
-    "Qwen3, W4A16": Case("Qwen3", "bfloat16", COMPRESSED, in_graphs=True, scheme="W4A16"),
-    "latent, W4A16": Case("DeepseekV3", "bfloat16", COMPRESSED, 0, LATENT, scheme="W4A16"),
+    "Qwen3, AWQ": Case("Qwen3", "float16", "awq", 13, scheme="W4A16_ASYM", group=32),
+    "Qwen3, W4A16": Case("Qwen3", "bfloat16", COMPRESSED, in_graphs=True, scheme="W4A16", group=32),
+    "latent, W4A16": Case(
+        "DeepseekV3", "bfloat16", COMPRESSED, 0, LATENT, scheme="W4A16", group=32
+    ),
+    # As many as of int8, whose outputs are put in order, too
+    "latent, W4A8": Case("DeepseekV3", "bfloat16", MODELSLIM, 21, WIDE_LATENT, scheme="W4A8"),
     "Llama": Case("Llama", "float16", COMPRESSED, 12),
     "Llama in graphs": Case("Llama", "float16", COMPRESSED, in_graphs=True),
     # Rounded in a launch of their own
@@ -101,11 +115,23 @@ CASES = {
     "experts, W4A8": Case(
         "Qwen3Moe", "float16", MODELSLIM, 0, {**MIXTURE, "seed": 3}, in_graphs=True, scheme="W4A8"
     ),
-    "experts, W4A16": Case(
-        "Qwen3Moe", "bfloat16", COMPRESSED, 0, MIXTURE, in_graphs=True, scheme="W4A16"
+    "experts, W4A8, packed": Case(
+        *("Qwen3Moe", "float16", MODELSLIM, 0, {**WIDE_MIXTURE, "seed": 3}),
+        in_graphs=True,
+        scheme="W4A8",
     ),
+    "experts, W4A8, groups": Case(
+        *("Qwen3Moe", "float16", COMPRESSED, 0, WIDE_MIXTURE), scheme="W4A8", group=256
+    ),
+    "experts, W4A16": Case(
+        "Qwen3Moe", "bfloat16", COMPRESSED, 0, MIXTURE, in_graphs=True, scheme="W4A16", group=32
+    ),
+    "experts, AWQ": Case(
+        "Qwen3Moe", "float16", "awq", 0, MIXTURE, scheme="W4A16_ASYM", group=32, in_graphs=True
+    ),
+    "experts, GPTQ": Case("Qwen3Moe", "bfloat16", "gptq", 0, MIXTURE, scheme="W4A16", group=32),
     "experts, W4A16, zero points": Case(
-        "Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, scheme="W4A16_ASYM"
+        "Qwen3Moe", "float16", COMPRESSED, 0, MIXTURE, scheme="W4A16_ASYM", group=32
     ),
     "linear attention": Case("Qwen3_5", "bfloat16", COMPRESSED, 0, HYBRID),
     "linear attention, experts": Case("Qwen3Next", "bfloat16", MODELSLIM, 0, HYBRID | EXPERTS),
@@ -135,8 +161,7 @@ def distance(model, int8, dtype, seed, **more):
 def test_logits_and_launches_of_a_layer(tmp_path, seed, name):
     case = CASES[name]
     model = make_model(tmp_path / "float", case.family, **case.config)
-    group = 32 if case.scheme.startswith("W4A16") else 0
-    how = {"keep": case.left_out, "scheme": case.scheme, "group": group}
+    how = {"keep": case.left_out, "scheme": case.scheme, "group": case.group}
     QUANTIZE(model, tmp_path / "int8", case.form, case.static, **how)
     mode = graphs("FULL_AND_PIECEWISE", 4, 16) if case.in_graphs else {}
     if "experts" in name:
@@ -158,15 +183,33 @@ def test_static_scales_beside_float_biases(tmp_path, seed, form):
     assert worst < BOUND["float16"]
 
 
-def launches_of(folder, dtype, seed):
-    """Launches of layer 1 in a decode, copies included."""
+def cost_of(folder, dtype, seed):
+    """Launches of layer 1 in a decode, copies included, and the bytes of its parameters."""
     forget_layers()
     with engine(folder, **settings(dtype)) as llm:
-        counted = ModuleCounts(runner_of(llm).get_model(), ["model.layers.1"])
+        model = runner_of(llm).get_model()
+        counted = ModuleCounts(model, ["model.layers.1"])
         generate(llm, prompts_of(seed, LENGTHS), greedy(3))
+        nbytes = sum(each.nbytes for each in model.model.layers[1].parameters())
     counts = next(iter(counted.counts.values()))
     assert set(counts) <= {"launches", "hidden_copies"}, "no syncs"
-    return sum(counts.values())
+    return sum(counts.values()), nbytes
+
+
+def launches_of(folder, dtype, seed):
+    return cost_of(folder, dtype, seed)[0]
+
+
+@pytest.mark.parametrize(("family", "config"), [("Qwen3", WIDE), ("Qwen3Moe", WIDE_MIXTURE)])
+def test_packed_levels_take_half_of_the_bytes_of_int8(tmp_path, seed, family, config):
+    """And as many launches."""
+    model = make_model(tmp_path / "float", family, **config)
+    costs = {}
+    for scheme in ("W8A8", "W4A8"):
+        QUANTIZE(model, tmp_path / scheme, MODELSLIM, scheme=scheme, group=0)
+        costs[scheme] = cost_of(tmp_path / scheme, "float16", seed)
+    assert costs["W4A8"][0] == costs["W8A8"][0]
+    assert costs["W4A8"][1] < 0.6 * costs["W8A8"][1]
 
 
 def test_packed_experts_take_the_launches_of_float_ones(tmp_path, seed):
@@ -270,3 +313,22 @@ def test_a_wrong_operator_of_int4_is_named_at_start_up(operator, make):
         pytest.raises(PrepError, match=f"computes {operator} wrongly"),
     ):
         int8_probes.refuse_wrong(torch.bfloat16, torch.Tensor.npu, [operator])
+
+
+def forget_correction(right):
+    def product(*args, offset=None, bias=None, **kwargs):
+        more = {} if offset is None else {"offset": torch.zeros_like(offset)}
+        more |= {"bias": [torch.zeros_like(each) for each in bias]} if bias else {}
+        return right(*args, **more, **kwargs)
+
+    return product
+
+
+@pytest.mark.parametrize("operator", ["npu_quant_matmul", "npu_grouped_matmul"])
+def test_a_wrong_operator_of_w4a8_is_named_at_start_up(operator):
+    """Planted: a kernel that leaves out what the 8 in each row adds."""
+    int8_probes.refuse_wrong(torch.float16, torch.Tensor.npu, [], w4a8=True)
+    with wrong_operator(operator, forget_correction):
+        int8_probes.refuse_wrong(torch.float16, torch.Tensor.npu, [])
+        with pytest.raises(PrepError, match=f"computes {operator} wrongly"):
+            int8_probes.refuse_wrong(torch.float16, torch.Tensor.npu, [], w4a8=True)

@@ -94,6 +94,9 @@ CASES = {
     "int8": Case("Qwen3", {TP: 2}, int8="compressed-tensors"),
     "int8, experts": Case("Qwen3Moe", {TP: 2}, int8="modelslim", more=EXPERTS),
     "int4, experts": Case("Qwen3Moe", {TP: 2}, int8="compressed-tensors", more=EXPERTS),
+    "W4A8": Case("wide Qwen3", {TP: 2}, int8="modelslim"),
+    "W4A8, experts": Case("wide Qwen3Moe", {TP: 2}, int8="modelslim", more=EXPERTS),
+    "W4A8, experts cut": Case("wide Qwen3Moe", {TP: 2}, int8="compressed-tensors"),
     "int8, latent": Case("DeepSeek V3", {TP: 2}, int8="modelslim", more=EXPERTS),
     "shared contexts": Case("Qwen3", {TP: 4, SHARED: 2}, **HALF),
     "shared contexts, latent": Case("DeepSeek V3", {TP: 2, SHARED: 2}, "eager", waits=True),
@@ -193,6 +196,8 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
     if case.int8:
         left_out = ("kv_b_proj",) if "latent" in name else ()
         how = {"scheme": "W4A16", "group": 32} if name.startswith("int4") else {}
+        if name.startswith("W4A8"):
+            how = {"scheme": "W4A8", "group": 0 if "experts" in name else 256}
         QUANTIZE(model, tmp_path / "int8", case.int8, False, left_out, **how)
         made = tmp_path / "int8"
     loras = adapters_of(model) if case.adapters else None

@@ -26,6 +26,8 @@ from vllm_npu_prep.sleep import SleepingMemory
 LENGTHS = [30, 5, 41]
 PAGE = 2 << 20
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WIDE = {**MIXTURE, "hidden_size": 256, "moe_intermediate_size": 64}
+"""Of layers and experts whose int4 weights are packed beside int8 inputs."""
 
 
 def free():
@@ -37,6 +39,7 @@ def free():
 LOW_RANK = {**LATENT_ON_NPUS, "q_lora_rank": 96}
 STATES = {**ON_NPUS, "head_dim": 256}
 COMPRESSED = {"form": "compressed-tensors"}
+W4A8 = {"form": "modelslim", "scheme": "W4A8", "group": 0}
 AWQ = {"form": "awq", "scheme": "W4A16_ASYM", "group": 32}
 LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latent": ("DeepseekV3", LOW_RANK, {}),
@@ -49,6 +52,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "int8, sparse": ("GlmMoeDsa", INDEXED, COMPRESSED),
     "int4, groups with zero points": ("Qwen3", {"hidden_size": 128}, AWQ),
     "int4, experts": ("Qwen3Moe", MIXTURE, {**AWQ, **COMPRESSED}),
+    "int4, rounded inputs, experts": ("Qwen3Moe", WIDE, W4A8),
 }
 """Family, config, and how it is quantised, of layers that keep what they derived of weights."""
 

@@ -57,7 +57,8 @@ def test_torchs_forms_give_what_formulas_say(overrides, dtype):
     for operator in FORMS:
         overrides.add(Call(operator, {}).function(), partial(always_torch, operator, taken))
     probes = {**fused.probes(dtype)}
-    for name, (_, probe_of) in {**int8.OF_LINEAR_LAYERS, **int8.OTHERS}.items():
+    of_int8 = {**int8.OF_LINEAR_LAYERS, **int8.OTHERS, **int8.OF_W4A8}
+    for name, (_, probe_of) in of_int8.items():
         probes[f"int8 {name}"] = probe_of(dtype)
     outcomes = {name: each.run(name, lambda x: x.to("npu")) for name, each in probes.items()}
     assert {n: each.got for n, each in outcomes.items() if each.verdict.is_bad} == {}

@@ -93,6 +93,8 @@ def _grouped(a: Arguments) -> list[Expected]:
     (x,), (weight,) = a["x"], a["weight"]
     experts = _expert_of_rows(a)
     rows = some_rows(len(experts))
+    if weight.dtype is torch.int32 and x.dtype is torch.int8:
+        return [Expected(0, _by_experts_of_rounded(a, x[rows], experts[rows], rows), rows)]
     if weight.dtype is torch.int32:
         return [Expected(0, _by_packed_experts(a, x[rows], experts[rows]), rows)]
     values = torch.cat([product(x[[row]], weight[experts[row]], None) for row in rows.tolist()])
@@ -111,6 +113,26 @@ def _by_packed_experts(a: Arguments, x: torch.Tensor, experts: torch.Tensor) -> 
         factors = (each[expert].double().view(-1, each.shape[-1]) for each in (scales, offsets))
         found.append(packed_product(x[experts == expert], a["weight"][0][expert], *factors))
     return torch.cat(found)
+
+
+def _by_experts_of_rounded(
+    a: Arguments, x: torch.Tensor, experts: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Multiply int8 rows, sorted by expert, by packed weights with scales and corrections."""
+    scales, added, tokens = (a[name][0] for name in ("scale", "bias", "per_token_scale"))
+    found = [x.new_empty(0, scales.shape[-1], dtype=torch.float64)]
+    for expert in experts.unique().tolist():
+        given = a["weight"][0][expert], scales[expert], added[expert]
+        found.append(_by_rounded(x[experts == expert], *given))
+    return torch.cat(found) * tokens[rows, None].double()
+
+
+def _by_rounded(
+    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, added: torch.Tensor
+) -> torch.Tensor:
+    """Multiply int8 rows less 8 by packed weights, and add what was given for the 8."""
+    factors = scale.to(torch.int32).view(torch.float32).double()
+    return packed_product(x.double() - 8, words, factors, None) + added.double()
 
 
 def _sum(rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> list[Expected]:
@@ -150,6 +172,9 @@ def _quantize(a: Arguments) -> list[Expected]:
 
 def _quant_matmul(a: Arguments) -> list[Expected]:
     rows, bias, scale = some_rows(len(a["x1"])), a.get("bias"), a["scale"]
+    if a["x2"].dtype is torch.int32:
+        values = _by_rounded(a["x1"][rows], a["x2"], scale.view(-1, scale.shape[-1]), a["offset"])
+        return [Expected(0, values * a["pertoken_scale"].flatten()[rows, None].double(), rows)]
     if scale.dtype is torch.int64:  # the bits of float32
         scale = scale.to(torch.int32).view(torch.float32)
     values = product(a["x1"][rows], a["x2"], None)

@@ -124,6 +124,8 @@ def _groups(a: Made, random: torch.Generator) -> None:
         a["weight"], a.get("antiquant_scale") or (), a.get("antiquant_offset") or ()
     ):
         _of_four_bits(weight, scale, offset, random)
+    for weight in a["weight"]:
+        _draw_words(weight, random)
     groups = a.get("group_list")
     if groups is None:
         return
@@ -160,6 +162,18 @@ def _scales(about: float, *names: str) -> Callable[[Made, torch.Generator], None
     return fit_scales
 
 
+def _rounded_rows(a: Made, random: torch.Generator) -> None:
+    """Give a product of int8 rows scales, and draw weights that are of four bits."""
+    _scales(OF_SUMS, "scale", "pertoken_scale")(a, random)
+    _draw_words(a["x2"], random)
+
+
+def _draw_words(weight: torch.Tensor, random: torch.Generator) -> None:
+    """Draw numbers of four bits, eight in an int32."""
+    if weight.dtype is torch.int32:
+        weight.copy_(torch.randint(-(1 << 31), 1 << 31, weight.shape, generator=random))
+
+
 def _words(a: Made, random: torch.Generator) -> None:
     _of_four_bits(a["weight"], a["antiquant_scale"], a.get("antiquant_offset"), random)
 
@@ -171,8 +185,7 @@ def _of_four_bits(
     random: torch.Generator,
 ) -> None:
     """Draw numbers of four bits, eight in an int32, with scales, and with whole zero points."""
-    if weight.dtype is torch.int32:
-        weight.copy_(torch.randint(-(1 << 31), 1 << 31, weight.shape, generator=random))
+    _draw_words(weight, random)
     _scale(scale, OF_WEIGHTS)
     if offset is not None:
         offset.copy_((offset.double() * 4).round())
@@ -218,7 +231,7 @@ FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
     "npu_moe_init_routing_v2": _experts_of_tokens,
     "npu_moe_token_unpermute": _places("sorted_indices", with_gaps=False),
     "npu_mrope": _positions,
-    "npu_quant_matmul": _scales(OF_SUMS, "scale", "pertoken_scale"),
+    "npu_quant_matmul": _rounded_rows,
     "npu_quantize": _scales(STEP, "scales"),
     "npu_recurrent_gated_delta_rule": _rule,
     "npu_scatter_pa_kv_cache": _slots,

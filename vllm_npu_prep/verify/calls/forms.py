@@ -167,11 +167,20 @@ def quant_matmul(
     x2: Tensor,
     scale: Tensor,
     *,
+    offset: Tensor | None = None,
     pertoken_scale: Tensor | None = None,
     bias: Tensor | None = None,
     output_dtype: int,
+    group_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sum products in float32, `EXACT_COLUMNS` of them exactly: NPUs don't multiply float64."""
+    """Sum products in float32, `EXACT_COLUMNS` of them exactly: NPUs don't multiply float64.
+
+    Beside packed weights of four bits, `offset` is for the kernel, which cuts rows in two.
+    """
+    del offset, group_sizes
+    if x2.dtype == torch.int32:
+        assert pertoken_scale is not None
+        return (_by_groups(x1, x2, scale) * pertoken_scale).to(DTYPES[output_dtype])
     parts = zip(x1.split(EXACT_COLUMNS, 1), x2.split(EXACT_COLUMNS, 0))
     product = sum(rows.float() @ columns.float() for rows, columns in parts)
     assert isinstance(product, Tensor)
@@ -186,6 +195,15 @@ def quant_matmul(
     if bias is not None and not is_of_sums:
         product = product + bias
     return product.to(DTYPES[output_dtype])
+
+
+def _by_groups(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
+    """Multiply by weights of four bits ``[K, N / 8]`` with scales ``[G, N]`` of groups."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=x.device)
+    levels = (((words[..., None] >> shifts) & 15 ^ 8) - 8).flatten(1)  # [K, N]
+    rows = x.float().unflatten(1, (len(scale), -1)).transpose(0, 1)  # [G, T, K / G]
+    sums = torch.bmm(rows, levels.float().unflatten(0, (len(scale), -1)))
+    return (sums * scale.to(torch.int32).view(torch.float32)[:, None]).sum(0)
 
 
 def mrope(

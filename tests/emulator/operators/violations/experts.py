@@ -40,6 +40,31 @@ FAMILIES["npu_grouped_matmul, rows"] = [
     ("group sizes", grouped(group_list=torch.tensor([2, -1, 3]))),
 ]
 
+packed_rows = of("npu::npu_grouped_matmul", layer_calls.int8_rows_of_int4)
+FAMILIES["npu_grouped_matmul, int8 rows and int4 weights"] = [
+    ("one tensor each", packed_rows(x=lambda x: x * 2), packed_rows(split_item=0)),
+    ("form", packed_rows(offset=[zeros(3, 1, 16)]), packed_rows(act_type=5)),
+    ("result", packed_rows(output_dtype=None), packed_rows(output_dtype=3)),
+    ("words", packed_rows(weight=first(strided)), packed_rows(weight=first(lambda w: w[0]))),
+    ("shapes", packed_rows(x=first(lambda x: x[:, :256].contiguous()))),
+    ("contiguous", packed_rows(x=first(strided))),
+    (
+        "inputs",
+        packed_rows(x=[int8(zeros(7, 96))], weight=first(lambda w: w[:, :96].contiguous())),
+        packed_rows(x=[int8(zeros(7, 18496))], weight=[zeros(3, 18496, 2, dtype=torch.int32)]),
+    ),
+    (
+        "scale",
+        packed_rows(scale=None),
+        packed_rows(scale=first(T.float)),
+        packed_rows(scale=[layer_calls.bits_of(3, 4, 16)]),
+    ),
+    ("bias", packed_rows(bias=None), packed_rows(bias=first(T.half))),
+    ("token scale", packed_rows(per_token_scale=None), packed_rows(per_token_scale=first(T.half))),
+    ("group list", packed_rows(group_list=None), packed_rows(group_list_type=0)),
+    ("group sizes", packed_rows(group_list=torch.tensor([2, -1, 3]))),
+]
+
 int4_rows = of("npu::npu_grouped_matmul", layer_calls.int4_rows)
 FAMILIES["npu_grouped_matmul, int4 weights"] = [
     ("one tensor each", int4_rows(x=lambda x: x * 2), int4_rows(split_item=0)),

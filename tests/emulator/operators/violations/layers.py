@@ -204,7 +204,7 @@ matmul = of(layer_calls.QUANT_MATMUL, layer_calls.quant_matmul)
 static = of(layer_calls.QUANT_MATMUL, lambda: layer_calls.quant_matmul(static=True))
 static_bf16 = of(layer_calls.QUANT_MATMUL, lambda: layer_calls.quant_matmul(torch.bfloat16, True))
 FAMILIES["npu_quant_matmul"] = [
-    ("dtype", matmul(x1=T.half), matmul(x2=T.int)),
+    ("dtype", matmul(x1=T.half), matmul(x2=T.half)),
     ("form", matmul(offset=torch.zeros(6)), matmul(group_sizes=[0, 0, 32])),
     ("shapes", matmul(x1=lambda x: x[:, :4].contiguous()), matmul(x1=lambda x: x[None])),
     ("layout", matmul(x2=strided)),
@@ -214,6 +214,31 @@ FAMILIES["npu_quant_matmul"] = [
     ("scale shape", matmul(scale=lambda s: s[:5]), matmul(scale=lambda s: s[:, None])),
     ("token scale", matmul(pertoken_scale=T.half), matmul(pertoken_scale=lambda s: s[:4])),
     ("bias", matmul(bias=lambda b: b[:5]), matmul(bias=T.bfloat16), static(bias=T.float)),
+]
+
+int4_matmul = of(layer_calls.QUANT_MATMUL, layer_calls.int4_matmul)
+int4_channels = of(layer_calls.QUANT_MATMUL, lambda: layer_calls.int4_matmul(groups=0))
+
+
+def wide_int4(inputs):
+    """A matrix of so many inputs in groups."""
+    words = torch.zeros(inputs, 2, dtype=torch.int32)
+    scales = layer_calls.bits_of(inputs // 256, 16)
+    return int4_matmul(x1=int8(zeros(5, inputs)), x2=words, scale=scales)
+
+
+FAMILIES["npu_quant_matmul, int4 weights"] = [
+    ("dtype", int4_matmul(x1=T.half)),
+    ("form", int4_matmul(bias=torch.zeros(16)), int4_matmul(y_scale=torch.ones(16))),
+    ("result", int4_matmul(output_dtype=None), int4_matmul(output_dtype=3)),
+    ("contiguous", int4_matmul(x1=strided), int4_matmul(x2=strided)),
+    ("shapes", int4_matmul(x1=lambda x: x[:, :256].contiguous())),
+    ("channels of 8.5", in_profile("8.5", int4_channels())),
+    ("groups", int4_matmul(group_sizes=[0, 0, 128]), int4_channels(group_sizes=[0, 0, 256])),
+    ("scale", int4_matmul(scale=lambda s: s[:1]), int4_channels(scale=T.float)),
+    ("token scale", int4_matmul(pertoken_scale=lambda s: s[0]), int4_matmul(pertoken_scale=None)),
+    ("offset", int4_matmul(offset=None), int4_matmul(offset=T.half)),
+    ("inner limit", wide_int4(29696), in_profile("8.5", wide_int4(18688))),
 ]
 
 dynamic_norm = of(layer_calls.NORM, layer_calls.norm)
