@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.prefill_decode import variables_of_mooncake
 from tests.helpers.waiting import wait_until
 from tests.server.process import COMPLETIONS, JSON, QUESTIONS, ROOT, Server, free_port
 from tests.server.test_stack import bench
@@ -31,17 +32,7 @@ SECONDS_TO_GIVE_UP = "5"
 @pytest.fixture(scope="module")
 def transfer_engine() -> dict[str, str]:
     """Variables with which a server finds Mooncake."""
-    script = ROOT / "scripts" / "mooncake.sh"
-    done = subprocess.run(
-        [str(script)],
-        env={**os.environ, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode:
-        pytest.skip(f"{script} could not fetch Mooncake: {done.stderr.strip().splitlines()[-1]}")
-    return dict(line.split("=", 1) for line in done.stdout.split())
+    return variables_of_mooncake()
 
 
 class Proxy(Server):
