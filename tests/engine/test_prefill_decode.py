@@ -43,7 +43,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers(pair, tmp_path, name):
-    """Only a prompt's last token is computed again; its beginning may be in the prefix cache."""
+    """At most a prompt's last token is computed again; its beginning may be in the prefix cache."""
     of_model, runner, *own = CASES[name]
     config, lengths, more = MODELS[of_model]
     model, prompts = make_model(tmp_path / "model", **config), prompts_of(SEED, lengths)
@@ -56,5 +56,5 @@ def test_tokens_are_those_of_transformers(pair, tmp_path, name):
         for each, tokens in zip((prompts, longer), expected):
             found, fetched = pair.decode(each, MAX_TOKENS)
             assert found == tokens
-            assert fetched == [len(prompt) - 1 for prompt in each]
+            assert all(len(prompt) - had <= 1 for prompt, had in zip(each, fetched))
         assert [side.ask("free") for side in pair.sides] == free

@@ -48,5 +48,5 @@ def test_prompts_of_one_card_are_decoded_on_another(pair, tmp_path, name):
         assert alone[1] == [0] * len(prompts)
         tokens, fetched = pair.decode(prompts, MAX_TOKENS)
         assert tokens == alone[0] and len({*map(tuple, tokens)}) > 3
-        assert fetched == [length - 1 for length in LENGTHS]
+        assert all(length - had <= 1 for length, had in zip(LENGTHS, fetched))
         assert [side.ask("free") for side in pair.sides] == free
