@@ -113,6 +113,7 @@ soak: install ## random traffic through our scheduler and runner and upstream's,
 	$(PY) -m tests.scheduling $(SLICE) $$seed $(GO_ON); \
 	$(PY) -m tests.differential $(SLICE) $$seed $(GO_ON); \
 	$(PY) -m tests.soak $(SLICE) $$seed $(GO_ON); \
+	$(PY) -m tests.soak.transfers $(SLICE) $$seed $(GO_ON); \
 	$(EMULATED) -- $(PY) -m tests.differential $(SLICE) $$seed $(GO_ON); \
 	$(EMULATED) --devices 2 --hang-seconds 300 -- $(PY) -m tests.soak $(SLICE) $$seed $(GO_ON); \
 	exit $$failed

@@ -148,8 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "file",
         type=Path,
+        nargs="+",
         metavar="FILE",
-        help="a scenario (JSON), a record (.npz), or a folder of records",
+        help="a scenario (JSON), a record (.npz), or a folder of records; with --html several "
+        "folders, of engines that share requests",
     )
     explain.add_argument(
         "--step", type=int, metavar="N", help="number of the step, for a folder of records"
@@ -212,7 +214,7 @@ def _emulate(arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", EMULATOR, *arguments])
 
 
-def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -> int:
+def _explain_run(paths: list[Path], html: Path, steps: bool | tuple[int, int] | None) -> int:
     """Write the page of a whole run and, unless there are too many, the pages of its steps.
 
     `steps` is the value of ``--step-pages``: True for all steps, a span, False for none, and None
@@ -225,7 +227,7 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
     from vllm_npu_prep.wording import counted
 
     check_replaceable(html)  # before pages of steps are written beside it
-    run = read_run(path)
+    run = read_run(*paths)
     number = sum(len(rank.index) for rank in run.ranks)
     too_many = steps is None and number > MOST_UNASKED
     pages = None
@@ -234,7 +236,8 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
     written = 0 if pages is None else pages.write(run)
     page = run_html(run, pages).encode()
     write_whole(html, page)
-    requests = counted(len(run.ranks[0].rows), "request")
+    names = {name for ranks in run.engines.values() for name in ranks[0].requests}
+    requests = counted(len(names), "request")
     print(
         f"{html}: {counted(len(run.numbers), 'step')} of {counted(len(run.ranks), 'rank')}, "
         f"{requests}; {len(page):,} bytes"
@@ -245,7 +248,8 @@ def _explain_run(path: Path, html: Path, steps: bool | tuple[int, int] | None) -
         of_run = counted(number, "step")
         print(f"no pages of {of_run}: --step-pages writes them, --step-pages A:B some")
     for name in run.older:
-        print(f"not shown: {name}, an older run in {path}; give its folder to see it")
+        where = " or ".join(map(str, paths))
+        print(f"not shown: {name}, an older run in {where}; give its folder to see it")
     return 0
 
 
@@ -256,18 +260,23 @@ def _explain(args: argparse.Namespace) -> int:
     from vllm_npu_prep.inspect.explain import explain_json
     from vllm_npu_prep.inspect.terminal import explain_text
 
-    if args.html and args.file.is_dir() and args.step is None:
+    if args.html and args.step is None and all(path.is_dir() for path in args.file):
         if args.json or args.png or args.request or args.tokens:
             raise PrepError(
-                f"--html: {args.file} is a folder, whose page shows a whole run and takes no other "
-                "option; choose a step by --step N"
+                f"--html: {args.file[0]} is a folder, whose page shows a whole run and takes no "
+                "other option; choose a step by --step N"
             )
         return _explain_run(args.file, args.html, args.step_pages)
+    if len(args.file) > 1:
+        raise PrepError(
+            f"explain shows several engines on one page of their runs, but got "
+            f"{', '.join(map(str, args.file))}; give folders alone, --html FILE, and no --step"
+        )
     if args.step_pages is not None:
         raise PrepError("--step-pages goes with --html and a folder of records, without --step")
     if args.json and (args.request or args.tokens):
         raise PrepError("--json prints the whole step: leave out --request and --tokens")
-    view = _view_of(args.file, args.step)
+    view = _view_of(args.file[0], args.step)
     console = Console()
     if args.html:
         from vllm_npu_prep.inspect.page import explain_html

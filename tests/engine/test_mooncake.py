@@ -198,6 +198,84 @@ def test_blocks_of_an_abort_stay_until_the_transfer_ended(qwen3, expected, monke
         assert free_blocks(llm) == free
 
 
+class Stalled:
+    """A transfer that goes on when it is told to."""
+
+    def __init__(self, engine: Any) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self.written, self.write = threading.Event(), engine.batch_transfer_sync_write
+        engine.batch_transfer_sync_write = lambda *given: self._stall(given)
+
+    def _stall(self, given: tuple[Any, ...]) -> int:
+        self.began.set()
+        assert self.goes_on.wait(60)
+        result = self.write(*given)
+        self.written.set()
+        return result
+
+    def go_on(self) -> None:
+        assert self.began.is_set() and not self.written.is_set()
+        self.goes_on.set()
+        assert self.written.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("policy", "late"),
+    [("recompute", "to its request"), ("recompute", "to others"), ("fail", "to others")],
+)
+def test_blocks_of_a_stalled_transfer_are_nobody_elses(
+    qwen3, expected, monkeypatch, mooncake, policy, late
+):
+    """The producer goes on after its request was given up: while that one decodes, or others do.
+
+    The decoder had a part of the prompt in its prefix cache; the producer had it under a salt.
+    """
+    prompts = prompts_of(SEED, LENGTHS)
+    monkeypatch.setattr("vllm_npu_prep.attention.mooncake.SECONDS_AFTER_TIMEOUT", 0)
+    small = connected(monkeypatch, policy, num_gpu_blocks_override=120, enable_prefix_caching=True)
+    done: dict[str, list[int]] = {}
+    with engine_of("V2", qwen3, **small) as llm:
+        engine, pool = llm.llm_engine, scheduler_of(llm).kv_cache_manager.block_pool
+        free = free_blocks(llm)
+
+        def step() -> bool:
+            """Step, and tell whether all requests have ended."""
+            for each in engine.step():
+                done[each.request_id] = list(each.outputs[0].token_ids)
+            return not engine.has_unfinished_requests()
+
+        ((sent, asked),) = transfers(prompts[:1])
+        salted: Any = {"prompt_token_ids": prompts[0], "cache_salt": "sent"}
+        llm.generate([salted], asking([sent], 1), use_tqdm=False)
+        cached = 40
+        generate(llm, [prompts[0][:cached]], greedy(1))
+        with monkeypatch.context() as during:
+            during.setattr(
+                mooncake, "batch_transfer_sync_write", mooncake.batch_transfer_sync_write
+            )
+            transfer = Stalled(mooncake)
+            (params,) = asking([asked], MAX_TOKENS)
+            engine.add_request("asked", {"prompt_token_ids": prompts[0]}, params)
+            if late == "to its request":
+                wait_until(lambda: step() or len(done.get("asked", ())) >= 3)
+            else:
+                wait_until(step)
+                blocks = -(-len(prompts[0]) // BLOCK_SIZE)  # sent, and kept but for those cached
+                held = 2 * blocks - cached // BLOCK_SIZE
+                assert free - pool.get_num_free_blocks() == held
+                for number, prompt in enumerate(prompts):
+                    given: Any = {"prompt_token_ids": prompt, "cache_salt": "others"}
+                    engine.add_request(str(number), given, greedy(MAX_TOKENS))
+                for _ in range(3):
+                    step()
+            transfer.go_on()
+            wait_until(step)
+        assert done.pop("asked") == (expected[0] if policy == "recompute" else [])
+        assert done == {str(number): expected[number] for number in range(len(done))}
+        assert generate(llm, prompts, greedy(MAX_TOKENS)) == expected
+        assert free_blocks(llm) == free
+
+
 def test_prompts_that_nobody_computes_end_with_an_error(qwen3, expected, monkeypatch, mooncake):
     """Nor do they keep blocks, in a cache that has room for one of them alone."""
     prompts = prompts_of(SEED, LENGTHS)[:2]

@@ -2,7 +2,12 @@
 
 import ctypes
 import itertools
+import sys
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
 
 PORTS = itertools.count(1)
 ENGINES: dict[str, "TransferEngine"] = {}
@@ -42,3 +47,18 @@ class TransferEngine:
             if result == 0:
                 ctypes.memmove(target, source, size)
         return result
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[TransferEngine]:
+    """Put it where vLLM and start-up look for Mooncake; its addresses are of this host."""
+    module: Any = ModuleType("mooncake.engine")
+    module.TransferEngine = TransferEngine
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    monkeypatch.setattr(
+        "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector.TransferEngine",
+        TransferEngine,
+    )
+    monkeypatch.setattr(TransferEngine, "on_write", staticmethod(lambda: 0))
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    return TransferEngine

@@ -3,6 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -239,6 +241,21 @@ class Traffic:
                 recorder.keep(step, kind, names, **told)
         finally:
             recorder_module.perf_counter = before
+
+
+def record_two_engines(folder: Path, count: int) -> tuple[Traffic, Traffic]:
+    """Record runs of two engines; K and V of every other request move from one to the other."""
+    traffics = Traffic(5), Traffic(6)
+    for name, traffic in zip(("prefill", "decode"), traffics):
+        recorder = traffic.recorder(folder / name)
+        for number in range(0, 1000, 2):
+            transfer = {"kv_transfer_params": {"transfer_id": f"transfer {number}"}}
+            params = SimpleNamespace(extra_args=transfer)
+            noted: Any = SimpleNamespace(req_id=f"request {number}", sampling_params=params)
+            recorder.note_transfers([noted])
+        traffic.record(recorder, count)
+        recorder.dump("asked for")
+    return traffics
 
 
 def record(folder: Path, seed: int, count: int, suffix: str = "", **how) -> Traffic:

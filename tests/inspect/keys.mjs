@@ -94,6 +94,7 @@ function shown() {
     title: byId.side.children[0].textContent,
     request: byId.rows.querySelector("canvas").attributes["aria-valuetext"],
     focus: lanes.indexOf(document.activeElement),
+    side: byId.side.textContent,
     link: link ? link.href : null,
     command: byId.side.children.filter((each) => each.tag === "code").map((each) => each.textContent),
     opened: [...opened],

@@ -8,13 +8,15 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.recorded_runs import record
+from tests.helpers.recorded_runs import record, record_two_engines
 from tests.helpers.waiting import LIMIT
 from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect.run import read_run
 
 NODE = shutil.which("node")
 STEPS = 60
@@ -32,18 +34,18 @@ def run(tmp_path_factory):
     return folder, traffic
 
 
+def pressed(page: Path, *events: dict) -> list[dict]:
+    """What a page shows at first, and after each event."""
+    command = [NODE, Path(__file__).with_name("keys.mjs"), page, json.dumps(events)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def press(run):
-    """Function of events: what the page shows at first, and after each of them."""
-
-    def press(*events: dict) -> list[dict]:
-        script = Path(__file__).with_name("keys.mjs")
-        command = [NODE, script, run[0] / "a run.html", json.dumps(events)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return press
+    """Function of events: what the page of the run shows at first, and after each of them."""
+    return partial(pressed, run[0] / "a run.html")
 
 
 def key(name: str, on: str = "lane 0", **more: bool) -> dict:
@@ -113,6 +115,31 @@ def test_enter_and_a_double_click_open_the_page_of_a_step(press, run):
     assert not other["prevented"] and other["step"] == 10
     second = press(right, key("ArrowDown"), key("Enter", "lane 1"))[-1]
     assert second["opened"] == ["a%20run-steps/step-10-rank1.html"]
+
+
+@needs_node
+def test_a_request_is_followed_to_another_engine(tmp_path):
+    """The panel says which steps it has there; another lane keeps it chosen, or lets it go."""
+    record_two_engines(tmp_path, STEPS)
+    page = tmp_path / "both.html"
+    folders = [str(tmp_path / name) for name in ("prefill", "decode")]
+    assert main(["explain", *folders, "--html", str(page), "--no-step-pages"]) == 0
+    run = read_run(*map(Path, folders))
+    rows = run.ranks[0].rows
+    place = next(i for i, row in enumerate(rows) if row.name in run.shared_requests)
+    alone = next(i for i, row in enumerate(rows) if row.name not in run.shared_requests)
+
+    def after(number: int) -> list[dict]:
+        told = pressed(page, *[key("ArrowDown", "rows")] * (number + 1), key("ArrowDown"))
+        return told[-2:]
+
+    chosen, there = after(place)
+    assert chosen["request"] == there["request"] == f"request {rows[place].name}"
+    spans = run.ranks[1].requests[rows[place].name].spans
+    assert f"decode{spans[0].first} to {spans[-1].last}" in chosen["side"]
+    assert there["title"].endswith(", decode")
+    chosen, there = after(alone)
+    assert "in the other engines" not in chosen["side"] and there["request"] == "none"
 
 
 def test_pages_of_steps_lead_to_each_other_and_back(run):

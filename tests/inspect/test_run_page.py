@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.browser import needs_browser, opened
-from tests.helpers.recorded_runs import Request, record
+from tests.helpers.recorded_runs import Request, record, record_two_engines
 from tests.inspect.test_page import Page
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect import run_steps
@@ -120,6 +120,67 @@ def test_ranks_are_lines_beside_each_other(recorded):
     assert "differs from step 17" in Page(run_html(run)).tables[0][2]
 
 
+def test_two_engines_are_on_one_page(tmp_path, capsys):
+    """A request whose K and V were moved has the same name on both; the others have their own."""
+    traffics = record_two_engines(tmp_path, 40)
+    page, folders = tmp_path / "both.html", [tmp_path / "prefill", tmp_path / "decode"]
+    assert main(["explain", *map(str, folders), "--html", str(page)]) == 0
+    names = [{r.name for r in traffic.requests if r.done} for traffic in traffics]
+    moved = sum(int(name.split()[1]) % 2 == 0 for name in names[0] & names[1])
+    number = sum(map(len, names)) - moved
+    shown, of_steps, *_ = capsys.readouterr().out.splitlines()
+    assert moved > 3 and f": 40 steps of 2 ranks, {number} requests; " in shown
+    assert of_steps.endswith("both-steps: 80 pages of steps")
+    assert (tmp_path / "both-steps" / "step-7-decode.html").is_file()
+    data = data_of(page.read_text())
+    assert [rank["title"] for rank in data["ranks"]] == ["prefill", "decode"]
+    rows = [{row[0] for row in rank["rows"]} for rank in data["ranks"]]
+    assert len(rows[0] & rows[1]) == moved
+    assert f"prefill, decode; {moved} requests in several of them" in page.read_text()
+    table = Page(page.read_text()).tables[0]
+    assert [line[0] for line in table[1:]] == ["prefill", "decode"]
+    assert [line[-1] for line in table] == ["compared with the first rank", "-", "-"]
+
+
+def test_times_of_two_engines_are_those_of_the_clock(tmp_path):
+    """Each host counts its seconds from another moment, which the manifest tells."""
+    record_two_engines(tmp_path, 4)
+    folders = [tmp_path / name for name in ("prefill", "decode")]
+
+    def first_times() -> list[int]:
+        ranks = run_json(read_run(*folders))["ranks"]
+        return [rank["times"][0][0] for rank in ranks]
+
+    assert first_times()[0] == 0 and 0 <= first_times()[1] < 60_000_000
+    (manifest,) = folders[1].glob("*/manifest.json")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"clock": content["clock"] + 100}))
+    assert first_times()[0] == 0 and first_times()[1] >= 100_000_000
+    del content["clock"]
+    manifest.write_text(json.dumps(content))
+    assert first_times() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("decode",), "give folders alone, --html FILE, and no --step"),
+        (("decode", "--html", "o.html", "--step", "2"), "but got prefill, decode; give folders"),
+        (("prefill", "--html", "o.html"), "the same folder is given twice"),
+        (("there", "--html", "o.html"), "give folders alone"),
+    ],
+)
+def test_engines_that_can_not_be_shown_together_are_one_line(
+    tmp_path, monkeypatch, capsys, words, says
+):
+    record_two_engines(tmp_path, 2)
+    capsys.readouterr()  # where the records are, if a logger is there already
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "prefill", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line and not (tmp_path / "o.html").exists()
+
+
 def test_records_of_older_versions_have_no_times(tmp_path):
     record(tmp_path, 7, 5, times=False)
     (folder,) = tmp_path.iterdir()
@@ -197,6 +258,9 @@ WRONG = {
     "step-000002.npz: not a record: BadZipFile": lambda file: file.write_bytes(b"PK\x03\x04 no"),
     "step-000002.npz: not a record": cut,
     "is the record of step 2": lambda file: file.rename(file.with_name("step-000009.npz")),
+    "not the manifest of a run (clock is no number": lambda file: file.with_name(
+        "manifest.json"
+    ).write_text('{"clock": "late"}'),
     "not the manifest of a run": lambda file: file.with_name("manifest.json").write_text('["a"]'),
     "step 2 has 0 block tables, and the steps before it 1": without_groups,
     "no step-*.npz here": lambda file: [each.unlink() for each in file.parent.glob("*.npz")],

@@ -55,6 +55,9 @@ MOONCAKE = (
     "tests/engine/test_mooncake.py::test_prompts_are_decoded_from_what_was_computed_elsewhere",
 )
 REGIONS = ("tests/attention/test_mooncake.py",)
+STALLED = (
+    "tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[recompute-to",
+)
 OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = (
     "tests/npu/on_device/test_offloading.py::test_prompts_that_were_evicted_come_back_from_the_host"
@@ -334,6 +337,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("blocks are given up while another rank writes to them", "if meta.pull_tasks_count <= 0:", "if True:", REGIONS),
         ("a dead producer fails what has arrived", "            pull_metas.pop(req_id, None)", "            pull_metas.get(req_id, None)", REGIONS),
         ("what a producer gave up is waited for", "self._handle_failed_recv(unanswered, list(unanswered), reason)", "pass", REGIONS),
+        ("blocks of a stalled transfer go to others", "kept = unanswered.blocks()", "kept = list[int]()", STALLED),
+        ("prompts are computed again where a stalled producer writes", "        self._is_hma_required = True\n", "", STALLED),
+        ("blocks of a stalled transfer never come back", "self._kept.put(KeptBlocks([], kept))", "pass", STALLED),
         ("planes of another dtype are taken", 'f"{name}{DTYPE}{dtype}"', 'f"{name}{DTYPE}any dtype"', REGIONS),
         ("a decoder computes a token without its window", "self._bounded_replay |= any(", "self._bounded_replay |= False and any(", (f"{MOONCAKE[0]}[windows-V2]",)),
     ],

@@ -26,7 +26,13 @@ UNDER_EVERY_PROFILE = (
     *("long_context", "lora", "multimodal", "pooling", "sampling", "speculation"),
     *("served", "shared_prefix", "sparse_operators", "tokens", "verify_device", "windows"),
 )
-OF_FILES = {"memory": "small", "ranks": "skewed", "eplb": "skewed", "mc2": "skewed"}
+OF_FILES = {
+    "memory": "small",
+    "prefill_decode": "skewed",
+    "ranks": "skewed",
+    "eplb": "skewed",
+    "mc2": "skewed",
+}
 TOKENS = "::test_tokens_are_the_best_by_transformers["
 OF_TESTS = {
     f"tests/npu/on_device/test_tokens.py{TOKENS}fia": "skewed",

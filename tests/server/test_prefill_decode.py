@@ -16,29 +16,23 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.prefill_decode import variables_of_mooncake
 from tests.helpers.waiting import wait_until
 from tests.server.process import COMPLETIONS, JSON, QUESTIONS, ROOT, Server, free_port
 from tests.server.test_stack import bench
+from vllm_npu_prep.cli import main
+from vllm_npu_prep.inspect.run import read_run
 
 ASKED = [question for question, _ in QUESTIONS[:8]]
 ANSWERS = dict(QUESTIONS)
+ROLES = "kv_producer", "kv_consumer"
 SECONDS_TO_GIVE_UP = "5"
 
 
 @pytest.fixture(scope="module")
 def transfer_engine() -> dict[str, str]:
     """Variables with which a server finds Mooncake."""
-    script = ROOT / "scripts" / "mooncake.sh"
-    done = subprocess.run(
-        [str(script)],
-        env={**os.environ, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode:
-        pytest.skip(f"{script} could not fetch Mooncake: {done.stderr.strip().splitlines()[-1]}")
-    return dict(line.split("=", 1) for line in done.stdout.split())
+    return variables_of_mooncake()
 
 
 class Proxy(Server):
@@ -81,7 +75,8 @@ class Deployment:
             return Server(model, folder / f"{role}.log", *flags, **environment)
 
         with ThreadPoolExecutor(2) as pool:
-            self.prefill, self.decode = pool.map(start, ("kv_producer", "kv_consumer"))
+            self.prefill, self.decode = pool.map(start, ROLES)
+        self.folder = folder
         self.proxy = Proxy(folder / "proxy.log", model, self.prefill, bootstrap, self.decode)
 
     def held(self) -> list[float]:
@@ -119,6 +114,29 @@ def test_answers_are_those_of_one_server(deployment):
     assert deployment.loaded() > 10 * len(ASKED)
     assert deployment.loaded("local_compute") <= len(ASKED)
     wait_until(lambda: deployment.held() == [0] * 6)
+
+
+def test_records_of_both_servers_are_on_one_page(deployment, tmp_path):
+    """A request has one name on it; its prompt was computed before it was decoded."""
+    folders = [deployment.folder / role for role in ROLES]
+    for server in (deployment.prefill, deployment.decode):
+        assert main(["record", str(server.port)]) == 0
+    page = tmp_path / "both.html"
+    assert main(["explain", *map(str, folders), "--html", str(page), "--no-step-pages"]) == 0
+    run = read_run(*folders)
+    assert [rank.title for rank in run.ranks] == [*ROLES] and page.is_file()
+    computed, decoded = (rank.requests for rank in run.ranks)
+    assert len(run.shared_requests) == len(ASKED) == len(computed)
+    for name in run.shared_requests:
+        assert all(span.in_prompt for span in computed[name].spans)
+        ((_, tokens),) = decoded[name].hits
+        assert tokens == computed[name].num_prompt_tokens - 1
+        began = []
+        for rank in run.ranks:
+            step = rank.steps[rank.index.index(rank.requests[name].spans[0].first)]
+            assert step.times is not None
+            began.append(step.times[0])
+        assert began[0] < began[1]
 
 
 def test_a_benchmark_goes_through_the_proxy(deployment, tmp_path):

@@ -5,20 +5,29 @@ tells the producer its blocks and the addresses of its memory, and the producer 
 Requests, answers and the order of these are upstream's. What is registered and copied is planes:
 each is a region of its own, whose blocks are contiguous.
 
+A producer that stalls may go on to write after the consumer has given its request up. So blocks to
+which it may still write are kept from others, until it has answered or is gone.
+
 In a block of a plane, heads lie within tokens. So a rank that sends a part of its heads sends a
 part of each token, where upstream's caches have one part of the block.
 """
 
 import asyncio
 import os
+import queue
 import threading
+import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import zmq.asyncio
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeXferMetadata,
@@ -31,16 +40,22 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 
 from vllm_npu_prep.attention.offloading import planes_by_block
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
 
 DTYPE = " in "
 """Stands between a layer's name and the dtype of a plane."""
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Time between two looks whether a producer that has not answered still lives."""
+
+SECONDS_AFTER_TIMEOUT = 60
+"""How much longer than ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`` upstream waits for an answer."""
 
 UNEQUAL_STATES = (
     "Recurrent states can't be divided among other ranks: the tensor-parallel size is {} where "
@@ -66,6 +81,41 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> None:
         """Ask for no layout: planes have theirs."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Take the pool of blocks, on the scheduler's side."""
+        self._pool = gpu_block_pool
+
+    def build_connector_worker_meta(self) -> "KeptBlocks | None":
+        """Return what has changed of the blocks that the rank keeps from others."""
+        assert self.connector_worker is not None
+        return self.connector_worker.changes_of_kept()
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Keep blocks from others, or give them back, as ranks say.
+
+        vLLM calls this before the requests that had the blocks let go of them.
+        """
+        changes = connector_output.kv_connector_worker_meta
+        if isinstance(changes, KeptBlocks):
+            self._pool.touch([self._pool.blocks[block] for block in changes.kept])
+            self._pool.free_blocks([self._pool.blocks[block] for block in changes.released])
+
+
+@dataclass
+class KeptBlocks(KVConnectorWorkerMetadata):
+    """Blocks that ranks keep from others from now on, and those that they no longer do.
+
+    A block is here once for each rank and transfer.
+    """
+
+    kept: list[int]
+    released: list[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KeptBlocks":
+        """Return what two ranks say."""
+        assert isinstance(other, KeptBlocks)
+        return KeptBlocks(self.kept + other.kept, self.released + other.released)
 
 
 class PlaneScheduler(mooncake_connector.MooncakeConnectorScheduler):
@@ -113,6 +163,12 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
                 "Give a mooncake_protocol that this host has (tcp needs nothing), or VLLM_HOST_IP"
             ) from error
         self._failing: set[str] = set()  # requests that other ranks may still write to
+        self._kept: queue.SimpleQueue[KeptBlocks] = queue.SimpleQueue()
+        # Failures are told by request, and not by block: a request that is computed again gets new
+        # blocks, as a stalled producer may still write to those that it had.
+        self._is_hma_required = True
+        self.async_zmq_ctx.term()
+        self.async_zmq_ctx = PatientContext()
 
     def shutdown(self) -> None:
         """End threads and sockets, unless the worker never came to them."""
@@ -206,20 +262,38 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
     ) -> None:
         """Ask a rank of the producer for blocks, until it has answered or is gone.
 
-        Upstream waits until its timeout for a producer that has died, gives up requests that the
-        rank has already served, and waits for ever if the rank forgot a request, which it does
-        after a timeout.
+        Requests are given up after a timeout; their blocks are kept from others for longer, if
+        need be. Upstream waits until its timeout for a producer that has died, gives up requests
+        that the rank has already served, gives blocks to others though the rank may write to them,
+        and waits for ever if the rank forgot a request, which it does after a timeout.
         """
-        unanswered = Unanswered(pull_metas)
+        unanswered, kept = Unanswered(pull_metas), list[int]()
         pull = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, unanswered))
         reason = f"{worker_addr} had given it up"
+        seconds = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + SECONDS_AFTER_TIMEOUT
+        end = time.monotonic() + seconds
         while not (await asyncio.wait([pull], timeout=SECONDS_BETWEEN_LOOKS))[0]:
             if await _is_gone(worker_addr):
                 # What it had sent arrives before its blocks are given to others.
                 await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
                 reason = f"{worker_addr} is gone"
                 pull.cancel()
+            elif unanswered and time.monotonic() > end:
+                kept = unanswered.blocks()
+                self._kept.put(KeptBlocks(kept, []))
+                late = f"{worker_addr} has not answered for {seconds} s; until it does, or is gone,"
+                late += f" {counted(len(kept), 'block')} are kept from others"
+                self._handle_failed_recv(unanswered, list(unanswered), late)
         self._handle_failed_recv(unanswered, list(unanswered), reason)
+        if kept:
+            self._kept.put(KeptBlocks([], kept))
+
+    def changes_of_kept(self) -> KeptBlocks | None:
+        """Return what has changed since the last call of the blocks that are kept from others."""
+        changes = KeptBlocks([], [])
+        while not self._kept.empty():
+            changes = changes.aggregate(self._kept.get())
+        return changes if changes.kept or changes.released else None
 
     def process_pulling_result(
         self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]
@@ -257,12 +331,34 @@ class Unanswered(dict[str, PullReqMeta]):
         """Return the same ones: vLLM 0.33.0 notes answers in a copy."""
         return self
 
+    def blocks(self) -> list[int]:
+        """Return the blocks to which the rank may still write."""
+        return [
+            block for meta in self.values() for group in meta.local_block_ids for block in group
+        ]
+
+
+class PatientSocket(zmq.asyncio.Socket):
+    """A socket that waits for as long as it takes: a late producer says when it stops writing."""
+
+    def setsockopt(self, option: int, value: Any) -> None:
+        """Set an option, but no limit of time, which upstream sets."""
+        if option != zmq.RCVTIMEO:
+            super().setsockopt(option, value)
+
+
+class PatientContext(zmq.asyncio.Context):
+    """Makes such sockets."""
+
+    _socket_class = PatientSocket
+
 
 async def _is_gone(address: str) -> bool:
     """Tell whether nobody listens at ``tcp://HOST:PORT``, on a host that says so."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
+    opened = asyncio.open_connection(host.strip("[]"), int(port))
     try:
-        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        _, writer = await asyncio.wait_for(opened, SECONDS_BETWEEN_LOOKS)
     except ConnectionRefusedError:
         return True
     except OSError:  # of the network: it may come back

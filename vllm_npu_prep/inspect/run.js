@@ -44,7 +44,6 @@
     });
     const paged = new Set(rank.pages ? expanded(rank.pages.steps) : []);
     rank.pageOf = (step) => (paged.has(step) ? `${rank.pages.begin}${numbers[step]}${rank.pages.end}` : null);
-    rank.title = rank.rank === null ? "" : `rank ${rank.rank}`;
     rank.place = place;
   });
   const acceptedAt = (span, place) => {
@@ -71,6 +70,10 @@
     for (let i = 0; span.drafts && i < place; i++) computed += acceptedAt(span, i) || 0;
     return computed;
   }
+
+  // The same request on another rank: engines have ranks in one order, and share names.
+  const onRank = (request, from, to) => (from.engine === to.engine
+    ? to.list[request.place] : to.list.find((other) => other.name === request.name)) || null;
 
   // ------------------------------------------------------------------ what is shown
 
@@ -457,9 +460,10 @@
       return;
     }
     facts(describe(rank, at), side);
-    if (ranks.length > 1) {
+    const beside = ranks.filter((other) => other.engine === rank.engine && other.at[view.step] >= 0);
+    if (beside.length > 1) {
       element("h2", "beside the other ranks", side);
-      grid(["rank", "state", "tokens", "host time", "waits"], ranks.filter((r) => r.at[view.step] >= 0).map((other) => {
+      grid(["rank", "state", "tokens", "host time", "waits"], beside.map((other) => {
         const place = other.at[view.step], times = other.times[place];
         return [other.title, run.states[other.state[place]], comma(other.tokens[place]),
           times ? micros(times[1]) : "-", times ? comma(times[2]) : "-"];
@@ -478,7 +482,10 @@
       line.addEventListener("click", () => choose(view.step, view.rank, present[i][0]));
     });
     if (present.length > MOST_LINES) element("p", `${comma(present.length - MOST_LINES)} more are left out`, side).className = "note";
-    if (view.request) showRequest(view.request, side);
+    if (view.request) {
+      showRequest(view.request, side);
+      showElsewhere(view.request, side);
+    }
     if (page) return;
     element("h2", "all of this step", side);
     element("code", `${run.command} ${rank.quoted_folder} --step ${numbers[view.step]} --html step.html`, side);
@@ -506,6 +513,20 @@
     facts(pairs, side);
   }
 
+  // The request in the other engines: a click goes to its first step there.
+  function showElsewhere(request, side) {
+    const own = ranks[view.rank];
+    const found = ranks.filter((rank) => rank.engine !== own.engine)
+      .map((rank) => [rank, onRank(request, own, rank)]).filter(([, other]) => other);
+    if (!found.length) return;
+    element("h2", "in the other engines", side);
+    const when = (rank, step) => (rank.times[rank.at[step]] ? micros(rank.times[rank.at[step]][0]) : "-");
+    const lines = grid(["engine", "steps", "first began at", "last began at"],
+      [[own, request], ...found].map(([rank, { first, end }]) => [
+        rank.title, `${numbers[first]} to ${numbers[end - 1]}`, when(rank, first), when(rank, end - 1)]), side);
+    lines.slice(1).forEach((line, i) => line.addEventListener("click", () => choose(found[i][1].first, found[i][0].place)));
+  }
+
   // ------------------------------------------------------------------ drawing and choosing
 
   function draw() {
@@ -529,8 +550,8 @@
   function choose(step, rank = view.rank, request = view.request) {
     view.step = Math.min(Math.max(step, 0), total - 1);
     if (rank !== view.rank) {
+      request = request && onRank(request, ranks[view.rank], ranks[rank]);
       view.rank = rank;
-      request = request && ranks[rank].list[request.place];
       byId("rank").value = rank;
       chooseRows();
     }

@@ -10,12 +10,16 @@ there is one, the run's ``manifest.json``:
   ``num_computed_tokens`` then differs from what its last step left. A preempted request of which
   all is still in the cache looks like one that waited.
 - **Ranks** of a run are folders beside each other, whose names end with ``-rank<n>``.
+- **Engines** of which one computes prompts and another one decodes are shown together: each has its
+  own steps, and a request that both have has one name.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,9 +181,16 @@ class RankRun:
     rank: int | None  # None if the folder's name has none
     folder: Path
     config: dict[str, Any]  # what the manifest says of the engine; empty without one
+    engine: str = ""  # its name, if there are several
     steps: list[Step] = field(default_factory=list)
     index: list[int] = field(default_factory=list)  # of each among the run's step numbers
     requests: dict[str, RequestRow] = field(default_factory=dict)  # by name, as they came
+
+    @property
+    def title(self) -> str:
+        """The rank among those of the page; empty if it is the only one."""
+        own = "" if self.rank is None else f"rank {self.rank}"
+        return ", ".join(part for part in (self.engine, own) if part)
 
     @property
     def rows(self) -> list[RequestRow]:
@@ -233,41 +244,80 @@ class Run:
 
     name: str  # for a heading
     numbers: list[int]  # steps that at least one rank has, in order
-    ranks: list[RankRun]  # in the order of their numbers
+    ranks: list[RankRun]  # engine by engine, in the order of their numbers
     older: list[str]  # runs in the same folder that are not shown
 
+    @property
+    def engines(self) -> dict[str, list[RankRun]]:
+        """The ranks of each engine."""
+        found: dict[str, list[RankRun]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.engine, []).append(rank)
+        return found
 
-def read_run(path: Path) -> Run:
-    """Read the records of a run.
+    @property
+    def shared_requests(self) -> set[str]:
+        """The names of requests that several engines have."""
+        names = [set(ranks[0].requests) for ranks in self.engines.values()]
+        counts = Counter(name for of_engine in names for name in of_engine)
+        return {name for name, count in counts.items() if count > 1}
+
+
+def read_run(*paths: Path) -> Run:
+    """Read the records of a run, or those of several engines that share requests.
 
     Parameters
     ----------
-    path
-        Folder of a rank, or a folder of such folders; of several runs in it, the last is read.
+    paths
+        For each engine the folder of a rank, or a folder of such folders; of several runs in it,
+        the last is read.
 
     Raises
     ------
     PrepError
         One line: there are no records, or what is wrong with a file.
     """
-    runs = _runs(path)
-    if not runs:
-        raise PrepError(
-            f"{path}: no step-*{RECORD_SUFFIX} here; give the folder of a run, or the folder that "
-            '"npu_prep.record.dir" named'
-        )
-    *older, folders = runs
-    files = {folder: _numbered(folder) for folder in folders}
+    found: list[tuple[str, Path]] = []  # engine and folder
+    older = []
+    for engine, path in zip(_engine_names(paths), paths, strict=True):
+        runs = _runs(path)
+        if not runs:
+            raise PrepError(
+                f"{path}: no step-*{RECORD_SUFFIX} here; give the folder of a run, or the folder "
+                'that "npu_prep.record.dir" named'
+            )
+        found += [(engine, folder) for folder in runs[-1]]
+        older += [each[0].name for each in runs[:-1]]
+    files = {folder: _numbered(folder) for _, folder in found}
     numbers = sorted({number for of_rank in files.values() for number in of_rank})
     index_of = {number: index for index, number in enumerate(numbers)}
+    manifests = {folder: _manifest(folder) for folder in files}
+    have_clocks = all(manifest["clock"] for manifest in manifests.values())
     ranks = []
-    for folder in folders:
-        rank = RankRun(_rank_of(folder), folder, engine_config(folder))
+    for engine, folder in found:
+        rank = RankRun(_rank_of(folder), folder, manifests[folder]["config"], engine)
+        clock = manifests[folder]["clock"] if engine and have_clocks else 0.0
         for step, requests in in_processes(Step.read, [*files[folder].values()], SHARED_OUT):
+            if step.times is not None:
+                step = step._replace(times=(step.times[0] + clock, *step.times[1:]))
             rank.add(index_of[step.number], step, requests)
         ranks.append(rank)
+    folders = [folder for _, folder in found]
     name = folders[0].name if len(folders) == 1 else folders[0].parent.name
-    return Run(name or str(path), numbers, ranks, [each[0].name for each in older])
+    if len(paths) > 1:
+        name = " and ".join(dict.fromkeys(engine for engine, _ in found))
+    return Run(name or str(paths[0]), numbers, ranks, older)
+
+
+def _engine_names(paths: Sequence[Path]) -> list[str]:
+    """Return what tells the folders of engines apart; an empty name for a single one."""
+    if len(paths) == 1:
+        return [""]
+    whole = [path.resolve() for path in paths]
+    if len(set(whole)) < len(whole):
+        raise PrepError("the same folder is given twice: give the folder of each engine once")
+    above = os.path.commonpath(whole)
+    return [os.path.relpath(path, above) for path in whole]
 
 
 def _runs(path: Path) -> list[list[Path]]:
@@ -301,7 +351,12 @@ def _numbered(folder: Path) -> dict[int, Path]:
 
 
 def engine_config(folder: Path) -> dict[str, Any]:
-    """Return what the manifest says of the engine; empty without a manifest.
+    """Return what the manifest says of the engine; empty without a manifest."""
+    return _manifest(folder)["config"]
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Return ``config`` and ``clock`` of the manifest: empty and 0 without them.
 
     Raises
     ------
@@ -312,12 +367,15 @@ def engine_config(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError(f"larger than {MAX_MANIFEST_BYTES:,} bytes")
-        config = json.loads(path.read_text()).get("config", {})
+        content = json.loads(path.read_text())
+        config, clock = content.get("config", {}), content.get("clock", 0.0)
         if not isinstance(config, dict):
             raise ValueError("config is no object")
-        return config
+        if not isinstance(clock, float) or not math.isfinite(clock):
+            raise ValueError("clock is no number")
+        return {"config": config, "clock": clock}
     except FileNotFoundError:
-        return {}
+        return {"config": {}, "clock": 0.0}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise PrepError(
             f"{path}: not the manifest of a run ({' '.join(str(error).split())[:200]}); remove the "

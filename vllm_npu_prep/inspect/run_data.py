@@ -29,6 +29,8 @@ def run_json(run: Run) -> dict[str, Any]:
         ranks.append(
             {
                 "rank": rank.rank,
+                "engine": rank.engine,
+                "title": rank.title,
                 "folder": str(rank.folder),
                 "config": rank.config,
                 "steps": counted_runs(rank.index),

@@ -39,7 +39,11 @@ def run_html(
     for rank, of_rank in zip(data["ranks"], run.ranks):
         rank["quoted_folder"] = shlex.quote(rank["folder"])
         rank["pages"] = None if pages is None else _pages_json(pages, run, of_rank)
-    lines = [rank_line(rank, run.ranks[0], run.numbers) for rank in run.ranks]
+    lines = [
+        rank_line(rank, of_engine[0], run.numbers)
+        for of_engine in run.engines.values()
+        for rank in of_engine
+    ]
     return template("run.html").render(
         policy=content_policy(script),
         style=Markup(style),
@@ -72,6 +76,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     engine = [f"{name} {config[name]}" for name in named if config.get(name)]
     if engine:
         lines.append(("engine", ", ".join(engine)))
+    if len(run.engines) > 1:
+        shared = counted(len(run.shared_requests), "request")
+        lines.append(("engines", f"{', '.join(run.engines)}; {shared} in several of them"))
     return lines
 
 
@@ -87,7 +94,7 @@ def accepted_drafts(rank: RankRun) -> tuple[int, int]:
 
 
 def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> dict[str, str]:
-    """Return a rank's line of the table, by the names of columns."""
+    """Return a rank's line of the table, by the names of columns; `first` is of its engine."""
     steps, tokens = len(rank.steps), sum(step.tokens for step in rank.steps)
     padding = sum(step.padding for step in rank.steps)
     times = rank.times
@@ -100,7 +107,7 @@ def rank_line(rank: RankRun, first: RankRun, numbers: list[int]) -> dict[str, st
     accepted, drafts = accepted_drafts(rank)
     preempted = sum(len(row.preemptions) for row in rank.rows)
     line = {
-        "rank": "-" if rank.rank is None else str(rank.rank),
+        "rank": rank.title.removeprefix("rank ") or "-",
         "steps": f"{steps:,}",
         "requests": f"{len(rank.rows):,}",
         "tokens": f"{tokens:,}",

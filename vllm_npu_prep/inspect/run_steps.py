@@ -4,6 +4,7 @@ The page of a run holds no step's arrays, which is why 10,000 steps open at once
 for each step, which the browser reads when it is opened.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ class StepPages:
 
     def ending(self, rank: RankRun) -> str:
         """Return what follows a step's number in the name of its page."""
-        return ".html" if rank.rank is None else f"-rank{rank.rank}.html"
+        engine = "-" + re.sub(r"[^\w.]+", "-", rank.engine) if rank.engine else ""
+        return engine + (".html" if rank.rank is None else f"-rank{rank.rank}.html")
 
     def name(self, rank: RankRun, number: int) -> str:
         return f"step-{number}{self.ending(rank)}"

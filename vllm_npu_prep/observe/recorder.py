@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +41,7 @@ from vllm_npu_prep.wording import counted, runs_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import NewRequestData
 
     from vllm_npu_prep.config import RecordConfig
     from vllm_npu_prep.runner.preparer import Builders
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below its own only
 
 MANIFEST = "manifest.json"
+MOST_TRANSFERS = 1 << 16
+"""The last requests with K and V from or for another engine, whose transfer ids are kept."""
 
 
 class Written(NamedTuple):
@@ -148,6 +151,7 @@ class StepRecorder:
         # A step may fail in the thread that waits for its output.
         self._lock = threading.Lock()
         self._salt = os.urandom(16)
+        self._transfers: dict[str, str] = {}  # request -> the id that two engines have of it
         # What is known of steps of the ring after they were noted
         self._sampled: dict[int, Sampled] = {}
         self._choices: dict[int, dict[str, np.ndarray]] = {}
@@ -166,6 +170,20 @@ class StepRecorder:
         warm_up(step)
 
     # ----------------------------------------------------------------- each step
+
+    def note_transfers(self, requests: "Iterable[NewRequestData]") -> None:
+        """Note requests that came in, as far as their K and V are another engine's, too.
+
+        Their hashed names are made of the transfer's id, so that both engines' records have the
+        same ones.
+        """
+        for request in requests:
+            extra = getattr(request.sampling_params, "extra_args", None) or {}
+            transfer = (extra.get("kv_transfer_params") or {}).get("transfer_id")
+            if transfer:
+                self._transfers[request.req_id] = str(transfer)
+                if len(self._transfers) > MOST_TRANSFERS:
+                    del self._transfers[next(iter(self._transfers))]
 
     def keep(
         self,
@@ -335,14 +353,17 @@ class StepRecorder:
     def _begin_folder(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "steps": self.config.steps, "reason": reason}
-        content |= {"request_ids": self.config.request_ids, **self.manifest}
+        content |= {"request_ids": self.config.request_ids, "clock": time.time() - perf_counter()}
+        content |= self.manifest
         if not (self.folder / MANIFEST).exists():
             write_whole(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     def _name(self, req_id: str) -> str:
         if self.config.request_ids == "plain":
             return "".join(c if c.isprintable() else "?" for c in req_id)
-        return blake2b(req_id.encode(), key=self._salt, digest_size=8).hexdigest()
+        transfer = self._transfers.get(req_id)
+        named, key = (req_id, self._salt) if transfer is None else (transfer, b"transfer")
+        return blake2b(named.encode(), key=key, digest_size=8).hexdigest()
 
     def _stop(self, why: str, level: int = logging.WARNING) -> None:
         if not self._why_stopped:

@@ -97,6 +97,7 @@ class CommonRunner:
         step, waits = in_flight.step, self.preparer.staging.waits
         self.metrics.add(step, kind, waits, started)
         if self.recorder is not None:
+            self.recorder.note_transfers(scheduler_output.scheduled_new_reqs)
             told = self._for_record()
             self.recorder.keep(step, kind, *told, started=started, waits=waits)
         if self.step_check is not None:
