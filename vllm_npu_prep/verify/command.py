@@ -16,8 +16,8 @@ from vllm_npu_prep.verify.calls.lists import names, path_of
 from vllm_npu_prep.wording import seconds
 
 ENGINE_OPTIONS = (
-    *("tensor_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "quantization", "speculative_config"),
+    *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "quantization", "speculative_config"),
 )
 """Options of the engine whose calls are recorded, as ``vllm.LLM`` names them."""
 
@@ -86,6 +86,13 @@ def add_parser(commands: Any) -> None:
         type=int,
         metavar="N",
         help="as of vllm serve: the calls of rank 0 of N, for which one device does",
+    )
+    model.add_argument(
+        "--data-parallel-size",
+        "--dp",
+        type=int,
+        metavar="N",
+        help="as of vllm serve: the calls of a rank whose N - 1 others have as many tokens",
     )
     model.add_argument(
         "--enable-expert-parallel", action="store_true", default=None, help="as of vllm serve"
