@@ -233,6 +233,11 @@ def _check_model_options(args: argparse.Namespace) -> None:
                 f"--model {args.model} names a list that is recorded already: give a folder with a "
                 "config.json to record another one"
             )
+    if (args.data_parallel_size or 1) > 1 < (args.tensor_parallel_size or 1):
+        raise PrepError(
+            f"--dp {args.data_parallel_size} --tp {args.tensor_parallel_size}: calls are recorded "
+            "of data-parallel ranks of one device each; give one of both"
+        )
     if args.record and not args.record.absolute().parent.is_dir():
         raise PrepError(f"--record {args.record}: there is no folder {args.record.parent}")
     if args.table and not args.table.absolute().parent.is_dir():

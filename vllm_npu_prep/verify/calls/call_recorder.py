@@ -35,6 +35,9 @@ SMALL = 1 << 22
 """Weights of up to so many elements are 1, and truths about them are found: the scales of int8
 weights, which are checked when they have been loaded."""
 
+META = torch.device("meta")
+"""Where vLLM keeps the layout of each weight, for a reload: a copy to it takes no memory."""
+
 ON_HOST = "get_max_workspace"
 """End of the names of operators that size a workspace on the host: they launch nothing."""
 
@@ -90,7 +93,7 @@ class CallRecorder(TorchDispatchMode):
             return torch.ops.aten.empty.memory_format(*args, **kwargs)  # which takes no memory
         if on_device and schema.name.startswith(MC2):  # which would wait for the other ranks
             return _not_computed(func, args, kwargs, on_device[0].device)
-        if not on_device or not is_tried(func):
+        if not on_device or not is_tried(func) or kwargs.get("device") == META:
             return func(*args, **kwargs)
         if func.namespace in OF_PYTHON:
             with self:
@@ -193,11 +196,11 @@ def _all_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     most = found["max_num_seqs"]
     sizes = sorted({*(size for size in CAPTURED if size < most), most})
     found["compilation_config"] = {**found["compilation_config"], "cudagraph_capture_sizes": sizes}
-    engines = found.pop("data_parallel_size", 1)
-    os.environ["VLLM_DP_SIZE"] = str(engines)  # LLM takes it in no other way
-    ranks = found.get("tensor_parallel_size", 1) * engines
+    # LLM takes it in no other way
+    os.environ["VLLM_DP_SIZE"] = str(found.pop("data_parallel_size", 1))
     # Each rank is on a host of its own: this one needs one device
-    return {**found, "nnodes": ranks, "distributed_executor_backend": "uni"} if ranks > 1 else found
+    ranks = found.get("tensor_parallel_size", 1)
+    return {**found, "nnodes": ranks, "distributed_executor_backend": "uni"}
 
 
 def record(settings: Mapping[str, Any]) -> list[Call]:
@@ -211,9 +214,10 @@ def record(settings: Mapping[str, Any]) -> list[Call]:
     from vllm import LLM, SamplingParams
     from vllm.v1.worker.dp_utils import skip_dp_coordination
 
-    settings = _all_settings(settings)
-    if settings.get("nnodes", 1) > 1:
+    names = "tensor_parallel_size", "data_parallel_size"
+    if any(settings.get(name, 1) > 1 for name in names):
         be_a_rank_without_the_others()
+    settings = _all_settings(settings)
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     with CallRecorder() as recorder, skip_dp_coordination():
