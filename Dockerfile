@@ -1,11 +1,11 @@
-# Images that serve with vLLM and this plugin; docs/start/container.md says how to build them.
+# Images that serve with vLLM and this plugin; docs/start/ascend.md says how to build them.
 #
 #   docker build --target ascend --build-arg SOC=a3 --tag vllm-npu-prep:ascend .
 #   docker build --target cpu --tag vllm-npu-prep:cpu .
 #
 # Build arguments of the target ascend. CANN_IMAGE may be any reference, a registry's of yours too.
 # CANN 9.1.0 is the newest one of Ascend/pytorch's table of versions, there for torch_npu 2.12.0;
-# docs/start/container.md says what is known of it with torch_npu 2.13.0, of 9.2, and of drivers.
+# docs/start/ascend.md says what is known of it with torch_npu 2.13.0, of 9.2, and of drivers.
 ARG CANN_VERSION=9.1.0
 ARG SOC=910b
 ARG OS=ubuntu22.04

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers.waiting import LIMIT, until
 from vllm_npu_prep import progress
+from vllm_npu_prep.observe.violation import given_allowed
+from vllm_npu_prep.server import one_line
 from vllm_npu_prep.server.draining import (
     END_SECONDS,
     Drain,
@@ -162,6 +164,18 @@ def test_the_signal_that_killed_an_engine_is_named(code, name):
     client = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
     said = cause_of_death(SimpleNamespace(engine_core=client))
     assert said == f"EngineCore was killed by {name}"
+
+
+def test_a_step_that_broke_a_rule_is_told_in_the_last_line(monkeypatch, tmp_path):
+    """What a call was refused with, which no engine dies of, is not."""
+    (file := tmp_path / "left").touch()
+    monkeypatch.setenv(one_line.FILE_ENV_VAR, str(file))
+    client = SimpleNamespace(resources=SimpleNamespace(engine_manager=None))
+    engine = SimpleNamespace(engine_core=client)
+    one_line.leave("wake-up: no tag weight; there are weights, kv_cache")
+    assert cause_of_death(engine) == "the first error above says why"
+    one_line.leave(said := str(given_allowed("table", "a slot is in its block", 147, 148)))
+    assert cause_of_death(engine) == said
 
 
 def test_an_engine_has_time_beside_that_of_its_workers(monkeypatch):

@@ -38,6 +38,7 @@ from vllm_npu_prep.device.communicator import gather_shared_prompts, scatter_sha
 from vllm_npu_prep.device.failures import device_failure, lost_rank
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.observe.violation import StepCheckError
 from vllm_npu_prep.observe.watched_output import WatchedOutput
 from vllm_npu_prep.ops import register_fused, register_overrides
 from vllm_npu_prep.ops.cpu.layers import register_layers
@@ -54,6 +55,7 @@ from vllm_npu_prep.runner.exchange import choose_exchange
 from vllm_npu_prep.runner.new_weights import kept_addresses
 from vllm_npu_prep.runner.outputs_in_flight import OutputsInFlight
 from vllm_npu_prep.runner.v1.runner import NPUModelRunner
+from vllm_npu_prep.server import one_line
 from vllm_npu_prep.sleep import SleepingMemory
 from vllm_npu_prep.verify.calls.start_up import table_of
 from vllm_npu_prep.verify.fused import is_right
@@ -366,6 +368,8 @@ class NPUWorker(Worker):
         replaced: this returns, and the caller raises them again.
         """
         self._save_steps(error)
+        if isinstance(error, StepCheckError):
+            one_line.leave(str(error))
         if self._last_step is None:
             return
         sizes = (

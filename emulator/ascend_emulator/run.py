@@ -96,13 +96,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--streams",
         type=int,
-        help="of each device (default: 2048, or 32768 on A3 with a newer driver and CANN)",
+        help="streams of each device (default: 2048, or 32768 on A3 with a newer driver and CANN)",
     )
     parser.add_argument(
         "--hccl-streams",
         type=int,
         default=defaults.hccl_streams,
-        help="that a communication group holds in each captured graph (default: %(default)s)",
+        help="streams that a communication group holds in each captured graph "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--delay",
@@ -122,8 +123,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="let hazards pass in whose message this occurs, with * and ? as in a shell; may be "
-        "repeated",
+        help="let hazards pass whose message contains this pattern (* and ? as in a shell); may "
+        "be repeated",
     )
     parser.add_argument(
         "--hang-seconds",

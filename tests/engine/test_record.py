@@ -23,6 +23,7 @@ from vllm_npu_prep.records.contract import prepared_arrays
 from vllm_npu_prep.records.record_file import read_record, record_files
 from vllm_npu_prep.runner.v1 import runner as v1_runner
 from vllm_npu_prep.runner.v2 import runner as v2_runner
+from vllm_npu_prep.server import one_line
 
 PREPARED_BY = {"V1": v1_runner, "V2": v2_runner}
 """Where each runner names `prepare_step`."""
@@ -169,6 +170,7 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(qwen3, tmp_path, ru
         ):
             generate(llm, prompts_of(SEED, [7, 12, 3]), greedy(24))
         last = runner_of(llm).recorder.steps - 1
+    assert one_line.left() == str(raised.value)  # for the last line of a server
     *before, record = records_in(tmp_path)
     assert record.number == last and len(before) == 7
     check(before)

@@ -192,7 +192,7 @@ def test_arrays_of_piecewise_graphs_stay_where_they_lay():
 @pytest.mark.parametrize(
     ("mode", "tokens", "uniform", "part"),
     [
-        ("FULL_DECODE_ONLY", 4, False, "FULL_DECODE_ONLY leaves out"),
+        ("FULL_DECODE_ONLY", 4, False, "the only kind that FULL_DECODE_ONLY captures"),
         ("FULL_DECODE_ONLY", 40, True, "more than 32 tokens"),
         ("FULL_AND_PIECEWISE", 40, False, "more than 32 tokens"),
         ("PIECEWISE", 8, False, "no graph was captured"),

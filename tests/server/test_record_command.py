@@ -93,7 +93,9 @@ GONE = "the engine could not be asked: RuntimeError: gone, and so on"
 def test_what_keeps_records_from_being_written_is_told(alone, capsys, engine, code, said):
     assert while_serving(engine, lambda: main(["record"])) == code
     told = capsys.readouterr()
-    assert said in told.out + told.err and told.err.count("\n") == (code == 2)
+    # The server is in this process, and its log may be on standard error, too
+    errors = [line for line in told.err.splitlines() if line.startswith("vllm-npu-prep: error: ")]
+    assert said in told.out + "".join(errors) and len(errors) == (code == 2)
 
 
 @pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "1e300", "soon"])
@@ -104,7 +106,7 @@ def test_a_time_that_is_none_is_refused(alone, capsys, seconds):
     assert f"'{seconds}' is no number of seconds above 0" in capsys.readouterr().err
 
 
-HANGS = "did not answer within 0.1 s: its engine is in a long step, or hangs"
+HANGS = "did not answer within 0.1 s: its engine is in a long step, or hangs; give a longer"
 
 
 @pytest.mark.parametrize(

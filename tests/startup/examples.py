@@ -599,7 +599,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "pieces-with-attention": (
         Example(
             "--compilation-config.splitting_ops []",
-            "attention; leave it out, or use cudagraph_mode FULL_DECODE_ONLY",
+            "attention; leave the key out, or use cudagraph_mode FULL_DECODE_ONLY",
         ),
     ),
     "dense-masks-in-graphs": (

@@ -157,7 +157,8 @@ def allocate_planes(
             ):
                 raise PrepError(
                     f"{layer_name} shares bytes with layers that split them into other planes "
-                    "(pages of different sizes, or latent rows beside K and V)"
+                    "(pages of different sizes, or latent rows beside K and V); use a model whose "
+                    "layers have caches of one kind"
                 )
             if start not in regions:
                 regions[start], buffers[start] = (start + size, planes), memory.zeros(size)
@@ -197,7 +198,7 @@ def _states_of(
     if len(sizes) != 2 or max(sizes) > half or spec.page_size_bytes % 2:
         raise PrepError(
             f"{layer_name}: parts of a recurrent state of {sizes} bytes do not fit into the "
-            f"halves of a page of {spec.page_size_bytes} bytes"
+            f"halves of a page of {spec.page_size_bytes} bytes; use another model"
         )
     first, second = buffer.view(2, -1, half)
     rows = zip((second, first), sizes, spec.dtypes, spec.shapes)
@@ -212,7 +213,9 @@ def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec | MambaSpec
         return spec
     if type(spec) not in PLANE_SPECS:
         allowed = ", ".join(each.__name__ for each in PLANE_SPECS)
-        raise PrepError(f"{layer_name} has a {type(spec).__name__}: {allowed} are supported")
+        raise PrepError(
+            f"{layer_name} has a {type(spec).__name__}: {allowed} are supported; use another model"
+        )
     assert isinstance(spec, AttentionSpec)
     plane = spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     planes = PLANE_SPECS[type(spec)]
@@ -220,7 +223,7 @@ def _plane_spec(layer_name: str, spec: KVCacheSpec) -> AttentionSpec | MambaSpec
         what = "K and V" if planes == 2 else "latent rows"
         raise PrepError(
             f"{layer_name}: a page of {spec.page_size_bytes} bytes is not {what} of {plane} bytes "
-            "each (padded and quantised caches are not supported)"
+            "each (padded and quantised caches are not supported); use a cache of the model's dtype"
         )
     return spec
 

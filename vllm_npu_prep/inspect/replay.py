@@ -63,10 +63,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "replay",
         help="prepare recorded steps again and show the first difference",
-        description="Prepare recorded steps again by the core and by the oracle, and show the "
-        "first difference. The exit code is 1 if there is one.",
+        description="Prepare recorded steps again, by the code that prepares steps (core) and in "
+        "plain loops (oracle), and show the first difference of each. The exit code is 0 if all "
+        "agree, 1 if something differs, 2 if a file is not a record.",
     )
-    parser.add_argument("path", type=Path, metavar="DIR", help="a run's folder, or one record")
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="DIR",
+        help='a record, the folder of a run, or the folder that the option "record" named',
+    )
     parser.add_argument("--step", type=int, metavar="N", help="this step only")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=run)

@@ -234,7 +234,9 @@ def refuse_other_experts(kind: str, layer: Any, moe: Any) -> None:
     }
     for extra, applies in extras.items():
         if applies:
-            raise PrepError(f"{kind} with {extra} ({layer.layer_name}) are not supported")
+            raise PrepError(
+                f"{kind} with {extra} ({layer.layer_name}) are not supported; use another model"
+            )
 
 
 class ExpertsMethod(FusedMoEMethodBase):

@@ -166,7 +166,7 @@ def dispatch(
 def why_eager(mode: GraphMode, num_tokens: int, largest_size: int, uniform_decode: bool) -> str:
     """Return the reason, in a few words, why a step runs eagerly although there are graphs."""
     if mode == GraphMode.FULL_DECODE_ONLY and not uniform_decode:
-        return f"prompts or mixed batches, which {mode} leaves out"
+        return f"not a uniform decode, the only kind that {mode} captures"
     if num_tokens > largest_size:
         return f"more than {largest_size} tokens, the largest capture size"
     return "no graph was captured for such a batch"

@@ -46,6 +46,9 @@ NEVER_QUANTISED = re.compile(
 
 EXPERT = re.compile(r"\.experts\.")
 
+MEND = "quantise the model again, or fetch its files again"
+"""What to do about files that don't fit together."""
+
 
 class Int4Form(NamedTuple):
     """How a ModelSlim checkpoint has its weights of four bits."""
@@ -83,7 +86,7 @@ def read_headers(folder: Path) -> dict[str, Entry]:
                     part = file.get_slice(name)
                     found[name] = Entry(part.get_dtype(), tuple(part.get_shape()), path.name)
         except (SafetensorError, OSError) as error:
-            raise PrepError(f"{path}: no safetensors file: {error}") from None
+            raise PrepError(f"{path}: no safetensors file: {error}; fetch it again") from None
     return found
 
 
@@ -153,7 +156,9 @@ def check_description(
         _refuse_layers_beyond(module, num_layers, source)
         weight = headers.get(f"{module}.weight")
         if weight is None:
-            raise PrepError(f"{source}: names {module}, but no safetensors file has its weight")
+            raise PrepError(
+                f"{source}: names {module}, but no safetensors file has its weight; {MEND}"
+            )
         is_int8 = weight.dtype == "I8"
         if is_int8:
             _refuse_where_unserved(module, folder / weight.file)
@@ -167,7 +172,10 @@ def check_description(
     for name, entry in headers.items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and entry.dtype == "I8" and module not in modules:
-            raise PrepError(f"{folder / entry.file}: {module} is int8, but {DESCRIPTION} lacks it")
+            raise PrepError(
+                f"{folder / entry.file}: {module} is int8, but {DESCRIPTION} lacks it; use the "
+                "description that was written with these weights"
+            )
 
 
 def check_compressed(
@@ -217,7 +225,9 @@ def check_compressed(
     for name, entry in headers.items():
         module, _, last = name.rpartition(".")
         if last == "weight_scale" and module not in modules:
-            raise PrepError(f"{folder / entry.file}: {module} has a weight_scale but no weight")
+            raise PrepError(
+                f"{folder / entry.file}: {module} has a weight_scale but no weight; {MEND}"
+            )
 
 
 def check_awq_gptq(
@@ -245,7 +255,7 @@ def check_awq_gptq(
         if weight.dtype != "I32" or len(weight.shape) != 2:
             raise PrepError(
                 f"{path}: qweight of {module} is {list(weight.shape)} {weight.dtype}; int32 with "
-                "two dimensions is expected"
+                f"two dimensions is expected; {MEND}"
             )
         first, second = weight.shape
         is_awq = form == "auto_awq"
@@ -255,11 +265,11 @@ def check_awq_gptq(
         for kind, shape in {"scales": (groups, outputs), "qzeros": (groups, outputs // 8)}.items():
             entry = headers.get(f"{module}.{kind}")
             if entry is None:
-                raise PrepError(f"{path}: {module} has no {kind}, which {form} needs")
+                raise PrepError(f"{path}: {module} has no {kind}, which {form} needs; {MEND}")
             if entry.shape != shape:
                 raise PrepError(
                     f"{folder / entry.file}: {kind} of {module} is {list(entry.shape)}, its weight "
-                    f"{list(weight.shape)}: {list(shape)} is expected"
+                    f"{list(weight.shape)}: {list(shape)} is expected; {MEND}"
                 )
         order = _values_of(folder, f"{module}.g_idx", headers)
         if order and order != [number // size for number in range(inputs)]:
@@ -270,7 +280,7 @@ def check_awq_gptq(
     for name, entry in headers.items():
         module, _, last = name.rpartition(".")
         if last == "scales" and module not in found:
-            raise PrepError(f"{folder / entry.file}: {module} has scales but no qweight")
+            raise PrepError(f"{folder / entry.file}: {module} has scales but no qweight; {MEND}")
     return found
 
 
@@ -314,14 +324,16 @@ def _refuse_where_unserved(module: str, path: Path) -> None:
     if NEVER_QUANTISED.search(module):
         raise PrepError(
             f"{path}: {module} is quantised; embeddings, heads, the projections with which MTP "
-            "layers begin, and an indexer's wk and weights_proj are served in 16 or 32 bits only"
+            "layers begin, and an indexer's wk and weights_proj are served in 16 or 32 bits only; "
+            "leave them as they are when you quantise"
         )
 
 
 def _refuse_layers_beyond(module: str, num_layers: int, source: Path) -> None:
     if _layer_of(module) >= num_layers:
         raise PrepError(
-            f"{source}: names {module}, but the model has {num_layers} layers (config.json)"
+            f"{source}: names {module}, but the model has {num_layers} layers (config.json); take "
+            "the files of one model, with its own config.json"
         )
 
 
@@ -338,7 +350,7 @@ def _check_module(
     if weight.dtype != "I8" or len(weight.shape) != 2:
         raise PrepError(
             f"{path}: the weight of {module} is {weight.dtype} {list(weight.shape)}; int8 with "
-            "two dimensions is expected"
+            f"two dimensions is expected; {MEND}"
         )
     outputs, inputs = weight.shape
     required, second = REQUIRED[kind], (outputs, 1)
@@ -349,7 +361,7 @@ def _check_module(
             second = (outputs, -(-inputs // int4.group_size))
     for name in required:
         if f"{module}.{name}" not in headers:
-            raise PrepError(f"{path}: {module} has no {name}, which {kind} needs")
+            raise PrepError(f"{path}: {module} has no {name}, which {kind} needs; {MEND}")
     single, channel = {(), (1,)}, {(outputs,), (outputs, 1)}
     shapes: dict[str, set[Any]] = {
         "weight_scale": (channel | single if kind == DYNAMIC else channel)
@@ -369,7 +381,7 @@ def _check_module(
             expected = " or ".join(str(list(shape)) for shape in sorted(allowed))
             raise PrepError(
                 f"{folder / entry.file}: {name} of {module} is {list(entry.shape)}, its weight "
-                f"{list(weight.shape)}: {expected} is expected"
+                f"{list(weight.shape)}: {expected} is expected; {MEND}"
             )
 
 
@@ -384,7 +396,9 @@ def _check_packed(
     weight = headers[f"{module}{PACKED_WEIGHT}"]
     path, found = folder / weight.file, f"weight_packed of {module} is {list(weight.shape)}"
     if weight.dtype != "I32" or len(weight.shape) != 2:
-        raise PrepError(f"{path}: {found} {weight.dtype}; int32 with two dimensions is expected")
+        raise PrepError(
+            f"{path}: {found} {weight.dtype}; int32 with two dimensions is expected; {MEND}"
+        )
     if f"{module}.weight_g_idx" in headers:
         raise PrepError(
             f"{path}: {module} has a weight_g_idx: its groups follow an order of activations "
@@ -395,7 +409,7 @@ def _check_packed(
     if shape and (shape[0] != outputs or -(-shape[1] // 8) != weight.shape[1]):
         raise PrepError(
             f"{path}: {found}, its weight_shape {list(shape)}: {[shape[0], -(-shape[1] // 8)]} is "
-            "expected"
+            f"expected; {MEND}"
         )
     allowed: set[tuple[Any, ...]] = set()
     for size, is_symmetric in forms:
@@ -409,7 +423,7 @@ def _check_packed(
         sizes = " or ".join(str(size) for size in sorted({size for size, _ in forms}))
         raise PrepError(
             f"{path}: {found}; for groups of {sizes} (config.json) {_shapes(*allowed)} is "
-            f"expected beside it, {_shapes(given)} is there"
+            f"expected beside it, {_shapes(given)} is there; {MEND}"
         )
 
 

@@ -312,7 +312,9 @@ def read_description(model: str, revision: str | None = None) -> dict[str, Any] 
     try:
         read = json.loads(path.read_text())
     except (ValueError, OSError) as error:
-        raise PrepError(f"{path}: not readable as JSON: {error}") from None
+        raise PrepError(f"{path}: not readable as JSON: {error}; fetch it again") from None
     if not isinstance(read, dict):
-        raise PrepError(f"{path}: a JSON object is expected, not {type(read).__name__}")
+        raise PrepError(
+            f"{path}: a JSON object is expected, not {type(read).__name__}; fetch it again"
+        )
     return read

@@ -28,7 +28,8 @@ def check_scales(
         raise PrepError(
             f"{name_of(layer)}: {name} holds values that are not "
             f"{'' if of_groups else 'positive and '}finite, or no file gives some of them; the "
-            "checkpoint is damaged, a file of it is missing, or it was quantised wrongly"
+            "checkpoint is damaged, a file of it is missing, or it was quantised wrongly: fetch "
+            "its files again, or quantise the model again"
         )
 
 
@@ -36,8 +37,8 @@ def check_offsets(layer: nn.Module, offsets: torch.Tensor) -> None:
     """Raise if weights have an offset, which the products leave out."""
     if bool(offsets.any()):
         raise PrepError(
-            f"{name_of(layer)}: weight_offset is not 0: weights must be quantised symmetrically "
-            "(w_sym=True in ModelSlim)"
+            f"{name_of(layer)}: weight_offset is not 0, and products leave it out; quantise "
+            "weights symmetrically (w_sym=True in ModelSlim)"
         )
 
 

@@ -162,7 +162,10 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         parts = parts if parts and prefix not in self.modules else [prefix]
         kinds = {part: self.modules[part] for part in parts if part in self.modules}
         if not kinds:
-            raise PrepError(f"{DESCRIPTION} does not say how {' or '.join(parts)} was quantised")
+            raise PrepError(
+                f"{DESCRIPTION} does not say how {' or '.join(parts)} was quantised; use the "
+                "description that was written with these weights"
+            )
         if len(set(kinds.values())) > 1:
             told = ", ".join(f"{part} {kind}" for part, kind in kinds.items())
             raise PrepError(f"{DESCRIPTION}: {told}: they are one layer here, quantise them alike")
@@ -179,7 +182,7 @@ class ModelSlimConfig(  # type: ignore[misc]  # vLLM has a field where ours is a
         if isinstance(layer, VocabParallelEmbedding) and self.modules.get(prefix, FLOAT) != FLOAT:
             raise PrepError(
                 f"{DESCRIPTION}: {prefix} is {self.modules[prefix]}; embeddings and heads are "
-                "served in 16 or 32 bits only"
+                "served in 16 or 32 bits only; leave them as they are when you quantise"
             )
         return None
 
@@ -386,7 +389,10 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
     """
     kinds = {name: kind for name, kind in config.modules.items() if name.startswith(f"{prefix}.")}
     if not kinds:
-        raise PrepError(f"{DESCRIPTION} does not say how {prefix} were quantised")
+        raise PrepError(
+            f"{DESCRIPTION} does not say how {prefix} were quantised; use the description that was "
+            "written with these weights"
+        )
     if len(set(kinds.values())) > 1:
         one, other = (
             next(n for n in kinds if kinds[n] == k) for k in sorted(set(kinds.values()))[:2]
@@ -400,7 +406,7 @@ def modelslim_experts(config: ModelSlimConfig, layer: Any, prefix: str) -> Fused
         return UnquantizedFusedMoEMethod(layer.moe_config)
     if kind == STATIC:
         raise PrepError(
-            f"{DESCRIPTION}: experts of {prefix} are {kind}; {DYNAMIC} and {INT4} are supported"
+            f"{DESCRIPTION}: experts of {prefix} are {kind}; quantise them as {DYNAMIC} or {INT4}"
         )
     form = ModelSlimInt4(config.int4) if kind == INT4 else Int8Form(has_offsets=True)
     return Int8Experts(layer, config, form)

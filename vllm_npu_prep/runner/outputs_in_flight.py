@@ -14,8 +14,8 @@ class OutputsInFlight:
     it. With several ranks, one of them answers; on every other rank
     `WorkerProc._execute_worker_rpc` (``vllm/v1/executor/multiproc_executor.py``) drops the output
     at once. The tensors are then freed while the copy stream still reads them, and the next
-    operator may write there: a write after a read without an order. docs/guides/many-cards.md says
-    more.
+    operator may write there: a write after a read without an order. docs/changing/what-was-run.md
+    says more.
     """
 
     def __init__(self) -> None:

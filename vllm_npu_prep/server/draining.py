@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_npu_prep.progress import log_while_waiting
+from vllm_npu_prep.server import one_line
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -193,13 +194,17 @@ def _serves_in_this_thread() -> bool:
 
 
 def cause_of_death(engine: "AsyncLLM") -> str:
-    """Say how an engine's process ended: one that was killed could log nothing itself."""
+    """Say how an engine's process ended: one that was killed could log nothing itself.
+
+    A step that breaks a rule is told here, since vLLM logs a dump of the step before it.
+    """
     manager = _client_of(engine).resources.engine_manager
     for process in getattr(manager, "processes", ()):
         assert manager is not None
         if process.name == manager.failed_proc_name and (process.exitcode or 0) < 0:
             return f"{process.name} was killed by {_name_of(-process.exitcode)}"
-    return "the first error above says why"
+    text = one_line.left() or ""
+    return text if text.startswith(one_line.STEP_CHECK) else "the first error above says why"
 
 
 def _name_of(number: int) -> str:

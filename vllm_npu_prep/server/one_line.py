@@ -47,6 +47,9 @@ LOGGERS = (
 SERVER_LOGGER = "uvicorn.error"
 """The logger that reports the exceptions with which requests ended."""
 
+STEP_CHECK = "step check "
+"""The beginning of a `StepCheckError`, which the last line of a server repeats."""
+
 CALL_FAILED = re.compile(r"Call to \w+ method failed: ")
 """The beginning of an engine's answer to a call that failed."""
 

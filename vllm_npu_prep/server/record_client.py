@@ -94,18 +94,24 @@ def ask(address: Address, question: str, timeout: float, **more: Any) -> dict[st
         except TimeoutError:
             raise PrepError(
                 f"{server} did not answer within {timeout:g} s: its engine is in a long step, "
-                "or hangs"
+                "or hangs; give a longer --timeout, or look at its log"
             ) from None
         except (BrokenPipeError, ConnectionResetError):
             pass
         except OSError as error:
             raise PrepError(f"{server}: {error.strerror}") from None
     if not answer:
-        raise PrepError(f"{server} gave no answer: it is stopping, or belongs to another user")
+        raise PrepError(
+            f"{server} gave no answer: it is stopping, or belongs to another user; run the command "
+            "as that user"
+        )
     try:
         found = json.loads(answer)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise PrepError(f"{server} gave an answer that is no JSON object: {answer[:80]!r}")
+        raise PrepError(
+            f"{server} gave an answer that is no JSON object: {answer[:80]!r}; run the command of "
+            "its environment"
+        )
     return found

@@ -17,9 +17,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "record",
         help="ask a running server to write its last steps, and print where they are",
-        description="Ask a running server to write its last steps, and print where they are. Exit "
-        "code 0: they are written; 1: no step is new, or the engine gives no answer; 2: there is "
-        "no such server, or it records nothing.",
+        description="Ask a running server to write its last steps, and print where they are. The "
+        "server goes on. The exit code is 0 if steps were written, 1 if no step is new or the "
+        "engine does not answer, 2 if there is no such server or it was started without "
+        '"record".',
     )
     parser.add_argument(
         "server",
@@ -50,7 +51,10 @@ def _run(args: argparse.Namespace) -> int:
         raise PrepError(f"the server (pid {server.root}): {answer['error']}")
     ranks = answer.get("ranks")
     if ranks is None:
-        raise PrepError(f"the server (pid {server.root}) gave an answer without ranks: {answer}")
+        raise PrepError(
+            f"the server (pid {server.root}) gave an answer without ranks: {answer}; run the "
+            "command of its environment"
+        )
     if args.json:
         print(json.dumps({"pid": server.root, "ranks": ranks}))
     else:

@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check this host: driver, CANN, torch, vLLM, and what the plugin would do",
         description="Tell whether the plugin will run on this host, and what to do if it won't. "
-        "The exit code is 1 if anything prevents it from running.",
+        "The exit code is 1 if anything prevents it from running, else 0.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=doctor)

@@ -238,7 +238,7 @@ MOONCAKE_CONNECTOR = (
         lambda c: _missing_transfer_engine(),
         "KV connector {name} without Mooncake's transfer engine",
         "{why}",
-        "pip install mooncake-transfer-engine-npu on an Ascend host, elsewhere "
+        "install mooncake-transfer-engine-npu by pip on an Ascend host, elsewhere "
         "mooncake-transfer-engine-non-cuda, and Debian's libibverbs1 and librdmacm1",
         lambda c: _words(c) | {"why": _missing_transfer_engine()},
     ),

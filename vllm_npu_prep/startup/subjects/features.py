@@ -89,7 +89,7 @@ MODELS = (
         ),
         "sparse attention of {architecture} ({model})",
         "{lacks}",
-        "models whose sparse attention is supported: {known}",
+        "use a model whose sparse attention is supported: {known}",
         lambda c: {
             "architecture": c.model.architecture,
             "lacks": _what_sparse_attention_lacks(c),

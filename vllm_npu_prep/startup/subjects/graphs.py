@@ -56,7 +56,7 @@ GRAPHS = (
         _hold_attention,
         "splitting_ops {ops}",
         "piecewise graphs must not contain attention",
-        "leave it out, or use cudagraph_mode {without_piecewise}",
+        "leave the key out, or use cudagraph_mode {without_piecewise}",
         lambda c: {
             "ops": c.config.compilation_config.splitting_ops,
             "without_piecewise": c.config.compilation_config.cudagraph_mode.without_piecewise(),

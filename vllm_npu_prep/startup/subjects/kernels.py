@@ -365,7 +365,7 @@ LIMITS = (
         lambda c: not c.model.use_mla and does_not_fit(max(head_sizes_of(c.model)), c.family),
         "head size {head_size} of {model}",
         "kernel family {family} takes multiples of {multiple} up to {largest}",
-        "another family or the CPU fallback may take it",
+        "try another family, or the CPU fallback",
         lambda c: {
             "head_size": max(head_sizes_of(c.model)),
             "multiple": c.family.head_size_multiple,

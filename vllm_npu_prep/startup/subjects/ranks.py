@@ -191,7 +191,7 @@ RANKS = (
 SHARED = "--decode-context-parallel-size with "
 """The beginning of refusals of what decode context parallelism can't do."""
 
-ALONE = "leave it out, or --decode-context-parallel-size"
+ALONE = "leave one of the two out"
 
 SHARED_CONTEXTS = (
     Refusal(

@@ -95,7 +95,7 @@ SPECULATION = (
         lambda c: c.mtp and c.mtp not in MTP_MODELS,
         "speculative method mtp with {layers}",
         "{why}",
-        "models whose MTP layers draft: {known}; for others use ngram, or leave speculation out",
+        "use a model whose MTP layers draft ({known}), use ngram, or leave speculation out",
         _mtp,
     ),
     Refusal(
@@ -267,7 +267,7 @@ DRAFTERS = (
         "{drafter} as a drafter ({method})",
         "its heads have size {head_size}, and kernel family {family} takes multiples of "
         "{multiple} up to {largest}",
-        "another family or the CPU fallback may take it",
+        "try another family, or the CPU fallback",
         lambda c: {
             **_drafter(c),
             "head_size": c.drafter.get_head_size(),
