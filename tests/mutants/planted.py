@@ -883,7 +883,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("weights are exchanged too early", "        super().add_model(model, model_config, *args, **kwargs)\n", "        super().add_model(model, model_config, *args, **kwargs)\n        (state,) = self.model_states.values()\n        state.expert_buffer[:] = model.expert_weights[0]\n", MOVED),
         ("what runs before the first step counts as load", "            each.expert_load_pass.zero_()\n", "            pass\n", (f"{MOVING}load_is_each_token_of_all_ranks_once[V2]",)),
         ("a rank whose exchange fails waits", "            os._exit(1)\n", "            pass\n", (f"{MOVING}a_rank_that_ends_in_an_exchange_ends_the_engine[fails]",)),
-        ("a record keeps an old map", "            self._placement = None\n", "            pass\n", (f"{MOVING}a_record_shows_where_experts_are_and_their_load",)),
+        ("a record keeps an old map", "            self._placement = None\n", "            pass\n", EPLB),
     ],
     "runner/exchange.py": [
         ("MC2: experts of a drafter exchange more than they can", "min(tokens, communicator.mc2.max_tokens)", "communicator.mc2.max_tokens", MC2),
