@@ -1,12 +1,16 @@
 """Logical experts mapped to physical ones, against the source of upstream's kernel."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.fused_moe.router import base_router
 
 from tests.helpers.triton_source import Source
 from vllm_npu_prep.ops.triton.eplb import map_to_physical_and_record
+from vllm_npu_prep.runner.eplb import NPUEplbState
 
 TOKENS, TOP_K, LOGICAL, PHYSICAL, SLOTS = 50, 3, 6, 10, 7
 
@@ -62,3 +66,15 @@ def test_hashes_are_made_once_in_a_forward_pass():
             ids = torch.zeros(tokens, TOP_K, dtype=torch.long)
             map_to_physical_and_record(ids, load, to_physical, counts, enabled)
     assert list(kept["eplb_hashes"]) == [5, 3]
+
+
+def test_records_have_the_map_anew_after_each_layer_that_moved(monkeypatch):
+    """A step puts the layer in place that the thread has brought, and nothing is pending then."""
+    state, model = NPUEplbState.__new__(NPUEplbState), SimpleNamespace(pending_result=None)
+    state.model_states, state._placement = {"model": model}, {}
+    monkeypatch.setattr(EplbState, "step", lambda *_: setattr(model, "pending_result", None))
+    state.step()
+    assert state._placement == {}, "no layer has moved"
+    model.pending_result = object()
+    state.step()
+    assert state._placement is None

@@ -72,9 +72,11 @@ def states_of(state: Any) -> Iterator[None]:
 def stream_of_exchange(device: torch.device) -> Any:
     """Return a stream for the thread that calls it, in which it exchanges weights.
 
-    The CPU fallback has none.
+    The CPU fallback has none. It is a ``torch.npu.Stream``, which is a ``torch.Stream``, too: while
+    upstream's V1 runner makes an asynchronous output, the name ``torch.Event`` is that of NPUs
+    (`CudaNames`), and such an event reads fields of its stream that no ``torch.Stream`` has.
     """
     if device.type == "cpu":
         return NoOpStream()
     torch.accelerator.set_device_index(device.index)
-    return torch.Stream(device=device)
+    return getattr(torch, device.type).Stream(device=device)
