@@ -11,16 +11,25 @@ from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 
 from tests.conftest import SEED
 from tests.engine.test_lora import FEW_BLOCKS, LORA, Case, requests_of, tokens_of
-from tests.helpers.engine import REPLAYED, graphs, greedy, runner_of
-from tests.helpers.huggingface import is_varied
-from tests.helpers.life_cycle import LifeCycle
-from tests.helpers.lora import ATTENTION, MLP, fused, merge, sharing, with_shared_factors
+from tests.helpers.drafters import make_eagle_head
+from tests.helpers.engine import REPLAYED, generate, graphs, greedy, runner_of
+from tests.helpers.expert_adapters import come_and_go
+from tests.helpers.huggingface import is_varied, reference
+from tests.helpers.lora import (
+    ATTENTION,
+    MLP,
+    fused,
+    make_adapter,
+    merge,
+    sharing,
+    with_shared_factors,
+)
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.mtp import make_mtp_model
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import Ranks, serve_on_ranks
-from tests.helpers.traffic import Traffic
 from tests.helpers.v2 import RUNNERS, asked_for, engine_of
-from tests.helpers.watch import count_preemptions
+from tests.helpers.watch import count_preemptions, count_verified
 
 GATES = ("mlp.gate", "shared_expert_gate")
 ADAPTERS = {
@@ -82,40 +91,10 @@ def test_both_formats_and_plain_rows_are_merged_weights(serving, case, seed):
 
 
 def test_adapters_come_and_go_while_others_run(serving, case, seed):
-    """One is read into the slot of another, whose request was aborted; and all of it sleeps.
-
-    After the second sleep, the model's weights are read again.
-    """
-    core, said = serving.llm_engine, {}
+    """One is read into the slot of another, whose request was aborted; and all of it sleeps."""
     names = {"stays": "experts", "plain": "", "goes": "third", "comes": "fused", "returns": "third"}
     prompts = dict(zip(names, prompts_of(seed + 1, [30, 9, 17, 20, 5])))
-
-    def begin(*asked: str) -> None:
-        for each in asked:
-            prompt, adapter = {"prompt_token_ids": prompts[each]}, case.request(names[each])
-            core.add_request(each, prompt, greedy(16), lora_request=adapter)
-
-    def step(times: int = 1) -> None:
-        for _ in range(times):
-            for output in core.step():
-                said[output.request_id] = list(output.outputs[0].token_ids)
-
-    begin("stays", "plain", "goes")
-    step(6)
-    core.abort_request(["goes"])
-    core.remove_lora(case.request("third").lora_int_id)
-    core.add_lora(case.request("fused"))
-    begin("comes")
-    step(3)
-    assert {"stays", "plain", "goes", "comes"} == set(said)
-    life_cycle = LifeCycle(serving, Traffic((seed, 63)), step)
-    life_cycle.sleep(1)
-    begin("returns")
-    step(2)
-    life_cycle.sleep(2)
-    while core.has_unfinished_requests():
-        step()
-    assert life_cycle.count.items() >= {f"sleeps at level {n}": 1 for n in (1, 2)}.items()
+    said = come_and_go(serving, prompts, {each: case.request(names[each]) for each in names}, seed)
     del said["goes"], names["goes"]
     assert said == {each: case.tokens(names[each], prompts[each], 16) for each in names}
 
@@ -188,3 +167,44 @@ def test_ranks_add_updates_of_merged_weights(case, seed, layout, runner):
     with asked_for(runner):
         got = serve_on_ranks(case.model, {**TP2, **LORA, **settings}, talk)
     assert got == [case.tokens(*each, 12) for each in requests]
+
+
+def verified_drafts(runner, model, requests, adapters, drafts, expected) -> None:
+    """Tokens are the expected ones, and of the plain model's drafts some are rejected."""
+    prompts = [prompt for _, prompt in requests]
+    loras = [adapters[name] for name, _ in requests]
+    with engine_of(runner, model, speculative_config=drafts, max_loras=2, **LORA) as llm:
+        verified = count_verified(llm)
+        assert generate(llm, prompts, greedy(20), loras) == expected
+    assert verified["rejected"] > 0
+    assert verified["accepted"] + verified["partly"] > 0
+
+
+@pytest.mark.parametrize(("method", "runner"), [("ngram", "V1"), ("eagle", "V1"), ("eagle", "V2")])
+def test_each_adapter_verifies_its_drafts(case, tmp_path, seed, method, runner):
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        drafts["prompt_lookup_max"] = 1
+    else:
+        drafts["model"] = str(make_eagle_head(tmp_path, case.model))
+    loops = [prompt * 8 for prompt in prompts_of(seed, [4, 3, 5])]
+    requests = list(zip(["all", "", "experts"], loops))
+    adapters = {name: case.request(name) for name, _ in requests}
+    expected = [case.tokens(*request, 20) for request in requests]
+    verified_drafts(runner, case.model, requests, adapters, drafts, expected)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_adapters_of_experts_verify_drafts_of_an_mtp_layer(tmp_path, seed, runner):
+    """The layer itself has no adapters."""
+    model, _ = make_mtp_model(tmp_path / "model", "Glm4Moe")
+    experts = [f"layers.1.mlp.experts.{number}" for number in range(8)]
+    modules = tuple(f"{expert}.{part}" for expert in experts for part in MLP)
+    folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=modules, spread=0.3)
+    merged = merge(model, folder, tmp_path / "merged")
+    requests = list(zip(["a", "", "a"], prompts_of(seed, [20, 9, 30])))
+    adapters = {"a": LoRARequest("a", 1, str(folder)), "": None}
+    expected = [reference(merged if name else model, [each], 20)[0] for name, each in requests]
+    assert expected[0] != reference(model, [requests[0][1]], 20)[0]
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    verified_drafts(runner, model, requests, adapters, drafts, expected)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tests.helpers.engine import graphs, make_model
-from tests.helpers.huggingface import is_varied, logits_of, reference
-from tests.helpers.latent import LATENT, V3_EXPERTS
+from tests.helpers.huggingface import greedy_tokens, is_varied, load, logits_by
+from tests.helpers.latent import GLM_DSA, LATENT, V3_EXPERTS
+from tests.helpers.mixtures import MIXTURES
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import Ranks, preemptions, serve_on_ranks
 from vllm_npu_prep.records.comparison import core_difference, oracle_difference
 from vllm_npu_prep.records.record_file import read_record
@@ -27,9 +29,15 @@ CASES: dict[str, dict[str, Any]] = {
     "four ranks": {**TWO, "prefill_context_parallel_size": 4},
     "tensor parallelism": {**TWO, **IN_GRAPHS, "tensor_parallel_size": 2},
     "latent": {**TWO, **CACHED, **IN_GRAPHS},
+    "sparse": {**TWO, **CACHED, **IN_GRAPHS},
+    "int8, experts": {**TWO, **CACHED},
 }
 DEEPSEEK = {"family": "DeepseekV3", "q_lora_rank": 20, **LATENT, **V3_EXPERTS}
-MODELS: dict[str, dict[str, Any]] = {"latent": DEEPSEEK}
+MODELS: dict[str, dict[str, Any]] = {
+    "latent": DEEPSEEK,
+    "sparse": {"family": "GlmMoeDsa", **GLM_DSA},
+    "int8, experts": {"family": "Qwen3Moe", **MIXTURES["Qwen3Moe"]},
+}
 
 ALIKE = ("positions", "slot_mapping", "seq_lens", "pcp_slot_mapping", "pcp_gathered_rows")
 """Arrays that all ranks have to agree on."""
@@ -70,22 +78,26 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, case):
     Requests are preempted and given up, and the engine sleeps; all of it fully checked, and
     recorded by each rank.
     """
-    folder = make_model(tmp_path, **MODELS.get(case, {"num_key_value_heads": 2}))
+    folder = made = make_model(tmp_path / "float", **MODELS.get(case, {"num_key_value_heads": 2}))
+    judge = load(folder)
+    if case == "int8, experts":
+        QUANTIZE(folder, made := tmp_path / "int8", "compressed-tensors")
+        judge = rounded_model(folder, made, expert_ranks=2)
     prompts = prompts_of(seed, [3, 1, 90, 40, 17])
     sleeps = case == "eager"
     record = {"dir": str(tmp_path / "steps"), "steps": "last 12"}
     observed = {"additional_config": {"npu_prep": {"check": "full", "record": record}}}
     settings = CASES[case] | {"enable_sleep_mode": sleeps} | observed
-    got = serve_on_ranks(folder, settings, partial(served, prompts=prompts, sleeps=sleeps))
-    expected = reference(folder, prompts, NUM_TOKENS)
+    got = serve_on_ranks(made, settings, partial(served, prompts=prompts, sleeps=sleeps))
+    expected = greedy_tokens(judge, prompts, NUM_TOKENS)
     assert is_varied(expected)
     assert got["tokens"] == [expected, expected]
-    logits = torch.from_numpy(logits_of(folder)(prompts[3])).log_softmax(-1).numpy()
+    logits = torch.from_numpy(logits_by(judge)(prompts[3])).log_softmax(-1).numpy()
     of_prompt = [row[token] for row, token in zip(logits, prompts[3][1:])]
     assert np.allclose(got["scores"], of_prompt, atol=2e-3)
     assert {fact["runner"] for fact in got["facts"]} == {"V2"}
     assert (got["preempted"] > 0) == (case == "eager")
-    if case in ("graphs", "tensor parallelism", "latent"):
+    if "compilation_config" in settings:
         assert all({"piecewise graphs", "full graph"} <= set(each) for each in got["counts"])
     for rank, told in enumerate(got["records"]):
         records = [read_record(each) for each in sorted(Path(told["folder"]).glob("*.npz"))]

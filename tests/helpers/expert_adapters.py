@@ -1,4 +1,6 @@
-"""Random adapters of a layer's experts, and what merged weights make of them."""
+"""Random adapters of a layer's experts, what merged weights make of them, and engines' adapters
+that come and go.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tests.helpers.engine import greedy
+from tests.helpers.life_cycle import LifeCycle
+from tests.helpers.traffic import Traffic
 from vllm_npu_prep.ops.moe_lora import AdaptersOfExperts
 
 RANK = 4
@@ -83,3 +88,42 @@ def by_merged_weights(
             gate, upper = (up @ row).chunk(2)
             output[token] += weight * (down @ (functional.silu(gate) * upper))
     return output
+
+
+def come_and_go(
+    llm: Any, prompts: dict[str, list[int]], adapters: dict[str, Any], seed: int
+) -> dict[str, list[int]]:
+    """Sixteen tokens of each request, whose adapter may be None; "goes" is given up before.
+
+    While "stays", "plain" and "goes" run, the last one's adapter makes room for that of "comes".
+    "returns" begins after a sleep of level 1, and then the engine sleeps at level 2.
+    """
+    core, said = llm.llm_engine, dict[str, list[int]]()
+
+    def begin(*asked: str) -> None:
+        for each in asked:
+            prompt = {"prompt_token_ids": prompts[each]}
+            core.add_request(each, prompt, greedy(16), lora_request=adapters[each])
+
+    def step(times: int = 1) -> None:
+        for _ in range(times):
+            for output in core.step():
+                said[output.request_id] = list(output.outputs[0].token_ids)
+
+    begin("stays", "plain", "goes")
+    step(6)
+    core.abort_request(["goes"])
+    core.remove_lora(adapters["goes"].lora_int_id)
+    core.add_lora(adapters["comes"])
+    begin("comes")
+    step(3)
+    assert {"stays", "plain", "goes", "comes"} == set(said)
+    life_cycle = LifeCycle(llm, Traffic((seed, 63)), step)
+    life_cycle.sleep(1)
+    begin("returns")
+    step(2)
+    life_cycle.sleep(2)
+    while core.has_unfinished_requests():
+        step()
+    assert life_cycle.count.items() >= {f"sleeps at level {n}": 1 for n in (1, 2)}.items()
+    return said

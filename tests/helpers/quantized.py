@@ -105,14 +105,14 @@ SUMMED = ("o_proj", "out_proj", "down_proj")
 """Projections that tensor parallelism cuts by their inputs; ranks add up the results."""
 
 
-def rounded_model(model: Path, int8: Path, ranks: int = 1, cut_experts: bool = False) -> Any:
+def rounded_model(model: Path, int8: Path, ranks: int = 1, expert_ranks: int = 1) -> Any:
     """transformers' model of a float checkpoint, as its int8 copy computes on so many ranks.
 
-    With `cut_experts` each rank has a part of each expert, rather than some of the experts.
+    Each of `expert_ranks` has a part of each expert; 1 if ranks have experts as a whole.
     """
     network = load(model, experts_implementation="eager")
     rounds = rounds_inputs(int8)
-    round_modules(network, tensors_in(int8), "", ranks, cut_experts, rounds)
+    round_modules(network, tensors_in(int8), "", ranks, expert_ranks, rounds)
     return network
 
 
@@ -134,7 +134,7 @@ def round_modules(
     tensors: dict[str, torch.Tensor],
     prefix: str = "",
     ranks: int = 1,
-    cut_experts: bool = False,
+    expert_ranks: int = 1,
     int4_rounds: bool = False,
 ) -> None:
     """Let those of a model's modules that a checkpoint has in int8 compute as the copy does."""
@@ -166,7 +166,7 @@ def round_modules(
         elif f"{name}.0.gate_proj.weight_scale" in tensors:
             int4 = weight_in(tensors, f"{name}.0.gate_proj") is not None
             rounds = rounded_tokens if int4_rounds or not int4 else lambda x, slices=1: x
-            _round_experts(module, name, tensors, ranks if cut_experts else 1, rounds)
+            _round_experts(module, name, tensors, expert_ranks, rounds)
 
 
 def _in_transformers(name: str) -> str:

@@ -770,8 +770,15 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "shared-prompts-layers": (
         Example(SHARED_PROMPTS, model={**QWEN3, **WINDOWS, "use_sliding_window": True}),
     ),
-    "shared-prompts-sparse": (Example(SHARED_PROMPTS, model=SPARSE),),
+    "shared-prompts-choices": (
+        Example(
+            f"{SHARED_PROMPTS} {OPTION}.record.dir /tmp {OPTION}.record.choices true",
+            '"npu_prep.record.choices" with',
+            model=SPARSE,
+        ),
+    ),
     "shared-prompts-decodes": (Example(f"{SHARED_PROMPTS} {SHARED_BY_2}", model=ONE_KV_HEAD),),
+    "shared-prompts-upstream": (Example(f"{SHARED_PROMPTS} --enable-lora"),),
     "shared-prompts-speculation": (Example(f"{SHARED_PROMPTS} {NGRAM}"),),
     "shared-prompts-connector": (Example(f"{SHARED_PROMPTS} {STORED}"),),
     "shared-prompts-pooling": (Example(f"{SHARED_PROMPTS} --runner pooling"),),

@@ -33,6 +33,7 @@ from vllm_npu_prep.attention.mla import (
     AscendMLAMetadataBuilder,
     MLALayerMetadata,
 )
+from vllm_npu_prep.attention.prefill_context_parallel import gather_tokens
 from vllm_npu_prep.config import decisions_of
 from vllm_npu_prep.prep.latent_split import NO_LATENT_SPLIT
 
@@ -99,6 +100,8 @@ class AscendSparseMLAImpl(AscendMLAImpl):
         step = attn_metadata.step
         seen, num_tokens = step.num_attended_tokens, len(q[0])
         query, query_rope = (part[:seen].contiguous() for part in q)
+        if not seen:  # the step's few tokens are those of other ranks
+            return torch.zeros_like(q[0]), None
         planes = self._planes(kv_c_and_k_pe_cache)
         given = query, query_rope, planes, self.chosen[:seen], step, self.shape
         output = self.sparse.attend_chosen(*given)
@@ -149,7 +152,10 @@ class IndexKeys(DeepseekV32IndexerCache):
             return
         metadata: AscendMetadata = by_layer[self.prefix]
         seen, (plane,) = metadata.num_attended_tokens, self.kv_cache
-        self.kernels.write_keys(keys[:seen].contiguous(), plane, metadata)
+        (keys,) = gather_tokens((keys,)) if metadata.gathers else (keys[:seen].contiguous(),)
+        self.kernels.write_keys(keys, plane, metadata)
+        if not seen:  # the step's few tokens are those of other ranks
+            return
         queries = query[:seen].contiguous(), weights[:seen].contiguous()
         self.kernels.choose(*queries, plane, metadata, chosen[:seen])
         if self.watch_choices is not None:

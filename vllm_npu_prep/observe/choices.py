@@ -51,12 +51,15 @@ class ChoiceWatch:
             and self.recorder is not None
             and self.recorder.takes_choices(self.recorder.steps - 1)
         )
-        if not step.total_num_scheduled_tokens or not (self.check or is_recorded):
+        positions = step.model_positions
+        if not len(positions) or not (self.check or is_recorded):
             return
-        of_tokens = chosen[: step.total_num_scheduled_tokens].cpu().numpy()
-        found = wrong_choice(of_tokens, step.positions) if self.check else None
+        of_tokens = chosen[: len(positions)].cpu().numpy()
+        found = wrong_choice(of_tokens, positions) if self.check else None
         if found is not None:
-            row = int(np.searchsorted(step.query_start_loc, found.token, side="right")) - 1
+            starts = step.pcp_query_start_loc if step.shape.pcp else step.query_start_loc
+            row = int(np.searchsorted(starts, found.token, side="right")) - 1
+            row = int(step.pcp_table_rows[row]) if step.shape.pcp else row
             raise given_allowed(
                 found.rule,
                 f"{found.rule} by the indexer of {layer}",

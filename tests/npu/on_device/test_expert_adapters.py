@@ -11,15 +11,21 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 import ascend_emulator
+from tests.engine.test_lora import Case
 from tests.helpers.counting import ModuleCounts
-from tests.helpers.engine import engine, generate, greedy, make_model, runner_of
-from tests.helpers.expert_adapters import by_expert, by_merged_weights, draw_adapters
+from tests.helpers.engine import REPLAYED, engine, generate, graphs, greedy, make_model, runner_of
+from tests.helpers.expert_adapters import by_expert, by_merged_weights, come_and_go, draw_adapters
 from tests.helpers.fused import MODEL, settings
+from tests.helpers.huggingface import logits_of
 from tests.helpers.lora import MLP, make_adapter
 from tests.helpers.mixtures import MIXTURES
+from tests.helpers.prompts import prompts_of
+from tests.helpers.v2 import engine_of
+from tests.npu.models import BOUND, lacks
 from tests.npu.on_device.test_experts import asked_of, assert_near, random_layer
 from vllm_npu_prep.ops.npu.experts import OwnedExperts, UnquantisedExperts, compute_experts
 from vllm_npu_prep.quantization.experts import NPUInt8Experts
+from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2
 
 EXPERTS, TOKENS, NUM_SLOTS = 8, 23, 3
 SLOTS = [slot - 1 for slot in range(NUM_SLOTS + 1)] * 6
@@ -92,23 +98,71 @@ def test_adapters_multiply_what_int8_weights_get_rounded(seed):
     assert asked == {"launches": 5}
 
 
+LAYER = "model.layers.1.mlp.experts"
+FAMILY = "Qwen3Moe"
+CONFIG = {**MODEL, **MIXTURES[FAMILY]}
+
+
 def test_steps_without_adapters_launch_nothing_for_them(tmp_path, seed):
-    family = "Qwen3Moe"
-    model = make_model(tmp_path / "model", family, **{**MODEL, **MIXTURES[family]})
+    model = make_model(tmp_path / "model", FAMILY, **CONFIG)
     folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=MLP)
     adapter, prompts = LoRARequest("adapter", 1, str(folder)), [[5, 6, 7], [8], [9, 10]]
     lora = {"enable_lora": True, "lora_target_modules": ["experts"]}
     launches, tokens = {}, {}
     for asked in ({}, lora):
         with engine(model, **settings("bfloat16"), **asked) as llm:
-            name = "model.layers.1.mlp.experts"
-            counted = ModuleCounts(runner_of(llm).get_model(), [name])
+            counted = ModuleCounts(runner_of(llm).get_model(), [LAYER])
             for loras in ([None] * 3, [None, adapter, None])[: 1 + len(asked) // 2]:
                 key = bool(asked), any(loras)
                 tokens[key] = generate(llm, prompts, greedy(3), loras)
-                ((what, launches[key]),) = counted.counts[name].items()
+                ((what, launches[key]),) = counted.counts[LAYER].items()
                 assert what == "launches"
     assert tokens[True, False] == tokens[False, False]
     assert tokens[True, True] != tokens[False, False]
     assert launches[True, False] == launches[False, False]
     assert launches[True, True] == launches[False, False] + LAUNCHES[2] - 5
+
+
+def test_graphs_of_steps_without_adapters_have_no_launch_for_them(tmp_path, seed, monkeypatch):
+    """Steps with and without adapters have a graph each, of which one has nothing of adapters."""
+    model, capture = make_model(tmp_path, FAMILY, **CONFIG), NPUModelRunnerV2._capture
+    captured = {}
+
+    def counted_capture(runner, desc, mode):
+        counted = ModuleCounts(runner.get_model(), [LAYER])
+        capture(runner, desc, mode)
+        ((what, captured[asks, bool(desc.num_active_loras)]),) = counted.counts[LAYER].items()
+        assert what == "launches"
+
+    monkeypatch.setattr(NPUModelRunnerV2, "_capture", counted_capture)
+    for asks in (False, True):
+        lora = {"enable_lora": asks, "max_loras": 2} | graphs("FULL_DECODE_ONLY", 4)
+        with engine_of("V2", model, **settings("bfloat16"), **lora):
+            pass
+    plain = captured[False, False]
+    assert captured == {
+        (False, False): plain,
+        (True, False): plain,
+        (True, True): plain + LAUNCHES[2] - 5,
+    }
+
+
+def test_adapters_come_and_go_and_sleep(tmp_path, seed):
+    """One is read into the slot of another, whose request was aborted; and all of it sleeps."""
+    adapters = {
+        name: {"modules": MLP, "rank": rank} for name, rank in (("a", 4), ("b", 2), ("c", 3))
+    }
+    case = Case(tmp_path, seed, FAMILY, adapters, **CONFIG)
+    names = {"stays": "a", "plain": "", "goes": "b", "comes": "c", "returns": "b"}
+    prompts = dict(zip(names, prompts_of(seed, [30, 9, 17, 20, 5])))
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_sleep_mode": True}
+    lora |= {"lora_target_modules": ["experts"], **graphs("FULL_AND_PIECEWISE", 1, 4, 16)}
+    with engine_of("V2", case.model, **settings("float16"), **lora) as llm:
+        requests = {each: case.request(names[each]) for each in names}
+        said = come_and_go(llm, prompts, requests, seed)
+        assert REPLAYED["FULL_AND_PIECEWISE"] <= set(runner_of(llm).padding.counts.by_kind)
+    for each, tokens in said.items():
+        judge = logits_of(case.merged[names[each]])
+        assert lacks(judge, prompts[each], tokens).max() < BOUND["float16"], each
+    plain = {each: lacks(logits_of(case.model), prompts[each], said[each]).max() for each in said}
+    assert min(plain[each] for each in said if names[each]) > BOUND["float16"]

@@ -3,6 +3,7 @@
 The same on the CPU fallback, where more is compared: `tests/engine/test_ranks.py`.
 """
 
+import asyncio
 import os
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,14 @@ from tests.helpers.counting import PreparationCounts
 from tests.helpers.engine import REPLAYED, graphs
 from tests.helpers.huggingface import logits_by, logits_of
 from tests.helpers.quantized import QUANTIZE, rounded_model
-from tests.helpers.ranks import RankProbe, Ranks, accepted_drafts, loaded_tokens, serve_on_ranks
+from tests.helpers.ranks import (
+    RankProbe,
+    Ranks,
+    accepted_drafts,
+    loaded_tokens,
+    preemptions,
+    serve_on_ranks,
+)
 from tests.helpers.v2 import asked_for
 from tests.npu.inputs import adapters_of, drafts_of, prompts
 from tests.npu.models import BOUND, PARTED, bound_of, judges_of, lacks, make
@@ -91,6 +99,8 @@ CASES = {
     "shared contexts, latent": Case("DeepSeek V3", {TP: 2, SHARED: 2}, "eager", waits=True),
     "shared prompts": Case("Qwen3", {PCP: 2}, runner="V2", **HALF),
     "shared prompts, latent": Case("DeepSeek V3", {PCP: 2}, runner="V2"),
+    "shared prompts, sparse": Case("DeepSeek V3.2", {PCP: 2}, runner="V2", **HALF),
+    "shared prompts, int8": Case("Qwen3", {PCP: 2}, runner="V2", int8="compressed-tensors"),
 }
 
 
@@ -222,7 +232,7 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
         assert max(launches) <= 3, launches
 
     if case.int8:
-        ranks = case.layout[TP]
+        ranks = case.layout.get(TP, 1)
         judges = [logits_by(rounded_model(model, made, ranks))] * len(prompts())
     else:
         judges = judges_of(model, case.adapters)
@@ -288,6 +298,43 @@ def test_ranks_sleep_together_and_wake_up_together(folder):
     for said, is_asleep in got["failures"]:
         assert "wake-up: no memory" in said and "\n" not in said
         assert is_asleep
+
+
+async def disturbed(ranks: Ranks, model: Path) -> dict[str, Any]:
+    """Tokens when some requests are preempted, when others are given up, and after sleep."""
+    inputs, rounds = prompts(), []
+    for level in (0, 1, 2):
+        if level:
+            await ranks.llm.sleep(level=level)
+            await ranks.llm.wake_up(["weights"])
+            if level == 2:
+                reload = {"weights_path": str(model)}
+                await ranks.llm.collective_rpc("reload_weights", kwargs=reload)
+            await ranks.llm.wake_up(["kv_cache"])
+        given_up = ranks.stream(inputs[1][::-1], 12)
+        await anext(given_up)
+        running = asyncio.create_task(ranks.generate(inputs, 12))
+        await anext(given_up)
+        await given_up.aclose()
+        rounds.append(await running)
+    counts = await ranks.ask("probe_counts")
+    return {"rounds": rounds, "preempted": preemptions(), "counts": counts}
+
+
+def test_ranks_that_share_prompts_are_disturbed(folder):
+    """Preemption, requests that are given up beside others, and both levels of sleep."""
+    case = CASES["shared prompts"]
+    model = make(folder, case.model)
+    few = {"block_size": 16, "num_gpu_blocks_override": 22, "enable_sleep_mode": True}
+    with asked_for(case.runner):
+        talk = partial(disturbed, model=model)
+        got = serve_on_ranks(model, settings_of(case, model) | few, talk, seconds=SECONDS)
+    judge = logits_of(model)
+    for tokens in got["rounds"]:
+        worst = max(lacks(judge, *each).max() for each in zip(prompts(), tokens, strict=True))
+        assert worst < BOUND[case.dtype]
+    assert got["preempted"] > 0
+    assert all(counts.keys() >= REPLAYED[case.mode] for counts in got["counts"])
 
 
 async def evicted(ranks: Ranks) -> dict[str, Any]:

@@ -67,15 +67,15 @@ def _physical_experts(asked: RequestedEngine) -> int:
     return asked.model.get_num_experts() + _parallel(asked).eplb_config.num_redundant_experts
 
 
+def _sees_images(asked: RequestedEngine) -> bool:
+    return bool(asked.model.supports_multimodal_inputs or asked.model.uses_mrope)
+
+
 def _has_untried_beside(asked: RequestedEngine) -> bool:
     parallel = _parallel(asked)
     return bool(
         parallel.pipeline_parallel_size > 1
         or parallel.data_parallel_size > 1
-        or asked.model.supports_multimodal_inputs
-        or asked.model.uses_mrope
-        or asked.config.lora_config is not None
-        or asked.model.quantization is not None
         or asked.model.enable_prompt_embeds
     )
 
@@ -247,7 +247,12 @@ SHARED_CONTEXTS = (
     ),
     Refusal(
         "shared-contexts-beside",
-        _has_untried_beside,
+        lambda c: (
+            _has_untried_beside(c)
+            or _sees_images(c)
+            or c.config.lora_config is not None
+            or c.model.quantization is not None
+        ),
         SHARED + "pipeline stages, data parallelism, images, LoRA or int8",
         "it was tried with tensor parallelism and text alone",
         ALONE,
@@ -303,18 +308,26 @@ SHARED_PROMPTS = (
         "use --tensor-parallel-size",
     ),
     Refusal(
-        "shared-prompts-sparse",
-        lambda c: c.is_sparse,
-        PROMPTS + "sparse attention ({model})",
-        "the keys of its indexer are not gathered from the other ranks",
-        "use --tensor-parallel-size",
+        "shared-prompts-choices",
+        lambda c: c.is_sparse and c.options.record is not None and c.options.record.choices,
+        '"npu_prep.record.choices" with --prefill-context-parallel-size',
+        "a rank's indexers choose for its own tokens, and a record is of all tokens",
+        "leave choices out",
     ),
     Refusal(
         "shared-prompts-decodes",
         lambda c: _parallel(c).decode_context_parallel_size > 1,
         PROMPTS + "--decode-context-parallel-size",
-        "vLLM has both together for sparse attention alone",
+        "vLLM has both together for sparse attention alone, of which CANN's operators return no "
+        "log-sum-exp, by which ranks would merge results",
         "use one of them",
+    ),
+    Refusal(
+        "shared-prompts-upstream",
+        lambda c: c.config.lora_config is not None or _sees_images(c),
+        PROMPTS + "LoRA or images",
+        "vLLM itself refuses them beside it",
+        WITHOUT,
     ),
     Refusal(
         "shared-prompts-speculation",
@@ -348,8 +361,8 @@ SHARED_PROMPTS = (
     Refusal(
         "shared-prompts-beside",
         lambda c: _has_untried_beside(c) or _parallel(c).use_ray,
-        PROMPTS + "pipeline stages, data parallelism, Ray, images, LoRA, int8 or prompt embeddings",
-        "it was tried with tensor parallelism, mp and text alone",
+        PROMPTS + "pipeline stages, data parallelism, Ray or prompt embeddings",
+        "it was tried with tensor parallelism, mp and token ids alone",
         WITHOUT,
     ),
 )
