@@ -27,12 +27,14 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_npu_prep.attention.layers import refuse_other_layers
 from vllm_npu_prep.attention.step_memory import step_bound
 from vllm_npu_prep.compat import eplb, kv_connector, v2
+from vllm_npu_prep.compat.kernels import exchange_shared_prompts_by
 from vllm_npu_prep.compat.models import look_at_models_before_weights, make_indexers_of
 from vllm_npu_prep.compat.multimodal import items_of
 from vllm_npu_prep.compat.torch import let_streams_do_nothing
 from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profiler_run
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
+from vllm_npu_prep.device.communicator import gather_shared_prompts, scatter_shared_prompts
 from vllm_npu_prep.device.failures import device_failure
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
@@ -120,6 +122,8 @@ class NPUWorker(Worker):
         options = parse_config(self.vllm_config.additional_config)
         register_overrides(options.triton_kernels, self.use_v2_model_runner)
         register_kernels()
+        if self.parallel_config.prefill_context_parallel_size > 1:
+            exchange_shared_prompts_by(gather_shared_prompts, scatter_shared_prompts)
         if self.parallel_config.enable_eplb:
             eplb.map_experts_by(map_to_physical_and_record)
             eplb.move_tensors_of(tensors_of_experts)

@@ -31,12 +31,17 @@ CASES: dict[str, dict[str, Any]] = {
     "latent": {**TWO, **CACHED, **IN_GRAPHS},
     "sparse": {**TWO, **CACHED, **IN_GRAPHS},
     "int8, experts": {**TWO, **CACHED},
+    "experts of one rank each": {
+        **{**TWO, **IN_GRAPHS, "tensor_parallel_size": 2},
+        "enable_expert_parallel": True,
+    },
 }
 DEEPSEEK = {"family": "DeepseekV3", "q_lora_rank": 20, **LATENT, **V3_EXPERTS}
 MODELS: dict[str, dict[str, Any]] = {
     "latent": DEEPSEEK,
     "sparse": {"family": "GlmMoeDsa", **GLM_DSA},
     "int8, experts": {"family": "Qwen3Moe", **MIXTURES["Qwen3Moe"]},
+    "experts of one rank each": DEEPSEEK,
 }
 
 ALIKE = ("positions", "slot_mapping", "seq_lens", "pcp_slot_mapping", "pcp_gathered_rows")

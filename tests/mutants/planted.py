@@ -30,9 +30,8 @@ STATES_OF_DRAFTS = (f"{ON_NPU}[Qwen3.5, MTP, preempted, V2]",)
 MERGED = ("tests/attention/test_context_parallel.py",)
 SHARDS = ("tests/prep/test_dcp.py",)
 PROMPTS = ("tests/prep/test_pcp.py",)
-PROMPT_TOKENS = (
-    "tests/engine/test_prompt_parallelism.py::test_tokens_are_those_of_transformers[eager]",
-)
+SHARED_PROMPTS = "tests/engine/test_prompt_parallelism.py::test_tokens_are_those_of_transformers"
+PROMPT_TOKENS = (f"{SHARED_PROMPTS}[eager]",)
 LATENT = ("tests/attention/test_latent.py", "tests/attention/test_mla.py")
 ROWS_ON_NPU = (
     "tests/npu/on_device/test_verify_device.py::test_rows_are_the_same_as_their_formulas",
@@ -302,6 +301,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("scores that are not numbers choose nothing", "scores.nan_to_num_(nan=0.0)", "pass", SPARSE),
     ],
     "attention/sparse.py": [
+        ("keys of indexers gathered in the order of other ranks", "gather_tokens((keys,)) if", "[gather_tokens((keys,))[0].roll(len(keys), 0)] if", (f"{SHARED_PROMPTS}[sparse]",)),
         ("decodes attend to what their prompts chose", "self.kernels.choose(*queries,", "if metadata.max_query_len > 1:\n            self.kernels.choose(*queries,", SPARSE_TOKENS),
         ("index keys go to the slots of other tokens", "self.kernels.write_keys(keys[:seen].contiguous(), plane, metadata)", "self.kernels.write_keys(keys[:seen].flip(0).contiguous(), plane, metadata)", SPARSE_TOKENS),
         ("index heads are rotated as a whole", '"rope_dim": self.rope_dim', '"rope_dim": self.head_dim', SPARSE_TOKENS),
@@ -435,6 +435,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("pinned memory counts as asked for, not as rounded", "    return 1 << (nbytes - 1).bit_length()\n", "    return nbytes\n", ("tests/startup/test_device_settings.py",)),
     ],
     "device/communicator.py": [
+        ("experts get tokens of ranks that share prompts in the order of other ranks", "return group.all_gather(hidden_states, dim=0), ", "return group.all_gather(hidden_states, dim=0).roll(len(hidden_states), 0), ", (f"{SHARED_PROMPTS}[int8, experts]",)),
         ("padding of other ranks reaches experts", "group.all_gatherv(mine.view(torch.uint8), dim=0", "group.all_gatherv(torch.zeros_like(mine, dtype=torch.uint8), dim=0", ("tests/ops/test_experts.py",)),
         ("MC2: a rank has the mask of another rank's tokens", "start = get_tensor_model_parallel_rank() * num_tokens", "start = 0 * num_tokens", MC2),
         ("MC2: padding goes to experts, and tokens don't", "active = context.is_padding.logical_not()", "active = context.is_padding", MC2),

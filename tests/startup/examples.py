@@ -782,9 +782,6 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "shared-prompts-speculation": (Example(f"{SHARED_PROMPTS} {NGRAM}"),),
     "shared-prompts-connector": (Example(f"{SHARED_PROMPTS} {STORED}"),),
     "shared-prompts-pooling": (Example(f"{SHARED_PROMPTS} --runner pooling"),),
-    "shared-prompts-experts": (
-        Example(f"{SHARED_PROMPTS} --enable-expert-parallel", model=EXPERTS),
-    ),
     "shared-prompts-beside": (Example(f"{SHARED_PROMPTS} --data-parallel-size 2", model=EXPERTS),),
     # states.py
     "states-release": (

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_npu_prep.compat.patches import instead_of
+
 
 def override_triton_kernels(overrides: dict[str, Callable[..., Any]]) -> None:
     """Register replacements of Triton kernels with vLLM's dispatcher, once for each process.
@@ -42,6 +44,34 @@ def register_ir_operators(
         operator = getattr(ir.ops, name)
         if provider not in operator.impls:
             operator.register_impl(provider, supports_args=takes)(implementation)
+
+
+def exchange_shared_prompts_by(
+    gather: Callable[..., tuple[Any, Any]], scatter: Callable[[Any], Any]
+) -> None:
+    """Let ranks that share prompts exchange the tokens of experts by two functions.
+
+    `gather` takes the tokens and router logits of a rank and returns those of all ranks, which are
+    what its experts get; `scatter` takes what they make of them. The engine has neither
+    data-parallel ranks nor tokens that tensor-parallel ones divide.
+    """
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    @instead_of(MoERunner, "_maybe_dispatch")
+    def dispatch(
+        upstream: Any, self: MoERunner, hidden_states: Any, router_logits: Any
+    ) -> tuple[Any, Any]:
+        if self.moe_config.pcp_size == 1:
+            dispatched: tuple[Any, Any] = upstream(self, hidden_states, router_logits)
+            return dispatched
+        return gather(hidden_states, router_logits)
+
+    @instead_of(MoERunner, "_maybe_combine")
+    def combine(upstream: Any, self: MoERunner, shared_output: Any, hidden_states: Any) -> Any:
+        if self.moe_config.pcp_size == 1:
+            return upstream(self, shared_output, hidden_states)
+        own = scatter(hidden_states)
+        return own if self.shared_experts is None else (shared_output, own)
 
 
 def use_lora_layers(layers: Mapping[type[Any], type[Any]]) -> None:

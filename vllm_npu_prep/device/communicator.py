@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
+from vllm.distributed.parallel_state import (
+    get_pcp_group,
+    get_tensor_model_parallel_rank,
+    get_world_group,
+)
 from vllm.forward_context import get_forward_context
 
 from vllm_npu_prep.device.mc2 import MC2, Mc2
@@ -139,15 +143,8 @@ class NPUCommunicator(DeviceCommunicatorBase):
 
         This rank passes `num_tokens` tokens to the experts.
         """
-        context = get_forward_context()
-        kept = context.additional_kwargs
-        if context.is_padding is None or PADDING_IS_GATHERED in kept:  # the same on all ranks
-            return
-        mine = _own_padding(context.is_padding, num_tokens, is_sequence_parallel)
         group, sizes = self._parts(num_tokens, is_sequence_parallel)
-        gathered = group.all_gatherv(mine.view(torch.uint8), dim=0, sizes=sizes)  # not of bool
-        context.is_padding = gathered.view(torch.bool)
-        kept[PADDING_IS_GATHERED] = True
+        _gather_padding(group, sizes, is_sequence_parallel)
 
     def combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.all2all_manager is not None
@@ -155,6 +152,41 @@ class NPUCommunicator(DeviceCommunicatorBase):
             group, sizes = self._parts(len(hidden_states), *args, **kwargs)
             return hidden_states[: sizes[group.rank_in_group]]
         return self.all2all_manager.combine(hidden_states, *args, **kwargs)
+
+
+def gather_shared_prompts(
+    hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+    router_logits: torch.Tensor,  # [num_tokens, num_experts]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather tokens and their router logits from the ranks that share prompts.
+
+    So does vLLM, unless experts belong to one rank each: it leaves them to kernels that gather
+    themselves. It leaves out the padding mask, which here becomes that of the result.
+    """
+    group: Any = get_pcp_group()
+    _gather_padding(group, [len(hidden_states)] * group.world_size)
+    return group.all_gather(hidden_states, dim=0), group.all_gather(router_logits, dim=0)
+
+
+def scatter_shared_prompts(hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the sum over ranks that share prompts, ``[num_tokens, hidden_size]`` of this rank.
+
+    `hidden_states` are what the experts of this rank add to the tokens of all of them.
+    """
+    scattered: torch.Tensor = get_pcp_group().reduce_scatter(hidden_states, dim=0)
+    return scattered
+
+
+def _gather_padding(group: Any, sizes: list[int], is_sequence_parallel: bool = False) -> None:
+    """Gather the padding masks of a group's ranks, which have so many tokens, once in a pass."""
+    context = get_forward_context()
+    kept = context.additional_kwargs
+    if context.is_padding is None or PADDING_IS_GATHERED in kept:  # the same on all ranks
+        return
+    mine = _own_padding(context.is_padding, sizes[group.rank_in_group], is_sequence_parallel)
+    gathered = group.all_gatherv(mine.view(torch.uint8), dim=0, sizes=sizes)  # not of bool
+    context.is_padding = gathered.view(torch.bool)
+    kept[PADDING_IS_GATHERED] = True
 
 
 def _own_padding(

@@ -128,9 +128,9 @@ def test_graphs_of_steps_without_adapters_have_no_launch_for_them(tmp_path, seed
     model, capture = make_model(tmp_path, FAMILY, **CONFIG), NPUModelRunnerV2._capture
     captured = {}
 
-    def counted_capture(runner, desc, mode):
+    def counted_capture(runner, desc, **settings):
         counted = ModuleCounts(runner.get_model(), [LAYER])
-        capture(runner, desc, mode)
+        capture(runner, desc, **settings)
         ((what, captured[asks, bool(desc.num_active_loras)]),) = counted.counts[LAYER].items()
         assert what == "launches"
 
@@ -156,7 +156,7 @@ def test_adapters_come_and_go_and_sleep(tmp_path, seed):
     names = {"stays": "a", "plain": "", "goes": "b", "comes": "c", "returns": "b"}
     prompts = dict(zip(names, prompts_of(seed, [30, 9, 17, 20, 5])))
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_sleep_mode": True}
-    lora |= {"lora_target_modules": ["experts"], **graphs("FULL_AND_PIECEWISE", 1, 4, 16)}
+    lora |= graphs("FULL_AND_PIECEWISE", 1, 4, 16)
     with engine_of("V2", case.model, **settings("float16"), **lora) as llm:
         requests = {each: case.request(names[each]) for each in names}
         said = come_and_go(llm, prompts, requests, seed)

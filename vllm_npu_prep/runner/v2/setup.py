@@ -91,7 +91,8 @@ class RunnerSetupV2(GPUModelRunner, CommonRunner):
         self.cache_memory = prep_device
         parallel = vllm_config.parallel_config
         self.dp_decisions = DPDecisions(parallel) if self.dp_size > 1 else None
-        self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(parallel.use_all2all))
+        sees_others = parallel.use_all2all or parallel.prefill_context_parallel_size > 1
+        self.inputs = StepInputs(self.max_num_reqs, device, always_masks=bool(sees_others))
         self.accepted = AcceptedTokens(self.max_num_reqs)
         self.padding = StepPadding(
             self._dispatch,

@@ -46,7 +46,7 @@ class StepInputs:
             kept = self._inputs[staged] = self._of_batch(now, in_flight, last), now
         batch = kept[0]
         has_mask = step.padding.mode is not GraphMode.NONE or self._always_masks
-        # Without a graph nothing is padded
+        # Without a graph nothing is padded, unless ranks share prompts
         batch.is_padding = staged.device.model_is_padding if has_mask else None  # type: ignore[assignment]
         batch.has_structured_output_reqs = structured
         return batch.of(step, staged.device) if isinstance(batch, VerifiedBatch) else batch

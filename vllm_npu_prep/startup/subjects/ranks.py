@@ -35,7 +35,7 @@ def _ray_compiles_graphs(asked: RequestedEngine) -> bool:
 def _sees_parts_of_contexts(asked: RequestedEngine) -> bool:
     text, kinds = asked.text, asked.layer_types
     return bool(
-        kinds - {"full_attention"}
+        (kinds - {"full_attention"} and not asked.is_sparse)  # GLM-5 has a name for its layers
         or asked.model.is_hybrid
         or asked.model.get_sliding_window()
         or getattr(text, "attention_chunk_size", None)
@@ -352,16 +352,9 @@ SHARED_PROMPTS = (
         WITHOUT,
     ),
     Refusal(
-        "shared-prompts-experts",
-        lambda c: _parallel(c).enable_expert_parallel,
-        PROMPTS + "--enable-expert-parallel",
-        "without data parallelism, vLLM exchanges the tokens of experts by kernels for CUDA alone",
-        "leave the flag out: the ranks share the weights of each expert",
-    ),
-    Refusal(
         "shared-prompts-beside",
-        lambda c: _has_untried_beside(c) or _parallel(c).use_ray,
-        PROMPTS + "pipeline stages, data parallelism, Ray or prompt embeddings",
+        lambda c: _has_untried_beside(c) or _parallel(c).use_ray or _parallel(c).enable_eplb,
+        PROMPTS + "pipeline stages, data parallelism, Ray, --enable-eplb or prompt embeddings",
         "it was tried with tensor parallelism, mp and token ids alone",
         WITHOUT,
     ),
