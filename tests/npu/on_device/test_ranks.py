@@ -325,7 +325,7 @@ def test_ranks_that_share_prompts_are_disturbed(folder):
     """Preemption, requests that are given up beside others, and both levels of sleep."""
     case = CASES["shared prompts"]
     model = make(folder, case.model)
-    few = {"block_size": 16, "num_gpu_blocks_override": 22, "enable_sleep_mode": True}
+    few = {"block_size": 16, "num_gpu_blocks_override": 17, "enable_sleep_mode": True}
     with asked_for(case.runner):
         talk = partial(disturbed, model=model)
         got = serve_on_ranks(model, settings_of(case, model) | few, talk, seconds=SECONDS)
