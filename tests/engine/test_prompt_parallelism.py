@@ -99,7 +99,8 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, case):
     assert got["tokens"] == [expected, expected]
     logits = torch.from_numpy(logits_by(judge)(prompts[3])).log_softmax(-1).numpy()
     of_prompt = [row[token] for row, token in zip(logits, prompts[3][1:])]
-    assert np.allclose(got["scores"], of_prompt, atol=2e-3)
+    # Inputs of int8 layers may come to lie a level higher or lower
+    assert np.allclose(got["scores"], of_prompt, atol=0.1 if "int8" in case else 2e-3)
     assert {fact["runner"] for fact in got["facts"]} == {"V2"}
     assert (got["preempted"] > 0) == (case == "eager")
     if "compilation_config" in settings:
