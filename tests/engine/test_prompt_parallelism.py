@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "graphs": {**TWO, **CACHED, **IN_GRAPHS},
     "four ranks": {**TWO, "prefill_context_parallel_size": 4},
     "tensor parallelism": {**TWO, **IN_GRAPHS, "tensor_parallel_size": 2},
+    "stages": {**TWO, **CACHED, **IN_GRAPHS, "pipeline_parallel_size": 2},
     "latent": {**TWO, **CACHED, **IN_GRAPHS},
     "sparse": {**TWO, **CACHED, **IN_GRAPHS},
     "int8, experts": {**TWO, **CACHED},
@@ -109,6 +110,7 @@ def test_tokens_are_those_of_transformers(tmp_path, seed, case):
         records = [read_record(each) for each in sorted(Path(told["folder"]).glob("*.npz"))]
         assert len(records) == 12
         own = rank // settings.get("tensor_parallel_size", 1)
+        own %= settings["prefill_context_parallel_size"]
         assert {each.settings.pcp.rank for each in records} == {own}
         differences = [(core_difference(each), oracle_difference(each)) for each in records]
         assert differences == [(None, None)] * 12

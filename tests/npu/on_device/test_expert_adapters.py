@@ -123,7 +123,7 @@ def test_steps_without_adapters_launch_nothing_for_them(tmp_path, seed):
     assert launches[True, True] == launches[False, False] + LAUNCHES[2] - 5
 
 
-def test_graphs_of_steps_without_adapters_have_no_launch_for_them(tmp_path, seed, monkeypatch):
+def test_graphs_without_adapters_launch_nothing_for_them(tmp_path, seed, monkeypatch):
     """Steps with and without adapters have a graph each, of which one has nothing of adapters."""
     model, capture = make_model(tmp_path, FAMILY, **CONFIG), NPUModelRunnerV2._capture
     captured = {}
@@ -136,8 +136,9 @@ def test_graphs_of_steps_without_adapters_have_no_launch_for_them(tmp_path, seed
 
     monkeypatch.setattr(NPUModelRunnerV2, "_capture", counted_capture)
     for asks in (False, True):
-        lora = {"enable_lora": asks, "max_loras": 2} | graphs("FULL_DECODE_ONLY", 4)
-        with engine_of("V2", model, **settings("bfloat16"), **lora):
+        lora = {"enable_lora": asks, "max_loras": 2, "lora_target_modules": ["experts"]}
+        in_graphs = graphs("FULL_DECODE_ONLY", 4)
+        with engine_of("V2", model, **settings("bfloat16"), **lora, **in_graphs):
             pass
     plain = captured[False, False]
     assert captured == {

@@ -313,7 +313,7 @@ async def disturbed(ranks: Ranks, model: Path) -> dict[str, Any]:
             await ranks.llm.wake_up(["kv_cache"])
         given_up = ranks.stream(inputs[1][::-1], 12)
         await anext(given_up)
-        running = asyncio.create_task(ranks.generate(inputs, 12))
+        running = asyncio.create_task(ranks.generate(inputs, 40))
         await anext(given_up)
         await given_up.aclose()
         rounds.append(await running)

@@ -521,7 +521,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
             "intermediate_tensors": None,
         }
         if self.intermediate_tensors is not None:  # of a stage that is not the first
-            num_tokens = in_flight.step.num_input_tokens
+            num_tokens = in_flight.step.num_rank_tokens
             inputs["input_ids"] = None
             inputs["intermediate_tensors"] = self.intermediate_tensors[:num_tokens]
         elif self.uses_inputs_embeds:

@@ -67,17 +67,9 @@ def _physical_experts(asked: RequestedEngine) -> int:
     return asked.model.get_num_experts() + _parallel(asked).eplb_config.num_redundant_experts
 
 
-def _sees_images(asked: RequestedEngine) -> bool:
-    return bool(asked.model.supports_multimodal_inputs or asked.model.uses_mrope)
-
-
-def _has_untried_beside(asked: RequestedEngine) -> bool:
-    parallel = _parallel(asked)
-    return bool(
-        parallel.pipeline_parallel_size > 1
-        or parallel.data_parallel_size > 1
-        or asked.model.enable_prompt_embeds
-    )
+def _has_adapters_or_images(asked: RequestedEngine) -> bool:
+    sees = asked.model.supports_multimodal_inputs or asked.model.uses_mrope
+    return sees or asked.config.lora_config is not None
 
 
 def _words_of_ranks(asked: RequestedEngine) -> dict[str, object]:
@@ -248,10 +240,9 @@ SHARED_CONTEXTS = (
     Refusal(
         "shared-contexts-beside",
         lambda c: (
-            _has_untried_beside(c)
-            or _sees_images(c)
-            or c.config.lora_config is not None
-            or c.model.quantization is not None
+            max(_parallel(c).pipeline_parallel_size, _parallel(c).data_parallel_size) > 1
+            or _has_adapters_or_images(c)
+            or (c.model.quantization is not None or c.model.enable_prompt_embeds)
         ),
         SHARED + "pipeline stages, data parallelism, images, LoRA or int8",
         "it was tried with tensor parallelism and text alone",
@@ -324,7 +315,7 @@ SHARED_PROMPTS = (
     ),
     Refusal(
         "shared-prompts-upstream",
-        lambda c: c.config.lora_config is not None or _sees_images(c),
+        _has_adapters_or_images,
         PROMPTS + "LoRA or images",
         "vLLM itself refuses them beside it",
         WITHOUT,
@@ -353,9 +344,12 @@ SHARED_PROMPTS = (
     ),
     Refusal(
         "shared-prompts-beside",
-        lambda c: _has_untried_beside(c) or _parallel(c).use_ray or _parallel(c).enable_eplb,
-        PROMPTS + "pipeline stages, data parallelism, Ray, --enable-eplb or prompt embeddings",
-        "it was tried with tensor parallelism, mp and token ids alone",
+        lambda c: (
+            (_parallel(c).data_parallel_size > 1 or _parallel(c).use_ray)
+            or (_parallel(c).enable_eplb or c.model.enable_prompt_embeds)
+        ),
+        PROMPTS + "data parallelism, Ray, --enable-eplb or prompt embeddings",
+        "it was tried with the ranks of one engine, mp and token ids alone",
         WITHOUT,
     ),
 )
