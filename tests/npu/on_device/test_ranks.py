@@ -99,6 +99,7 @@ CASES = {
     "shared contexts, latent": Case("DeepSeek V3", {TP: 2, SHARED: 2}, "eager", waits=True),
     "shared prompts": Case("Qwen3", {PCP: 2}, runner="V2", **HALF),
     "shared prompts, latent": Case("DeepSeek V3", {PCP: 2}, runner="V2"),
+    "shared prompts, experts": Case("Qwen3Moe", {PCP: 2}, runner="V2", **HALF, more=EXPERTS),
     "shared prompts, sparse": Case("DeepSeek V3.2", {PCP: 2}, runner="V2", **HALF),
     "shared prompts, int8": Case("Qwen3", {PCP: 2}, runner="V2", int8="compressed-tensors"),
 }
