@@ -53,7 +53,7 @@ def test_modules_with_outlying_tokens_keep_their_dtype(tmp_path, monkeypatch, fo
         assert all(f"{name}.weight_scale" not in dtypes for name in floats)
 
 
-def test_scales_of_four_bits_lose_less_of_outputs_where_inputs_are_known(seed):
+def test_scales_by_inputs_lose_less_of_outputs(seed):
     """A fifth less at least, where some inputs are larger than others."""
     draw = torch.Generator().manual_seed(seed)
     weight, x = (torch.randn(size, 128, generator=draw) for size in (48, 256))

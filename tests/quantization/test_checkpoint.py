@@ -463,7 +463,8 @@ def test_other_schemes_are_named(model, tmp_path, case):
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
 def test_some_int4_groups_with_int8_inputs_are_refused_on_npus(tmp_path, form):
-    model = make_model(tmp_path / "float", "Qwen3", hidden_size=256, intermediate_size=256)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = make_model(tmp_path / "float", "Qwen3", **sizes)
     for name, group, served in (("groups", 32, False), ("rows", 0, True), ("256", 256, True)):
         how = {**FORMS["rows"], "form": form, "group": group}
         QUANTIZE(model, tmp_path / name, **how)

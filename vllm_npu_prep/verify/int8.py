@@ -237,18 +237,6 @@ def _w4a8_experts_product(dtype: torch.dtype, groups: int, inputs: int) -> Probe
     return Probe(call, expected)
 
 
-def _packing(dtype: torch.dtype) -> Probe:
-    """Probe the operator that packs weights, whose words the plugin makes itself."""
-    levels = (_integers(128, 64, 14) % 16 - 8).to(torch.int32)
-    words = ((levels.long() & 15).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(2)
-    del dtype
-
-    def call(put: Put) -> Results:
-        return (operators().npu_convert_weight_to_int4pack(put(levels)),)
-
-    return Probe(call, lambda: (words.to(torch.int32),))
-
-
 def _experts_product(dtype: torch.dtype) -> Probe:
     """Probe the product of experts: groups of two rows, none and three, and a row of no expert."""
     sizes, here = (2, 0, 3), 5
@@ -403,9 +391,6 @@ OF_W4A8: Mapping[str, tuple[str, Callable[[torch.dtype], Probe]]] = {
 }
 """Operators of layers and of experts with int4 weights and int8 inputs."""
 
-PACKING = {"pack": ("npu_convert_weight_to_int4pack", _packing)}
-"""What packs weights; the plugin makes the same words itself."""
-
 
 def refuse_wrong(
     dtype: torch.dtype, put: Put, operators: Collection[str], w4a8: bool = False
@@ -444,7 +429,7 @@ def _rows() -> Iterator[Row]:
     for short, dtype in DTYPES.items():
         for name, (operator, probe_of) in {**OF_LINEAR_LAYERS, **OTHERS}.items():
             yield row_of_probe(f"int8-{name}-{short}", operator, probe_of, dtype)
-        for name, (operator, probe_of) in {**OF_INT4, **OF_W4A8, **PACKING}.items():
+        for name, (operator, probe_of) in {**OF_INT4, **OF_W4A8}.items():
             yield row_of_probe(f"int4-{name}-{short}", operator, probe_of, dtype)
         yield Row(
             f"int8-zeros-{short}",
