@@ -9,8 +9,8 @@ COMPRESSED_SIZE = 2048
 """Rows and columns of the constant mask of sparse modes 2, 3 and 4."""
 MASK_TILE = COMPRESSED_SIZE // 2
 """Size of a tile that a constant of this size can serve at any distance from the diagonal."""
-SCORES_AT_ONCE = 1 << 24
-"""How many scores are held at once at most, which bounds the memory of long prompts."""
+SCORES_AT_ONCE = 1 << 21
+"""About how many scores are computed at once: as many as caches of processors hold."""
 
 
 def attend(
@@ -52,26 +52,38 @@ def attend(
     if not num_columns or not num_rows:
         return output, lse
     group = num_heads // num_kv_heads
-    keys = key.float().permute(1, 2, 0)  # [Nkv, D, S]
-    values = value.float().transpose(0, 1)  # [Nkv, S, Dv]
-    step = max(1, SCORES_AT_ONCE // (num_heads * num_columns))
-    for start in range(0, num_rows, step):
-        rows = slice(start, min(start + step, num_rows))
-        part = query[rows].float()
-        # Query heads that share a K/V head become additional rows.
-        part = part.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = (part @ keys * scale).unflatten(1, (group, -1))  # [Nkv, group, rows, S]
-        if bias is not None:
-            scores = scores + bias[rows]
-        if masked is not None:
-            scores = scores.masked_fill(masked[rows], float("-inf"))
-        part_lse = scores.logsumexp(-1)
-        weights = (scores - part_lse.unsqueeze(-1)).exp()
-        part_output = weights.flatten(1, 2) @ values
-        output[rows] = part_output.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-        lse[rows] = part_lse.permute(2, 0, 1).flatten(1, 2)
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    keys = key.float().permute(1, 2, 0).contiguous()  # [Nkv, D, S]
+    values = value.float().transpose(0, 1).contiguous()  # [Nkv, S, Dv]
+    # Query heads that share a K/V head become additional rows
+    queries = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)  # [Nkv, group, Q, D]
+    outputs, sums = (each.unflatten(1, (num_kv_heads, group)) for each in (output, lse))
+    num_rows_at_once = min(num_rows, max(1, SCORES_AT_ONCE // (group * num_columns)))
+    num_heads_at_once = max(1, SCORES_AT_ONCE // (group * num_columns * num_rows_at_once))
+    for start in range(0, num_rows, num_rows_at_once):
+        rows = slice(start, start + num_rows_at_once)
+        columns = slice(None) if masked is None else _seen(masked[rows])
+        for first in range(0, num_kv_heads, num_heads_at_once):
+            heads = slice(first, first + num_heads_at_once)
+            part = queries[heads, :, rows].float().flatten(1, 2)
+            scores = (part @ keys[heads, :, columns]).mul_(scale).unflatten(1, (group, -1))
+            if bias is not None:
+                scores += bias[rows, columns]
+            if masked is not None:
+                scores.masked_fill_(masked[rows, columns], float("-inf"))
+            largest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(largest).exp_()  # [heads, group, rows, columns]
+            total = weights.sum(-1, keepdim=True)
+            result = (weights.flatten(1, 2) @ values[heads, columns]).unflatten(1, (group, -1))
+            outputs[rows, heads] = (result / total).permute(2, 0, 1, 3)
+            part_lse = (largest + total.log()).masked_fill(largest.isneginf(), float("inf"))
+            sums[rows, heads] = part_lse.squeeze(-1).permute(2, 0, 1)
     return output, faults.apply("lse", lse)
+
+
+def _seen(masked: torch.Tensor) -> slice:
+    """Return the columns from the first to the last one that any row sees; all if none does."""
+    columns = masked.logical_not().any(0).nonzero()
+    return slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(None)
 
 
 def extend(masked: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
