@@ -148,8 +148,11 @@ def be_a_rank_without_the_others() -> None:
     each rank. Shapes are those of the whole engine, which is what a recording of calls needs.
     """
     import torch
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+    from vllm.config import ParallelConfig
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    FakeProcessGroup.get_hccl_comm_name = lambda group, rank: NOBODY_ELSE
 
     @instead_of(torch.distributed, "init_process_group")
     def join(upstream: Any, *, rank: int, world_size: int, **others: Any) -> None:
@@ -162,3 +165,7 @@ def be_a_rank_without_the_others() -> None:
     @instead_of(MessageQueue, "create_from_process_group")
     def no_queue(upstream: Any, *args: Any, **kwargs: Any) -> None:
         """Have no queue, whose readers would be waited for."""
+
+    @instead_of(ParallelConfig, "stateless_init_dp_group")
+    def no_group(upstream: Any, *args: Any, **kwargs: Any) -> None:
+        """Have no group of engines, which would wait for each other before they end."""

@@ -16,8 +16,8 @@ from vllm_npu_prep.verify.calls.lists import names, path_of
 from vllm_npu_prep.wording import seconds
 
 ENGINE_OPTIONS = (
-    *("tensor_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "quantization", "speculative_config"),
+    *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "quantization", "speculative_config"),
 )
 """Options of the engine whose calls are recorded, as ``vllm.LLM`` names them."""
 
@@ -86,6 +86,13 @@ def add_parser(commands: Any) -> None:
         type=int,
         metavar="N",
         help="as of vllm serve: the calls of rank 0 of N, for which one device does",
+    )
+    model.add_argument(
+        "--data-parallel-size",
+        "--dp",
+        type=int,
+        metavar="N",
+        help="as of vllm serve: the calls of a rank whose N - 1 others have as many tokens",
     )
     model.add_argument(
         "--enable-expert-parallel", action="store_true", default=None, help="as of vllm serve"
@@ -226,6 +233,11 @@ def _check_model_options(args: argparse.Namespace) -> None:
                 f"--model {args.model} names a list that is recorded already: give a folder with a "
                 "config.json to record another one"
             )
+    if (args.data_parallel_size or 1) > 1 < (args.tensor_parallel_size or 1):
+        raise PrepError(
+            f"--dp {args.data_parallel_size} --tp {args.tensor_parallel_size}: calls are recorded "
+            "of data-parallel ranks of one device each; give one of both"
+        )
     if args.record and not args.record.absolute().parent.is_dir():
         raise PrepError(f"--record {args.record}: there is no folder {args.record.parent}")
     if args.table and not args.table.absolute().parent.is_dir():

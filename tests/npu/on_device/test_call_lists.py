@@ -20,6 +20,11 @@ CONFIG = {
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 16 << 20,
 }
+DATA_PARALLEL = {
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "additional_config": {"npu_prep": {"probe": False, "mc2": "on"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,18 @@ def test_floats_are_not_computed_while_calls_are_recorded():
     assert [call.name for call in recorder.calls] == ["add_.Tensor"] * 2
 
 
+def test_a_cache_is_not_written_while_calls_are_recorded():
+    """Caches of 64 layers would not fit a host's memory; tables of whole numbers begin with 0."""
+    from vllm_npu_prep.verify.calls.call_recorder import SMALL, CallRecorder
+
+    with CallRecorder(), api.count() as counts:
+        torch.zeros(SMALL + 1, dtype=torch.int8, device="npu")
+    assert counts.launches == 0
+    with CallRecorder(), api.count() as counts:
+        table = torch.zeros(SMALL + 1, dtype=torch.int32, device="npu")
+    assert counts.launches == 1 and not table.any()
+
+
 @pytest.mark.parametrize("wrong_in", ["a graph", "its second run"])
 def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
     """Its first result is right, and so is a call that no graph captures."""
@@ -100,9 +117,18 @@ def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
     assert write.captured and write.arguments["slot_mapping"]["values"] == [300, -1]
 
 
+def rows_routed(calls: list[Call]) -> set[int]:
+    """Numbers of tokens that routing sorts by expert."""
+    of_routing = [call for call in calls if call.name == "npu_moe_init_routing_v2"]
+    return {call.arguments["x"]["shape"][0] for call in of_routing}
+
+
 @pytest.mark.parametrize(
     "kind",
-    ["int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points", "experts"],
+    [
+        *("int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points"),
+        *("experts", "data-parallel ranks"),
+    ],
 )
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     """The first call of each operator, captured and not; those that size a workspace have none."""
@@ -110,6 +136,8 @@ def test_other_models_give_what_their_formulas_say(kind, tmp_path):
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}
+    elif kind == "data-parallel ranks":
+        model, others = models.folder_of("Qwen3MoeForCausalLM"), DATA_PARALLEL
     elif kind in ("int4, zero points", "experts"):
         name, form = "Qwen3ForCausalLM", "awq"
         if kind == "experts":
@@ -121,7 +149,11 @@ def test_other_models_give_what_their_formulas_say(kind, tmp_path):
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     settings = {"model": str(tmp_path), "dtype": "bfloat16", **CONFIG, **others}
     record_calls(settings, tmp_path / "calls.jsonl", tmp_path)
-    recorded = reversed(read_list(tmp_path / "calls.jsonl")[1])
+    recorded = read_list(tmp_path / "calls.jsonl")[1]
+    if kind == "data-parallel ranks":  # which exchange small steps and gather others
+        assert {2 * tokens for tokens in (129, 256)} <= rows_routed(recorded)
+        assert not [call for call in recorded if "moe_distribute" in call.operator]
+    recorded = reversed(recorded)
     calls = list({(call.operator, call.captured): call for call in recorded}.values())
     context = RowContext(make_device("npu"), tmp_path)
     outcomes = {row.name: run_row(row, context)[0] for row in rows_of(calls)}

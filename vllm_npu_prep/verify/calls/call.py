@@ -39,8 +39,12 @@ ALIGNED = 512
 NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_local_scalar_dense")
 """Beginnings of the names of operators that make room, or read a number, and compute nothing."""
 
-COLLECTIVES = ("c10d", "_c10d_functional")
-"""Namespaces of operators that need other ranks. Rows of their own try them."""
+MC2 = "npu::npu_moe_distribute_"
+"""Beginning of the names of the operators that bring tokens to experts of other ranks, and back."""
+
+COLLECTIVES = ("c10d::", "_c10d_functional::", MC2)
+"""Beginnings of the names of operators that need other ranks. Rows of their own (``hccl-`` and
+``mc2-``) try them."""
 
 OF_PYTHON = ("vllm", "vllm_ir", "_moe_C")
 """Namespaces of operators that are written in Python: the calls that these make are the ones that
@@ -144,8 +148,7 @@ def is_tried(operator: Any) -> bool:
     """Return whether calls of an operator are in lists: it computes, and needs no other rank."""
     infos = [result.alias_info for result in operator._schema.returns]
     is_view = any(info is not None and not info.is_write for info in infos)
-    is_alone = operator.namespace not in COLLECTIVES
-    return is_alone and not is_view and not operator._schema.name.startswith(NOTHING)
+    return not is_view and not operator._schema.name.startswith((*NOTHING, *COLLECTIVES))
 
 
 Note = Callable[[torch.Tensor, dict[str, Any]], object]

@@ -10,6 +10,7 @@ they say what a kernel meets. All tokens are 0.
 """
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm_npu_prep.compat.executor import be_a_rank_without_the_others
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls.call import OF_PYTHON, Call, is_tried, size_of, write_list
+from vllm_npu_prep.verify.calls.call import MC2, OF_PYTHON, Call, is_tried, size_of, write_list
 from vllm_npu_prep.verify.outcome import first_line_of
 
 RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
@@ -33,6 +34,9 @@ RANDOM = ("aten::uniform_", "aten::normal_", "aten::random_")
 SMALL = 1 << 22
 """Weights of up to so many elements are 1, and truths about them are found: the scales of int8
 weights, which are checked when they have been loaded."""
+
+META = torch.device("meta")
+"""Where vLLM keeps the layout of each weight, for a reload: a copy to it takes no memory."""
 
 ON_HOST = "get_max_workspace"
 """End of the names of operators that size a workspace on the host: they launch nothing."""
@@ -85,7 +89,11 @@ class CallRecorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_device = [tensor for tensor in tensors if tensor.device.type == "npu"]
         schema = func._schema
-        if not on_device or not is_tried(func):
+        if schema.name == "aten::zeros" and _is_a_cache(*args, **kwargs):
+            return torch.ops.aten.empty.memory_format(*args, **kwargs)  # which takes no memory
+        if on_device and schema.name.startswith(MC2):  # which would wait for the other ranks
+            return _not_computed(func, args, kwargs, on_device[0].device)
+        if not on_device or not is_tried(func) or kwargs.get("device") == META:
             return func(*args, **kwargs)
         if func.namespace in OF_PYTHON:
             with self:
@@ -118,6 +126,13 @@ class CallRecorder(TorchDispatchMode):
 
 def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.dtype is torch.int8
+
+
+def _is_a_cache(size: Any, *, dtype: Any = None, device: Any = None, **others: Any) -> bool:
+    """Return whether zeros are room for floats on the device, larger than any weight in `SMALL`."""
+    is_on_device = device is not None and torch.device(device).type == "npu"
+    holds_floats = dtype is torch.int8 or (dtype or torch.get_default_dtype()).is_floating_point
+    return is_on_device and holds_floats and math.prod(size) > SMALL
 
 
 def _not_computed(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -181,26 +196,32 @@ def _all_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     most = found["max_num_seqs"]
     sizes = sorted({*(size for size in CAPTURED if size < most), most})
     found["compilation_config"] = {**found["compilation_config"], "cudagraph_capture_sizes": sizes}
-    ranks = found.get("tensor_parallel_size", 1)
+    # LLM takes it in no other way
+    os.environ["VLLM_DP_SIZE"] = str(found.pop("data_parallel_size", 1))
     # Each rank is on a host of its own: this one needs one device
-    return {**found, "nnodes": ranks, "distributed_executor_backend": "uni"} if ranks > 1 else found
+    ranks = found.get("tensor_parallel_size", 1)
+    return {**found, "nnodes": ranks, "distributed_executor_backend": "uni"}
 
 
 def record(settings: Mapping[str, Any]) -> list[Call]:
     """Start an engine with settings of ``vllm.LLM``, let it take its steps, return its calls.
 
-    Mixed steps have decodes of requests that came before, and a prompt.
+    Mixed steps have decodes of requests that came before, and a prompt. Other data-parallel ranks
+    have as many tokens as this one. The last step is the dummy run of a rank without requests.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM, SamplingParams
+    from vllm.v1.worker.dp_utils import skip_dp_coordination
 
-    if settings.get("tensor_parallel_size", 1) > 1:
+    names = "tensor_parallel_size", "data_parallel_size"
+    if any(settings.get(name, 1) > 1 for name in names):
         be_a_rank_without_the_others()
+    settings = _all_settings(settings)
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    with CallRecorder() as recorder:
-        llm = LLM(**_all_settings(settings))
+    with CallRecorder() as recorder, skip_dp_coordination():
+        llm = LLM(**settings)
         config = llm.llm_engine.vllm_config
         scheduling, block_size = config.scheduler_config, config.cache_config.block_size
         for lengths in prompt_lengths(
@@ -219,6 +240,8 @@ def record(settings: Mapping[str, Any]) -> list[Call]:
             engine.step()
         while engine.has_unfinished_requests():
             engine.step()
+        if config.parallel_config.data_parallel_size > 1:
+            engine.engine_core.execute_dummy_batch()
     return recorder.calls
 
 

@@ -11,8 +11,13 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 
-SETTINGS: dict[str, Any] = {"max_model_len": 32768, "num_gpu_blocks_override": 640}
-"""Of each engine. There are blocks for 256 requests of a token, also where each has a state."""
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 32768,
+    "num_gpu_blocks_override": 640,
+    "max_num_batched_tokens": 8192,
+}
+"""Of each engine. There are blocks for 256 requests of a token, also where each has a state. vLLM
+would choose the tokens of a step by the device's memory."""
 
 
 def names() -> list[str]:
