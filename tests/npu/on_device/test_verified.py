@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ascend_emulator import api
-from ascend_emulator.operators import elementwise, rotary_cache
+from ascend_emulator import api, faults
+from ascend_emulator.operators import elementwise, int8_fused, rotary_cache
 from tests.helpers.engine import engine_config, generate, greedy, make_model
 from tests.helpers.fused import forget_layers
 from tests.helpers.prompts import prompts_of
+from tests.helpers.quantized import QUANTIZE, change_tensors
 from tests.helpers.v2 import engine_of
 from tests.npu import planted_kernels
 from tests.npu.planted_kernels import PLANTED, RIGHT_COLUMNS
@@ -21,6 +22,7 @@ from vllm_npu_prep.compat.operators import Overrides
 from vllm_npu_prep.compat.releases import installed
 from vllm_npu_prep.device import cann_version, make_device
 from vllm_npu_prep.errors import PrepError
+from vllm_npu_prep.quantization import int8 as int8_layers
 from vllm_npu_prep.verify import fused, int8
 from vllm_npu_prep.verify.calls.call import Call
 from vllm_npu_prep.verify.calls.forms import FORMS, form_of
@@ -136,8 +138,7 @@ def tokens_of(model, **options) -> list[list[int]]:
         return generate(llm, prompts_of(5, [5, 33]), greedy(5))
 
 
-@pytest.fixture(scope="module")
-def right(model) -> tuple[list[list[int]], list[Call]]:
+def tokens_and_calls(model) -> tuple[list[list[int]], list[Call]]:
     """Tokens of an engine on a device that makes no mistake, and the calls that it made."""
     from vllm_npu_prep.verify.calls.verified import VerifiedCalls  # it needs torch_npu
 
@@ -145,6 +146,23 @@ def right(model) -> tuple[list[list[int]], list[Call]]:
     with counting.counting():
         tokens = tokens_of(model)
     return tokens, [*counting.counted.values()]
+
+
+@pytest.fixture(scope="module")
+def right(model) -> tuple[list[list[int]], list[Call]]:
+    return tokens_and_calls(model)
+
+
+def tried(calls: list[Call], folder: Path) -> list[tuple[str, Result]]:
+    """What the rows of calls find, by the calls' keys."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    results, context = [], RowContext(make_device("npu"), folder)
+    for row in rows_of(calls):
+        form = asdict(row.first(context))
+        outcome, _ = run_row(row, context)
+        results.append((row.key, Result(row.name, row.what, **outcome, seconds=1, **form)))
+    return results
 
 
 @pytest.fixture
@@ -170,16 +188,9 @@ def write_table(path: Path, model: Path, results: list[tuple[str, Result]]) -> N
 
 def test_an_engine_serves_right_tokens_by_its_table(model, right, planted, tmp_path, monkeypatch):
     """Beside kernels that are wrong in graphs, wrong for wide rows, slow, or end the process."""
-    from vllm_npu_prep.verify.calls.call_rows import rows_of
-
     tokens, made = right
     calls = [call for call in made if call.operator in WRONG]
-    context = RowContext(make_device("npu"), tmp_path)
-    results = []
-    for row in rows_of(calls):
-        form = asdict(row.first(context))
-        outcome, _ = run_row(row, context)
-        results.append((row.key, Result(row.name, row.what, **outcome, seconds=1, **form)))
+    results = tried(calls, tmp_path)
     for (_, result), call in zip(results, calls):
         sizes = [each["shape"][-1] for each in call.arguments.values() if isinstance(each, dict)]
         wanted = {
@@ -201,6 +212,33 @@ def test_an_engine_serves_right_tokens_by_its_table(model, right, planted, tmp_p
     ]
     write_table(tmp_path / "table.jsonl", model, results)
     assert tokens_of(model, verified=str(tmp_path / "table.jsonl")) == tokens
+
+
+def widen_last_part(tensors: dict[str, torch.Tensor]) -> None:
+    """Let a row's largest numbers come after those that the kernel takes first."""
+    for name in tensors:
+        if name.endswith("up_proj.weight"):
+            tensors[name][int8_fused.PART :] *= 30
+
+
+def test_an_engine_serves_right_tokens_beside_a_stale_scale(tmp_path, monkeypatch):
+    """Layers don't take the operator for rows above 7,840 columns; here they would."""
+    monkeypatch.setattr(int8_layers, "MOST_COLUMNS_OF_SWIGLU", 1 << 20)
+    make_model(tmp_path / "float", intermediate_size=int8_fused.PART + 512)
+    change_tensors(tmp_path / "float", widen_last_part)
+    QUANTIZE(tmp_path / "float", tmp_path / "int8", "compressed-tensors")
+    tokens, made = tokens_and_calls(tmp_path / "int8")
+    wide = [call for call in made if call.operator == int8_fused.DEQUANT_SWIGLU_QUANT]
+    with monkeypatch.context() as patch:
+        patch.setenv(faults.FAULTS_VARIABLE, "early-maximum")
+        faults._of_process.cache_clear()
+        assert tokens_of(tmp_path / "int8") != tokens
+        results = tried(wide, tmp_path)
+        assert {result.verdict for _, result in results} == {"DIFFERS"}
+        write_table(tmp_path / "table.jsonl", tmp_path / "int8", results)
+        served = tokens_of(tmp_path / "int8", verified=str(tmp_path / "table.jsonl"))
+    faults._of_process.cache_clear()
+    assert served == tokens
 
 
 def test_a_wrong_call_without_another_form_is_refused(model, tmp_path):
