@@ -16,7 +16,11 @@ CALLS = ("tests/verify/test_calls.py",)
 MC2 = ("tests/device/test_mc2.py",)
 MC2_LAYER = ("tests/npu/on_device/test_mc2.py::test_a_layer_takes_fewer_launches_and_bytes[4]",)
 CALLS_ON_NPU = ("tests/npu/on_device/test_call_lists.py",)
+DATA_PARALLEL_CALLS = (
+    f"{CALLS_ON_NPU[0]}::test_other_models_give_what_their_formulas_say[data-parallel ranks]",
+)
 TABLE = ("tests/verify/test_table.py",)
+TABLE_ON_NPU = "tests/npu/on_device/test_verified.py"
 DRAFTING = ("tests/ops/test_drafting.py",)
 STATES = ("tests/prep/test_recurrent_states.py",)
 STATES_ON_NPU = (
@@ -1308,6 +1312,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/calls/call_recorder.py": [
         ("blocks and slots of captured calls are not kept", "                self._noted.append((tensor, found))", "                pass", CALLS_ON_NPU),
         ("floats are computed while calls are recorded", "or not any(map(_is_float, on_device))", "or True", CALLS_ON_NPU),
+        ("caches are written while calls are recorded", 'schema.name == "aten::zeros" and ', "False and ", (f"{CALLS_ON_NPU[0]}::test_a_cache_is_not_written_while_calls_are_recorded",)),
+        ("a recording waits for the ranks that tokens are sent to", "if on_device and schema.name.startswith(MC2):", "if False:", DATA_PARALLEL_CALLS),
+        ("the other data-parallel ranks of a recording have no tokens", "as recorder, skip_dp_coordination():", "as recorder:", DATA_PARALLEL_CALLS),
     ],
     "verify/calls/call_rows.py": [
         ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
@@ -1332,6 +1339,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "verify/calls/fitting.py": [
         ("drawn slots have no padding", "slots.masked_fill_(torch.arange(len(slots)) % GAP == GAP - 1, -1)", "pass", CALLS),
+        ("the largest number of a wide row is in any part", "column]] = LARGEST", "column]] *= 1", (f"{TABLE_ON_NPU}::test_an_engine_serves_right_tokens_beside_a_stale_scale",)),
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],
     "verify/calls/start_up.py": [
