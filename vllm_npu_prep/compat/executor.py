@@ -152,7 +152,8 @@ def be_a_rank_without_the_others() -> None:
     from vllm.config import ParallelConfig
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    FakeProcessGroup.get_hccl_comm_name = lambda group, rank: NOBODY_ELSE
+    stand_in: Any = FakeProcessGroup
+    stand_in.get_hccl_comm_name = lambda group, rank: NOBODY_ELSE
 
     @instead_of(torch.distributed, "init_process_group")
     def join(upstream: Any, *, rank: int, world_size: int, **others: Any) -> None:
