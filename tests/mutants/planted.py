@@ -56,8 +56,9 @@ MOONCAKE = (
     "tests/engine/test_mooncake.py::test_prompts_are_decoded_from_what_was_computed_elsewhere",
 )
 REGIONS = ("tests/attention/test_mooncake.py",)
-STALLED = (
-    "tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[recompute-to",
+STALLED = tuple(
+    f"tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[{case}]"
+    for case in ("recompute-to its request", "recompute-to others")
 )
 OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = (
