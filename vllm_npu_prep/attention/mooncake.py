@@ -88,7 +88,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
 
     def build_connector_worker_meta(self) -> "KeptBlocks | None":
         """Return what has changed of the blocks that the rank keeps from others."""
-        assert self.connector_worker is not None
+        assert isinstance(self.connector_worker, PlaneWorker)
         return self.connector_worker.changes_of_kept()
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -267,7 +267,8 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
         that the rank has already served, gives blocks to others though the rank may write to them,
         and waits for ever if the rank forgot a request, which it does after a timeout.
         """
-        unanswered, kept = Unanswered(pull_metas), list[int]()
+        unanswered = Unanswered(pull_metas)
+        kept: list[int] = []
         pull = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, unanswered))
         reason = f"{worker_addr} had given it up"
         seconds = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + SECONDS_AFTER_TIMEOUT
