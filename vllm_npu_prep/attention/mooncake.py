@@ -75,6 +75,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         given = vllm_config, self.engine_id, kv_cache_config
         is_worker = role is KVConnectorRole.WORKER
+        self._num_kept = 0  # blocks that ranks keep from others
         self.connector_scheduler = None if is_worker else PlaneScheduler(*given)
         self.connector_worker = PlaneWorker(*given) if is_worker else None
 
@@ -100,6 +101,11 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
         if isinstance(changes, KeptBlocks):
             self._pool.touch([self._pool.blocks[block] for block in changes.kept])
             self._pool.free_blocks([self._pool.blocks[block] for block in changes.released])
+            self._num_kept += len(changes.kept) - len(changes.released)
+
+    def has_pending_push_work(self) -> bool:
+        """Tell whether ranks have to be asked on, though no request is there: for blocks kept."""
+        return self._num_kept > 0
 
 
 @dataclass
