@@ -247,7 +247,8 @@ def test_blocks_of_a_stalled_transfer_are_nobody_elses(
         ((sent, asked),) = transfers(prompts[:1])
         salted: Any = {"prompt_token_ids": prompts[0], "cache_salt": "sent"}
         llm.generate([salted], asking([sent], 1), use_tqdm=False)
-        cached = 40
+        cached, blocks = 40, -(-len(prompts[0]) // BLOCK_SIZE)
+        held = 2 * blocks - cached // BLOCK_SIZE  # those that are sent, and those that are kept
         generate(llm, [prompts[0][:cached]], greedy(1))
         with monkeypatch.context() as during:
             during.setattr(
@@ -258,10 +259,9 @@ def test_blocks_of_a_stalled_transfer_are_nobody_elses(
             engine.add_request("asked", {"prompt_token_ids": prompts[0]}, params)
             if late == "to its request":
                 wait_until(lambda: step() or len(done.get("asked", ())) >= 3)
+                assert free - pool.get_num_free_blocks() >= held + blocks  # new ones
             else:
                 wait_until(step)
-                blocks = -(-len(prompts[0]) // BLOCK_SIZE)  # sent, and kept but for those cached
-                held = 2 * blocks - cached // BLOCK_SIZE
                 assert free - pool.get_num_free_blocks() == held
                 for number, prompt in enumerate(prompts):
                     given: Any = {"prompt_token_ids": prompt, "cache_salt": "others"}

@@ -18,7 +18,6 @@ from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.prefill_decode import Pair
 from tests.helpers.prompts import prompts_of
 from tests.helpers.ranks import PRELOADED
-from tests.server.process import free_port
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -36,7 +35,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def pair() -> Iterator[Pair]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    made = Pair(context, free_port(), ({}, {}))
+    made = Pair(context, ({}, {}))
     yield made
     made.end()
 

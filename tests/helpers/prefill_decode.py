@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.server.process import free_port
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
 """Time that a side gets to start an engine or to answer, on a machine that has other work."""
@@ -53,12 +55,12 @@ class Side:
         self.process.start()
         theirs.close()
 
-    def begin(self, runner: str, model: Path, policy: str = "fail", **settings: Any) -> None:
+    def begin(self, runner: str, model: Path, port: int, **settings: Any) -> None:
         """Start an engine; `answer` is there once it has started."""
         transfer = {"kv_connector": "MooncakeConnector", "kv_role": self.role}
-        transfer |= {"engine_id": self.engine_id, "kv_load_failure_policy": policy}
+        transfer |= {"engine_id": self.engine_id}
         transfer["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
-        self._connection.send((runner, model, {"kv_transfer_config": transfer, **settings}))
+        self._connection.send((runner, model, port, {"kv_transfer_config": transfer, **settings}))
 
     def ask(self, what: str, *given: Any) -> Any:
         """Ask, and wait for the answer."""
@@ -80,12 +82,8 @@ class Side:
 class Pair:
     """A producer and a consumer."""
 
-    def __init__(self, context: Any, bootstrap: int, of_side: tuple[dict, dict]) -> None:
-        shared = variables_of_mooncake() | {
-            "VLLM_HOST_IP": HOST,
-            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap),
-        }
-        self.address = f"http://{HOST}:{bootstrap}"
+    def __init__(self, context: Any, of_side: tuple[dict[str, str], dict[str, str]]) -> None:
+        shared = variables_of_mooncake() | {"VLLM_HOST_IP": HOST}
         self.producer, self.consumer = (
             Side(context, role, shared | own) for role, own in zip(ROLES, of_side)
         )
@@ -96,8 +94,10 @@ class Pair:
         self, runner: str, model: Path, *own: dict[str, Any], **settings: Any
     ) -> Iterator[list[int]]:
         """Two engines of one model, and the blocks that each has; `own` are settings of a side."""
+        port = free_port()  # of each engine its own: an engine of a process keeps it to the end
+        self.address = f"http://{HOST}:{port}"
         for side, more in zip(self.sides, own or ({}, {}), strict=True):
-            side.begin(runner, model, **{**settings, **more})
+            side.begin(runner, model, port, **{**settings, **more})
         for side in self.sides:
             side.answer()
         yield [side.ask("free") for side in self.sides]
@@ -135,7 +135,8 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
         if os.environ["NPU_PREP_DEVICE"] == "npu":
             move_emulated_memory()
         while True:
-            runner, model, settings = connection.recv()
+            runner, model, port, settings = connection.recv()
+            os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
             with engine_of(runner, model, **settings) as llm:
                 connection.send(None)
                 _answer(connection, llm)

@@ -59,8 +59,9 @@ MOONCAKE = (
     "tests/engine/test_mooncake.py::test_prompts_are_decoded_from_what_was_computed_elsewhere",
 )
 REGIONS = ("tests/attention/test_mooncake.py",)
-STALLED = (
-    "tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[recompute-to",
+STALLED = tuple(
+    f"tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[{case}]"
+    for case in ("recompute-to its request", "recompute-to others")
 )
 OFFLOADING = ("tests/engine/test_offloading.py",)
 OFFLOADING_ON_NPU = (
@@ -566,6 +567,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an engine that has ended keeps the files of its metrics open", "            file.close()\n        self._files = {}", "            pass", ("tests/inspect/test_metrics.py",)),
     ],
     "observe/recorder.py": [
+        ("two engines name a request in two ways", "transfer = self._transfers.get(req_id)", "transfer = None", ("tests/inspect/test_run_page.py::test_two_engines_are_on_one_page",)),
         ("samples that come after their step was written are lost", "            if number <= self._last_written:\n                self._write_sampled(", "            if number <= self._last_written:\n                str(", RECORDS),
         ("records name the requests of the first step", "if req_ids != self._req_ids:", "if not self._req_ids:", (*RECORDS, "tests/engine/test_record.py")),
         ("a record has the waits of all steps before it", "            self._waits = waits\n", "", RUN_PAGES),

@@ -9,6 +9,6 @@ KEPT = [int(line) for line in SEEDS.read_text().split()]
 
 @pytest.mark.parametrize("seed", [1, *KEPT])
 def test_no_fault_of_a_transfer_costs_a_token_or_a_block(seed):
-    _, count = play(seed, 300)
+    _, count = play(seed, 100)
     faults = [number for name, number in count.items() if name.startswith("transfers, ")]
-    assert sum(faults) > 5 and count["answers, length"] > 5
+    assert sum(faults) > 3 and count["answers, length"] > 3

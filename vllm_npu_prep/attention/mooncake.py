@@ -75,6 +75,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         given = vllm_config, self.engine_id, kv_cache_config
         is_worker = role is KVConnectorRole.WORKER
+        self._num_kept = 0  # blocks that ranks keep from others
         self.connector_scheduler = None if is_worker else PlaneScheduler(*given)
         self.connector_worker = PlaneWorker(*given) if is_worker else None
 
@@ -88,7 +89,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
 
     def build_connector_worker_meta(self) -> "KeptBlocks | None":
         """Return what has changed of the blocks that the rank keeps from others."""
-        assert self.connector_worker is not None
+        assert isinstance(self.connector_worker, PlaneWorker)
         return self.connector_worker.changes_of_kept()
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -100,6 +101,11 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
         if isinstance(changes, KeptBlocks):
             self._pool.touch([self._pool.blocks[block] for block in changes.kept])
             self._pool.free_blocks([self._pool.blocks[block] for block in changes.released])
+            self._num_kept += len(changes.kept) - len(changes.released)
+
+    def has_pending_push_work(self) -> bool:
+        """Tell whether ranks have to be asked on, though no request is there: for blocks kept."""
+        return self._num_kept > 0
 
 
 @dataclass
@@ -267,7 +273,8 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
         that the rank has already served, gives blocks to others though the rank may write to them,
         and waits for ever if the rank forgot a request, which it does after a timeout.
         """
-        unanswered, kept = Unanswered(pull_metas), list[int]()
+        unanswered = Unanswered(pull_metas)
+        kept: list[int] = []
         pull = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, unanswered))
         reason = f"{worker_addr} had given it up"
         seconds = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + SECONDS_AFTER_TIMEOUT

@@ -10,7 +10,6 @@ from tests.helpers.engine import make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.prefill_decode import Pair
 from tests.helpers.prompts import prompts_of
-from tests.server.process import free_port
 
 LENGTHS = [90, 33, 3, 71, 64, 1]
 MAX_TOKENS = 8
@@ -29,7 +28,7 @@ CASES = {
 def pair() -> Iterator[Pair]:
     """Two processes, each with a card of its own."""
     cards = tuple({"ASCEND_RT_VISIBLE_DEVICES": str(card)} for card in range(2))
-    made = Pair(multiprocessing.get_context("spawn"), free_port(), cards)
+    made = Pair(multiprocessing.get_context("spawn"), cards)
     yield made
     made.end()
 
