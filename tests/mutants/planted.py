@@ -312,7 +312,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "attention/sparse.py": [
         ("keys of indexers gathered in the order of other ranks", "gather_tokens((keys,)) if", "[gather_tokens((keys,))[0].roll(len(keys), 0)] if", (f"{SHARED_PROMPTS}[sparse]",)),
         ("decodes attend to what their prompts chose", "self.kernels.choose(*queries,", "if metadata.max_query_len > 1:\n            self.kernels.choose(*queries,", SPARSE_TOKENS),
-        ("index keys go to the slots of other tokens", "self.kernels.write_keys(keys[:seen].contiguous(), plane, metadata)", "self.kernels.write_keys(keys[:seen].flip(0).contiguous(), plane, metadata)", SPARSE_TOKENS),
+        ("index keys go to the slots of other tokens", "self.kernels.write_keys(keys, plane, metadata)", "self.kernels.write_keys(keys.flip(0).contiguous(), plane, metadata)", SPARSE_TOKENS),
         ("index heads are rotated as a whole", '"rope_dim": self.rope_dim', '"rope_dim": self.head_dim', SPARSE_TOKENS),
         ("keys of indexers are not stored", "@maybe_transfer_kv_layer\n", "", ("tests/engine/test_kv_transfer.py::test_keys_of_indexers_are_stored_and_loaded[V2]",)),
     ],
@@ -545,7 +545,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a fault in a dummy run on V2 is a traceback until a request came", "runner.input_batch.req_ids if step.num_reqs else []", "runner.input_batch.req_ids", MESSAGES),
     ],
     "observe/choices.py": [
-        ("a choice that cannot be right is not named", "wrong_choice(of_tokens, step.positions) if self.check else None", "None", (f"{SPARSE_ENGINE}the_full_check_names_a_choice_that_cannot_be_right",)),
+        ("a choice that cannot be right is not named", "wrong_choice(of_tokens, positions) if self.check else None", "None", (f"{SPARSE_ENGINE}the_full_check_names_a_choice_that_cannot_be_right",)),
         ("choices of one layer are recorded for all", "self._seen[layer] = of_tokens.copy()", "self._seen[layer] = self._seen.get(self.layers[0], of_tokens.copy())", CHOICES),
     ],
     "observe/ledger.py": [
