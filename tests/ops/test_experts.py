@@ -119,7 +119,7 @@ def test_padding_of_other_ranks_is_gathered_once():
         asked.append((mine.tolist(), dim, sizes))
         return torch.cat([mine, torch.tensor([1, 0], dtype=mine.dtype)])
 
-    group = SimpleNamespace(all_gatherv=gather)
+    group = SimpleNamespace(all_gatherv=gather, rank_in_group=0)
     communicator = object.__new__(NPUCommunicator)
     communicator.all2all_manager = SimpleNamespace(
         _get_comm_group=lambda is_sequence_parallel: group,
