@@ -200,7 +200,9 @@ class CheckedLinearMethod(CompressedTensorsLinearMethod):
         if hasattr(layer, "weight_shape"):
             # Each part of a layer loads it again: a reload would count it for what is missing.
             ignored = config.before_loading(load_nothing)
-            layer.weight_shape = BasevLLMParameter(data=torch.empty(0), weight_loader=ignored)
+            layer.weight_shape = BasevLLMParameter(
+                data=torch.empty(0, dtype=torch.int64), weight_loader=ignored
+            )
         for name in ("weight_scale", "input_scale"):
             if (scale := getattr(layer, name, None)) is not None:
                 scale.data.fill_(torch.nan if isinstance(scheme, INT4) else 0)

@@ -352,7 +352,7 @@ class CompressedInt4(WordsOfExperts):
         if not self.is_packed:
             return {**super().parameters(experts, outputs, inputs), **made}
         words = torch.empty(experts, outputs, inputs // PACKED, dtype=torch.int32)
-        made |= {"weight_packed": words, "weight_shape": torch.empty(0)}
+        made |= {"weight_packed": words, "weight_shape": torch.empty(0, dtype=torch.int64)}
         if self.has_zeros:
             zeros = torch.empty(experts, outputs // PACKED, groups, dtype=torch.int32)
             made["weight_zero_point"] = zeros
