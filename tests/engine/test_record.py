@@ -170,7 +170,7 @@ def test_a_step_that_breaks_a_rule_is_the_last_of_the_record(qwen3, tmp_path, ru
         ):
             generate(llm, prompts_of(SEED, [7, 12, 3]), greedy(24))
         last = runner_of(llm).recorder.steps - 1
-    assert one_line.left() == str(raised.value)  # for the last line of a server
+        assert one_line.left() == str(raised.value)  # for the last line of a server
     *before, record = records_in(tmp_path)
     assert record.number == last and len(before) == 7
     check(before)
