@@ -406,7 +406,6 @@ LONG = {
     "prep/oracle.py": "every array of a step in plain loops, a function for each kind of layer",
     "inspect/explain.py": "every table of a step that explain prints, a function each",
     "platform.py": "every question of vLLM about a device, a few lines each",
-    "quantization/experts.py": "every form of quantised experts, from files to products",
     "records/scenario.py": "every field of a scenario file, and the rules for them",
     "runner/v1/runner.py": "every override of upstream's runner in a step, a few lines each",
     "worker.py": "every override of upstream's worker, from its start to its sleep",

@@ -826,6 +826,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "quantization/experts.py": [
         ("int8: experts take each other's scales", "w13_scale[expert])(rows)", "w13_scale[expert - 1])(rows)", INT8),
+    ],
+    "quantization/expert_forms.py": [
         ("int4: groups of experts have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 2)", W4A8_TOKENS),
         ("int4: experts have each other's scales", "scale[expert], zero", "scale[expert - 1], zero", W4A16_TOKENS),
         ("int4: NPUs move zero points of experts the other way", "(SYMMETRIC_ZERO - zero)", "(zero - SYMMETRIC_ZERO)", PACKED_EXPERTS),

@@ -28,7 +28,8 @@ from vllm_npu_prep.quantization.checkpoint import (
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import Int4Experts, WordsOfMatrices
+from vllm_npu_prep.quantization.expert_forms import WordsOfMatrices
+from vllm_npu_prep.quantization.experts import Int4Experts
 from vllm_npu_prep.quantization.formats import (
     AWQ,
     EXPERTS_OPERATOR,

@@ -41,12 +41,8 @@ from vllm_npu_prep.quantization.checkpoint import (
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import (
-    CompressedInt4,
-    Int4Experts,
-    Int8Experts,
-    Int8Form,
-)
+from vllm_npu_prep.quantization.expert_forms import CompressedInt4, Int8Form
+from vllm_npu_prep.quantization.experts import Int4Experts, Int8Experts
 from vllm_npu_prep.quantization.formats import EXPERTS_OPERATOR, LAYERS_OPERATOR
 from vllm_npu_prep.quantization.int4 import (
     Int4LinearKernel,

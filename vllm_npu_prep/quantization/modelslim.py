@@ -53,7 +53,8 @@ from vllm_npu_prep.quantization.checkpoint import (
     read_headers,
     served_name,
 )
-from vllm_npu_prep.quantization.experts import Int8Experts, Int8Form, ModelSlimInt4
+from vllm_npu_prep.quantization.expert_forms import Int8Form, ModelSlimInt4
+from vllm_npu_prep.quantization.experts import Int8Experts
 from vllm_npu_prep.quantization.formats import MODELSLIM, int4_form, read_description
 from vllm_npu_prep.quantization.int4 import (
     add_levels,
