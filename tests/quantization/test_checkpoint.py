@@ -4,13 +4,16 @@ import contextlib
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import safetensors
 import torch
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
 
+from examples.four_bits import config_of
 from examples.quantize import compressed_tensors_config, end_of, quantize_weight
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.engine import engine, engine_config, make_model
@@ -20,6 +23,7 @@ from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.quantization.checkpoint import (
     DESCRIPTION,
     Entry,
+    check_awq_gptq,
     check_compressed,
     float_modules_that_draft,
     read_headers,
@@ -362,6 +366,27 @@ def test_a_truncated_file(model, tmp_path):
     (path,) = (tmp_path / "int8").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:100])
     check_refused(tmp_path / "int8", (path.name, "no safetensors file"))
+
+
+@pytest.mark.parametrize("form", ["int4", "gptq"])
+def test_a_file_is_opened_once_for_all_its_small_tensors(model, tmp_path, monkeypatch, form):
+    """A mixture of experts has tens of thousands, and each opening reads all names of a file."""
+    QUANTIZE(model, tmp_path / "int4", **FORMS[form])
+    headers, opened = read_headers(tmp_path / "int4"), []
+    right = safetensors.safe_open
+
+    def counted(path, *args):
+        opened.append(path)
+        return right(path, *args)
+
+    monkeypatch.setattr(safetensors, "safe_open", counted)
+    if form == "gptq":
+        check_awq_gptq(tmp_path / "int4", headers, "auto_gptq", 32, 2)
+    else:
+        (group,) = config_of("", "W4A16_ASYM", 32, {})["config_groups"].values()
+        scheme = SimpleNamespace(**group["weights"])
+        check_compressed(tmp_path / "int4", headers, ["lm_head"], 2, schemes=[scheme])
+    assert len(opened) == 1
 
 
 def test_modules_are_left_out_by_name_and_pattern(model, tmp_path):

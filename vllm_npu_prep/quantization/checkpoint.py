@@ -1,13 +1,15 @@
 """What a checkpoint's files hold, checked before any weight is loaded.
 
-Only the headers of safetensors files are read: names, dtypes and shapes. A model whose files aren't
-on this host yet is checked by the loader alone.
+Of safetensors files, headers are read (names, dtypes and shapes), and small tensors of four-bit
+weights. A model whose files aren't on this host yet is checked by the loader alone.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from vllm_npu_prep.errors import PrepError
 
@@ -90,14 +92,27 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def _values_of(folder: Path, name: str, headers: Headers) -> list[int]:
-    """Read a small tensor; it is empty if no file has it."""
+Read = Callable[[str], "np.ndarray | None"]
+
+
+def _reader_of(folder: Path, headers: Headers) -> Read:
+    """Return what reads a small tensor of whole numbers by its name; None if no file has it.
+
+    Each file is opened once: a mixture of experts has tens of thousands of such tensors.
+    """
     from safetensors import safe_open
 
-    if name not in headers:
-        return []
-    with safe_open(folder / headers[name].file, "pt") as file:
-        return file.get_tensor(name).tolist()
+    opened: dict[str, Any] = {}
+
+    def read(name: str) -> np.ndarray | None:
+        if name not in headers:
+            return None
+        file = headers[name].file
+        if file not in opened:
+            opened[file] = safe_open(folder / file, "np")
+        return opened[file].get_tensor(name)
+
+    return read
 
 
 def modules_of(description: Mapping[str, Any]) -> dict[str, str]:
@@ -203,12 +218,13 @@ def check_compressed(
     names = {module.rpartition(".")[2] for module in modules}
     int4 = [each for each in schemes if each and each.num_bits == 4]
     forms = {(each.group_size or -1, bool(each.symmetric)) for each in int4}
+    read = _reader_of(folder, headers)
     for module, weight in modules.items():
         path = folder / headers[weight].file
         _refuse_layers_beyond(module, num_layers, path)
         _refuse_where_unserved(module, path)
         if weight.endswith(PACKED_WEIGHT):
-            _check_packed(folder, module, forms, headers)
+            _check_packed(folder, module, forms, headers, read)
         else:
             sizes = {size for size, _ in forms if size > 0}
             _check_module(folder, module, DYNAMIC, headers, group_sizes=sizes)
@@ -243,7 +259,7 @@ def check_awq_gptq(
     PrepError
         For the first module that lacks something; it names the module and the file.
     """
-    found = {}
+    found, read = {}, _reader_of(folder, headers)
     for name, weight in headers.items():
         module, _, last = name.rpartition(".")
         if last != "qweight":
@@ -271,8 +287,9 @@ def check_awq_gptq(
                     f"{folder / entry.file}: {kind} of {module} is {list(entry.shape)}, its weight "
                     f"{list(weight.shape)}: {list(shape)} is expected; {MEND}"
                 )
-        order = _values_of(folder, f"{module}.g_idx", headers)
-        if order and order != [number // size for number in range(inputs)]:
+        order = read(f"{module}.g_idx")
+        in_order = np.arange(inputs) // size
+        if order is not None and order.size and not np.array_equal(order, in_order):
             raise PrepError(
                 f"{path}: g_idx of {module} is not one group of {size} after another (act-order), "
                 "which is not supported; quantise without desc_act"
@@ -386,7 +403,11 @@ def _check_module(
 
 
 def _check_packed(
-    folder: Path, module: str, forms: Collection[tuple[int, bool]], headers: Headers
+    folder: Path,
+    module: str,
+    forms: Collection[tuple[int, bool]],
+    headers: Headers,
+    read: Read,
 ) -> None:
     """Hold a weight of four bits against its scales.
 
@@ -405,12 +426,13 @@ def _check_packed(
             "(act-order), which is not supported; quantise without it, or with actorder static"
         )
     outputs, inputs = weight.shape[0], 8 * weight.shape[1]
-    shape = _values_of(folder, f"{module}.weight_shape", headers)
-    if shape and (shape[0] != outputs or -(-shape[1] // 8) != weight.shape[1]):
-        raise PrepError(
-            f"{path}: {found}, its weight_shape {list(shape)}: {[shape[0], -(-shape[1] // 8)]} is "
-            f"expected; {MEND}"
-        )
+    if (shape := read(f"{module}.weight_shape")) is not None:
+        told = shape.tolist()
+        expected = [told[0], -(-told[1] // 8)]
+        if list(weight.shape) != expected:
+            raise PrepError(
+                f"{path}: {found}, its weight_shape {told}: {expected} is expected; {MEND}"
+            )
     allowed: set[tuple[Any, ...]] = set()
     for size, is_symmetric in forms:
         groups = 1 if size == -1 else inputs // size
