@@ -19,16 +19,18 @@ dtype if a few of its tokens have inputs that are many times larger than those o
 some `down_proj` do, because no scale suits both. `--plain` does neither of the two, and rounds to
 nearest; without `--static` it needs no run. `perplexity.py` tells what a copy loses.
 
-int4 weights are rounded without a run, and no module keeps its dtype because of its inputs. Groups
-of `--group` inputs have a scale, chosen among several by its rounding errors; W4A16_ASYM has zero
-points, too, and with W4A8 each token's inputs get a scale while serving (`four_bits.py`).
+With int4 weights, nothing is smoothed, and no module keeps its dtype because of its inputs. Groups
+of `--group` inputs have a scale, among several that with which the module's outputs in the run lose
+least; with `--plain`, and for experts that transformers keeps in one tensor, its weights.
+W4A16_ASYM has zero points, too, and with W4A8 each token's inputs get a scale while serving
+(`four_bits.py`).
 """
 
 import argparse
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,11 +118,27 @@ def is_quantized(name: str, tensor: torch.Tensor, keep: list[str]) -> bool:
     return tensor.dim() == 2 and bool(PROJECTION.search(name)) and not kept
 
 
-def token_ids(model: Path, text: str) -> list[list[int]]:
-    """The beginning of a text for the runs that calibrate, by the model's tokenizer."""
+def token_ids(model: Path, text: str, vocabulary: int) -> list[list[int]]:
+    """The beginning of a text for the runs that calibrate, by the model's tokenizer.
+
+    Token ids are drawn at random if the text is empty.
+
+    Raises
+    ------
+    ValueError
+        If the tokenizer gives no token, as transformers' own without files does, or one that the
+        model's vocabulary has no room for.
+    """
     from transformers import AutoTokenizer
 
+    if not text:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, vocabulary, (1, TOKENS_OF_RUN), generator=generator).tolist()
     ids = AutoTokenizer.from_pretrained(model)(text, verbose=False).input_ids
+    if not ids:
+        raise ValueError("it has no tokenizer, or one that makes no token of the text")
+    if (largest := max(ids)) >= vocabulary:
+        raise ValueError(f"its tokenizer gives token {largest}, its vocabulary has {vocabulary}")
     ends = range(TOKENS_OF_RUN, len(ids) + 1, TOKENS_OF_RUN)
     return [ids[end - TOKENS_OF_RUN : end] for end in ends][:RUNS_OVER_TEXT] or [ids]
 
@@ -161,22 +179,23 @@ class Inputs(NamedTuple):
 Ranges = dict[str, Inputs]
 
 
-def input_ranges(model: Path, modules: set[str], runs: Sequence[list[int]] = ()) -> Ranges:
-    """Inputs of each module over token ids, or over some that are drawn at random.
+def input_ranges(model: Path, modules: set[str], text: str = "") -> Ranges:
+    """Inputs of each module over the beginning of a text, or over token ids drawn at random.
 
     Raises
     ------
     ValueError
-        If transformers can't run the model.
+        If transformers can't run the model, or a text by its tokenizer.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    except ValueError as error:
+        runs = token_ids(model, text, network.config.get_text_config().vocab_size)
+    except (ValueError, OSError, ImportError) as error:
         raise ValueError(
-            f"transformers can't run {model}, which shows what its layers are given; "
-            "--plain without --static needs no run"
+            f"transformers can't run {model}, which shows what its layers are given "
+            f"({str(error).strip().splitlines()[0]}); --plain without --static needs no run"
         ) from error
     found: Ranges = {}
 
@@ -199,10 +218,6 @@ def input_ranges(model: Path, modules: set[str], runs: Sequence[list[int]] = ())
     for name, module in network.named_modules():
         if name in modules:
             module.register_forward_pre_hook(watch(name))
-    if not runs:
-        generator = torch.Generator().manual_seed(0)
-        vocab = network.config.get_text_config().vocab_size
-        runs = torch.randint(0, vocab, (1, TOKENS_OF_RUN), generator=generator).tolist()
     with torch.no_grad():
         for ids in runs:
             network(torch.tensor([ids]))
@@ -360,7 +375,7 @@ def quantize(
     modules = {name.removesuffix(".weight") for name in quantized}
     ranges: Ranges = {}
     if static or not plain:
-        ranges = input_ranges(model, modules, token_ids(model, text) if text else [])
+        ranges = input_ranges(model, modules, text)
     outlying: list[str] = []
     if is_int8 and not plain:
         outlying = sorted(name for name, each in ranges.items() if each.have_no_scale(static))

@@ -82,6 +82,31 @@ CANT = {
 }
 
 
+def add_tokenizer(folder: Path, tokens: int) -> None:
+    """A tokenizer whose tokens are words."""
+    words = {f"w{number}": number for number in range(tokens)}
+    made = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    kept = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": made}
+    (folder / "tokenizer.json").write_text(json.dumps({**kept, "added_tokens": []}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("tokens", [0, 40, 4000])
+def test_a_text_is_read_by_the_models_own_tokenizer(tmp_path, tokens):
+    """Without one, or with one of a larger vocabulary, the run ends with a line."""
+    model = make_model(tmp_path / "model")
+    if tokens:
+        add_tokenizer(model, tokens)
+    modules, text = {"model.layers.0.self_attn.q_proj"}, f"w1 w2 w{max(tokens, 1) - 1}"
+    if tokens == 40:
+        assert len(quantize.input_ranges(model, modules, text).popitem()[1].largest) == 3
+    else:
+        told = "token 3999, its vocabulary has" if tokens else "it has no tokenizer"
+        with pytest.raises(ValueError, match=rf"can't run .*\(.*{told}.*\); --plain"):
+            quantize.input_ranges(model, modules, text)
+
+
 @pytest.mark.parametrize("case", CANT)
 def test_what_cannot_be_done_is_said_before_anything_is_written(tmp_path, case):
     how, change, message = CANT[case]
