@@ -19,6 +19,7 @@ from tests.helpers.quantized import (
     change_tensors,
     draw_biases,
     quantize_to_bytes,
+    quantize_with_signs,
     rounded_drafter,
     rounded_model,
     tensors_in,
@@ -94,7 +95,7 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
         partial(QUANTIZE, **{**W4A8, "group": 0}, keep=("layers.0.mlp",)),
         GRAPHS,
     ),
-    "W4A8, groups": ("Qwen3", {}, partial(QUANTIZE, **{**W4A8, **COMPRESSED}), {}),
+    "W4A8, groups": ("Qwen3", {}, partial(quantize_with_signs, **{**W4A8, **COMPRESSED}), {}),
     "W4A8, groups of 256": (
         "Llama",
         {**WIDE, "head_dim": 64},
@@ -107,7 +108,7 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "W4A16, experts in groups": (
         "Qwen3Moe",
         MOE,
-        partial(QUANTIZE, **W4A16),
+        partial(quantize_with_signs, **W4A16),
         GRAPHS,
     ),
     # vLLM's reload counts numbers, and the last ones of a layer are few
@@ -119,7 +120,12 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     ),
     "W4A8, bytes, experts": ("Qwen3Moe", MOE, partial(quantize_to_bytes, group=0), GRAPHS),
     "W4A8, bytes, experts in groups": ("Qwen3Moe", MOE, partial(quantize_to_bytes, group=32), {}),
-    "W4A8, words, experts": ("Qwen3Moe", MOE, partial(QUANTIZE, **{**W4A8, **COMPRESSED}), {}),
+    "W4A8, words, experts": (
+        "Qwen3Moe",
+        MOE,
+        partial(quantize_with_signs, **{**W4A8, **COMPRESSED}),
+        {},
+    ),
     "AWQ, experts": ("Qwen3Moe", MOE, partial(QUANTIZE, **AWQ), GRAPHS),
     "GPTQ, experts": ("Qwen3Moe", MOE, partial(QUANTIZE, **GPTQ), {}),
     "GPTQ, experts of rows, float attention": (
@@ -396,7 +402,7 @@ def test_two_ranks_compute_with_their_slices(tmp_path, seed, family, config, how
     of one rank.
     """
     model, folder = make_model(tmp_path / "float", family, **config), tmp_path / "int8"
-    QUANTIZE(model, folder, **how)
+    quantize_with_signs(model, folder, **how)
     prompts = prompts_of(seed, [3, 1, 60, 17])
     talk = partial(all_at_once, prompts=prompts)
     with asked_for(runner):

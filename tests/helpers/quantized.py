@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import four_bits
 import quantize
 
 from tests.helpers.four_bits import numbers_in, rounds_inputs, weight_in
@@ -48,6 +49,28 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     tensors = {name: tensor.clone() for name, tensor in tensors_in(folder).items()}
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def negate_scales(tensors: dict[str, torch.Tensor]) -> None:
+    """Give every other scale of compressed-tensors' symmetric words the other sign.
+
+    Tools choose signs so that the larger end of a group gets -8.
+    """
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        module = name.removesuffix("packed")
+        if f"{module}zero_point" in tensors:
+            continue
+        levels, scale = torch.from_numpy(numbers_in(tensors[name]) - 8), tensors[f"{module}scale"]
+        signs = 1 - 2 * (torch.arange(scale.numel()) % 2).view(scale.shape)
+        levels = levels * signs.repeat_interleave(levels.shape[1] // scale.shape[1], 1)
+        tensors[name] = four_bits.pack(levels.clamp(max=7) + 8, 1)
+        tensors[f"{module}scale"] = scale * signs
+
+
+def quantize_with_signs(model: Path, folder: Path, **how: Any) -> None:
+    """Write a copy with negative scales among others, where its format has words."""
+    QUANTIZE(model, folder, **how)
+    change_tensors(folder, negate_scales)
 
 
 def quantize_to_bytes(model: Path, folder: Path, **how: Any) -> None:

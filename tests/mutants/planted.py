@@ -854,6 +854,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("int4: NPUs take the first output for the last", "torch.arange(0, 32, 4, dtype=torch.int32, device=levels.device)", "torch.arange(28, -1, -4, dtype=torch.int32, device=levels.device)", INT4_ON_NPU),
         ("int4: NPUs move zero points the other way", "(SYMMETRIC_ZERO - zeros.t())", "(zeros.t() - SYMMETRIC_ZERO)", INT4_ON_NPU),
         ("int4: NPUs take the next group's scale beside int8 inputs", "bits.t().long()", "bits.roll(-1, 1).t().long()", INT4),
+        ("int4: the sign of a scale is repeated in the bits above it", "bits.t().long() & 0xFFFFFFFF", "bits.t().long()", INT4),
         ("int4: NPUs get half of what the 8 in each row adds", "8 * (sums *", "4 * (sums *", INT4),
         ("int4: corrections of latent queries stay in the order of heads", "self.correction[order]", "self.correction", INT4),
         ("int4: NPUs take groups of 128 beside int8 inputs", "size = whole if groups == 1 else GROUP_ON_NPUS", "size = whole if groups == 1 else 128", INT4),

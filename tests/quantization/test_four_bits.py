@@ -188,6 +188,7 @@ def test_levels_for_rounded_rows_give_the_products_of_exact_sums(
     scales = torch.randn(24, groups, generator=draw) / 50
     x = torch.randn(5, 768, generator=draw)
     packed = int4.words_of_levels(levels, scales)
+    assert not (packed.scale >> 32).any(), "bits that kernels read for something else"
     layer = int4.NPUInt4Linear(packed.weight, packed.scale, correction=packed.correction)
     order = torch.randperm(24, generator=draw) if is_ordered else torch.arange(24)
     layer = layer.ordered(order) if is_ordered else layer

@@ -156,7 +156,10 @@ class Int4LinearKernel(MPLinearKernel):
 
 
 def multiplies_packed(layer: Any, device: torch.device) -> bool:
-    """Return whether a layer without rounded inputs multiplies by packed weights on a device."""
+    """Return whether a layer multiplies by packed weights on a device, if their sizes allow it.
+
+    Latent attention's decodes absorb ``kv_b_proj``, and take its weights apart.
+    """
     return device.type != "cpu" and not name_of(layer).endswith("kv_b_proj")
 
 
@@ -242,7 +245,7 @@ class PackedLevels(NamedTuple):
     """Weights of rounded inputs as NPUs multiply by them."""
 
     weight: torch.Tensor  # int32 [K, N / 8]
-    scale: torch.Tensor  # int64 [G, N]: the bits of float32
+    scale: torch.Tensor  # int64 [G, N]: the bits of float32, below 32 zeros
     correction: torch.Tensor  # float32 [N]
 
 
@@ -251,7 +254,8 @@ def words_of_levels(levels: torch.Tensor, scales: torch.Tensor) -> PackedLevels:
 
     The kernels take a row for ``16 * upper + lower + 8``, upper and lower four bits from -8 to 7
     each. They multiply by these bits, and get what the 8 adds: 8 times the sum of each output's
-    scaled weights. They read 19 bits of a scale, so both are computed with a scale rounded to them
+    scaled weights. They read 19 bits of a scale, so both are computed with a scale rounded to them.
+    The 32 bits above a scale have meanings of their own, so they are 0, of negative scales, too
     (cann/ops-transformer, ``grouped_matmul_antiquant_a8w4_msd.h``; cann/ops-nn,
     ``quant_batch_matmul_v4_msd.h`` and the page of ``aclnnTransQuantParamV2``).
     """
@@ -266,7 +270,8 @@ def words_of_levels(levels: torch.Tensor, scales: torch.Tensor) -> PackedLevels:
         end = start + len(part)
         weight[:, start // PACKED : end // PACKED] = pack_outputs(part.t())
     correction = 8 * (sums * bits.view(torch.float32)).sum(1)
-    return PackedLevels(weight, bits.t().long().contiguous(), correction)
+    scale = bits.t().long() & 0xFFFFFFFF  # long() repeats the sign
+    return PackedLevels(weight, scale.contiguous(), correction)
 
 
 @dataclass(frozen=True)

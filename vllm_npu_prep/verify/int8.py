@@ -47,6 +47,12 @@ def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
 
 
+def _words(levels: torch.Tensor) -> torch.Tensor:
+    """Pack levels from -8 to 7, eight of the last dimension in an int32."""
+    fields = (levels.long() & 15).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)
+    return fields.sum(-1).to(torch.int32)
+
+
 def _dynamic(dtype: torch.dtype) -> Probe:
     x = uniform(5, 128, dtype=dtype) * torch.tensor([[1.0], [0.01], [30.0], [2.0], [0.3]]).to(dtype)
 
@@ -109,17 +115,19 @@ def _product(dtype: torch.dtype, static: bool) -> Probe:
 
 
 def _int4_product(dtype: torch.dtype, groups: int) -> Probe:
-    """Probe weights of four bits, packed by outputs; groups have offsets, whole rows a bias."""
+    """Probe weights of four bits, packed by outputs; groups have offsets, whole rows a bias.
+
+    Some scales are negative, as tools choose them.
+    """
     x, levels = uniform(5, 128, dtype=dtype), _integers(128, 64, 6) % 16 - 8
-    scale = torch.linspace(1, 3, groups * 64).view(groups, 64).to(dtype) / 64
+    scale = torch.linspace(-2, 3, groups * 64).view(groups, 64).to(dtype) / 64
     offset = (_integers(groups, 64, 7) % 16 - 8).to(dtype) if groups > 1 else None
     bias = uniform(64, dtype=dtype) if groups == 1 and dtype == torch.float16 else None
-    words = (levels.long() & 15).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
 
     def call(put: Put) -> Results:
         product = operators().npu_weight_quant_batchmatmul(
             put(x),
-            put(words.sum(2).to(torch.int32)),
+            put(_words(levels)),
             put(scale),
             None if offset is None else put(offset),
             bias=None if bias is None else put(bias),
@@ -136,32 +144,43 @@ def _int4_product(dtype: torch.dtype, groups: int) -> Probe:
     return Probe(call, expected)
 
 
+SIZES = (2, 0, 3)
+"""Rows of each expert, in probes of their products; one more row belongs to none."""
+
+
+def _grouped(
+    put: Put, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None, **scales: Any
+) -> Results:
+    """Multiply rows by the weights of their experts, which are on the device."""
+    product = operators().npu_grouped_matmul(
+        [put(x)],
+        [weight],
+        **{name: [put(each)] for name, each in scales.items()},
+        group_list=put(torch.tensor(SIZES)),
+        group_list_type=1,
+        group_type=0,
+        split_item=2,
+        output_dtype=dtype,
+    )[0]
+    return (product[: sum(SIZES)],)
+
+
 def _int4_experts_product(dtype: torch.dtype, groups: int) -> Probe:
-    """Probe the same groups of rows, with packed weights that have offsets."""
-    sizes, here = (2, 0, 3), 5
+    """Probe rows of experts, by packed weights that have offsets."""
+    here = sum(SIZES)
     x, levels = uniform(here + 1, 128, dtype=dtype), _integers(3 * 128, 64, 8) % 16 - 8
-    words = ((levels.long() & 15).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(2)
-    scale = torch.linspace(1, 3, 3 * groups * 64).view(3, groups, 64).to(dtype) / 64
+    scale = torch.linspace(-2, 3, 3 * groups * 64).view(3, groups, 64).to(dtype) / 64
     offset = (_integers(3 * groups, 64, 9) % 16 - 8).view(3, groups, 64).to(dtype)
 
     def call(put: Put) -> Results:
         shape = (3, groups, 64) if groups > 1 else (3, 64)
-        product = operators().npu_grouped_matmul(
-            [put(x)],
-            [put(words.to(torch.int32).view(3, 128, 8))],
-            antiquant_scale=[put(scale.view(shape))],
-            antiquant_offset=[put(offset.view(shape))],
-            group_list=put(torch.tensor(sizes)),
-            group_list_type=1,
-            group_type=0,
-            split_item=2,
-        )[0]
-        return (product[:here],)
+        given = {"antiquant_scale": scale.view(shape), "antiquant_offset": offset.view(shape)}
+        return _grouped(put, x, put(_words(levels).view(3, 128, 8)), **given)
 
     def expected() -> Results:
         parts = levels.double().view(3, groups, -1, 64) + offset.double()[:, :, None]
         weight = (parts * scale.double()[:, :, None]).flatten(1, 2)  # [E, k, n]
-        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(SIZES))
         return (torch.einsum("tk,tkn->tn", x[:here].double(), weight[expert]),)
 
     return Probe(call, expected)
@@ -170,14 +189,16 @@ def _int4_experts_product(dtype: torch.dtype, groups: int) -> Probe:
 def _w4a8(groups: int, experts: int, inputs: int) -> tuple[torch.Tensor, ...]:
     """Return levels ``[E, k, 64]``, scales ``[E, G, 64]``, and what operators take of them.
 
-    Scales have bits that the operators read. Words have eight outputs each, scales are the bits of
-    float32 in int64, and corrections are 8 times the sum of each output's scaled weights.
+    Scales have bits that the operators read, and every third is negative. Words have eight outputs
+    each, scales are the bits of float32 in int64, and corrections are 8 times the sum of each
+    output's scaled weights.
     """
     levels = _integers(experts * inputs, 64, 10).view(experts, inputs, 64) % 16 - 8
     scale = 2.0 ** -torch.randint(7, 10, (experts, groups, 64), generator=_generator(11))
-    words = ((levels.long() & 15).unflatten(2, (-1, 8)) << torch.arange(0, 32, 4)).sum(3)
+    scale.view(-1)[::3] *= -1
     sums = levels.view(experts, groups, -1, 64).sum(2) * scale
-    return levels, scale, words.to(torch.int32), scale.view(torch.int32).long(), 8 * sums.sum(1)
+    bits = scale.view(torch.int32).long() & 0xFFFFFFFF
+    return levels, scale, _words(levels), bits, 8 * sums.sum(1)
 
 
 def _w4a8_expected(
@@ -209,25 +230,14 @@ def _w4a8_product(dtype: torch.dtype) -> Probe:
 
 
 def _w4a8_experts_product(dtype: torch.dtype, groups: int, inputs: int) -> Probe:
-    """Probe groups of two rows, none and three, and a row of no expert, by packed weights."""
-    sizes, here = (2, 0, 3), 5
+    """Probe rounded rows of experts, by packed weights."""
+    here = sum(SIZES)
     x, tokens = _integers(here + 1, inputs, 13), torch.linspace(0.5, 2, here + 1) / 2**6
     levels, scale, words, bits, correction = _w4a8(groups, 3, inputs)
 
     def call(put: Put) -> Results:
-        product = operators().npu_grouped_matmul(
-            [put(x)],
-            [put(words)],
-            scale=[put(bits)],
-            bias=[put(correction)],
-            per_token_scale=[put(tokens)],
-            group_list=put(torch.tensor(sizes)),
-            group_list_type=1,
-            group_type=0,
-            split_item=2,
-            output_dtype=dtype,
-        )[0]
-        return (product[:here],)
+        given = {"scale": bits, "bias": correction, "per_token_scale": tokens}
+        return _grouped(put, x, put(words), dtype, **given)
 
     def expected() -> Results:
         of_experts = ((0, slice(0, 2)), (2, slice(2, here)))
@@ -238,29 +248,20 @@ def _w4a8_experts_product(dtype: torch.dtype, groups: int, inputs: int) -> Probe
 
 
 def _experts_product(dtype: torch.dtype) -> Probe:
-    """Probe the product of experts: groups of two rows, none and three, and a row of no expert."""
-    sizes, here = (2, 0, 3), 5
+    """Probe rounded rows of experts, by int8 weights."""
+    here = sum(SIZES)
     x = _integers(here + 1, 96, 2)
     weight = torch.stack([_integers(64, 96, seed) for seed in (3, 4, 5)])  # [E, n, k]
     scale = (torch.linspace(1, 3, 3 * 64).view(3, 64) / 2**16).to(dtype)
     tokens = torch.linspace(0.5, 2, here + 1)
 
     def call(put: Put) -> Results:
-        product = operators().npu_grouped_matmul(
-            [put(x)],
-            [put(weight).transpose(1, 2)],
-            scale=[put(scale if dtype == torch.bfloat16 else scale.float())],
-            per_token_scale=[put(tokens)],
-            group_list=put(torch.tensor(sizes)),
-            group_list_type=1,
-            group_type=0,
-            split_item=2,
-            output_dtype=dtype,
-        )[0]
-        return (product[:here],)
+        given = scale if dtype == torch.bfloat16 else scale.float()
+        columns = put(weight).transpose(1, 2)
+        return _grouped(put, x, columns, dtype, scale=given, per_token_scale=tokens)
 
     def expected() -> Results:
-        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+        expert = torch.repeat_interleave(torch.arange(3), torch.tensor(SIZES))
         sums = torch.einsum("tk,tnk->tn", x[:here].double(), weight[expert].double())
         return (sums * scale[expert].double() * tokens[:here, None].double(),)
 

@@ -3,7 +3,8 @@
 Both kernels multiply the upper and the lower four bits of a row one after the other. A row is
 ``16 * upper + lower + 8``, both from -8 to 7, so what the 8 adds is given to them: 8 times the sum
 of each output's scaled weights. Scales are the bits of float32 in int64, of which they read the
-upper 19. Sums within a group of inputs are exact; scaled, they are float16, and so is their total.
+upper 19; the 32 bits above them are 0. Sums within a group of inputs are exact; scaled, they are
+float16, and so is their total.
 """
 
 from collections.abc import Mapping
@@ -75,6 +76,7 @@ def quant_matmul(
     shape = (n,) if by_channel else (k // GROUP, n)
     fits = shape_of(scale) == shape and scale.dtype == torch.int64
     call.demand("scale", fits, f"{shape_of(scale)} {scale.dtype} for n = {n}")
+    _demand_zeros(call, scale)
     _demand_floats(call, "token scale", tokens, (m,) if by_channel else (m, 1))
     _demand_floats(call, "offset", given["offset"], (n,))
     call.demand("inner limit", k <= MOST_INPUTS[release], k)
@@ -98,8 +100,13 @@ def check_grouped(
     shapes = [(groups, count, n) for count in {1, k // GROUP if k % GROUP == 0 else 1}]
     fits = [each.dtype for each in scales] == [torch.int64] and shape_of(scales[0]) in shapes
     call.demand("scale", fits, [f"{shape_of(each)} {each.dtype}" for each in scales])
+    _demand_zeros(call, scales[0])
     _demand_floats(call, "bias", next(iter(added), None), (groups, n))
     _demand_floats(call, "token scale", next(iter(tokens), None), (len(rows),))
+
+
+def _demand_zeros(call: Call, scale: torch.Tensor) -> None:
+    call.demand("upper halves", not (scale >> 32).any(), "other bits there")
 
 
 def _demand_floats(

@@ -16,6 +16,7 @@ from tests.helpers.quantized import (
     change_tensors,
     draw_biases,
     draw_norms,
+    quantize_with_signs,
     rounded_model,
 )
 from tests.helpers.step_logits import greedy_steps
@@ -163,7 +164,8 @@ def test_logits_and_launches_of_a_layer(tmp_path, seed, name):
     case = CASES[name]
     model = make_model(tmp_path / "float", case.family, **case.config)
     how = {"keep": case.left_out, "scheme": case.scheme, "group": case.group}
-    QUANTIZE(model, tmp_path / "int8", case.form, case.static, **how)
+    how |= {"form": case.form, "static": case.static}
+    quantize_with_signs(model, tmp_path / "int8", **how)
     mode = graphs("FULL_AND_PIECEWISE", 4, 16) if case.in_graphs else {}
     if "experts" in name:
         mode |= {"enable_expert_parallel": True}

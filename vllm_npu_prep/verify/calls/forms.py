@@ -185,7 +185,7 @@ def quant_matmul(
     product = sum(rows.float() @ columns.float() for rows, columns in parts)
     assert isinstance(product, Tensor)
     if scale.dtype == torch.int64:  # the bits of float32
-        scale = scale.to(torch.int32).view(torch.float32)
+        scale = _scales_in(scale)
     is_of_sums = bias is not None and bias.dtype == torch.int32
     if bias is not None and is_of_sums:
         product = product + bias
@@ -203,7 +203,12 @@ def _by_groups(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
     levels = (((words[..., None] >> shifts) & 15 ^ 8) - 8).flatten(1)  # [K, N]
     rows = x.float().unflatten(1, (len(scale), -1)).transpose(0, 1)  # [G, T, K / G]
     sums = torch.bmm(rows, levels.float().unflatten(0, (len(scale), -1)))
-    return (sums * scale.to(torch.int32).view(torch.float32)[:, None]).sum(0)
+    return (sums * _scales_in(scale)[:, None]).sum(0)
+
+
+def _scales_in(bits: Tensor) -> Tensor:
+    """Return the float32 whose bits are the lower halves of int64; a cast might saturate."""
+    return bits.view(torch.int32)[..., ::2].view(torch.float32)
 
 
 def mrope(

@@ -59,6 +59,7 @@ FAMILIES["npu_grouped_matmul, int8 rows and int4 weights"] = [
         packed_rows(scale=first(T.float)),
         packed_rows(scale=[layer_calls.bits_of(3, 4, 16)]),
     ),
+    ("upper halves", packed_rows(scale=first(T.neg))),
     ("bias", packed_rows(bias=None), packed_rows(bias=first(T.half))),
     ("token scale", packed_rows(per_token_scale=None), packed_rows(per_token_scale=first(T.half))),
     ("group list", packed_rows(group_list=None), packed_rows(group_list_type=0)),

@@ -236,6 +236,7 @@ FAMILIES["npu_quant_matmul, int4 weights"] = [
     ("channels of 8.5", in_profile("8.5", int4_channels())),
     ("groups", int4_matmul(group_sizes=[0, 0, 128]), int4_channels(group_sizes=[0, 0, 256])),
     ("scale", int4_matmul(scale=lambda s: s[:1]), int4_channels(scale=T.float)),
+    ("upper halves", int4_matmul(scale=T.neg), int4_channels(scale=lambda s: s | 1 << 46)),
     ("token scale", int4_matmul(pertoken_scale=lambda s: s[0]), int4_matmul(pertoken_scale=None)),
     ("offset", int4_matmul(offset=None), int4_matmul(offset=T.half)),
     ("inner limit", wide_int4(29696), in_profile("8.5", wide_int4(18688))),
