@@ -35,7 +35,7 @@ from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profil
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.communicator import gather_shared_prompts, scatter_shared_prompts
-from vllm_npu_prep.device.failures import device_failure, lost_rank
+from vllm_npu_prep.device.failures import device_failure, told_of
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.violation import StepCheckError
@@ -340,6 +340,11 @@ class NPUWorker(Worker):
                 features[number] = feature
         return self._keep(self._run(super().execute_model, scheduler_output, *args, **kwargs))
 
+    def execute_dummy_batch(self) -> None:
+        """Take part in a step of other data-parallel ranks, without requests of this one."""
+        self._last_step = None
+        self._run(super().execute_dummy_batch)
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self._keep(self._run(super().sample_tokens, *args, **kwargs))
 
@@ -363,37 +368,20 @@ class NPUWorker(Worker):
     def _step_failed(self, error: Exception) -> None:
         """Write what was recorded, and raise one line in place of an error of a device or rank.
 
-        An error of memory says only how much one tensor wanted. An error of a kernel is raised
-        wherever the host waits next, and its traceback shows that place. Other errors are not
-        replaced: this returns, and the caller raises them again.
+        Other errors are not replaced: this returns, and the caller raises them again.
         """
         self._save_steps(error)
         if isinstance(error, StepCheckError):
             one_line.leave(str(error))
-        if self._last_step is None:
-            return
-        sizes = (
-            f"{counted(self._last_step.total_num_scheduled_tokens, 'token')} of "
-            f"{counted(len(self._last_step.num_scheduled_tokens), 'request')}"
-        )
-        if isinstance(error, torch.OutOfMemoryError):
-            raise PrepError(
-                f"out of memory in a step with {sizes} ({str(error).partition(chr(10))[0]}); lower "
-                "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
-            ) from error
-        if (reason := device_failure(error)) is not None:
+        step = "a step without requests"
+        if self._last_step is not None:
+            tokens = counted(self._last_step.total_num_scheduled_tokens, "token")
+            requests = counted(len(self._last_step.num_scheduled_tokens), "request")
+            step = f"a step with {tokens} of {requests}"
+        if (text := told_of(error, step)) is not None:
             if "\n" in str(error):
-                logger.error("The device failed. Its report:\n%s", error)
-            raise PrepError(
-                f"the device failed, as was seen in a step with {sizes} ({reason}); start again. "
-                "If it fails again: --enforce-eager and ASCEND_LAUNCH_BLOCKING=1 in the "
-                "environment show the operator"
-            ) from error
-        if (reason := lost_rank(error)) is not None:
-            raise PrepError(
-                f"another rank was lost in a step with {sizes} ({reason}); the first error of the "
-                "log says why it ended"
-            ) from error
+                logger.error("A step failed. The report:\n%s", error)
+            raise PrepError(text) from error
 
     def _keep(self, output: Any) -> Any:
         # With one rank, vLLM reads each output; and the fallback's copies are complete at once.

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from vllm_npu_prep.attention.mooncake import PlaneWorker
+from vllm_npu_prep.attention.mooncake import KeptBlocks, PlaneWorker
 
 BLOCKS, BLOCK_SIZE, HEAD_SIZE, HEADS = 6, 4, 8, 4
 NAMES = ["model.layers.0.attn", "model.layers.1.attn"]
@@ -216,3 +217,41 @@ def test_a_dead_producer_fails_only_what_it_has_not_answered(monkeypatch, copies
     asyncio.run(worker.receive_kv_from_single_worker("tcp://127.0.0.1:1", metas))
     assert reports.failed == ["second"]
     assert worker.finished_recving_reqs == {"first", "second"}
+
+
+@pytest.mark.parametrize("ends", ["answers", "is gone"])
+def test_blocks_of_a_stalled_producer_are_kept_until_it_ends(monkeypatch, ends):
+    """Its requests are given up before; each block is kept and released once."""
+    worker: Any = rank_of(0, 1)
+    worker._kept = queue.SimpleQueue()
+    reports, ended = Reports(monkeypatch, worker), asyncio.Event()
+
+    async def pull(self: Any, address: str, metas: dict[str, PullReqMeta]) -> None:
+        await ended.wait()
+        if ends == "is gone":
+            await asyncio.Event().wait()  # no answer comes any more
+
+    async def is_gone(address: str) -> bool:
+        return ends == "is gone" and ended.is_set()
+
+    async def stall() -> None:
+        metas = pulls(1, "first", "second")
+        metas["second"].local_block_ids = [[4, 3]]
+        pulled = asyncio.ensure_future(worker.receive_kv_from_single_worker("tcp://a:1", metas))
+        await asyncio.sleep(0.2)
+        assert reports.failed == ["first", "second"]
+        assert worker.changes_of_kept() == KeptBlocks([1, 4, 3], [])
+        await asyncio.sleep(0.05)
+        assert worker.changes_of_kept() is None
+        ended.set()
+        await pulled
+        assert worker.changes_of_kept() == KeptBlocks([], [1, 4, 3])
+
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "0")
+    of_module = "vllm_npu_prep.attention.mooncake."
+    monkeypatch.setattr(of_module + "_is_gone", is_gone)
+    monkeypatch.setattr(of_module + "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(of_module + "SECONDS_AFTER_TIMEOUT", 0)
+    monkeypatch.setattr(PlaneWorker.__bases__[0], "receive_kv_from_single_worker", pull)
+    asyncio.run(stall())
+    assert reports.failed == ["first", "second"]

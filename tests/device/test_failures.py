@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_npu_prep.device.failures import device_failure
+from vllm_npu_prep.device.failures import device_failure, lost_rank
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.worker import NPUWorker
 
@@ -20,6 +20,11 @@ EZ9999: [PID: 4711] Aicore kernel execute failed, device_id=0, fault kernel_name
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2747: "
     "Connection reset by peer. This is typically caused by a remote worker hanging or bugs. GLHF!"
+)
+LATE = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"
+UNEQUAL = (
+    "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] "
+    "op.preamble.length <= op.nbytes. 8 vs 4"
 )
 
 
@@ -63,6 +68,11 @@ def test_other_errors_keep_their_traceback(error):
     assert device_failure(error) is None
 
 
+def test_ranks_that_disagree_are_not_told_as_a_rank_that_was_lost():
+    assert lost_rank(RuntimeError(LATE)) == "Timed out waiting 1800000ms"
+    assert lost_rank(RuntimeError(UNEQUAL)) is None
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -84,3 +94,15 @@ def test_what_fails_while_drafts_are_read_is_one_line(error, told):
     )
     with pytest.raises(PrepError, match=told):
         worker.take_draft_token_ids()
+
+
+def test_a_rank_without_requests_tells_in_one_line_that_another_was_lost():
+    """It takes part in the steps of the others, under data parallelism."""
+
+    def fail(*args, **how):
+        raise RuntimeError(GLOO)
+
+    worker = NPUWorker.__new__(NPUWorker)
+    worker.model_runner = SimpleNamespace(_dummy_run=fail, recorder=None)
+    with pytest.raises(PrepError, match=r"^another rank was lost in a step without requests \("):
+        worker.execute_dummy_batch()

@@ -33,7 +33,8 @@ class Manager:
     """Stands in for vLLM's, and says what it was asked for."""
 
     def __init__(self, sizes, place):
-        self.sizes, self.group = sizes, SimpleNamespace(rank_in_group=place)
+        self.sizes = sizes
+        self.group = SimpleNamespace(rank_in_group=place, all_gatherv=lambda mine, **_: mine)
 
     def _get_comm_group(self, is_sequence_parallel):
         return self.group
@@ -58,7 +59,6 @@ def rank():
         made.device = torch.device("cpu")
         made.all2all_manager = Manager(sizes, place)
         made.mc2 = Mc2("experts", place, len(sizes), 4, "")
-        made._gather_padding = lambda *given: None
         passes.append(set_forward_context(None, VllmConfig(), is_padding=is_padding))
         passes[-1].__enter__()
         return made
@@ -147,7 +147,7 @@ def engine(graphs=(), max_num_seqs=64, tensor=1, data=16):
 @pytest.fixture
 def chosen(monkeypatch):
     """Function of the experts of one more model of an engine: the exchange that was chosen."""
-    communicator = SimpleNamespace(mc2=None)
+    communicator = SimpleNamespace(mc2=None, may_exchange=True)
     group = SimpleNamespace(device_communicator=communicator, ranks=range(16), world_size=16)
     options = SimpleNamespace(mc2="auto")
     asked = SimpleNamespace(options=options, functions_missing_for=lambda *_: {})
@@ -191,9 +191,11 @@ def test_a_model_and_its_drafter_exchange_as_much_as_both_can(chosen, width, tok
     assert chosen(DEEPSEEK._replace(width=width)).max_tokens == tokens
 
 
-def test_nobody_exchanges_if_a_drafters_experts_can_not(chosen):
-    assert chosen(DEEPSEEK) is not None
-    assert chosen(DEEPSEEK._replace(width=512)) is None
+@pytest.mark.parametrize("widths", [(DEEPSEEK.width, 512), (512, DEEPSEEK.width)])
+def test_nobody_exchanges_if_experts_of_a_model_or_its_drafter_can_not(chosen, widths):
+    """The model comes first, and then its drafter."""
+    of_model, of_both = (chosen(DEEPSEEK._replace(width=width)) for width in widths)
+    assert (of_model is None) == (widths[0] == 512) and of_both is None
 
 
 def test_ranks_that_do_not_come_are_told_in_one_line(chosen, monkeypatch):

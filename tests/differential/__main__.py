@@ -16,12 +16,11 @@ some with int8 weights; their run is tests/results/soak-device.jsonl, failures a
 
 import os
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.resume.seeds import run
+from tests.resume.seeds import failure, print_counts, run
 
 SEEDS = Path(__file__).parent / "seeds"
 
@@ -44,16 +43,14 @@ class Episodes:
         except Exception as error:
             self.seeds.mkdir(exist_ok=True)
             (self.seeds / f"{seed}.json").write_text(episode.dumps() + "\n")
-            traceback.print_exc()
-            print(f"seed {seed} FAILED, kept in {self.seeds}: {episode}", flush=True)
-            what = str(error).partition("\n")[0][:200]
-            return "failed", {"family": episode.family, "error": f"{type(error).__name__}: {what}"}
+            told = failure(seed, error, self.seeds, episode)
+            return "failed", {"family": episode.family, **told}
         self.count += traffic.count
         counts = {"steps": traffic.count["steps"], "tokens": traffic.count["tokens"]}
         return "agreed", {"family": episode.family, **counts, "states": dict(traffic.states)}
 
     def report(self) -> None:
-        print(", ".join(f"{self.count[name]:,} {name}" for name in sorted(self.count)))
+        print_counts(self.count)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import pytest
+import zmq.asyncio
 
 from tests.conftest import SEED
 from tests.engine.test_kv_transfer import count_tokens
@@ -219,6 +220,11 @@ class Stalled:
         assert self.written.wait(60)
 
 
+def hurried(self: Any, option: int, value: Any, plain: Any = zmq.asyncio.Socket.setsockopt) -> None:
+    """Set an option, and half a second in place of any time to wait for a message."""
+    plain(self, option, 500 if option == zmq.RCVTIMEO else value)
+
+
 @pytest.mark.parametrize(
     ("policy", "late"),
     [("recompute", "to its request"), ("recompute", "to others"), ("fail", "to others")],
@@ -254,6 +260,8 @@ def test_blocks_of_a_stalled_transfer_are_nobody_elses(
             during.setattr(
                 mooncake, "batch_transfer_sync_write", mooncake.batch_transfer_sync_write
             )
+            # A limit of time that upstream sets would end before the request is given up
+            during.setattr(zmq.asyncio.Socket, "setsockopt", hurried)
             transfer = Stalled(mooncake)
             (params,) = asking([asked], MAX_TOKENS)
             engine.add_request("asked", {"prompt_token_ids": prompts[0]}, params)

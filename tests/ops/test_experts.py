@@ -117,21 +117,24 @@ def test_padding_of_other_ranks_is_gathered_once():
 
     def gather(mine, dim, sizes):
         asked.append((mine.tolist(), dim, sizes))
-        return torch.cat([mine, torch.tensor([1, 0], dtype=mine.dtype)])
+        return torch.cat([torch.tensor([1, 0], dtype=mine.dtype), mine])
 
-    group = SimpleNamespace(all_gatherv=gather, rank_in_group=0)
+    group = SimpleNamespace(all_gatherv=gather, rank_in_group=1)
     communicator = object.__new__(NPUCommunicator)
     communicator.all2all_manager = SimpleNamespace(
         _get_comm_group=lambda is_sequence_parallel: group,
-        _get_sizes=lambda num_tokens, group: [num_tokens, 2],
+        _get_sizes=lambda num_tokens, group: [2, num_tokens],
+        dispatch_router_logits=lambda *given: "gathered",
     )
-    mine = torch.tensor([False, False, True])
-    context = SimpleNamespace(is_padding=mine, additional_kwargs={})
+    context = SimpleNamespace(
+        is_padding=torch.tensor([False, False, True, True]), additional_kwargs={}
+    )
     with override_forward_context(context):
         for _ in range(2):
-            communicator._gather_padding(3, is_sequence_parallel=False)
-    assert asked == [([0, 0, 1], 0, [3, 2])]
-    assert context.is_padding.tolist() == [False, False, True, True, False]
+            tokens = torch.zeros(3, HIDDEN), torch.zeros(3, EXPERTS)
+            assert communicator.dispatch_router_logits(*tokens) == "gathered"
+    assert asked == [([0, 0, 1], 0, [2, 3])]
+    assert context.is_padding.tolist() == [True, False, False, False, True]
 
 
 def scalar_experts(x, w13, w2, topk_weights, topk_ids, activation, on_input):

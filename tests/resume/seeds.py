@@ -5,7 +5,10 @@ import gc
 import os
 import sys
 import time
+import traceback
+from collections import Counter
 from itertools import chain, count
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -13,6 +16,25 @@ import psutil
 
 from tests.resume.log import Slice, slice_parser
 from tests.resume.tree import RESULTS
+
+
+def failure(seed: int, error: Exception, kept_in: Path, what: object = "") -> dict[str, Any]:
+    """Print why an episode failed, and where its seed is kept; what is recorded of that."""
+    traceback.print_exception(error)
+    print(f"seed {seed} FAILED, kept in {kept_in}{f': {what}' if what else ''}", flush=True)
+    first = str(error).partition("\n")[0][:200]
+    return {"error": f"{type(error).__name__}: {first}"}
+
+
+def keep_in_file(seed: int, file: Path) -> None:
+    """Append a seed that failed to a file that the suite plays."""
+    with file.open("a") as opened:
+        opened.write(f"{seed}\n")
+
+
+def print_counts(count: Counter[str]) -> None:
+    """Print what happened how often, in one line."""
+    print(", ".join(f"{number:,} {name}" for name, number in sorted(count.items())))
 
 
 def held() -> dict[str, int]:

@@ -13,6 +13,7 @@ PRODUCTS = (
     "tests/scheduling/seeds.txt",
     "tests/soak/seeds.txt",
     "tests/soak/seeds-device.txt",
+    "tests/soak/seeds-transfers.txt",
 )
 """What long runs write themselves."""
 

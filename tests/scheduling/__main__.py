@@ -10,12 +10,11 @@ tests/scheduling/seeds.txt; the suite then plays it.
 """
 
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.resume.seeds import run
+from tests.resume.seeds import failure, keep_in_file, print_counts, run
 
 SEEDS = Path(__file__).with_name("seeds.txt")
 RECORDED = ("steps", "tokens", "preempted", "upstream failed")
@@ -33,17 +32,13 @@ class Twins:
         try:
             twin = play(seed, steps, every=20)
         except Exception as error:
-            with SEEDS.open("a") as file:
-                file.write(f"{seed}\n")
-            traceback.print_exc()
-            print(f"seed {seed} FAILED, kept in {SEEDS}", flush=True)
-            what = str(error).partition("\n")[0][:200]
-            return "failed", {"error": f"{type(error).__name__}: {what}"}
+            keep_in_file(seed, SEEDS)
+            return "failed", failure(seed, error, SEEDS)
         self.count += twin.count
         return "agreed", {name: twin.count[name] for name in RECORDED}
 
     def report(self) -> None:
-        print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))
+        print_counts(self.count)
 
 
 if __name__ == "__main__":

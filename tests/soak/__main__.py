@@ -15,12 +15,11 @@ seeds-device.txt.
 
 import os
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.resume.seeds import run
+from tests.resume.seeds import failure, keep_in_file, print_counts, run
 
 FILES = {"cpu": "seeds.txt", "npu": "seeds-device.txt"}
 SEEDS = {device: Path(__file__).with_name(name) for device, name in FILES.items()}
@@ -41,12 +40,8 @@ class Engines:
         try:
             count = play(kind, steps)
         except Exception as error:
-            with self.seeds.open("a") as file:
-                file.write(f"{seed}\n")
-            traceback.print_exc()
-            print(f"seed {seed} FAILED, kept in {self.seeds}: {kind}", flush=True)
-            what = str(error).partition("\n")[0][:200]
-            return "failed", {**kind.told(), "error": f"{type(error).__name__}: {what}"}
+            keep_in_file(seed, self.seeds)
+            return "failed", {**kind.told(), **failure(seed, error, self.seeds, kind)}
         self.count += count
         self.episodes.update(kind.parts())
         self.steps.update(dict.fromkeys(kind.parts(), count["steps"]))
@@ -58,7 +53,7 @@ class Engines:
     def report(self) -> None:
         for part, steps in self.steps.most_common():
             print(f"{steps:8,} steps in {self.episodes[part]:3} episodes: {part}")
-        print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))
+        print_counts(self.count)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tests.helpers.mooncake import TransferEngine, stand_in
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import Traffic
 from tests.helpers.v2 import engine_of
-from tests.resume.seeds import run
+from tests.resume.seeds import failure, keep_in_file, print_counts, run
 
 SEEDS = Path(__file__).with_name("seeds-transfers.txt")
 MODELS = "K and V", "latent", "windows", "hybrid"
@@ -213,17 +212,13 @@ class Episodes:
         try:
             told, count = play(seed, steps)
         except Exception as error:
-            with SEEDS.open("a") as file:
-                file.write(f"{seed}\n")
-            traceback.print_exc()
-            print(f"seed {seed} FAILED, kept in {SEEDS}", flush=True)
-            what = str(error).partition("\n")[0][:200]
-            return "failed", {"error": f"{type(error).__name__}: {what}"}
+            keep_in_file(seed, SEEDS)
+            return "failed", failure(seed, error, SEEDS)
         self.count += count
         return "agreed", {**told, **count}
 
     def report(self) -> None:
-        print(", ".join(f"{number:,} {name}" for name, number in sorted(self.count.items())))
+        print_counts(self.count)
 
 
 if __name__ == "__main__":

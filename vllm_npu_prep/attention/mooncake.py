@@ -44,7 +44,9 @@ from vllm_npu_prep.wording import counted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -56,6 +58,10 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 SECONDS_AFTER_TIMEOUT = 60
 """How much longer than ``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`` upstream waits for an answer."""
+
+SECONDS_BETWEEN_STEPS = 0.01
+"""Time between steps that have no token while blocks are kept from others, which may be for hours:
+an idle engine would else step 600 times a second."""
 
 UNEQUAL_STATES = (
     "Recurrent states can't be divided among other ranks: the tensor-parallel size is {} where "
@@ -87,6 +93,12 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
         """Take the pool of blocks, on the scheduler's side."""
         self._pool = gpu_block_pool
 
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
+        """Return what ranks have to send and receive; steps without a token take their time."""
+        if self._num_kept and not scheduler_output.total_num_scheduled_tokens:
+            time.sleep(SECONDS_BETWEEN_STEPS)
+        return super().build_connector_meta(scheduler_output)
+
     def build_connector_worker_meta(self) -> "KeptBlocks | None":
         """Return what has changed of the blocks that the rank keeps from others."""
         assert isinstance(self.connector_worker, PlaneWorker)
@@ -104,7 +116,10 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
             self._num_kept += len(changes.kept) - len(changes.released)
 
     def has_pending_push_work(self) -> bool:
-        """Tell whether ranks have to be asked on, though no request is there: for blocks kept."""
+        """Tell whether ranks have to be asked on, though no request is there: for blocks kept.
+
+        A pause, which may clear the prefix cache for new weights, waits for these blocks, too.
+        """
         return self._num_kept > 0
 
 

@@ -1,4 +1,6 @@
-"""Patches of where vLLM gets its kernels from: Triton's, its IR's, the rejection sampler's."""
+"""Patches of where vLLM gets its kernels from (Triton's, its IR's, the rejection sampler's), and of
+whose tokens those of experts get.
+"""
 
 import sys
 import warnings

@@ -45,6 +45,7 @@ class NPUCommunicator(DeviceCommunicatorBase):
     """
 
     mc2: Mc2 | None = None
+    may_exchange = True  # whether MC2 takes the experts of all models that were looked at
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,13 +108,12 @@ class NPUCommunicator(DeviceCommunicatorBase):
         Where experts exchange the tokens themselves, each rank keeps its own, as many as the rank
         with the most tokens has. The padding mask of the forward pass becomes that of the result.
         """
+        group, sizes = self._parts(len(hidden_states), is_sequence_parallel)
+        if self.mc2 is not None and (most := max(sizes)) <= self.mc2.max_tokens:
+            self._exchange(self.mc2, len(hidden_states), most, is_sequence_parallel)
+            return _pad(hidden_states, most), _pad(router_logits, most)
+        _gather_padding(group, sizes, is_sequence_parallel)
         manager: Any = self.all2all_manager
-        if self.mc2 is not None:
-            most = max(self._parts(len(hidden_states), is_sequence_parallel)[1])
-            if most <= self.mc2.max_tokens:
-                self._exchange(self.mc2, len(hidden_states), most, is_sequence_parallel)
-                return _pad(hidden_states, most), _pad(router_logits, most)
-        self._gather_padding(len(hidden_states), is_sequence_parallel)
         return manager.dispatch_router_logits(
             hidden_states, router_logits, is_sequence_parallel, *args
         )
@@ -137,14 +137,6 @@ class NPUCommunicator(DeviceCommunicatorBase):
         elif num_tokens < most:
             active = torch.arange(most, device=self.device) < num_tokens
         context.additional_kwargs[MC2] = replace(mc2, active=active)
-
-    def _gather_padding(self, num_tokens: int, is_sequence_parallel: bool) -> None:
-        """Gather the padding masks of all ranks, once per forward pass, in its first expert layer.
-
-        This rank passes `num_tokens` tokens to the experts.
-        """
-        group, sizes = self._parts(num_tokens, is_sequence_parallel)
-        _gather_padding(group, sizes, is_sequence_parallel)
 
     def combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.all2all_manager is not None
@@ -178,7 +170,10 @@ def scatter_shared_prompts(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_padding(group: Any, sizes: list[int], is_sequence_parallel: bool = False) -> None:
-    """Gather the padding masks of a group's ranks, which have so many tokens, once in a pass."""
+    """Gather the padding masks of a group's ranks, once per forward pass: in its first such layer.
+
+    `sizes` has the tokens of each rank that its experts get, as the collectives after this have.
+    """
     context = get_forward_context()
     kept = context.additional_kwargs
     if context.is_padding is None or PADDING_IS_GATHERED in kept:  # the same on all ranks

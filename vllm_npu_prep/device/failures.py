@@ -1,4 +1,4 @@
-"""How a device reports that it failed while it worked, and gloo that another rank was lost.
+"""What users are told of a step that a device or another rank ended.
 
 A kernel runs after the call that launched it, so its failure is an error of a later call, in which
 the host waits for the device. The traceback of that call says nothing about the kernel, as little
@@ -6,6 +6,8 @@ as that of a call which waits for another rank says about why that one ended.
 """
 
 import re
+
+import torch
 
 CODE = re.compile(r"error code(?: is|:)? ?(507\d{3}|107019|107020)\b")
 """Codes of CANN's runtime: 507 and three digits for what failed on the device, 107019 and 107020
@@ -16,8 +18,32 @@ SOURCE = " NPU function error: "
 """Separates the place in torch_npu's source from the reason."""
 KERNEL = re.compile(r"\bkernel_name ?= ?([\w.:]+)")
 """Matches the name of the kernel that failed, in CANN's report."""
-LOST = re.compile(r"gloo/transport/[^\]]*\] (.+?)(?:\. This is typically|$)", re.MULTILINE)
-"""Matches what gloo says of a rank whose connection has ended, or that did not come in time."""
+LOST = re.compile(r"\[\S*gloo/transport/\S*\] (.+?)(?:\. This is typically|$)", re.MULTILINE)
+"""Matches what gloo says of a rank whose connection has ended, or that did not come in time. It
+says "enforce fail at" in the brackets of what the ranks themselves do wrong: sizes that differ."""
+
+
+def told_of(error: BaseException, step: str) -> str | None:
+    """Return what users are told of an error that ended `step`, in one line; None for any other.
+
+    An error of memory says only how much one tensor wanted.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"out of memory in {step} ({str(error).partition(chr(10))[0]}); lower "
+            "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
+        )
+    if (reason := device_failure(error)) is not None:
+        return (
+            f"the device failed, as was seen in {step} ({reason}); start again. If it fails again: "
+            "--enforce-eager and ASCEND_LAUNCH_BLOCKING=1 in the environment show the operator"
+        )
+    if (reason := lost_rank(error)) is not None:
+        return (
+            f"another rank was lost in {step} ({reason}); the first error of the log says why it "
+            "ended"
+        )
+    return None
 
 
 def device_failure(error: BaseException) -> str | None:

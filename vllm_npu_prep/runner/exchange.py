@@ -42,9 +42,11 @@ def choose_exchange(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         why = f"the installed CANN has no {', '.join(lacks.values())}"
     group: Any = get_ep_group()
     communicator = group.device_communicator
+    if not why and not communicator.may_exchange:
+        why = "it does not take those of the model that drafts for them, or for which they draft"
     if why:
         logger.info("Experts get gathered tokens; MC2 is not used: %s.", why)
-        communicator.mc2 = None  # also of a model whose drafter has these experts
+        communicator.mc2, communicator.may_exchange = None, False
         return
     if communicator.mc2 is not None:  # a drafter's experts share it
         tokens = min(tokens, communicator.mc2.max_tokens)

@@ -33,7 +33,7 @@ def map_to_physical_and_record(
     topk_ids: torch.Tensor,  # [T, k] integer, logical; -1 or num_logical for none
     expert_load_view: torch.Tensor,  # int32 [num_physical], added to
     logical_to_physical_map: torch.Tensor,  # int64 [num_logical, slots], -1 past the replicas
-    logical_replica_count: torch.Tensor,  # int64 [num_logical]
+    logical_replica_count: torch.Tensor,  # int64 [num_logical], 1 or more (`EplbState`)
     record_enabled: torch.Tensor,  # bool []
     num_unpadded_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
