@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeXferMetadata,
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     PullReqMeta,
     SendBlockMeta,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,7 +25,14 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from vllm_npu_prep.attention.mooncake import KeptBlocks, PlaneWorker
+from vllm_npu_prep.attention.mooncake import (
+    KeptBlocks,
+    MooncakeConnector,
+    PatientContext,
+    PlaneWorker,
+    Unanswered,
+    _is_gone,
+)
 
 BLOCKS, BLOCK_SIZE, HEAD_SIZE, HEADS = 6, 4, 8, 4
 NAMES = ["model.layers.0.attn", "model.layers.1.attn"]
@@ -255,3 +264,46 @@ def test_blocks_of_a_stalled_producer_are_kept_until_it_ends(monkeypatch, ends):
     monkeypatch.setattr(PlaneWorker.__bases__[0], "receive_kv_from_single_worker", pull)
     asyncio.run(stall())
     assert reports.failed == ["first", "second"]
+
+
+def test_a_block_is_kept_from_others_until_no_rank_may_write_to_it():
+    """Ranks say together what has changed; they are asked on until they keep nothing."""
+    connector: Any = MooncakeConnector.__new__(MooncakeConnector)
+    connector._num_kept, pool = 0, BlockPool(8, enable_caching=False, hash_block_size=BLOCK_SIZE)
+    connector.bind_gpu_block_pool(pool)
+    free = pool.get_num_free_blocks()
+
+    def told(one: KeptBlocks, other: KeptBlocks) -> tuple[int, bool]:
+        output: Any = SimpleNamespace(kv_connector_worker_meta=one.aggregate(other))
+        connector.update_connector_output(output)
+        return free - pool.get_num_free_blocks(), connector.has_pending_push_work()
+
+    assert told(KeptBlocks([3, 4], []), KeptBlocks([4, 5], [])) == (3, True)
+    assert told(KeptBlocks([], [3, 4]), KeptBlocks([], [])) == (2, True)
+    assert told(KeptBlocks([], []), KeptBlocks([], [4, 5])) == (0, False)
+
+
+def test_blocks_of_all_groups_are_kept():
+    metas = pulls(1, "one", "other")
+    metas["one"].local_block_ids = [[1, 2], [3]]
+    metas["other"].local_block_ids = [[4], []]
+    assert Unanswered(metas).blocks() == [1, 2, 3, 4]
+
+
+def test_no_limit_of_time_ends_the_wait_for_a_late_producer():
+    """Upstream sets one on each of its sockets, beside other options."""
+    with PatientContext() as context, context.socket(zmq.REQ) as made:
+        made.setsockopt(zmq.RCVTIMEO, 5)
+        made.setsockopt(zmq.LINGER, 0)
+        assert (made.getsockopt(zmq.RCVTIMEO), made.getsockopt(zmq.LINGER)) == (-1, 0)
+
+
+def test_a_host_that_says_nothing_may_come_back(monkeypatch):
+    """A look ends after its time, so that requests can be given up."""
+
+    async def silent(host: str, port: int) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("vllm_npu_prep.attention.mooncake.SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(asyncio, "open_connection", silent)
+    assert not asyncio.run(asyncio.wait_for(_is_gone("tcp://[::1]:1"), 10))

@@ -10,8 +10,15 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 
 from tests.conftest import SEED
-from tests.engine.test_lora import FEW_BLOCKS, LORA, Case, requests_of, tokens_of
-from tests.helpers.drafters import make_eagle_head
+from tests.engine.test_lora import (
+    DRAFTED,
+    FEW_BLOCKS,
+    LORA,
+    Case,
+    requests_of,
+    tokens_of,
+    with_drafts,
+)
 from tests.helpers.engine import REPLAYED, generate, graphs, greedy, runner_of
 from tests.helpers.expert_adapters import come_and_go
 from tests.helpers.huggingface import is_varied, reference
@@ -169,29 +176,13 @@ def test_ranks_add_updates_of_merged_weights(case, seed, layout, runner):
     assert got == [case.tokens(*each, 12) for each in requests]
 
 
-def verified_drafts(runner, model, requests, adapters, drafts, expected):
-    """What becomes of drafts while tokens are the expected ones; some drafts are rejected."""
-    prompts = [prompt for _, prompt in requests]
-    loras = [adapters[name] for name, _ in requests]
-    with engine_of(runner, model, speculative_config=drafts, max_loras=2, **LORA) as llm:
-        verified = count_verified(llm)
-        assert generate(llm, prompts, greedy(20), loras) == expected
-    assert verified["rejected"] > 0
-    return verified
-
-
-@pytest.mark.parametrize(("method", "runner"), [("ngram", "V1"), ("eagle", "V1"), ("eagle", "V2")])
+@pytest.mark.parametrize(("method", "runner"), DRAFTED)
 def test_each_adapter_verifies_its_drafts(case, tmp_path, seed, method, runner):
-    drafts = {"method": method, "num_speculative_tokens": 3}
-    if method == "ngram":
-        drafts["prompt_lookup_max"] = 1
-    else:
-        drafts["model"] = str(make_eagle_head(tmp_path, case.model))
     loops = [prompt * 8 for prompt in prompts_of(seed, [4, 3, 5])]
     requests = list(zip(["all", "", "experts"], loops))
-    adapters = {name: case.request(name) for name, _ in requests}
-    expected = [case.tokens(*request, 20) for request in requests]
-    verified_drafts(runner, case.model, requests, adapters, drafts, expected)
+    got, verified = with_drafts(case, runner, method, requests, tmp_path)
+    assert got == [case.tokens(*request, 24) for request in requests]
+    assert verified["rejected"] > 0
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -202,10 +193,14 @@ def test_adapters_of_experts_verify_drafts_of_an_mtp_layer(tmp_path, seed, runne
     modules = tuple(f"{expert}.{part}" for expert in experts for part in MLP)
     folder = make_adapter(tmp_path / "adapter", model, seed=seed, modules=modules, spread=0.3)
     merged = merge(model, folder, tmp_path / "merged")
-    requests = list(zip(["a", "", "a"], prompts_of(seed, [20, 9, 30])))
-    adapters = {"a": LoRARequest("a", 1, str(folder)), "": None}
-    expected = [reference(merged if name else model, [each], 20)[0] for name, each in requests]
-    assert expected[0] != reference(model, [requests[0][1]], 20)[0]
+    prompts, adapter = prompts_of(seed, [20, 9, 30]), LoRARequest("a", 1, str(folder))
+    adapted, plain = (reference(each, prompts, 20) for each in (merged, model))
+    expected = [adapted[0], plain[1], adapted[2]]
+    assert expected[0] != plain[0]
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
-    verified = verified_drafts(runner, model, requests, adapters, drafts, expected)
+    with engine_of(runner, model, speculative_config=drafts, max_loras=2, **LORA) as llm:
+        verified = count_verified(llm)
+        got = generate(llm, prompts, greedy(20), [adapter, None, adapter])
+    assert got == expected
+    assert verified["rejected"] > 0
     assert verified["accepted"] + verified["partly"] > 0

@@ -128,19 +128,28 @@ def test_adapters_and_plain_rows_in_one_batch_are_merged_weights(case, seed, mod
         assert set(counts) >= REPLAYED[mode]
 
 
-@pytest.mark.parametrize(("method", "runner"), [("ngram", "V1"), ("eagle", "V1"), ("eagle", "V2")])
-def test_each_adapter_verifies_its_drafts(case, tmp_path, seed, method, runner):
-    """Drafts of the plain model, or of what a request has: they are only ever guesses."""
+DRAFTED = [("ngram", "V1"), ("eagle", "V1"), ("eagle", "V2")]
+"""What drafts, and for which runner."""
+
+
+def with_drafts(case, runner, method, requests, folder: Path):
+    """The tokens of requests, and what became of their drafts; `folder` is for an EAGLE head."""
     drafts = {"method": method, "num_speculative_tokens": 3}
     if method == "ngram":
         drafts["prompt_lookup_max"] = 1
     else:
-        drafts["model"] = str(make_eagle_head(tmp_path, case.model))
-    loops = [prompt * 8 for prompt in prompts_of(seed, [4, 3, 5])]
-    requests = list(zip(["all", "", "queries"], loops))
+        drafts["model"] = str(make_eagle_head(folder, case.model))
     with engine_of(runner, case.model, speculative_config=drafts, max_loras=2, **LORA) as llm:
         verified = count_verified(llm)
-        got = tokens_of(llm, case, requests, 24)
+        return tokens_of(llm, case, requests, 24), verified
+
+
+@pytest.mark.parametrize(("method", "runner"), DRAFTED)
+def test_each_adapter_verifies_its_drafts(case, tmp_path, seed, method, runner):
+    """Drafts of the plain model, or of what a request has: they are only ever guesses."""
+    loops = [prompt * 8 for prompt in prompts_of(seed, [4, 3, 5])]
+    requests = list(zip(["all", "", "queries"], loops))
+    got, verified = with_drafts(case, runner, method, requests, tmp_path)
     assert got == [case.tokens(*request, 24) for request in requests]
     assert verified["rejected"] > 0
     assert method == "eagle" or verified["accepted"] + verified["partly"] > 0

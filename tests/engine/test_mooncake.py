@@ -16,7 +16,15 @@ import zmq.asyncio
 
 from tests.conftest import SEED
 from tests.engine.test_kv_transfer import count_tokens
-from tests.helpers.engine import LLAMA4, generate, graphs, greedy, make_model
+from tests.helpers.engine import (
+    LLAMA4,
+    free_blocks,
+    generate,
+    graphs,
+    greedy,
+    make_model,
+    scheduler_of,
+)
 from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.hybrids import QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS, V32
@@ -84,17 +92,6 @@ def transfers(prompts: list[list[int]]) -> list[tuple[Any, Any]]:
 
 def asking(params: list[dict[str, Any]], max_tokens: int) -> list[Any]:
     return [greedy(max_tokens, extra_args={"kv_transfer_params": each}) for each in params]
-
-
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def free_blocks(llm: Any) -> int:
-    """Blocks that nobody holds once all requests have ended and sent what they had to send."""
-    scheduler = scheduler_of(llm)
-    wait_until(lambda: llm.llm_engine.step() == [] and not scheduler.has_requests())
-    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 @pytest.mark.parametrize(("config", "lengths", "settings", "runner"), on_both(CASES))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.helpers.waiting import wait_until
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
@@ -196,6 +198,17 @@ def engine_config(model: Path, **settings: Any) -> Any:
 def runner_of(llm: Any) -> Any:
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def free_blocks(llm: Any) -> int:
+    """Blocks that nobody holds once all requests have ended and sent what they had to send."""
+    scheduler = scheduler_of(llm)
+    wait_until(lambda: llm.llm_engine.step() == [] and not scheduler.has_requests())
+    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def greedy(max_tokens: int, **params: Any) -> Any:

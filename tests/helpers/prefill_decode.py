@@ -149,7 +149,9 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
 
 
 def _answer(connection: Connection, llm: Any) -> None:
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    from tests.helpers.engine import free_blocks, scheduler_of
+
+    scheduler = scheduler_of(llm)
     while True:
         if not connection.poll(0.005):
             if scheduler.has_requests():  # a prompt is sent, or its blocks come back
@@ -158,7 +160,7 @@ def _answer(connection: Connection, llm: Any) -> None:
         what, given = connection.recv()
         if what == "end":
             return
-        connection.send(generate(llm, *given) if what == "generate" else _free(llm))
+        connection.send(generate(llm, *given) if what == "generate" else free_blocks(llm))
 
 
 def generate(
@@ -173,15 +175,6 @@ def generate(
     return [list(each.outputs[0].token_ids) for each in done], [
         each.num_cached_tokens for each in done
     ]
-
-
-def _free(llm: Any) -> int:
-    """Blocks that nobody holds once all requests have ended and sent what they had to send."""
-    from tests.helpers.waiting import wait_until
-
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    wait_until(lambda: llm.llm_engine.step() == [] and not scheduler.has_requests())
-    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 # ----------------------------------------------------------------- emulated cards

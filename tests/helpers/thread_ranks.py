@@ -25,6 +25,11 @@ class Group:
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(self.exchange(tensor), dim)
 
+    def all_gatherv(self, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        pieces = self.exchange(tensor)
+        assert [piece.shape[dim] for piece in pieces] == sizes
+        return torch.cat(pieces, dim)
+
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         total = sum(self.exchange(tensor))
         return total.chunk(self.world_size, dim)[self.rank_in_group]

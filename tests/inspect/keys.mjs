@@ -1,6 +1,7 @@
 // Runs the script of a run's page without a browser, and presses keys: node keys.mjs PAGE EVENTS
 //
-// PAGE is the file, EVENTS a JSON list: {"on": "lane 0" or "rows", "type": "keydown", "key": ...}.
+// PAGE is the file, EVENTS a JSON list: {"on": "lane 0" or "rows", "type": "keydown", "key": ...},
+// or {"on": "side", "type": "click", "line": N}, of the panel's lines that take clicks.
 // Prints a JSON list: what the page shows at first, and after each event. Of the document there is
 // as much as the script asks for; what it draws on canvases goes nowhere.
 import { readFileSync } from "node:fs";
@@ -102,11 +103,19 @@ function shown() {
   };
 }
 
+function clickable(node) {
+  return node.listeners.click ? [node] : node.children.flatMap((each) => (each instanceof Node ? clickable(each) : []));
+}
+
+function targetOf(on, line) {
+  if (on === "rows") return byId.rows.querySelector("canvas");
+  if (on === "side") return clickable(byId.side).at(line);
+  return byId.lanes.children[Number(on.split(" ")[1])].children.find((each) => each.tag === "canvas");
+}
+
 const told = [shown()];
-for (const { on, type = "keydown", ...more } of JSON.parse(events)) {
-  const target = on === "rows"
-    ? byId.rows.querySelector("canvas")
-    : byId.lanes.children[Number(on.split(" ")[1])].children.find((each) => each.tag === "canvas");
+for (const { on, type = "keydown", line, ...more } of JSON.parse(events)) {
+  const target = targetOf(on, line);
   let prevented = false;
   for (const listener of target.listeners[type] ?? [])
     listener({ preventDefault: () => (prevented = true), clientX: 0, clientY: 0, ...more });

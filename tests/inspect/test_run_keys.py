@@ -119,7 +119,10 @@ def test_enter_and_a_double_click_open_the_page_of_a_step(press, run):
 
 @needs_node
 def test_a_request_is_followed_to_another_engine(tmp_path):
-    """The panel says which steps it has there; another lane keeps it chosen, or lets it go."""
+    """The panel says which steps it has there, and a click goes there.
+
+    Another lane keeps it chosen, or lets it go.
+    """
     record_two_engines(tmp_path, STEPS)
     page = tmp_path / "both.html"
     folders = [str(tmp_path / name) for name in ("prefill", "decode")]
@@ -129,16 +132,19 @@ def test_a_request_is_followed_to_another_engine(tmp_path):
     place = next(i for i, row in enumerate(rows) if row.name in run.shared_requests)
     alone = next(i for i, row in enumerate(rows) if row.name not in run.shared_requests)
 
-    def after(number: int) -> list[dict]:
-        told = pressed(page, *[key("ArrowDown", "rows")] * (number + 1), key("ArrowDown"))
-        return told[-2:]
+    def after(number: int, event: dict) -> list[dict]:
+        return pressed(page, *[key("ArrowDown", "rows")] * (number + 1), event)[-2:]
 
-    chosen, there = after(place)
+    chosen, there = after(place, key("ArrowDown"))
     assert chosen["request"] == there["request"] == f"request {rows[place].name}"
     spans = run.ranks[1].requests[rows[place].name].spans
     assert f"decode{spans[0].first} to {spans[-1].last}" in chosen["side"]
+    assert "beside the other ranks" not in chosen["side"]
     assert there["title"].endswith(", decode")
-    chosen, there = after(alone)
+    _, clicked = after(place, {"on": "side", "type": "click", "line": -1})
+    assert clicked["title"] == f"step {spans[0].first}, decode"
+    assert clicked["request"] == chosen["request"]
+    chosen, there = after(alone, key("ArrowDown"))
     assert "in the other engines" not in chosen["side"] and there["request"] == "none"
 
 

@@ -215,6 +215,17 @@ def test_the_last_run_is_shown_and_the_others_are_named(tmp_path, capsys):
     assert data_of(page.read_text())["older"] == ["20260101-000000-1"]
 
 
+def test_older_runs_of_each_engine_are_named(tmp_path):
+    folders = [tmp_path / name for name in ("prefill", "decode")]
+    for folder in folders:
+        folder.mkdir()
+        for number in (1, 2):
+            record(tmp_path / "new", 1, 2)
+            (made,) = (tmp_path / "new").iterdir()
+            made.rename(folder / f"{folder.name} {number}")
+    assert read_run(*folders).older == ["prefill 1", "decode 1"]
+
+
 @pytest.mark.parametrize(
     ("words", "most", "pages", "says"),
     [

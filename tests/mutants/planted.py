@@ -9,7 +9,7 @@ BOOKS = ("tests/runner/test_bookkeeping.py",)
 UPDATES = ("tests/runner/test_request_updates.py",)
 COUNTS = ("tests/npu/on_device/test_counts.py",)
 ON_NPU = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers"
-FIA = FIA_GRAPHS = (f"{ON_NPU}[fia, graphs]",)
+FIA = (f"{ON_NPU}[fia, graphs]",)
 ATB = (f"{ON_NPU}[atb]",)
 EXPERTS = ("tests/npu/on_device/test_experts.py",)
 CALLS = ("tests/verify/test_calls.py",)
@@ -47,7 +47,6 @@ SPARSE_TOKENS = (f"{SPARSE_ENGINE}tokens_are_those_of_transformers[GLM-5-V2]",)
 CHOICES = (f"{SPARSE_ENGINE}choices_are_those_of_transformers[GLM-5-V2]",)
 SPECULATION = ("tests/engine/test_speculation.py",)
 MTP = ("tests/engine/test_mtp.py",)
-DIFFERENTIAL = ("tests/differential",)
 EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 POOLING = ("tests/engine/test_pooling.py",)
 LORA = ("tests/ops/test_lora.py", "tests/engine/test_lora.py")
@@ -117,7 +116,6 @@ V2_EPISODES = (
 )
 V2_ENGINE = ("tests/engine/test_v2.py",)
 V2_SEES = ("tests/engine/test_multimodal.py::test_mtp_layers_read_images_on_v2_as_on_v1",)
-V2_EMBEDS = ("tests/engine/test_prompt_embeds.py",)
 V2_THINKING = ("tests/engine/test_thinking.py::test_v2_ends_thinking_where_v1_does",)
 THINKING = ("tests/ops/test_thinking.py",)
 EPLB = ("tests/ops/test_eplb.py",)
@@ -440,7 +438,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the step does not tell that a session began anew", "    scheduler.reset_preempted_req_ids.add(request.request_id)", "    pass", ("tests/engine/test_sessions.py",)),
     ],
     "compat/torch.py": [
-        ("npu: asynchronous output recorded on no event", "names.update(self._stand_ins)", 'names.update(self._stand_ins | {"Event": NoOpEvent})', FIA_GRAPHS),
+        ("npu: asynchronous output recorded on no event", "names.update(self._stand_ins)", 'names.update(self._stand_ins | {"Event": NoOpEvent})', FIA),
     ],
     "compat/v2.py": [
         ("V1's reasons overrule who chose V2", "is_open = envs.VLLM_USE_V2_MODEL_RUNNER is None and", "is_open =", ("tests/startup/test_refusals.py",)),
@@ -476,8 +474,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("MC2: CANN 8.5 takes what 9.1 takes", "return A2_8_5 if cann is not None and cann < (9, 0) else A2", "return A2", MC2),
     ],
     "device/npu.py": [
-        ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA_GRAPHS),
-        ("npu: asynchronous output waits for the wrong stream", "current_stream=torch_npu.npu.current_stream", "current_stream=torch_npu.npu.Stream", FIA_GRAPHS),
+        ("npu: copy on a stream of its own", "            target[:nbytes].copy_(", "            with torch_npu.npu.stream(torch_npu.npu.Stream()): target[:nbytes].copy_(", FIA),
+        ("npu: asynchronous output waits for the wrong stream", "current_stream=torch_npu.npu.current_stream", "current_stream=torch_npu.npu.Stream", FIA),
         ("a load that counts as done when it is issued", "            end.record()\n        return end", "        return end", OFFLOADING_ON_NPU),
         ("a store that does not wait for the step that writes", "self._stream.wait_stream(torch_npu.npu.current_stream())", "pass", ("tests/npu/on_device/test_offloading.py::test_copies_begin_after_what_was_issued_before_them",)),
         ("graphs are captured with a task queue of level 2", "torch_npu.npu.set_task_queue_enable(1)", "pass", ("tests/npu/on_device/test_graphs.py::test_graphs_are_captured_with_a_task_queue_of_level_1",)),
@@ -494,7 +492,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "device/staging.py": [
         ("async: sampled tokens are not scattered", "        if last_samples is not None:  #", "        if False:  #", ENGINE),
         ("copy ends before the logits indices", "self.submit(nbytes)", "self.submit(nbytes - step.layout.max_logits * 8)", ENGINE),
-        ("npu: stale block table", "        if num_changes:  #", "        if False:  #", FIA_GRAPHS),
+        ("npu: stale block table", "        if num_changes:  #", "        if False:  #", FIA),
         ("npu: staging buffer reused while its copy is in flight", "        if buffer.event is not None:\n", "        if False:\n", ("tests/npu/on_device/test_staging.py",)),
         ("npu: two copies a step", "        self.submit(nbytes)\n", "        self.submit(nbytes)\n        self.submit(nbytes)\n", COUNTS),
     ],
@@ -515,10 +513,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("MLA layers' inputs of a graph go unchecked", 'getattr(metadata, "step", metadata)', "metadata", ("tests/graph/test_fake_graph.py",)),
     ],
     "graph/npu.py": [
-        ("npu: attention is not told the step's lengths", "                call(metadata)\n", "", FIA_GRAPHS),
-        ("npu: lengths told behind nothing", "            self._update_stream.wait_event(self._replayed)\n", "", FIA_GRAPHS),
-        ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA_GRAPHS),
-        ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA_GRAPHS),
+        ("npu: attention is not told the step's lengths", "                call(metadata)\n", "", FIA),
+        ("npu: lengths told behind nothing", "            self._update_stream.wait_event(self._replayed)\n", "", FIA),
+        ("npu: no event behind a replay", "                self._replayed.record(stream)\n", "                pass\n", FIA),
+        ("npu: replays that don't wait for their lengths", "            event.wait(stream)\n", "", FIA),
     ],
     "inspect/page.py": [
         ("a page traces tokens to the first group's slots only", "[step.slot_mapping[table] for table in view.tables.values()]", "[step.slot_mapping[0] for table in view.tables.values()]", PAGES),
@@ -948,7 +946,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a call for each request when a step is prepared", "        self.counts.add(decision.kind)\n", "        self.counts.add(decision.kind)\n        [abs(n) for n in range(num_reqs)]\n", ("tests/benchmarks/test_benchmarks.py",)),
         ("padding decided for other counts", "            num_reqs,\n            query_len,\n            num_encoder", "            0,\n            query_len,\n            num_encoder", ("tests/runner/test_padding.py",)),
         ("graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", GRAPHS),
-        ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA_GRAPHS),
+        ("npu: graphs captured over upstream's buffers", "        if dispatched[0] != CUDAGraphMode.NONE:", "        if False:", FIA),
         ("steps with embeddings take the padding of steps without", "            batch.takes_embeds,\n            num_tokens", "            False,\n            num_tokens", EMBEDS),
     ],
     "runner/preparer.py": [
@@ -1125,7 +1123,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: drafters read images one token late", "draft_lookahead=1", "draft_lookahead=0", V2_SEES),
         ("V2: connectors never hear that a step has ended", "output.kv_connector_output = self.kv_connector.post_forward(state.finished_req_ids)", "output.kv_connector_output = None", ("tests/engine/test_own_connector.py",)),
         ("V2: graphs are captured over metadata that warming up has filled", "        in_flight = self._all_padding(cudagraph_runtime_mode, desc)\n        self.prep_device.synchronize()\n", "        in_flight = warm\n        self.prep_device.synchronize()\n", STATES_OF_DRAFTS),
-        ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False", "            pass", V2_EMBEDS),
+        ("V2: prompts of embeddings have log-probabilities", "            self.prompt_logprobs_worker.uses_prompt_logprobs[request_rows] = False", "            pass", EMBEDS),
         ("V2: nobody gets scores of named tokens", "prompt_token_id_logprobs_dict=scores.named", "prompt_token_id_logprobs_dict={}", V2_ENGINE),
         ("V2: dummy steps of M-RoPE read positions at another address", "            self.model_state.positions = arrays.mrope_positions", "            pass", V2_EPISODES),
         ("a user's logits processors of V2 write when a request arrives only", "                self.sampler.apply_staged_writes()\n", "                pass\n", V2_ENGINE),

@@ -1,6 +1,7 @@
 """Routing and experts against a scalar reading, a token and an expert at a time, in float64."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 
+from tests.helpers.thread_ranks import on_ranks
+from vllm_npu_prep.device import communicator
 from vllm_npu_prep.device.communicator import NPUCommunicator
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.moe_method import TorchMoEMethod, apply_experts
@@ -120,8 +123,8 @@ def test_padding_of_other_ranks_is_gathered_once():
         return torch.cat([torch.tensor([1, 0], dtype=mine.dtype), mine])
 
     group = SimpleNamespace(all_gatherv=gather, rank_in_group=1)
-    communicator = object.__new__(NPUCommunicator)
-    communicator.all2all_manager = SimpleNamespace(
+    made = object.__new__(NPUCommunicator)
+    made.all2all_manager = SimpleNamespace(
         _get_comm_group=lambda is_sequence_parallel: group,
         _get_sizes=lambda num_tokens, group: [2, num_tokens],
         dispatch_router_logits=lambda *given: "gathered",
@@ -132,9 +135,33 @@ def test_padding_of_other_ranks_is_gathered_once():
     with override_forward_context(context):
         for _ in range(2):
             tokens = torch.zeros(3, HIDDEN), torch.zeros(3, EXPERTS)
-            assert communicator.dispatch_router_logits(*tokens) == "gathered"
+            assert made.dispatch_router_logits(*tokens) == "gathered"
     assert asked == [([0, 0, 1], 0, [2, 3])]
     assert context.is_padding.tolist() == [True, False, False, False, True]
+
+
+def test_ranks_that_share_prompts_exchange_tokens_padding_and_sums(monkeypatch):
+    """Padding once in a forward pass; of the sum each rank gets what belongs to its own tokens."""
+    here = threading.local()
+    monkeypatch.setattr(communicator, "get_pcp_group", lambda: here.group)
+    monkeypatch.setattr(communicator, "get_forward_context", lambda: here.context)
+    x, logits = torch.arange(12.0).view(6, 2), torch.arange(18.0).view(6, 3)
+    is_padding = torch.tensor([False, True, True, False, False, True])
+
+    def of_rank(group):
+        rank = group.rank_in_group
+        mine = slice(3 * rank, 3 * rank + 3)
+        context = SimpleNamespace(is_padding=is_padding[mine], additional_kwargs={})
+        here.group, here.context = group, context
+        for _ in range(2):  # expert layers
+            rows, scores = communicator.gather_shared_prompts(x[mine], logits[mine])
+        own = communicator.scatter_shared_prompts(rows * (rank + 1))
+        return rows, scores, context.is_padding, own
+
+    for rank, (rows, scores, padding, own) in enumerate(on_ranks(2, of_rank)):
+        assert torch.equal(rows, x) and torch.equal(scores, logits)
+        assert torch.equal(padding, is_padding)
+        assert torch.equal(own, 3 * x[3 * rank : 3 * rank + 3])
 
 
 def scalar_experts(x, w13, w2, topk_weights, topk_ids, activation, on_input):

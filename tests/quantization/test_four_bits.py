@@ -202,10 +202,25 @@ def test_levels_for_rounded_rows_give_the_products_of_exact_sums(
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=float(bound))
 
 
+def test_scales_for_rounded_rows_are_the_nearest_that_kernels_read(seed):
+    """They read the upper 19 bits; corrections are made with what they read."""
+    draw = torch.Generator().manual_seed(seed)
+    levels = torch.randint(-8, 8, (16, 512), generator=draw).to(torch.int8)
+    scales = torch.randn(16, 2, generator=draw) / 50
+    packed = int4.words_of_levels(levels, scales)
+    assert not (packed.scale & 0x1FFF).any()
+    read = packed.scale.to(torch.int32).view(torch.float32).t()
+    assert ((read - scales).abs() <= scales.abs() * 2**-11).all()
+    sums = levels.double().view(16, 2, -1).sum(2)
+    expected = 8 * (sums * read.double()).sum(1)
+    torch.testing.assert_close(packed.correction.double(), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("size", "inputs", "outputs", "is_refused"),
     [
         (256, 512, [24, 8], False),
+        (256, 18432, [8], False),
         (256, 18688, [8], True),
         (256, 512, [12], True),
         (128, 512, [8], True),

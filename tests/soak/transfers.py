@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_mooncake import CASES, asking, connected, scheduler_of, transfers
-from tests.helpers.engine import make_model
+from tests.engine.test_mooncake import CASES, asking, connected, transfers
+from tests.helpers.engine import make_model, scheduler_of
 from tests.helpers.huggingface import reference
 from tests.helpers.mooncake import TransferEngine, stand_in
 from tests.helpers.prompts import prompts_of

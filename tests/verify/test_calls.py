@@ -301,3 +301,14 @@ def test_attention_over_a_choice_is_that_over_its_rows(told):
     torch.testing.assert_close(expected.of(output).double(), expected.values, rtol=0.02, atol=0.02)
     assert len(expected.rows) == 6 and expected.values.abs().max() > 0.3
     assert not torch.allclose(expected.of(output.roll(1, 0)).double(), expected.values, atol=0.1)
+
+
+@pytest.mark.parametrize("form", ["layer", "experts"])
+def test_weights_of_four_bits_beside_int8_rows_are_drawn(form):
+    """A recording has zeros for them, beside which any kernel would be right."""
+    words, rows = torch.zeros(3, 64, 4, dtype=torch.int32), torch.zeros(5, 64, dtype=torch.int8)
+    if form == "layer":
+        made = remade(call_of("npu::npu_quant_matmul", x1=rows, x2=words[0]))["x2"]
+    else:
+        (made,) = remade(call_of("npu::npu_grouped_matmul", x=[rows], weight=[words]))["weight"]
+    assert {*numbers_in(made).flatten().tolist()} == {*range(16)}
