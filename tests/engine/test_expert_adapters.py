@@ -91,7 +91,7 @@ def test_both_formats_and_plain_rows_are_merged_weights(serving, case, seed):
 
 
 def test_adapters_come_and_go_while_others_run(serving, case, seed):
-    """One is read into the slot of another, whose request was aborted; and all of it sleeps."""
+    """An adapter takes the slot of another whose request was aborted; then the engine sleeps."""
     names = {"stays": "experts", "plain": "", "goes": "third", "comes": "fused", "returns": "third"}
     prompts = dict(zip(names, prompts_of(seed + 1, [30, 9, 17, 20, 5])))
     said = come_and_go(serving, prompts, {each: case.request(names[each]) for each in names}, seed)
@@ -170,7 +170,7 @@ def test_ranks_add_updates_of_merged_weights(case, seed, layout, runner):
 
 
 def verified_drafts(runner, model, requests, adapters, drafts, expected):
-    """What becomes of drafts while tokens are the expected ones; some drafts are rejected."""
+    """What becomes of drafts, of which some are rejected; tokens have to be the expected ones."""
     prompts = [prompt for _, prompt in requests]
     loras = [adapters[name] for name, _ in requests]
     with engine_of(runner, model, speculative_config=drafts, max_loras=2, **LORA) as llm:

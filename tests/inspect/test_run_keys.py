@@ -119,7 +119,8 @@ def test_enter_and_a_double_click_open_the_page_of_a_step(press, run):
 
 @needs_node
 def test_a_request_is_followed_to_another_engine(tmp_path):
-    """The panel says which steps it has there; another lane keeps it chosen, or lets it go."""
+    """The panel says which steps a request has in the other engine. A click on the other lane
+    keeps the request chosen if that engine has it."""
     record_two_engines(tmp_path, STEPS)
     page = tmp_path / "both.html"
     folders = [str(tmp_path / name) for name in ("prefill", "decode")]
