@@ -45,7 +45,7 @@ from vllm_npu_prep.quantization.loaded import check_offsets, check_scales
 from vllm_npu_prep.quantization.modules import KnowsModules
 
 FLOAT = torch.float32
-"""Of scales, whatever dtype the model has."""
+"""The dtype of scales, whatever dtype the model has."""
 BY_CHANNEL = FusedMoeWeightScaleSupported.CHANNEL
 SECOND = ("weight_scale_second", "weight_offset_second")
 """What ModelSlim's groups have; offsets are 0."""
@@ -134,7 +134,7 @@ class NPUW4A8Experts(NPUInt8Experts):
         return int(self.layer.w13_group_scale.shape[2])
 
     def make(self) -> None:
-        """Make nothing: parameters are all that is taken."""
+        """Make nothing: products take the layer's parameters alone."""
 
     refresh = make
 
@@ -286,7 +286,7 @@ class WordsOfExperts(Int4OfRounded):
     """Numbers of four bits, eight in an int32."""
 
     gone: tuple[str, ...] = ()
-    """What is dequantised, weights first."""
+    """Parameters that are gone once weights are packed or dequantised; weights come first."""
     size = -1
     """Inputs of a group; -1 for one group of all."""
     packs_outputs = False

@@ -189,7 +189,7 @@ def _w4a8_expected(
 
 
 def _w4a8_product(dtype: torch.dtype) -> Probe:
-    """Probe rounded rows by packed weights of two groups; rows have all numbers of int8."""
+    """Probe the product of packed weights of two groups and rows that have all numbers of int8."""
     x, tokens = _integers(5, 512, 12), torch.linspace(0.5, 2, 5) / 2**6
     levels, scale, words, bits, correction = _w4a8(2, 1, 512)
 
@@ -209,7 +209,10 @@ def _w4a8_product(dtype: torch.dtype) -> Probe:
 
 
 def _w4a8_experts_product(dtype: torch.dtype, groups: int, inputs: int) -> Probe:
-    """Probe groups of two rows, none and three, and a row of no expert, by packed weights."""
+    """Probe the product of groups of two rows, none and three and packed weights of experts.
+
+    One more row belongs to no expert.
+    """
     sizes, here = (2, 0, 3), 5
     x, tokens = _integers(here + 1, inputs, 13), torch.linspace(0.5, 2, here + 1) / 2**6
     levels, scale, words, bits, correction = _w4a8(groups, 3, inputs)
