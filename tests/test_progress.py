@@ -167,7 +167,7 @@ def test_the_signal_that_killed_an_engine_is_named(code, name):
 
 
 def test_a_step_that_broke_a_rule_is_told_in_the_last_line(monkeypatch, tmp_path):
-    """What a call was refused with, which no engine dies of, is not."""
+    """The refusal of a call is not told there, since no engine dies of it."""
     (file := tmp_path / "left").touch()
     monkeypatch.setenv(one_line.FILE_ENV_VAR, str(file))
     client = SimpleNamespace(resources=SimpleNamespace(engine_manager=None))

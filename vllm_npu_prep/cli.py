@@ -143,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="show a step, of a scenario or of a record: state, masks, requests, tokens, blocks",
         description="Show a step: its state and the reason for it, masks, requests, tokens and KV "
-        "blocks. The step of a scenario is prepared now; a record is shown as it was prepared.",
+        "blocks. The step of a scenario is prepared now; a record is shown as it was prepared. "
+        "explain PREFILL DECODE --html FILE writes one page of two engines, of which one computes "
+        "prompts and the other decodes them; each is named by its folder of records.",
     )
     explain.add_argument(
         "file",
@@ -165,7 +167,8 @@ def _parser() -> argparse.ArgumentParser:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write an HTML page: a step with tables, masks and blocks, or a folder's whole run",
+        help="write an HTML page: a step with tables, masks and blocks, or the whole run of "
+        "each folder",
     )
     explain.add_argument(
         "--step-pages",
@@ -269,8 +272,8 @@ def _explain(args: argparse.Namespace) -> int:
         return _explain_run(args.file, args.html, args.step_pages)
     if len(args.file) > 1:
         raise PrepError(
-            f"explain shows several engines on one page of their runs, but got "
-            f"{', '.join(map(str, args.file))}; give folders alone, --html FILE, and no --step"
+            f"several files are given: {', '.join(map(str, args.file))}; give one, or, to see "
+            "several engines on one page, the folder of each with --html FILE and without --step"
         )
     if args.step_pages is not None:
         raise PrepError("--step-pages goes with --html and a folder of records, without --step")

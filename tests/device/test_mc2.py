@@ -146,7 +146,7 @@ def engine(graphs=(), max_num_seqs=64, tensor=1, data=16):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Function of the experts of one more model of an engine: the exchange that was chosen."""
+    """A function that returns the exchange that is chosen for one more model of an engine."""
     communicator = SimpleNamespace(mc2=None, may_exchange=True)
     group = SimpleNamespace(device_communicator=communicator, ranks=range(16), world_size=16)
     options = SimpleNamespace(mc2="auto")

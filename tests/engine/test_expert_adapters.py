@@ -98,7 +98,7 @@ def test_both_formats_and_plain_rows_are_merged_weights(serving, case, seed):
 
 
 def test_adapters_come_and_go_while_others_run(serving, case, seed):
-    """One is read into the slot of another, whose request was aborted; and all of it sleeps."""
+    """An adapter takes the slot of another whose request was aborted; then the engine sleeps."""
     names = {"stays": "experts", "plain": "", "goes": "third", "comes": "fused", "returns": "third"}
     prompts = dict(zip(names, prompts_of(seed + 1, [30, 9, 17, 20, 5])))
     said = come_and_go(serving, prompts, {each: case.request(names[each]) for each in names}, seed)

@@ -54,7 +54,7 @@ def test_modules_with_outlying_tokens_keep_their_dtype(tmp_path, monkeypatch, fo
 
 
 def test_scales_by_inputs_lose_less_of_outputs(seed):
-    """A fifth less at least, where some inputs are larger than others."""
+    """Outputs lose a fifth less, at least, where some inputs are larger than others."""
     draw = torch.Generator().manual_seed(seed)
     weight, x = (torch.randn(size, 128, generator=draw) for size in (48, 256))
     x = x * torch.randn(128, generator=draw).exp()

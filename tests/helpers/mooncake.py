@@ -50,7 +50,7 @@ class TransferEngine:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[TransferEngine]:
-    """Put it where vLLM and start-up look for Mooncake; its addresses are of this host."""
+    """Put the stand-in where vLLM and start-up look for Mooncake, with addresses of this host."""
     module: Any = ModuleType("mooncake.engine")
     module.TransferEngine = TransferEngine
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))

@@ -46,7 +46,7 @@ def variables_of_mooncake() -> dict[str, str]:
 
 
 class Side:
-    """One of the two, and its process, whose engines come one after the other."""
+    """The producer or the consumer: a process, whose engines come one after the other."""
 
     def __init__(self, context: Any, role: str, environment: dict[str, str]) -> None:
         self.role, self.engine_id = role, f"{role}-{next(NUMBERS)}"
@@ -199,7 +199,7 @@ def move_emulated_memory() -> None:
     register, answered = worker.register_kv_caches, worker.process_pulling_result
 
     class Engine:
-        """Mooncake's, which gets other addresses."""
+        """Mooncake's engine, which gets other addresses."""
 
         def __init__(self, engine: Any) -> None:
             self.engine = engine

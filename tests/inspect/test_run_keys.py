@@ -119,9 +119,9 @@ def test_enter_and_a_double_click_open_the_page_of_a_step(press, run):
 
 @needs_node
 def test_a_request_is_followed_to_another_engine(tmp_path):
-    """The panel says which steps it has there, and a click goes there.
+    """The panel says which steps a request has in the other engine, and a click goes there.
 
-    Another lane keeps it chosen, or lets it go.
+    The other lane keeps the request chosen if that engine has it.
     """
     record_two_engines(tmp_path, STEPS)
     page = tmp_path / "both.html"

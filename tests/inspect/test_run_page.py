@@ -164,10 +164,10 @@ def test_times_of_two_engines_are_those_of_the_clock(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("decode",), "give folders alone, --html FILE, and no --step"),
-        (("decode", "--html", "o.html", "--step", "2"), "but got prefill, decode; give folders"),
+        (("decode",), "give one, or, to see several engines on one page, the folder of each"),
+        (("decode", "--html", "o.html", "--step", "2"), "several files are given: prefill, decode; give one"),
         (("prefill", "--html", "o.html"), "the same folder is given twice"),
-        (("there", "--html", "o.html"), "give folders alone"),
+        (("there", "--html", "o.html"), "the folder of each with --html FILE and without --step"),
     ],
 )
 def test_engines_that_can_not_be_shown_together_are_one_line(

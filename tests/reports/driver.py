@@ -181,7 +181,7 @@ class Engine:
         return found + Counter(cached=sum(self.cached), stored=sum(self.stored))
 
     def assert_nothing_is_kept(self) -> None:
-        """Of requests that have ended: blocks and entries. The prefix cache is emptied."""
+        """Requests that have ended hold no blocks or entries. This empties the prefix cache."""
         for _ in range(50):
             if self.pool.get_num_free_blocks() == self.free and not self.inner.batch_queue:
                 break
@@ -251,7 +251,7 @@ def start(name: str, runner: str) -> Iterator[Engine]:
 
 
 def assert_right(engine: Engine, answer: Answer) -> int:
-    """A greedy answer is what transformers says, and one that was drawn is the same alone.
+    """A greedy answer is that of transformers, and one that was drawn at random is the same alone.
 
     Alone means: on the same engine, without other requests and without calls. One that was drawn
     without a seed isn't looked at. Returns how many tokens are others than without the request's

@@ -1,4 +1,4 @@
-"""Public reports of vLLM, vllm-ascend, SGLang and others: what they tell of does not happen here.
+"""What public reports of vLLM, vllm-ascend, SGLang and others tell of does not happen here.
 
 Tables have an entry for each, one driver plays all, and reports of one engine share its start.
 """

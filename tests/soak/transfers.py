@@ -87,7 +87,7 @@ class Serving(Traffic):
         self.names = 0
 
     def wave(self) -> None:
-        """Some requests, from their beginning until all blocks are back."""
+        """Serve some requests, from their beginning until all blocks are back."""
         left = self.number(3, 8)
         while left or self.alive or self.sent:
             if left and self.chance(0.5):

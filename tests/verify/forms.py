@@ -31,7 +31,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def form_of(call: Call) -> str:
-    """What the emulator takes for the same call: its key of the call as it would record it."""
+    """The key by which the emulator would record the call: calls of one form have one key."""
     operator, _, overload = call.operator.partition(".")
     arguments = {name: _recorded(value) for name, value in call.arguments.items()}
     named = {"operator": operator, "overload": overload, "captured": call.captured}

@@ -46,7 +46,7 @@ SMALL_LISTS = 650_000
 
 @cache
 def forms() -> dict[str, list[Call]]:
-    """By operators: the smallest call of each form, but of what sizes a workspace."""
+    """The smallest call of each form, by operator; operators that size a workspace are left out."""
     found = defaultdict(list)
     for of_lists in listed().values():
         call = min(of_lists.values(), key=elements)

@@ -100,7 +100,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
         return super().build_connector_meta(scheduler_output)
 
     def build_connector_worker_meta(self) -> "KeptBlocks | None":
-        """Return what has changed of the blocks that the rank keeps from others."""
+        """Return which blocks the rank has begun to keep from others, or no longer keeps."""
         assert isinstance(self.connector_worker, PlaneWorker)
         return self.connector_worker.changes_of_kept()
 
@@ -116,7 +116,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):
             self._num_kept += len(changes.kept) - len(changes.released)
 
     def has_pending_push_work(self) -> bool:
-        """Tell whether ranks have to be asked on, though no request is there: for blocks kept.
+        """Tell whether ranks have to be asked even without requests: they still keep blocks.
 
         A pause, which may clear the prefix cache for new weights, waits for these blocks, too.
         """
@@ -179,9 +179,10 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
                 "VLLM_MOONCAKE_BOOTSTRAP_PORT"
             ) from error
         except RuntimeError as error:
+            reason = str(error).rstrip(".")
             raise PrepError(
-                f"Mooncake's transfer engine does not start on {get_ip()} with {extra}: {error} "
-                "Give a mooncake_protocol that this host has (tcp needs nothing), or VLLM_HOST_IP"
+                f"Mooncake's transfer engine does not start on {get_ip()} with {extra}: {reason}; "
+                "give a mooncake_protocol that this host has (tcp needs nothing), or VLLM_HOST_IP"
             ) from error
         self._failing: set[str] = set()  # requests that other ranks may still write to
         self._kept: queue.SimpleQueue[KeptBlocks] = queue.SimpleQueue()
@@ -304,7 +305,7 @@ class PlaneWorker(mooncake_connector.MooncakeConnectorWorker):
                 kept = unanswered.blocks()
                 self._kept.put(KeptBlocks(kept, []))
                 late = f"{worker_addr} has not answered for {seconds} s; until it does, or is gone,"
-                late += f" {counted(len(kept), 'block')} are kept from others"
+                late += f" nobody else gets {counted(len(kept), 'block')}"
                 self._handle_failed_recv(unanswered, list(unanswered), late)
         self._handle_failed_recv(unanswered, list(unanswered), reason)
         if kept:
@@ -370,7 +371,7 @@ class PatientSocket(zmq.asyncio.Socket):
 
 
 class PatientContext(zmq.asyncio.Context):
-    """Makes such sockets."""
+    """A context that makes such sockets."""
 
     _socket_class = PatientSocket
 

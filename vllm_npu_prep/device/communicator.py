@@ -152,8 +152,8 @@ def gather_shared_prompts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather tokens and their router logits from the ranks that share prompts.
 
-    So does vLLM, unless experts belong to one rank each: it leaves them to kernels that gather
-    themselves. It leaves out the padding mask, which here becomes that of the result.
+    vLLM does the same, unless experts belong to one rank each: then it leaves the gathering to
+    kernels. It does not gather the padding mask, which here becomes that of the gathered tokens.
     """
     group: Any = get_pcp_group()
     _gather_padding(group, [len(hidden_states)] * group.world_size)

@@ -1,8 +1,8 @@
 """What users are told of a step that a device or another rank ended.
 
 A kernel runs after the call that launched it, so its failure is an error of a later call, in which
-the host waits for the device. The traceback of that call says nothing about the kernel, as little
-as that of a call which waits for another rank says about why that one ended.
+the host waits for the device. The traceback of that call says nothing about the kernel. In the same
+way, the traceback of a call that waits for another rank does not say why that rank ended.
 """
 
 import re

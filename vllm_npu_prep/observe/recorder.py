@@ -50,7 +50,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM configures loggers below 
 
 MANIFEST = "manifest.json"
 MOST_TRANSFERS = 1 << 16
-"""The last requests with K and V from or for another engine, whose transfer ids are kept."""
+"""For how many of the last requests with K and V from or for another engine the id is kept."""
 
 
 class Written(NamedTuple):
@@ -172,7 +172,7 @@ class StepRecorder:
     # ----------------------------------------------------------------- each step
 
     def note_transfers(self, requests: "Iterable[NewRequestData]") -> None:
-        """Note requests that came in, as far as their K and V are another engine's, too.
+        """Note which new requests have K and V that another engine has, too.
 
         Their hashed names are made of the transfer's id, so that both engines' records have the
         same ones.

@@ -28,11 +28,11 @@ from vllm_npu_prep.quantization.int4 import (
 from vllm_npu_prep.quantization.loaded import check_offsets, check_scales
 
 FLOAT = torch.float32
-"""Of scales, whatever dtype the model has."""
+"""The dtype of scales, whatever dtype the model has."""
 SECOND = ("weight_scale_second", "weight_offset_second")
 """What ModelSlim's groups have; offsets are 0."""
 PACKED_KINDS = ("weight_packed", "weight_scale", "weight_zero_point")
-"""What is dequantised."""
+"""Parameters of which weights are dequantised."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ's words have each of eight outputs."""
 
@@ -135,7 +135,7 @@ class WordsOfExperts(Int4OfRounded):
     """Numbers of four bits, eight in an int32."""
 
     gone: tuple[str, ...] = ()
-    """What is dequantised, weights first."""
+    """Parameters that are gone once weights are packed or dequantised; weights come first."""
     size = -1
     """Inputs of a group; -1 for one group of all."""
     packs_outputs = False

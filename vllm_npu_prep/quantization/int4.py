@@ -36,8 +36,8 @@ PIECE = 1 << 22
 
 
 MOST_INPUTS = 18432
-"""How many rounded inputs NPUs multiply by packed weights (CANN 8.5 to 9.1: grouped products, and
-the others of 8.5)."""
+"""How many rounded inputs NPUs multiply by packed weights: the limit of grouped products in CANN
+8.5 to 9.1, and of other products in 8.5."""
 
 INPUTS_OF_EXPERTS = 64
 """Rounded inputs of experts are a multiple of it, if a scale serves all."""

@@ -30,8 +30,8 @@ def add_parser(commands: Any) -> None:
         "verify-device",
         help="compare what this NPU computes with float64 formulas, operator by operator",
         description="Run every operator in every form that the plugin uses on the first visible "
-        "NPU, compare each result with a float64 formula, then compare the tokens of a tiny engine "
-        "with those of the CPU fallback. The exit code is 1 if anything differs, 2 without an NPU.",
+        "NPU, compare each result with a float64 formula, then compare the tokens of two tiny "
+        "engines with those of the CPU fallback. The exit code is 1 if anything differs, 2 without an NPU.",
     )
     parser.add_argument(
         "--only",
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="run this row, or the rows whose names begin so; may be given again",
     )
-    parser.add_argument("--no-engine", action="store_true", help="leave the tiny engine out")
+    parser.add_argument("--no-engine", action="store_true", help="leave the tiny engines out")
     parser.add_argument(
         "--row-seconds",
         type=seconds,
@@ -236,7 +236,7 @@ def _check_model_options(args: argparse.Namespace) -> None:
     if (args.data_parallel_size or 1) > 1 < (args.tensor_parallel_size or 1):
         raise PrepError(
             f"--dp {args.data_parallel_size} --tp {args.tensor_parallel_size}: calls are recorded "
-            "of data-parallel ranks of one device each; give one of both"
+            "of data-parallel ranks of one device each; give one of the two"
         )
     if args.record and not args.record.absolute().parent.is_dir():
         raise PrepError(f"--record {args.record}: there is no folder {args.record.parent}")

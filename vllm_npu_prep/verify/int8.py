@@ -210,7 +210,7 @@ def _w4a8_expected(
 
 
 def _w4a8_product(dtype: torch.dtype) -> Probe:
-    """Probe rounded rows by packed weights of two groups; rows have all numbers of int8."""
+    """Probe the product of packed weights of two groups and rows that have all numbers of int8."""
     x, tokens = _integers(5, 512, 12), torch.linspace(0.5, 2, 5) / 2**6
     levels, scale, words, bits, correction = _w4a8(2, 1, 512)
 

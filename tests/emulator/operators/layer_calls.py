@@ -237,7 +237,7 @@ def int8_rows():
 
 
 def int8_rows_of_int4(seed=0, groups=2, **changes):
-    """The same rows of 512 inputs beside weights of four bits, in groups or by channel."""
+    """Grouped int8 rows of 512 inputs by weights of four bits, in groups or by channel."""
     draw = torch.Generator().manual_seed(seed)
     words = torch.randint(-(2**31), 2**31 - 1, (3, 512, 2), generator=draw).int()
     given = {

@@ -124,7 +124,7 @@ def test_steps_without_adapters_launch_nothing_for_them(tmp_path, seed):
 
 
 def test_graphs_without_adapters_launch_nothing_for_them(tmp_path, seed, monkeypatch):
-    """Steps with and without adapters have a graph each, of which one has nothing of adapters."""
+    """Graphs of steps without adapters launch what those of an engine without LoRA do."""
     model, capture = make_model(tmp_path, FAMILY, **CONFIG), NPUModelRunnerV2._capture
     captured = {}
 
@@ -149,7 +149,7 @@ def test_graphs_without_adapters_launch_nothing_for_them(tmp_path, seed, monkeyp
 
 
 def test_adapters_come_and_go_and_sleep(tmp_path, seed):
-    """One is read into the slot of another, whose request was aborted; and all of it sleeps."""
+    """An adapter takes the slot of another whose request was aborted; then the engine sleeps."""
     adapters = {
         name: {"modules": MLP, "rank": rank} for name, rank in (("a", 4), ("b", 2), ("c", 3))
     }

@@ -122,7 +122,7 @@ class ExchangeProbe(RankProbe):
         return {"max_tokens": mc2 and mc2.max_tokens, **getattr(self, "probe_computed", {})}
 
     def probe_write_to(self, folder: str) -> int:
-        """From now on, what this rank says is in a file there; the rank's process."""
+        """Log to a file in the folder from now on, and return the id of the rank's process."""
         path = Path(folder) / f"rank-{self.parallel_config.data_parallel_rank}.log"
         with path.open("w") as file:
             for stream in (1, 2):

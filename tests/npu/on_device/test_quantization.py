@@ -85,7 +85,7 @@ CASES = {
     "latent, W4A16": Case(
         "DeepseekV3", "bfloat16", COMPRESSED, 0, LATENT, scheme="W4A16", group=32
     ),
-    # As many as of int8, whose outputs are put in order, too
+    # 21 launches, as of int8: its outputs are put in order, too
     "latent, W4A8": Case("DeepseekV3", "bfloat16", MODELSLIM, 21, WIDE_LATENT, scheme="W4A8"),
     "Llama": Case("Llama", "float16", COMPRESSED, 12),
     "Llama in graphs": Case("Llama", "float16", COMPRESSED, in_graphs=True),
@@ -205,7 +205,7 @@ def launches_of(folder, dtype, seed):
 
 @pytest.mark.parametrize(("family", "config"), [("Qwen3", WIDE), ("Qwen3Moe", WIDE_MIXTURE)])
 def test_packed_levels_take_half_of_the_bytes_of_int8(tmp_path, seed, family, config):
-    """And as many launches."""
+    """Packed levels take half of the bytes of int8, and as many launches."""
     model = make_model(tmp_path / "float", family, **config)
     costs = {}
     for scheme in ("W8A8", "W4A8"):

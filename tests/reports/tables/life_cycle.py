@@ -12,7 +12,7 @@ RELOADED = (
 
 
 def sleep(at):
-    """A sleep and waking up, when a request has ended."""
+    """Calls that let the engine sleep and wake up once its requests have ended."""
     return Call("drain", at), Call("sleep", at, {"level": 1}), Call("wake", at)
 
 

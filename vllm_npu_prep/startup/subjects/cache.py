@@ -247,7 +247,7 @@ MOONCAKE_CONNECTOR = (
         lambda c: _wrong_mooncake_config(c),
         "kv_connector_extra_config of {name}",
         "{why}",
-        "leave the key out or mend it",
+        "leave the key out, or correct it",
         lambda c: _words(c) | {"why": _wrong_mooncake_config(c)},
     ),
     Refusal(

@@ -281,8 +281,6 @@ SHARED_CONTEXTS = (
 PROMPTS = "--prefill-context-parallel-size with "
 """The beginning of refusals of what prefill context parallelism can't do."""
 
-WITHOUT = "leave it out, or --prefill-context-parallel-size"
-
 SHARED_PROMPTS = (
     Refusal(
         "shared-prompts-family",
@@ -303,44 +301,44 @@ SHARED_PROMPTS = (
         lambda c: c.is_sparse and c.options.record is not None and c.options.record.choices,
         '"npu_prep.record.choices" with --prefill-context-parallel-size',
         "a rank's indexers choose for its own tokens, and a record is of all tokens",
-        "leave choices out",
+        'leave "choices" out',
     ),
     Refusal(
         "shared-prompts-decodes",
         lambda c: _parallel(c).decode_context_parallel_size > 1,
         PROMPTS + "--decode-context-parallel-size",
-        "vLLM has both together for sparse attention alone, of which CANN's operators return no "
+        "vLLM has both together for sparse attention only, and CANN's operators of that return no "
         "log-sum-exp, by which ranks would merge results",
-        "use one of them",
+        ALONE,
     ),
     Refusal(
         "shared-prompts-upstream",
         _has_adapters_or_images,
         PROMPTS + "LoRA or images",
         "vLLM itself refuses them beside it",
-        WITHOUT,
+        ALONE,
     ),
     Refusal(
         "shared-prompts-speculation",
         lambda c: c.config.speculative_config is not None,
         PROMPTS + "speculation",
-        "drafters continue from hidden states of all tokens, and ranks exchange those that are "
-        "sampled",
-        WITHOUT,
+        "drafters continue from hidden states of all tokens, and ranks exchange only those of "
+        "sampled tokens",
+        ALONE,
     ),
     Refusal(
         "shared-prompts-connector",
         lambda c: c.transfer is not None,
         PROMPTS + "a KV connector",
         "each rank would store the same blocks",
-        WITHOUT,
+        ALONE,
     ),
     Refusal(
         "shared-prompts-pooling",
         lambda c: c.pools,
         PROMPTS + "a pooling model",
         "it was tried with models that generate",
-        WITHOUT,
+        ALONE,
     ),
     Refusal(
         "shared-prompts-beside",
@@ -349,8 +347,8 @@ SHARED_PROMPTS = (
             or (_parallel(c).enable_eplb or c.model.enable_prompt_embeds)
         ),
         PROMPTS + "data parallelism, Ray, --enable-eplb or prompt embeddings",
-        "it was tried with the ranks of one engine, mp and token ids alone",
-        WITHOUT,
+        "it was tried only with mp, the ranks of one engine, and token ids",
+        ALONE,
     ),
 )
 
@@ -361,7 +359,7 @@ EPLB = (
         lambda c: _physical_experts(c) % _expert_ranks(c),
         "--enable-eplb with {experts} experts and {redundant} redundant ones on {num_ranks} ranks",
         "each rank has the same number of them",
-        "set num_redundant_experts in --eplb-config to a number that the sum divides evenly with",
+        "set num_redundant_experts in --eplb-config so that the ranks divide the sum evenly",
         lambda c: {
             "experts": c.model.get_num_experts(),
             "redundant": _parallel(c).eplb_config.num_redundant_experts,
