@@ -165,7 +165,10 @@ def test_times_of_two_engines_are_those_of_the_clock(tmp_path):
     ("words", "says"),
     [
         (("decode",), "give one, or, to see several engines on one page, the folder of each"),
-        (("decode", "--html", "o.html", "--step", "2"), "several files are given: prefill, decode; give one"),
+        (
+            ("decode", "--html", "o.html", "--step", "2"),
+            "several files are given: prefill, decode; give one",
+        ),
         (("prefill", "--html", "o.html"), "the same folder is given twice"),
         (("there", "--html", "o.html"), "the folder of each with --html FILE and without --step"),
     ],

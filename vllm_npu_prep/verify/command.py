@@ -31,7 +31,8 @@ def add_parser(commands: Any) -> None:
         help="compare what this NPU computes with float64 formulas, operator by operator",
         description="Run every operator in every form that the plugin uses on the first visible "
         "NPU, compare each result with a float64 formula, then compare the tokens of two tiny "
-        "engines with those of the CPU fallback. The exit code is 1 if anything differs, 2 without an NPU.",
+        "engines with those of the CPU fallback. The exit code is 1 if anything differs, 2 without "
+        "an NPU.",
     )
     parser.add_argument(
         "--only",

@@ -175,7 +175,7 @@ def _int4_experts_product(dtype: torch.dtype, groups: int) -> Probe:
     def call(put: Put) -> Results:
         shape = (3, groups, 64) if groups > 1 else (3, 64)
         given = {"antiquant_scale": scale.view(shape), "antiquant_offset": offset.view(shape)}
-        return _grouped(put, x, put(_words(levels).view(3, 128, 8)), **given)
+        return _grouped(put, x, put(_words(levels).view(3, 128, 8)), None, **given)
 
     def expected() -> Results:
         parts = levels.double().view(3, groups, -1, 64) + offset.double()[:, :, None]
