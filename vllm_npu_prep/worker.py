@@ -35,7 +35,7 @@ from vllm_npu_prep.compat.worker import leave_states_in_their_blocks, let_profil
 from vllm_npu_prep.config import parse_config
 from vllm_npu_prep.device import Device, make_device
 from vllm_npu_prep.device.communicator import gather_shared_prompts, scatter_shared_prompts
-from vllm_npu_prep.device.failures import device_failure, told_of
+from vllm_npu_prep.device.failures import device_failure, explained
 from vllm_npu_prep.device.regions import Region
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.observe.violation import StepCheckError
@@ -378,10 +378,10 @@ class NPUWorker(Worker):
             tokens = counted(self._last_step.total_num_scheduled_tokens, "token")
             requests = counted(len(self._last_step.num_scheduled_tokens), "request")
             step = f"a step with {tokens} of {requests}"
-        if (text := told_of(error, step)) is not None:
+        if (told := explained(error, step)) is not None:
             if "\n" in str(error):
                 logger.error("A step failed. The report:\n%s", error)
-            raise PrepError(text) from error
+            raise told from error
 
     def _keep(self, output: Any) -> Any:
         # With one rank, vLLM reads each output; and the fallback's copies are complete at once.

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
+from tests.helpers.waiting import until
 from vllm_npu_prep.attention.mooncake import (
     KeptBlocks,
     MooncakeConnector,
@@ -233,7 +234,7 @@ def test_blocks_of_a_stalled_producer_are_kept_until_it_ends(monkeypatch, ends):
     """Its requests are given up before; each block is kept and released once."""
     worker: Any = rank_of(0, 1)
     worker._kept = queue.SimpleQueue()
-    reports, ended = Reports(monkeypatch, worker), asyncio.Event()
+    reports, ended, looks = Reports(monkeypatch, worker), asyncio.Event(), []
 
     async def pull(self: Any, address: str, metas: dict[str, PullReqMeta]) -> None:
         await ended.wait()
@@ -241,16 +242,18 @@ def test_blocks_of_a_stalled_producer_are_kept_until_it_ends(monkeypatch, ends):
             await asyncio.Event().wait()  # no answer comes any more
 
     async def is_gone(address: str) -> bool:
+        looks.append(address)
         return ends == "is gone" and ended.is_set()
 
     async def stall() -> None:
         metas = pulls(1, "first", "second")
         metas["second"].local_block_ids = [[4, 3]]
         pulled = asyncio.ensure_future(worker.receive_kv_from_single_worker("tcp://a:1", metas))
-        await asyncio.sleep(0.2)
+        await until(lambda: reports.failed)
         assert reports.failed == ["first", "second"]
         assert worker.changes_of_kept() == KeptBlocks([1, 4, 3], [])
-        await asyncio.sleep(0.05)
+        seen = len(looks)
+        await until(lambda: len(looks) > seen + 1)
         assert worker.changes_of_kept() is None
         ended.set()
         await pulled
@@ -266,7 +269,7 @@ def test_blocks_of_a_stalled_producer_are_kept_until_it_ends(monkeypatch, ends):
     assert reports.failed == ["first", "second"]
 
 
-def test_a_block_is_kept_from_others_until_no_rank_may_write_to_it():
+def test_a_block_is_kept_until_no_rank_may_write_to_it():
     """Ranks say together what has changed; they are asked on until they keep nothing."""
     connector: Any = MooncakeConnector.__new__(MooncakeConnector)
     connector._num_kept, pool = 0, BlockPool(8, enable_caching=False, hash_block_size=BLOCK_SIZE)

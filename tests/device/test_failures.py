@@ -68,7 +68,7 @@ def test_other_errors_keep_their_traceback(error):
     assert device_failure(error) is None
 
 
-def test_ranks_that_disagree_are_not_told_as_a_rank_that_was_lost():
+def test_ranks_that_disagree_are_no_lost_rank():
     assert lost_rank(RuntimeError(LATE)) == "Timed out waiting 1800000ms"
     assert lost_rank(RuntimeError(UNEQUAL)) is None
 
@@ -96,7 +96,7 @@ def test_what_fails_while_drafts_are_read_is_one_line(error, told):
         worker.take_draft_token_ids()
 
 
-def test_a_rank_without_requests_tells_in_one_line_that_another_was_lost():
+def test_a_rank_without_requests_tells_of_a_lost_one():
     """It takes part in the steps of the others, under data parallelism."""
 
     def fail(*args, **how):

@@ -192,7 +192,7 @@ def test_a_model_and_its_drafter_exchange_as_much_as_both_can(chosen, width, tok
 
 
 @pytest.mark.parametrize("widths", [(DEEPSEEK.width, 512), (512, DEEPSEEK.width)])
-def test_nobody_exchanges_if_experts_of_a_model_or_its_drafter_can_not(chosen, widths):
+def test_nobody_exchanges_if_some_experts_can_not(chosen, widths):
     """The model comes first, and then its drafter."""
     of_model, of_both = (chosen(DEEPSEEK._replace(width=width)) for width in widths)
     assert (of_model is None) == (widths[0] == 512) and of_both is None

@@ -44,6 +44,7 @@ def _raised_in(function: ast.FunctionDef) -> list[ast.expr]:
     """The expressions that messages may be: both of a choice, and what a name was given."""
     nodes = list(ast.walk(function))
     calls = [node.exc for node in nodes if isinstance(node, ast.Raise)]
+    calls += [node.value for node in nodes if isinstance(node, ast.Return)]  # for the caller
     found = [
         call.args[0]
         for call in calls

@@ -815,7 +815,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("chunked prefill ignored", "if not chunked_prefill and", "if chunked_prefill and", CORE),
     ],
     "quantization/checkpoint.py": [
-        ("int4: act-order passes the check of files", "    if order and order != [", "    if order and order == [", INT8_FILES),
+        ("int4: act-order passes the check of files", "order.size and not np.array_equal(", "order.size and np.array_equal(", INT8_FILES),
         ("int4: scales of other groups pass the check of files", "    if given not in allowed:", "    if given in ():", INT8_FILES),
         ("int8: keys of an indexer are taken for int8", r'r"|\.indexer\.(wk|weights_proj)$"', 'r""', INT8_FILES),
         ("int8: layers of Qwen3.5 that draft are known by their numbers alone", "return module.startswith(MTP) or ", "return ", INT8_FILES),

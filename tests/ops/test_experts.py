@@ -140,7 +140,7 @@ def test_padding_of_other_ranks_is_gathered_once():
     assert context.is_padding.tolist() == [True, False, False, False, True]
 
 
-def test_ranks_that_share_prompts_exchange_tokens_padding_and_sums(monkeypatch):
+def test_ranks_that_share_prompts_exchange_what_experts_need(monkeypatch):
     """Padding once in a forward pass; of the sum each rank gets what belongs to its own tokens."""
     here = threading.local()
     monkeypatch.setattr(communicator, "get_pcp_group", lambda: here.group)

@@ -202,7 +202,7 @@ def test_levels_for_rounded_rows_give_the_products_of_exact_sums(
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=float(bound))
 
 
-def test_scales_for_rounded_rows_are_the_nearest_that_kernels_read(seed):
+def test_scales_are_the_nearest_that_kernels_read(seed):
     """They read the upper 19 bits; corrections are made with what they read."""
     draw = torch.Generator().manual_seed(seed)
     levels = torch.randint(-8, 8, (16, 512), generator=draw).to(torch.int8)

@@ -9,6 +9,8 @@ import re
 
 import torch
 
+from vllm_npu_prep.errors import PrepError
+
 CODE = re.compile(r"error code(?: is|:)? ?(507\d{3}|107019|107020)\b")
 """Codes of CANN's runtime: 507 and three digits for what failed on the device, 107019 and 107020
 for waits and tasks that took too long. A call that is refused when it is made has other codes."""
@@ -23,23 +25,23 @@ LOST = re.compile(r"\[\S*gloo/transport/\S*\] (.+?)(?:\. This is typically|$)", 
 says "enforce fail at" in the brackets of what the ranks themselves do wrong: sizes that differ."""
 
 
-def told_of(error: BaseException, step: str) -> str | None:
-    """Return what users are told of an error that ended `step`, in one line; None for any other.
+def explained(error: BaseException, step: str) -> PrepError | None:
+    """Return an error of one line for one that ended `step`; None for those that need none.
 
     An error of memory says only how much one tensor wanted.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        return (
+        return PrepError(
             f"out of memory in {step} ({str(error).partition(chr(10))[0]}); lower "
             "--gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
         )
     if (reason := device_failure(error)) is not None:
-        return (
+        return PrepError(
             f"the device failed, as was seen in {step} ({reason}); start again. If it fails again: "
             "--enforce-eager and ASCEND_LAUNCH_BLOCKING=1 in the environment show the operator"
         )
     if (reason := lost_rank(error)) is not None:
-        return (
+        return PrepError(
             f"another rank was lost in {step} ({reason}); the first error of the log says why it "
             "ended"
         )
