@@ -2,15 +2,17 @@
 
     python benchmarks/engine_step.py [--json] [--steps 200] [--case decode-256] [--synchronous]
                                      [--parts] [--markdown]
-                                     [--runner V2] [--against V1]
+                                     [--runner V1] [--against V1]
 
 A step is one call of the engine's loop: ``schedule``, ``execute_model`` and ``sample_tokens`` of a
 runner whose model and sampler return at once, and ``update_from_output``. One engine of this
-process gets, in turns, our scheduler and runner, and vLLM's `AsyncScheduler` and V1 runner; both
-sides serve the same requests. Where their outputs differ, the benchmark stops and prints no number.
-With ``--runner V2`` both runners are V2's; vLLM's launches kernels that do nothing, as in
-`host_step_v2.py`. With ``--against V1``, too, vLLM's is V1, which it takes where Triton is missing.
+process gets, in turns, our scheduler and V2 runner, and vLLM's `AsyncScheduler` and V2 runner,
+which launches kernels that do nothing, as in `host_step_v2.py`. Both sides serve the same requests.
+Where their outputs differ, the benchmark stops and prints no number. With ``--runner V1`` both
+runners are V1's. With ``--against V1`` alone, vLLM's is V1, which it takes where Triton is missing.
 Times are medians in microseconds of this thread's processor time, torch pinned to one thread.
+A turn has ten steps: an engine's step follows one of its own, which has left in the processor's
+caches what the next one reads.
 
 ===============  ==================================================================================
 case             what is measured
@@ -76,6 +78,8 @@ from vllm_npu_prep.compat import v2
 from vllm_npu_prep.scheduling.scheduler import BatchedAsyncScheduler, BatchedScheduler
 
 WARM_UP = 30
+TURN = 10
+"""Steps that one side takes before the other takes the same."""
 PARTS = ("schedule", "runner", "update")
 TOKEN = 9
 """The token that is always sampled."""
@@ -229,6 +233,8 @@ class Side:
         What the worker's connector keeps for this side.
     times
         Microseconds of each step, by part; ``all`` is the whole step.
+    arrived
+        Requests that have arrived.
     """
 
     scheduler: Any
@@ -237,6 +243,7 @@ class Side:
     worker_part: Any = None  # of a KV connector
     times: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     now: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    arrived: int = 0
 
     def timed(self, part: str, method: Any) -> Any:
         """A method whose time is added to a part of the step."""
@@ -268,7 +275,6 @@ class Bench:
         self.core = llm.llm_engine.engine_core.engine_core
         self.worker = self.core.model_executor.driver_worker.worker
         self.case = case
-        self.arrived = 0
         runner = runner_of(llm)
         if runner.step_check is not None:
             runner.step_check.limits[1:] = np.iinfo(np.int32).max  # blocks are made up
@@ -314,11 +320,12 @@ class Bench:
 
     def begin(self) -> None:
         """The case's first requests arrive."""
-        for number in range(self.case.running):
-            # With arrivals, one ends in each step from the start
-            self.add(WARM_UP // 2 + number if self.case.arrivals else 1 << 20)
-        for _ in range(self.case.waiting):
-            self.add(100)
+        for side in self.sides.values():
+            for number in range(self.case.running):
+                # With arrivals, one ends in each step from the start
+                self.add(side, WARM_UP // 2 + number if self.case.arrivals else 1 << 20)
+            for _ in range(self.case.waiting):
+                self.add(side, 100)
 
     def scheduler(self, kind: type) -> Any:
         """A scheduler with as many blocks as the case has."""
@@ -333,25 +340,29 @@ class Bench:
             log_stats=True,
         )
 
-    def add(self, max_tokens: int) -> None:
-        """A request arrives on both sides."""
-        prompt = np.random.default_rng(self.arrived).integers(10, VOCAB, 128).tolist()
-        for side in self.sides.values():
-            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-            side.scheduler.add_request(
-                Request(
-                    f"chatcmpl-{self.arrived:032x}",
-                    list(prompt),
-                    params,
-                    None,
-                    arrival_time=0.0,
-                    block_hasher=self.core.request_block_hasher,
-                )
+    def add(self, side: Side, max_tokens: int) -> None:
+        """A request arrives."""
+        side.scheduler.add_request(
+            Request(
+                f"chatcmpl-{side.arrived:032x}",
+                np.random.default_rng(side.arrived).integers(10, VOCAB, 128).tolist(),
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                None,
+                arrival_time=0.0,
+                block_hasher=self.core.request_block_hasher,
             )
-        self.arrived += 1
+        )
+        side.arrived += 1
 
     def step(self, side: Side, measured: bool) -> Any:
         """One step of the engine's loop with one side; returns what its clients get."""
+        for _ in range(self.case.arrivals):
+            self.add(side, self.case.running)
+        if self.case.aborts:
+            known = list(side.scheduler.requests)[: self.case.aborts]
+            side.scheduler.finish_requests(known, RequestStatus.FINISHED_ABORTED)
+            for _ in known:
+                self.add(side, self.case.running)
         self.core.scheduler, self.worker.model_runner = side.scheduler, side.runner
         self.core.batch_queue = side.queue
         if self.case.connector:
@@ -372,7 +383,7 @@ class Bench:
         ]
 
     def run(self, steps: int) -> None:
-        """Measure; both sides get each step, and each is first in turn.
+        """Measure; sides take turns of ten steps, and each is first in every other turn.
 
         Raises
         ------
@@ -380,19 +391,11 @@ class Bench:
             If they returned something else.
         """
         fill = -(-self.case.running * 128 // 8192) + 4
-        for number in range(fill + WARM_UP + steps):
-            for _ in range(self.case.arrivals):
-                self.add(self.case.running)
-            if self.case.aborts:
-                known = list(self.sides["ours"].scheduler.requests)[: self.case.aborts]
-                for side in self.sides.values():
-                    side.scheduler.finish_requests(known, RequestStatus.FINISHED_ABORTED)
-                for _ in known:
-                    self.add(self.case.running)
-            measured = number >= fill + WARM_UP
+        for first in range(0, fill + WARM_UP + steps, TURN):
+            numbers = range(first, first + TURN)
             got = {
-                name: self.step(self.sides[name], measured)
-                for name in sorted(self.sides, reverse=bool(number % 2))
+                name: [self.step(self.sides[name], each >= fill + WARM_UP) for each in numbers]
+                for name in sorted(self.sides, reverse=bool(first // TURN % 2))
             }
             if got["ours"] != got["upstream"]:
                 raise MismatchError("outputs differ from upstream's")
@@ -482,7 +485,7 @@ def main() -> None:
     parser.add_argument(
         "--synchronous", action="store_true", help="without asynchronous scheduling"
     )
-    parser.add_argument("--runner", choices=("V1", "V2"), default="V1", help="our runner")
+    parser.add_argument("--runner", choices=("V1", "V2"), default="V2", help="our runner")
     parser.add_argument("--against", choices=("V1", "V2"), help="vLLM's runner (default: the same)")
     args = parser.parse_args()
     runners = args.runner, args.against or args.runner
