@@ -1150,7 +1150,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("V2: a stage takes samples in a step too late", "deque([None] * stages.world_size)", "deque([None] * (stages.world_size + 1))", V2),
     ],
     "runner/v2/step_inputs.py": [
-        ("V2: the next batch has the inputs of the one before", "if kept is None or kept[1] is not now:", "if kept is None:", V2),
+        ("V2: the next batch has the inputs of the one before", "if kept is None or kept[1] is not requests:", "if kept is None:", V2),
         ("V2: a batch of the same sizes has the requests of the one before", "            vars(last).update(of_requests)\n", "", V2),
         ("V2: a step has the inputs of another buffer", "self._inputs.get(staged)", "next(iter(self._inputs.values()), None)", V2),
         ("V2: logits of padding are sampled", "logits_indices: Any = slice(num_logits)", "logits_indices: Any = slice(None)", V2_GRAPHS),

@@ -14,7 +14,7 @@ from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.triton.gumbel import gumbel_noise
 from vllm_npu_prep.ops.triton.sampling_v2 import scale_by_temperature
 from vllm_npu_prep.runner.v2.buffers import RowValues
-from vllm_npu_prep.runner.v2.drawing import DRAFTING, Requests, argmax, draw, draw_drafts
+from vllm_npu_prep.runner.v2.drawing import DRAFTING, RowsToDraw, argmax, draw, draw_drafts
 from vllm_npu_prep.runner.v2.sampler import NPUSampler
 from vllm_npu_prep.runner.v2.speculator import NPUSpeculator
 from vllm_npu_prep.runner.v2.verification import NPURejectionSampler
@@ -63,7 +63,7 @@ def drafted(states, slots, of_drafter):
     speculator.num_speculative_steps, speculator.num_extra_query_per_req = MOST_DRAFTS, 0
     speculator.draft_logits = torch.full((number, MOST_DRAFTS, VOCAB), torch.nan)
     speculator.model = SimpleNamespace(compute_logits=lambda states: states)
-    requests = Requests(states, slots, torch.from_numpy(slots))
+    requests = RowsToDraw(states, slots, torch.from_numpy(slots))
     drafts = [
         speculator._tokens(
             of_drafter[place].expand(len(slots), VOCAB),
@@ -176,7 +176,7 @@ def test_missing_and_forbidden_drafts_are_replaced(seed, logits):
     seeded = slots[slots % 3 == 1]
     plain = draw(
         of_target[0].expand(len(seeded), VOCAB) / 1.3,
-        Requests(states, seeded, torch.from_numpy(seeded)),
+        RowsToDraw(states, seeded, torch.from_numpy(seeded)),
         lambda: torch.full((len(seeded),), 10),
     )
     assert rows[slots % 3 == 1, 0].tolist() == plain.tolist(), "as without drafts"
@@ -184,7 +184,7 @@ def test_missing_and_forbidden_drafts_are_replaced(seed, logits):
 
 def test_greedy_steps_draw_nothing_and_keep_nothing():
     states = states_of(6)
-    requests = Requests(states, np.array([2, 5]), torch.tensor([2, 5]))
+    requests = RowsToDraw(states, np.array([2, 5]), torch.tensor([2, 5]))
     assert not requests.are_random.any()
     logits = torch.randn(2, VOCAB)
     before = torch.get_rng_state()
@@ -209,7 +209,7 @@ def test_noise_has_the_dtype_that_was_asked_for(monkeypatch, seed, in_float64):
     sampler = sampler_of(states)
     sampler.use_fp64_gumbel = in_float64
     samples = sampler(logits, batch).sampled_token_ids[:, 0]
-    requests = Requests(states, slots, batch.idx_mapping, in_float64)
+    requests = RowsToDraw(states, slots, batch.idx_mapping, in_float64)
     drafts = draw_drafts(logits, requests, batch.positions)
     assert drawn == [dtype, dtype]
     seeded = slots[slots % 3 == 1]

@@ -21,7 +21,7 @@ VERIFYING = 1 << 31
 """Added to the position at which a draft is verified, to get numbers that drew no token."""
 
 
-class Requests(NamedTuple):
+class RowsToDraw(NamedTuple):
     """The request of each row of logits.
 
     Attributes
@@ -92,7 +92,9 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(exact.numpy().argmax(-1))
 
 
-def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, requests: RowsToDraw, pos: Callable[[], torch.Tensor]
+) -> torch.Tensor:
     """Return the token with the largest logit of each row, with Gumbel noise in random rows.
 
     The tokens are int64 ``[num_rows]``.
@@ -118,7 +120,9 @@ def draw(logits: torch.Tensor, requests: Requests, pos: Callable[[], torch.Tenso
     return argmax(noise.add_(logits))
 
 
-def draw_drafts(logits: torch.Tensor, requests: Requests, positions: torch.Tensor) -> torch.Tensor:
+def draw_drafts(
+    logits: torch.Tensor, requests: RowsToDraw, positions: torch.Tensor
+) -> torch.Tensor:
     """Draw a draft of each row, int64 ``[num_reqs]``, at its request's temperature.
 
     No other sampling parameter applies. `logits` are the drafter's, ``[num_reqs, vocab_size]``, and
@@ -129,7 +133,7 @@ def draw_drafts(logits: torch.Tensor, requests: Requests, positions: torch.Tenso
     return draw(scaled, requests, lambda: positions + DRAFTING)
 
 
-def uniform(requests: Requests, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
+def uniform(requests: RowsToDraw, pos: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return a number from 0 to 1 for each row that verifies a draft, float32 ``[num_rows]``.
 
     `pos` returns positions as for `draw`.

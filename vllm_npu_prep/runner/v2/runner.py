@@ -33,7 +33,7 @@ from vllm_npu_prep.runner.padding import DispatchKey
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.context_ranks import gather_all, gather_sampled
 from vllm_npu_prep.runner.v2.draft_passes import Images
-from vllm_npu_prep.runner.v2.drawing import Requests
+from vllm_npu_prep.runner.v2.drawing import RowsToDraw
 from vllm_npu_prep.runner.v2.graphs import GraphManager, run_model
 from vllm_npu_prep.runner.v2.kept_tokens import note_samples, reads_tokens
 from vllm_npu_prep.runner.v2.ngram import NPUNgramSpeculator
@@ -177,11 +177,11 @@ class NPUModelRunnerV2(RunnerSetupV2):
         """Put the requests in order, and prepare the step: upstream asks for its inputs later."""
         if dummy_run:
             return super().gather_batch_req_state(scheduler_output, dummy_run)
-        now = batch_of_step(self.order, self.req_states, self.block_tables, scheduler_output)
-        self._prepare_inputs(scheduler_output, now)
-        return now, None
+        requests = batch_of_step(self.order, self.req_states, self.block_tables, scheduler_output)
+        self._prepare_inputs(scheduler_output, requests)
+        return requests, None
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, now: BatchReqState) -> None:
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, requests: BatchReqState) -> None:
         """Prepare one step; this replaces what upstream computes on the device.
 
         Parameters
@@ -189,15 +189,17 @@ class NPUModelRunnerV2(RunnerSetupV2):
         scheduler_output
             What the scheduler decided; `add_requests` and `update_requests` have already entered it
             in the request states.
-        now
+        requests
             The requests in the order of the batch.
         """
         started = perf_counter()
         preparer = self.preparer
-        samples = self._last_samples(now)
-        batch = self._step_batch(scheduler_output, now, samples)
+        samples = self._last_samples(requests)
+        batch = self._step_batch(scheduler_output, requests, samples)
         # 1 padding: decided first, from counts alone; data-parallel ranks agree on it
-        num_loras = len(self.lora_state.get_activate_loras(now.req_ids)) if self.lora_config else 0
+        num_loras = (
+            len(self.lora_state.get_activate_loras(requests.req_ids)) if self.lora_config else 0
+        )
         decision = self.padding.decide(batch, 0, num_loras)
         # 2 layout: where each array lives, a function of the padded sizes
         layout = preparer.layout(decision.padding)
@@ -206,52 +208,52 @@ class NPUModelRunnerV2(RunnerSetupV2):
         step = prepare_step(batch, decision.padding, layout, staged.np)
         if self.model_state.prompt_embeds_state is not None:
             is_token_ids = self.req_states.is_token_ids
-            self.model_state.prompt_embeds_state.follow(step, now.idx_mapping_np, is_token_ids)
+            self.model_state.prompt_embeds_state.follow(step, requests.idx_mapping_np, is_token_ids)
         # 5 copy: all arrays at once; then the last step's samples are scattered on the device
         preparer.staging.send(step, samples.token_ids)
         # 6 metadata: one for each KV-cache group, from host values at hand
         metadata = preparer.build_metadata(step, staged)
         in_flight = StepInFlight(step, staged, metadata, decision.dispatched)
-        self._begin_step(in_flight, now, samples)
+        self._begin_step(in_flight, requests, samples)
         self._observe(in_flight, decision.kind, scheduler_output, started)
 
-    def _last_samples(self, now: BatchReqState) -> AwaitedSamples:
+    def _last_samples(self, requests: BatchReqState) -> AwaitedSamples:
         """Return the last samples of the step's requests, if they are on the device only."""
         if self._host_has_samples:
             return NOTHING_AWAITED
         # Requests that have just arrived have no sample
-        are_awaited = ~now.is_prefilling_np if self.req_states.some_prefill else None
-        return self.req_states.samples.find(now.idx_mapping_np, are_awaited)
+        are_awaited = ~requests.is_prefilling_np if self.req_states.some_prefill else None
+        return self.req_states.samples.find(requests.idx_mapping_np, are_awaited)
 
     def _step_batch(
-        self, scheduler_output: SchedulerOutput, now: BatchReqState, samples: AwaitedSamples
+        self, scheduler_output: SchedulerOutput, requests: BatchReqState, samples: AwaitedSamples
     ) -> StepBatch:
         """Return the step as the pure core reads it, whose tables are now in the batch's order."""
         preparer, states, check = self.preparer, self.req_states, self.step_check
-        request_rows, num_drafts = now.idx_mapping_np, now.num_draft_tokens_np
+        request_rows, num_drafts = requests.idx_mapping_np, requests.num_draft_tokens_np
         if self.model_state.rope_state is not None:
             self.model_state.rope_state.follow(request_rows)
-        states.begin_step(request_rows, now.num_scheduled_tokens, num_drafts)
+        states.begin_step(request_rows, requests.num_scheduled_tokens, num_drafts)
         return StepBatch(
             preparer.tables,
-            now.num_scheduled_tokens,
+            requests.num_scheduled_tokens,
             preparer.no_drafts if num_drafts is None else num_drafts,
-            now.num_tokens,
+            requests.num_tokens,
             samples.rows,
             samples.num_rows,
             samples.num_drafts,
             check_limits=NO_LIMITS if check is None else check.limits_in_pass,
             num_accepted_tokens=self.accepted.count(
                 preparer.tables,
-                now.req_ids,
+                requests.req_ids,
                 states.req_id_to_index,
-                now.num_scheduled_tokens,
+                requests.num_scheduled_tokens,
                 scheduler_output,
             ),
         )
 
     def _begin_step(
-        self, in_flight: StepInFlight, now: BatchReqState, samples: AwaitedSamples
+        self, in_flight: StepInFlight, requests: BatchReqState, samples: AwaitedSamples
     ) -> None:
         """Make a prepared step available to upstream's later code."""
         self.in_flight = in_flight
@@ -259,7 +261,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         if self.model_state.rope_state is not None:
             self.model_state.positions = in_flight.staged.device.mrope_positions
         self.cudagraph_manager.decided = in_flight.dispatched[2]
-        self.input_batch.now = now, samples
+        self.input_batch.requests_and_samples = requests, samples
         if samples.num_drafts and self._checks_fully:
             self._draft_token_ids = samples.by_row[:, 1:]
 
@@ -407,7 +409,7 @@ class NPUModelRunnerV2(RunnerSetupV2):
         assert isinstance(self.speculator, NPUSpeculator) and self.sampler is not None
         batch, drawn = state.input_batch, None
         if self.speculator.draft_logits is not None:
-            drawn = Requests(
+            drawn = RowsToDraw(
                 self.sampler.sampling_states,
                 batch.idx_mapping_np,
                 batch.idx_mapping,

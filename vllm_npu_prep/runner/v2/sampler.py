@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_npu_prep.compat import v2
 from vllm_npu_prep.ops.triton.rejection_v2 import verify_drawn_drafts
-from vllm_npu_prep.runner.v2.drawing import Requests, draw, uniform
+from vllm_npu_prep.runner.v2.drawing import RowsToDraw, draw, uniform
 from vllm_npu_prep.runner.v2.kept_tokens import reads_tokens
 from vllm_npu_prep.runner.v2.traces import NPUTraceReplayState
 
@@ -117,7 +117,9 @@ class NPUSampler(Sampler):
         )
         if top_k is not None or top_p is not None:
             processed = apply_top_k_top_p(processed, top_k, top_p)
-        requests = Requests(self.sampling_states, rows_of_logits, idx_mapping, self.use_fp64_gumbel)
+        requests = RowsToDraw(
+            self.sampling_states, rows_of_logits, idx_mapping, self.use_fp64_gumbel
+        )
         if drafts is None or not requests.are_random.any():
             sampled = draw(processed, requests, lambda: positions_of(input_batch))
         else:
@@ -182,14 +184,14 @@ class NPUSampler(Sampler):
 
     @staticmethod
     def _verified(
-        logits: torch.Tensor, input_batch: InputBatch, requests: Requests, drafts: SampledDrafts
+        logits: torch.Tensor, input_batch: InputBatch, requests: RowsToDraw, drafts: SampledDrafts
     ) -> torch.Tensor:
         """Return the draft of each row if it is accepted, else the token in its place,
         ``[num_logits]``."""
         rows, num_steps = drafts.rows, drafts.logits.shape[1]
         num_drafts = input_batch.num_draft_tokens_per_req
         assert num_drafts is not None
-        of_drafts = Requests(
+        of_drafts = RowsToDraw(
             requests.states,
             input_batch.idx_mapping_np.repeat(num_drafts),
             requests.idx_mapping[rows],

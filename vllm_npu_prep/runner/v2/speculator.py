@@ -27,7 +27,7 @@ from vllm_npu_prep.runner.preparer import Builders
 from vllm_npu_prep.runner.step import StepInFlight
 from vllm_npu_prep.runner.v2.block_tables import NPUBlockTables
 from vllm_npu_prep.runner.v2.draft_passes import DraftPasses, Images, PassSize
-from vllm_npu_prep.runner.v2.drawing import Requests, argmax, draw_drafts
+from vllm_npu_prep.runner.v2.drawing import RowsToDraw, argmax, draw_drafts
 from vllm_npu_prep.runner.v2.verification import AcceptedCounts
 
 
@@ -126,7 +126,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
         aux_hidden_states: Sequence[torch.Tensor] | None,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor],
-        requests: Requests | None = None,
+        requests: RowsToDraw | None = None,
         images: Images | None = None,
     ) -> torch.Tensor:
         """Draft tokens for each request of a step, int32 ``[num_reqs, num_speculative_tokens]``.
@@ -284,7 +284,7 @@ class NPUSpeculator(TargetDependentARSpeculator):
         hidden_states: torch.Tensor,
         index: int = 0,
         positions: torch.Tensor | None = None,
-        requests: Requests | None = None,
+        requests: RowsToDraw | None = None,
     ) -> torch.Tensor:
         """Return a draft of each row, int32 ``[num_reqs]``: the most likely token, or a drawn one.
 

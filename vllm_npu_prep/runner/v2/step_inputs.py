@@ -32,7 +32,9 @@ class StepInputs:
         # By the buffer that they view: the inputs of its last step, and their batch
         self._inputs: dict[StagedArrays, tuple[InputBatch, BatchReqState]] = {}
 
-    def of_step(self, now: BatchReqState, in_flight: StepInFlight, structured: bool) -> InputBatch:
+    def of_step(
+        self, requests: BatchReqState, in_flight: StepInFlight, structured: bool
+    ) -> InputBatch:
         """Return the step for the model, with padding, and for the sampler, without.
 
         Steps of the same sizes in the same buffer get the same object: of its more than thirty
@@ -41,9 +43,9 @@ class StepInputs:
         """
         step, staged = in_flight.step, in_flight.staged
         kept = self._inputs.get(staged)
-        if kept is None or kept[1] is not now:
+        if kept is None or kept[1] is not requests:
             last = None if kept is None else kept[0]
-            kept = self._inputs[staged] = self._of_batch(now, in_flight, last), now
+            kept = self._inputs[staged] = self._of_batch(requests, in_flight, last), requests
         batch = kept[0]
         has_mask = step.padding.mode is not GraphMode.NONE or self._always_masks
         # Without a graph nothing is padded, unless ranks share prompts
@@ -52,22 +54,22 @@ class StepInputs:
         return batch.of(step, staged.device) if isinstance(batch, VerifiedBatch) else batch
 
     def _of_batch(
-        self, now: BatchReqState, in_flight: StepInFlight, last: InputBatch | None
+        self, requests: BatchReqState, in_flight: StepInFlight, last: InputBatch | None
     ) -> InputBatch:
         """Return the inputs of a batch: `last`, of the same buffer, if it has the same sizes."""
-        num_reqs, num_tokens = now.idx_mapping_np.shape[0], now.num_tokens
+        num_reqs, num_tokens = requests.idx_mapping_np.shape[0], requests.num_tokens
         num_drafts = in_flight.step.num_logits - num_reqs
         sizes = num_reqs, num_tokens, num_drafts
         of_requests = {
-            "req_ids": now.req_ids,
-            "idx_mapping_np": now.idx_mapping_np,
-            "num_scheduled_tokens": now.num_scheduled_tokens,
-            "num_draft_tokens_per_req": now.num_draft_tokens_np if num_drafts else None,
-            "prefill_len_np": now.prefill_len_np,
-            "num_computed_prefill_tokens_np": now.num_computed_prefill_tokens_np,
-            "is_prefilling_np": now.is_prefilling_np,
-            "has_prefill": now.has_prefill,
-            "decode_graph_eligible": now.decode_graph_eligible,
+            "req_ids": requests.req_ids,
+            "idx_mapping_np": requests.idx_mapping_np,
+            "num_scheduled_tokens": requests.num_scheduled_tokens,
+            "num_draft_tokens_per_req": requests.num_draft_tokens_np if num_drafts else None,
+            "prefill_len_np": requests.prefill_len_np,
+            "num_computed_prefill_tokens_np": requests.num_computed_prefill_tokens_np,
+            "is_prefilling_np": requests.is_prefilling_np,
+            "has_prefill": requests.has_prefill,
+            "decode_graph_eligible": requests.decode_graph_eligible,
         }
         if last is not None and sizes == (last.num_reqs, last.num_tokens, last.num_draft_tokens):
             vars(last).update(of_requests)

@@ -20,11 +20,11 @@ class CheckedBatch:
 
     Attributes
     ----------
-    now
-        The batch, and the samples from which it continues.
+    requests_and_samples
+        The requests of the step, and the samples from which they continue.
     """
 
-    now: tuple[BatchReqState, AwaitedSamples]
+    requests_and_samples: tuple[BatchReqState, AwaitedSamples]
 
     def __init__(self, states: NPURequestState) -> None:
         self._states = states
@@ -46,12 +46,12 @@ class CheckedBatch:
 
     @property
     def req_ids(self) -> list[str]:
-        return self.now[0].req_ids
+        return self.requests_and_samples[0].req_ids
 
     @property
     def prev_sampled_token_ids(self) -> torch.Tensor:
         """Return the samples from which requests continue, ``[num_rows, 1]``."""
-        return self.now[1].by_row[:, :1]
+        return self.requests_and_samples[1].by_row[:, :1]
 
     @property
     def prev_req_id_to_index(self) -> "Mapping[str, int]":
