@@ -44,15 +44,17 @@ def test_steps_that_vllm_0_33_decides_by_all_are_left_to_it(interval, begins):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "placeholders", "last", "skips"),
+    ("outputs", "placeholders", "entered", "last", "skips"),
     [
-        (5, 3, 6, True),  # the step samples the last token, beside two drafts
-        (5, 3, 7, False),
-        (5, 6, 7, True),  # a step in flight samples the one before it
-        (5, 6, 8, False),
+        (5, 3, True, 6, True),  # the step samples the last token, beside two drafts
+        (5, 3, True, 7, False),
+        (5, 6, True, 7, True),  # a step in flight samples the one before it
+        (5, 6, True, 8, False),
+        (5, 3, False, 7, True),  # the same, as a connector sees it
+        (5, 3, False, 8, False),
     ],
 )
-def test_drafts_that_no_step_will_verify_are_left_out(outputs, placeholders, last, skips):
+def test_drafts_that_no_step_will_verify_are_left_out(outputs, placeholders, entered, last, skips):
     fields = {"num_output_tokens": outputs, "num_output_placeholders": placeholders}
     ends, stays = (SimpleNamespace(**fields, max_tokens=most) for most in (6, last))
     scheduler = SimpleNamespace(
@@ -62,7 +64,7 @@ def test_drafts_that_no_step_will_verify_are_left_out(outputs, placeholders, las
         can_skip_drafts=True,
     )
     output = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 3}, skip_drafts=True)
-    SchedulerRules033().complete(scheduler, output, ["a", "b"])
+    SchedulerRules033().complete(scheduler, output, ["a", "b"], entered)
     assert output.skip_drafts is skips
 
 
@@ -73,7 +75,7 @@ def test_drafts_that_no_step_will_verify_are_left_out(outputs, placeholders, las
 def test_a_step_counts_as_executed_if_upstream_saw_none_of_it(scheduled, taken, counted):
     scheduler = SimpleNamespace(num_executed_steps=0, use_v2_model_runner=False)
     output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(scheduled, 1), skip_drafts=False)
-    SchedulerRules033().complete(scheduler, output, taken)
+    SchedulerRules033().complete(scheduler, output, taken, entered=True)
     assert scheduler.num_executed_steps == counted
 
 
@@ -87,7 +89,7 @@ def test_encoder_inputs_that_upstream_did_not_see_are_told():
     output = SimpleNamespace(
         num_scheduled_tokens={"a": 1, "b": 1}, skip_drafts=False, encoder_input_updates={"b": {}}
     )
-    SchedulerRules033().complete(scheduler, output, ["a"])
+    SchedulerRules033().complete(scheduler, output, ["a"], entered=True)
     assert list(asked[0]) == ["a"]
     assert output.encoder_input_updates == {"b": {}, "a": {0: None}}
 

@@ -425,7 +425,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "compat/releases.py": [
         ("a release of vLLM has the rules of the one before", ">= _numbers(release)", "> _numbers(release)", ("tests/test_releases.py",)),
         ("a step in flight samples no token of a request that drafts", "num_output_tokens + 1 + in_flight", "num_output_tokens + 1", ("tests/test_releases.py",)),
-        ("drafts are left out though some request needs them", "not any(_uses_drafts(", "not all(_uses_drafts(", ("tests/test_releases.py",)),
+        ("drafts are left out though some request needs them", "step.skip_drafts = not any(", "step.skip_drafts = not all(", ("tests/test_releases.py",)),
+        ("a connector is told that drafts are needed which are not", "output.num_scheduled_tokens[each] if entered else 0", "output.num_scheduled_tokens[each]", ("tests/test_releases.py",)),
         ("nobody is told with which torch a release was tested", "    pinned = OTHER_TORCH.get(version)\n", "    pinned = None\n", ("tests/test_releases.py", "tests/inspect/test_doctor.py")),
     ],
     "compat/scheduler.py": [

@@ -20,14 +20,15 @@ def test_ranks_agree_on_the_size_of_the_largest(monkeypatch, ours, other, padded
     passes = DraftPasses(config, "cpu", 8, reads_target=True, num_dims=0)
     passes.sizes = [2, 4, 8]
 
-    def all_reduce(told, group):
+    def all_reduce(told, group=None):
         """Add what the other rank tells of its step: tokens, and whether it has a graph."""
         told[:, 1] = told[:, 0]
         told[0, 1] = told[5, 1] = other
         told[1, 1] = 0 if other > max(passes.sizes) else told[1, 0]
 
-    monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce))
-    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
+    group = SimpleNamespace(cpu_group=None, cpu_all_reduce_=all_reduce)  # the latter of 0.33.0
+    monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce), raising=False)
+    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
     monkeypatch.setattr(dp_utils, "should_skip_dp_coordination", lambda: False)
     size = passes.size_of(ours)
     assert (size.padded, size.across.tolist()) == (padded, across)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases, oldest first; the first one is pinned."""
@@ -65,12 +66,13 @@ class SchedulerRules:
         return {}
 
     def complete(
-        self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str]
+        self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str], entered: bool
     ) -> None:
         """Add what upstream's ``schedule`` does once a step, for requests that it didn't see.
 
         It is called after the whole step was put together; `taken` are the ids of requests that
-        were scheduled without upstream's ``schedule``.
+        were scheduled without upstream's ``schedule``, and `entered` says whether the step is
+        counted in them.
         """
 
 
@@ -87,7 +89,7 @@ class SchedulerRules033(SchedulerRules):
         }
 
     def complete(
-        self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str]
+        self, scheduler: "Scheduler", output: "SchedulerOutput", taken: Iterable[str], entered: bool
     ) -> None:
         """Count the step if upstream saw none of it, and tell the runner of encoder inputs.
 
@@ -95,7 +97,12 @@ class SchedulerRules033(SchedulerRules):
         """
         rules, step = scheduler, output  # type: Any, Any
         if step.skip_drafts and rules.can_skip_drafts:
-            step.skip_drafts = not any(_uses_drafts(scheduler, output, each) for each in taken)
+            step.skip_drafts = not any(
+                _uses_drafts(
+                    scheduler.requests[each], output.num_scheduled_tokens[each] if entered else 0
+                )
+                for each in taken
+            )
         ids = dict.fromkeys(taken, 0)
         if ids and len(output.num_scheduled_tokens) == len(ids):
             rules.num_executed_steps += 1
@@ -103,14 +110,13 @@ class SchedulerRules033(SchedulerRules):
             step.encoder_input_updates |= rules._get_encoder_input_updates(ids, [], {})
 
 
-def _uses_drafts(scheduler: "Scheduler", output: "SchedulerOutput", req_id: str) -> bool:
+def _uses_drafts(request: "Request", num_entered: int) -> bool:
     """Tell whether a decode that was scheduled may have a step after this one.
 
     Upstream asks this before the step is entered in the request (``Scheduler._drafts_unused`` of
-    vLLM 0.33.0). Placeholders beyond those of this step belong to a step in flight.
+    vLLM 0.33.0). Placeholders beyond the `num_entered` of this step belong to a step in flight.
     """
-    request = scheduler.requests[req_id]
-    in_flight = request.num_output_placeholders > output.num_scheduled_tokens[req_id]
+    in_flight = request.num_output_placeholders > num_entered
     return request.num_output_tokens + 1 + in_flight < request.max_tokens
 
 

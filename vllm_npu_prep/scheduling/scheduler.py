@@ -139,9 +139,8 @@ class BatchedMixin(Scheduler):
             loras = loras_of([cast("BatchedRequest", self.requests[each]) for each in ids])
             assert len(taken.loras() | loras) <= self.lora_config.max_loras
         if taken.others is None:
-            taken.join(output)
+            self._join(taken, output)
         taken.tell_of_grammars(output)
-        self.rules.complete(self, output, taken.req_ids)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(output.num_scheduled_tokens)
         return output
@@ -236,8 +235,13 @@ class BatchedMixin(Scheduler):
     ) -> KVConnectorMetadata:
         """Show a connector the whole step, before it is counted in any request."""
         if self.taken is not None:
-            self.taken.join(scheduler_output)
+            self._join(self.taken, scheduler_output)
         return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _join(self, taken: DecodeBatch, output: SchedulerOutput) -> None:
+        """Make an output of upstream's method, which saw the rest, that of the whole step."""
+        taken.join(output)
+        self.rules.complete(self, output, taken.req_ids, taken.entered)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Count the step in its requests; upstream does so with those that it scheduled."""
