@@ -1292,7 +1292,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a request that has ended gets drafts", "                or request.is_finished()\n", "", SCHEDULING),
         ("prompts with states are cut by what decodes left", "        self.max_num_scheduled_tokens += num_taken\n        split", "        self.max_num_scheduled_tokens += 0\n        split", SCHEDULING),
         ("a step of decodes alone has no number", "            self.sched_step_seq += 1  #", "            self.sched_step_seq += 0  #", SCHEDULING),
-        ("a connector sees no decodes that were taken", "            self.taken.join(scheduler_output)\n", "            pass\n", SCHEDULING),
+        ("a connector sees no decodes that were taken", "            self._join(self.taken, scheduler_output)\n", "            pass\n", SCHEDULING),
         ("what a step counts as scheduled is counted twice", "scheduler_output.num_scheduled_tokens = others", "pass", SCHEDULING),
     ],
     "server/draining.py": [
