@@ -283,7 +283,7 @@ def test_start_up_names_variables_of_vllm_ascend_that_are_set(block, monkeypatch
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     said = block(max_num_seqs=15)
     assert "VLLM_ASCEND_ENABLE_NZ: variables of vllm-ascend, not read here" in said
-    assert "docs/start/from-vllm-ascend.md" in said
+    assert "docs/guides/vllm-ascend.md" in said
 
 
 def test_bad_environment_gets_one_line_and_no_traceback():
