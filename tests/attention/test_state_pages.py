@@ -10,7 +10,7 @@ from tests.helpers.hybrids import FULL, GATED_DELTA, LINEAR
 from vllm_npu_prep import platform
 from vllm_npu_prep.attention.state_pages import RecurrentStatePage, find_state_page
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "linear-attention.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 TWO_LAYERS = {**GATED_DELTA, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 PUBLISHED = {  # heads as published models have them; K and V of a token: two heads of 256

@@ -139,7 +139,7 @@ def test_tables_of_refusals_are_up_to_date():
 
 @pytest.mark.parametrize("model", [Scenario, ScenarioRequest, ScenarioGroup])
 def test_every_key_of_a_scenario_is_documented(model: type[BaseModel]):
-    described = set(PAGES["docs/reference/command.md"].code)
+    described = set(PAGES["docs/reference/files.md"].code)
     assert set(model.model_fields) <= described
 
 

@@ -283,7 +283,7 @@ def test_start_up_names_variables_of_vllm_ascend_that_are_set(block, monkeypatch
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
     said = block(max_num_seqs=15)
     assert "VLLM_ASCEND_ENABLE_NZ: variables of vllm-ascend, not read here" in said
-    assert "docs/start/from-vllm-ascend.md" in said
+    assert "docs/guides/vllm-ascend.md" in said
 
 
 def test_bad_environment_gets_one_line_and_no_traceback():
@@ -370,7 +370,7 @@ def test_nothing_is_done_in_processes_of_another_platform(monkeypatch):
 def test_the_page_about_vllm_ascend_has_all_refused_keys():
     page = (Path(__file__).parents[2] / vllm_ascend.PAGE).read_text()
     assert [name for name in vllm_ascend.VARIABLES if f"`{name}" not in page] == []
-    keys = page.partition("## Keys of")[2].partition("\n## ")[0]
+    keys = page.partition("### Keys of")[2].partition("\n### ")[0]
     cells = re.findall(r"^\| (`.*?) \|", keys, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([a-zA-Z]\w+)`", cell)}
     fused = {"fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "fuse_allreduce_rms"}

@@ -11,7 +11,7 @@ COUNTS = ("requests", "padding_requests", "tokens", "padding", "drafts")
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """Return what the page of a run knows, as JSON: `docs/reference/command.md` describes it.
+    """Return what the page of a run knows, as JSON: `docs/reference/files.md` describes it.
 
     Of each rank there is an entry for each of its steps. Ranks whose requests did the same as
     those of an earlier rank name that rank instead of listing them.

@@ -1,4 +1,4 @@
-"""A prepared step as arrays, by the keys of the JSON contract (`docs/reference/command.md`).
+"""A prepared step as arrays, by the keys of the JSON contract (`docs/reference/files.md`).
 
 ``explain``, records, replays and the full check name a step's variables by the lists here, which
 are derived from `STEP_ARRAYS`.

@@ -1,6 +1,6 @@
 """Records: what a step was prepared from and what was prepared, one ``.npz`` for each step.
 
-A file's arrays are of three kinds (``docs/guides/debugging.md`` lists them all):
+A file's arrays are of three kinds (``docs/reference/files.md`` lists them all):
 
 ==================  ===============================================================================
 name                what

@@ -138,7 +138,7 @@ MODELS = (
         _fault,
         "--quantization {method}",
         "{fault}",
-        "use weights of 16 or 32 bits, or of a kind that docs/guides/quantisation.md lists",
+        "use weights of 16 or 32 bits, or of a kind that docs/guides/models.md lists",
         lambda c: {"method": c.model.quantization, "fault": _fault(c)},
     ),
 )

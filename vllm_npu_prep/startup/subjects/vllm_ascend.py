@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from vllm_npu_prep.startup.asked import RequestedEngine
 from vllm_npu_prep.startup.refusal import Refusal, Subject
 
-PAGE = "docs/start/from-vllm-ascend.md"
+PAGE = "docs/guides/vllm-ascend.md"
 
 KEYS = frozenset(
     [
