@@ -50,6 +50,7 @@ from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULES,
     MOONCAKE,
     MOONCAKE_PROTOCOLS,
+    MOONCAKE_STORE,
     OFFLOADING,
     PLANE_SPEC,
     PROTOCOL,
@@ -392,6 +393,8 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
     if transfer.kv_connector == MOONCAKE:
         protocol = extra.setdefault(PROTOCOL, MOONCAKE_PROTOCOLS[KIND.device_type][0])
         return [f"K and V move between engines by Mooncake, over {protocol}"]
+    if transfer.kv_connector == MOONCAKE_STORE:
+        return ["blocks of prompts are shared in Mooncake's store, as MOONCAKE_CONFIG_PATH says"]
     if transfer.kv_connector != OFFLOADING:
         return []
     if extra.get("spec_name", UPSTREAM_SPEC) == UPSTREAM_SPEC:
