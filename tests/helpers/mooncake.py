@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -58,7 +58,7 @@ class MooncakeDistributedStore:
     device; `on_load` is called before each load.
     """
 
-    objects: dict[str, list[bytes]] = {}
+    objects: ClassVar[dict[str, list[bytes]]] = {}
     read: Callable[[int, int], bytes] = staticmethod(ctypes.string_at)
     write: Callable[[int, bytes], Any] = staticmethod(
         lambda at, of: ctypes.memmove(at, of, len(of))

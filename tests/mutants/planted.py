@@ -57,7 +57,9 @@ TRANSFER = ("tests/engine/test_kv_transfer.py",)
 MOONCAKE = (
     "tests/engine/test_mooncake.py::test_prompts_are_decoded_from_what_was_computed_elsewhere",
 )
-POOL = ("tests/engine/test_mooncake_store.py::test_prompts_are_found_that_an_engine_before_computed",)
+POOL = (
+    "tests/engine/test_mooncake_store.py::test_prompts_are_found_that_an_engine_before_computed",
+)
 REGIONS = ("tests/attention/test_mooncake.py",)
 STALLED = tuple(
     f"tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[{case}]"

@@ -526,9 +526,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             "prompt embeddings": "--enable-prompt-embeds",
         }.items()
     ),
-    "kv-store-states": (
-        Example(f"{STORE} --no-enable-prefix-caching", model=HYBRID, **HAS_STORE),
-    ),
+    "kv-store-states": (Example(f"{STORE} --no-enable-prefix-caching", model=HYBRID, **HAS_STORE),),
     "kv-offloading-stages": (Example("--kv-offloading-size 1 --pipeline-parallel-size 2"),),
     # speculation.py
     "speculative-method": (

@@ -364,9 +364,7 @@ SUBJECTS = (
     Subject("offloading", ANY),
     Subject("connector", EXAMPLE_CONNECTOR, when=lambda c: _is(c, EXAMPLE)),
     Subject("offloading-connector", OFFLOADING_CONNECTOR, when=lambda c: _is(c, OFFLOADING)),
-    Subject(
-        "mooncake", MOONCAKE_ANY, when=lambda c: _is(c, MOONCAKE) or _is(c, MOONCAKE_STORE)
-    ),
+    Subject("mooncake", MOONCAKE_ANY, when=lambda c: _is(c, MOONCAKE) or _is(c, MOONCAKE_STORE)),
     Subject("mooncake-connector", MOONCAKE_CONNECTOR, when=lambda c: _is(c, MOONCAKE)),
     Subject("mooncake-store", MOONCAKE_STORE_CONNECTOR, when=lambda c: _is(c, MOONCAKE_STORE)),
 )
