@@ -1,6 +1,7 @@
 """A pool of K and V in Mooncake's own store, with its master, which two engines share over TCP."""
 
 import multiprocessing
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,8 @@ def sides(tmp_path_factory) -> Iterator[list[Side]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with open(folder / "master.log", "w") as log:
-        master = subprocess.Popen([program, *ports], stdout=log, stderr=log)
+        given: dict[str, Any] = {"env": os.environ | variables, "stdout": log, "stderr": log}
+        master = subprocess.Popen([program, *ports], **given)
         made = [Side(context, "kv_both", variables) for _ in range(2)]
         yield made
         for side in made:

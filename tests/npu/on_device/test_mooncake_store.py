@@ -26,7 +26,7 @@ CASES = {
     "atb": ("Qwen3", {}, {"async_scheduling": False}, "float16"),
     "latent": (
         "DeepseekV3",
-        {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "spread": 0.1},
+        {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "spread": 0.1, "embedding_scale": 20},
         {"async_scheduling": True},
         "bfloat16",
     ),
