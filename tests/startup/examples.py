@@ -100,7 +100,7 @@ STORED = (
 )
 MOONCAKE = f"{CONNECTOR} MooncakeConnector"
 HAS: dict[str, Any] = {
-    "where": {"vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda: ""}
+    "where": {"vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda _: ""}
 }
 """Has Mooncake's transfer engine."""
 STORE = f"{CONNECTOR} MooncakeStoreConnector"
@@ -117,7 +117,7 @@ def store_of(**given: str) -> dict[str, Any]:
 HAS_STORE = store_of()
 LACKS: dict[str, Any] = {
     "where": {
-        "vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda: "no mooncake"
+        "vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda _: "no mooncake"
     }
 }
 SHARED_BY_2 = "--tensor-parallel-size 2 --decode-context-parallel-size 2"

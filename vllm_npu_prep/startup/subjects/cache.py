@@ -94,10 +94,11 @@ def _words(asked: RequestedEngine) -> dict[str, object]:
     }
 
 
-def _missing_transfer_engine() -> str:
-    """Tell why Mooncake's transfer engine can't be imported; empty if it can."""
+def _missing_transfer_engine(asked: RequestedEngine) -> str:
+    """Tell why Mooncake's transfer engine, or its store, can't be imported; empty if it can."""
+    part = "store" if asked.connector.kv_connector == MOONCAKE_STORE else "engine"
     try:
-        importlib.import_module("mooncake.engine")
+        importlib.import_module(f"mooncake.{part}")
     except Exception as error:  # libraries of the network, of any kind
         return " ".join(str(error).split()) or repr(error)
     return ""
@@ -271,12 +272,12 @@ OFFLOADING_CONNECTOR = (
 MOONCAKE_ANY = (
     Refusal(
         "kv-mooncake-engine",
-        lambda c: _missing_transfer_engine(),
+        lambda c: _missing_transfer_engine(c),
         "KV connector {name} without Mooncake's transfer engine",
         "{why}",
         "install mooncake-transfer-engine-npu by pip on an Ascend host, elsewhere "
         "mooncake-transfer-engine-non-cuda, and Debian's libibverbs1 and librdmacm1",
-        lambda c: _words(c) | {"why": _missing_transfer_engine()},
+        lambda c: _words(c) | {"why": _missing_transfer_engine(c)},
     ),
     Refusal(
         "kv-mooncake-sleep",
