@@ -20,6 +20,7 @@ from tests.helpers.huggingface import is_varied, reference
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
 from tests.helpers.waiting import wait_until
+from tests.helpers.watch import count_batched
 from vllm_npu_prep.errors import PrepError
 
 pytestmark = pytest.mark.filterwarnings(  # of SystemExit, which ends a thread
@@ -68,7 +69,10 @@ def ended_threads() -> Iterator[None]:
 def test_prompts_are_found_that_an_engine_before_computed(
     tmp_path, monkeypatch, store, config, lengths, settings, more, runner
 ):
-    """Whole blocks are found, and at least a token is computed; tokens are transformers'."""
+    """Whole blocks are found, and at least a token is computed; tokens are transformers'.
+
+    Requests that generate meanwhile are scheduled in bulk.
+    """
     model, prompts = make_model(tmp_path / "model", **config), prompts_of(SEED, lengths)
     expected = reference(model, prompts, MAX_TOKENS)
     assert is_varied(expected)
@@ -77,13 +81,14 @@ def test_prompts_are_found_that_an_engine_before_computed(
     monkeypatch.setattr(store, "on_load", staticmethod(lambda: time.sleep(0.1)))
     for turn in range(2):
         with engine_of(runner, model, **settings) as llm:
-            computed, free = count_tokens(llm), free_blocks(llm)
+            computed, batched, free = count_tokens(llm), count_batched(llm), free_blocks(llm)
             tokens, cached = found(llm, prompts)
             assert tokens == expected
             size = settings["block_size"]
             assert cached == [turn * ((length - 1) // size * size) for length in lengths]
             left = sum(lengths) - sum(cached) + len(lengths) * (MAX_TOKENS - 1)
             assert computed["scheduled"] == left
+            assert batched["taken"] > len(prompts)
             assert free_blocks(llm) == free
 
 

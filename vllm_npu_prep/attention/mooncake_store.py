@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import connector, worker
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.protocol import LOOKUP_MSG
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import (
     MooncakeStoreScheduler,
 )
+from vllm.utils.network_utils import make_zmq_socket
 
 from vllm_npu_prep.attention.offloading import planes_by_block
 from vllm_npu_prep.device import Transfer, copy_stream, set_device
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
         ReqMeta,
     )
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SECONDS_TO_END = 5
+"""Time that the thread which answers the scheduler gets to end."""
 
 
 class MooncakeStoreConnector(connector.MooncakeStoreConnector):
@@ -171,10 +177,9 @@ class PlaneStoreWorker(worker.MooncakeStoreWorker):
         for thread in threads:
             thread.request_queue.put(EndOfThread())
         if server is not None:
-            # It looks whether it is to end after each question
-            server.running = False
-            client = worker.LookupKeyClient(self._config)
-            client.lookup("", 0, [])
-            client.close()
-            server.thread.join()
+            server.running = False  # it looks after each question
+            path = worker.get_zmq_rpc_path_lookup(self._config)
+            with make_zmq_socket(server.ctx, path, zmq.REQ, bind=False, linger=0) as socket:
+                socket.send_multipart([LOOKUP_MSG, bytes(4), bytes(2), b""])
+                server.thread.join(SECONDS_TO_END)
             server.close()

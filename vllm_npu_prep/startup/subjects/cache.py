@@ -27,7 +27,9 @@ MOONCAKE_PROTOCOLS = {"cpu": ("tcp", "rdma"), "npu": ("ascend", "tcp", "rdma")}
 """Mooncake's protocols for the memory of each type of device, the default first."""
 MOONCAKE_KEYS = {PROTOCOL, "num_workers", "device_name", "bootstrap_server_address"}
 """What vLLM's MooncakeConnector reads of ``kv_connector_extra_config``."""
-STORE_KEYS = {"cache_prefix", "enable_lookup", "lookup_async", "lookup_rpc_port"}
+LOOKUP_PORT = "lookup_rpc_port"
+"""vLLM's key of what tells apart the sockets by which schedulers ask what a store has."""
+STORE_KEYS = {"cache_prefix", "enable_lookup", "lookup_async", LOOKUP_PORT}
 STORE_KEYS |= {"preferred_segment", "save_decode_cache"}
 """What vLLM's MooncakeStoreConnector reads of it, but for what it does with other caches."""
 
