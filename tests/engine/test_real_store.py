@@ -22,11 +22,12 @@ from tests.server.process import free_port
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # First: processes are forked for it, which threads of a store would not outlive
+    "two ranks": ("K and V", "V2", RANKS),
     "K and V": ("K and V", "V2", {}),
     "windows": ("windows", "V2", {}),
     "hybrid": ("hybrid", "V2", {}),
     "V1": ("latent", "V1", {}),
-    "two ranks": ("K and V", "V2", RANKS),
 }
 
 
