@@ -339,7 +339,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("blocks of a pool are read before they arrive", "        super().start_load_kv(metadata)\n", "        super().start_load_kv(metadata)\n        for each in loads:\n            self.kv_recv_threads[0].set_finished_request(each.req_id)\n", (f"{POOL[0]}[K and V-V2]",)),
         ("a pool has planes of another layer", "cache, num_blocks = kv_caches[name], ", "cache, num_blocks = kv_caches[next(iter(kv_caches))], ", (f"{POOL[0]}[K and V-V2]",)),
         ("a pool has blocks of other requests", "set_kv_caches_base_addr([*nbytes])", "set_kv_caches_base_addr([at + n for at, n in nbytes.items()])", (f"{POOL[0]}[K and V-V2]",)),
-        ("a pool has windows at the addresses of other groups", "for name in group.layer_names:", "for name in self._kv_cache_groups[0].layer_names:", (f"{POOL[0]}[windows-V2]",)),
         ("names in a pool do not tell dtypes apart", 'f"@planes:{hashlib.sha256(specs.encode()).hexdigest()[:16]}"', '""', ("tests/engine/test_mooncake_store.py::test_planes_of_another_form_are_not_found",)),
         ("threads of a pool do not wait for steps", "        self.end.synchronize()\n", "", ("tests/npu/on_device/test_mooncake_store.py",)),
         ("loads from a pool do not wait for steps", "            load.current_event.synchronize()\n", "            set_device(load.current_event.device)\n", ("tests/npu/on_device/test_mooncake_store.py",)),

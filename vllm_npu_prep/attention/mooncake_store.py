@@ -129,7 +129,7 @@ class PlaneStoreWorker(worker.MooncakeStoreWorker):
         """Register all planes, and let threads store and load them."""
         if self._capacity_only:
             return
-        super().register_kv_caches({"": kv_caches})  # no layer: upstream starts its threads alone
+        super().register_kv_caches({"": torch.empty(0)})  # no layer's: it only starts threads
         layers, memory = self._config.compilation_config.static_forward_context, {}
         for group, objects in zip(self._kv_cache_groups, self.token_dbs, strict=True):
             nbytes: dict[int, int] = {}  # address of a plane -> bytes of a block
@@ -147,7 +147,8 @@ class PlaneStoreWorker(worker.MooncakeStoreWorker):
         self._device = plane.device
         self._stream = copy_stream(self._device)
 
-    def _after_steps(self) -> AfterSteps:
+    def _after_steps(self) -> Any:
+        """Return what takes the place of upstream's event."""
         return AfterSteps(self._device, self._stream.copy([]))
 
     def start_load_kv(self, metadata: "MooncakeStoreConnectorMetadata") -> None:
