@@ -341,7 +341,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a pool has blocks of other requests", "set_kv_caches_base_addr([*nbytes])", "set_kv_caches_base_addr([at + n for at, n in nbytes.items()])", (f"{POOL[0]}[K and V-V2]",)),
         ("names in a pool do not tell dtypes apart", 'f"@planes:{hashlib.sha256(specs.encode()).hexdigest()[:16]}"', '""', ("tests/engine/test_mooncake_store.py::test_planes_of_another_form_are_not_found",)),
         ("threads of a pool do not wait for steps", "        self.end.synchronize()\n", "", ("tests/npu/on_device/test_mooncake_store.py",)),
-        ("loads from a pool do not wait for steps", "            load.current_event.synchronize()\n", "            set_device(load.current_event.device)\n", ("tests/npu/on_device/test_mooncake_store.py",)),
+        ("loads from a pool do not wait for steps", "            load.current_event.synchronize()\n", "            set_device(load.current_event.device)\n", ("tests/npu/on_device/test_mooncake_store.py::test_a_load_begins_after_what_was_issued_before_it",)),
         ("threads of a pool outlive its engine", "thread.request_queue.put(EndOfThread())", "pass", ("tests/engine/test_mooncake_store.py::test_planes_of_another_form_are_not_found",)),
     ],
     "attention/mooncake.py": [

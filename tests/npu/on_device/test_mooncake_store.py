@@ -5,8 +5,11 @@ device still writes or reads is a hazard.
 """
 
 import ctypes
+import threading
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import ascend_emulator
 from ascend_emulator.api import _runtime
@@ -17,6 +20,8 @@ from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mooncake import MooncakeDistributedStore, stand_in_for_store
 from tests.helpers.prefill_decode import DEVICE_TO_HOST, HOST_TO_DEVICE
 from tests.helpers.prompts import prompts_of
+from vllm_npu_prep.attention.mooncake_store import AfterSteps, Loads
+from vllm_npu_prep.device import copy_stream
 
 BLOCK_SIZE = 16
 LENGTHS, OTHERS = [61, 90, 33], [100, 110]
@@ -73,4 +78,23 @@ def test_blocks_are_stored_and_loaded_beside_steps(name, tmp_path, monkeypatch):
         assert tokens == expected
         assert sum(cached) > sum(LENGTHS)
         assert free_blocks(llm) == free
+    assert ascend_emulator.counters().hazards == 0
+
+
+def test_a_load_begins_after_what_was_issued_before_it():
+    """Its thread waits, though the host waits for nothing in between."""
+    plane = torch.zeros(1 << 16, dtype=torch.int8, device="npu")
+    torch.npu.synchronize()
+    loads, begin = Loads(), copy_stream(plane.device)
+    plane.fill_(7)
+    loads.put(Mock(current_event=AfterSteps(plane.device, begin.copy([]))))
+
+    def load() -> None:
+        loads.get()
+        write(plane.data_ptr(), bytes([3]) * len(plane))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    assert (plane == 3).all()
     assert ascend_emulator.counters().hazards == 0
