@@ -427,6 +427,7 @@ def test_a_long_file_says_what_its_one_job_is():
 MAY_SLEEP = {
     "helpers/waiting.py": "looks again and again, up to a limit, for everybody else",
     "emulator/ranks.py": "looks which of several processes ended, until one has failed",
+    "engine/test_mooncake_store.py": "loads are late: who does not wait for them goes on before",
     "soak/transfers.py": "a transfer is late, or stalls, for a time that is drawn",
     "server/test_lifecycle.py": "a process is killed at a moment that is drawn",
     "server/test_ray.py": "a host is killed at a moment that is drawn",

@@ -7,6 +7,7 @@ options that vLLM left open, and logs one block about the engine.
 import argparse
 import multiprocessing
 import os
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -48,8 +49,10 @@ from vllm_npu_prep.startup.refusals import refuse_unsupported
 from vllm_npu_prep.startup.subjects.cache import (
     CONNECTOR_MODULE,
     CONNECTOR_MODULES,
+    LOOKUP_PORT,
     MOONCAKE,
     MOONCAKE_PROTOCOLS,
+    MOONCAKE_STORE,
     OFFLOADING,
     PLANE_SPEC,
     PROTOCOL,
@@ -392,6 +395,10 @@ def _settle_connector(vllm_config: "VllmConfig") -> list[str]:
     if transfer.kv_connector == MOONCAKE:
         protocol = extra.setdefault(PROTOCOL, MOONCAKE_PROTOCOLS[KIND.device_type][0])
         return [f"K and V move between engines by Mooncake, over {protocol}"]
+    if transfer.kv_connector == MOONCAKE_STORE:
+        # vLLM's own default is one for all engines of a host, which would answer for each other
+        extra.setdefault(LOOKUP_PORT, secrets.token_hex(4))
+        return ["blocks of prompts are shared in Mooncake's store, as MOONCAKE_CONFIG_PATH says"]
     if transfer.kv_connector != OFFLOADING:
         return []
     if extra.get("spec_name", UPSTREAM_SPEC) == UPSTREAM_SPEC:

@@ -1,11 +1,13 @@
-"""Mooncake's transfer engine, of this process: what moves is copied within it, and looked at."""
+"""Mooncake's transfer engine and store, of this process: what moves is copied within it."""
 
 import ctypes
 import itertools
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -47,6 +49,92 @@ class TransferEngine:
             if result == 0:
                 ctypes.memmove(target, source, size)
         return result
+
+
+class MooncakeDistributedStore:
+    """The part of ``mooncake.store.MooncakeDistributedStore`` that vLLM's connector calls.
+
+    `objects` has what all stores of the process keep. `read` and `write` move the bytes of a
+    device; `on_load` is called before each load.
+    """
+
+    objects: ClassVar[dict[str, list[bytes]]] = {}
+    read: Callable[[int, int], bytes] = staticmethod(ctypes.string_at)
+    write: Callable[[int, bytes], Any] = staticmethod(
+        lambda at, of: ctypes.memmove(at, of, len(of))
+    )
+    on_load: Callable[[], Any] = staticmethod(lambda: None)
+
+    def setup(self, *_: Any) -> int:
+        self.memory: list[tuple[int, int]] = []
+        return 0
+
+    def close(self) -> None:
+        self.memory.clear()
+
+    def register_buffer(self, start: int, size: int) -> int:
+        self.memory.append((start, size))
+        return 0
+
+    def check(self, starts: list[int], sizes: list[int]) -> None:
+        for start, size in zip(starts, sizes, strict=True):
+            assert any(at <= start and start + size <= at + n for at, n in self.memory)
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [int(key in self.objects) for key in keys]
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], starts: list[list[int]], sizes: list[list[int]], config: Any
+    ) -> list[int]:
+        for key, at, of in zip(keys, starts, sizes, strict=True):
+            self.check(at, of)
+            self.objects[key] = [self.read(*each) for each in zip(at, of)]
+        return [0] * len(keys)
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], starts: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        self.on_load()
+        loaded = []
+        for key, at, of in zip(keys, starts, sizes, strict=True):
+            self.check(at, of)
+            found = self.objects.get(key, [])
+            if [*map(len, found)] == of:
+                for start, part in zip(at, found):
+                    self.write(start, part)
+            loaded.append(sum(of) if found else -1)
+        return loaded
+
+    def remove_all(self, force: bool) -> int:
+        self.objects.clear()
+        return 0
+
+
+class ReplicateConfig:
+    """How many copies of an object there are, which the stand-in doesn't ask."""
+
+
+def stand_in_for_store(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> type[MooncakeDistributedStore]:
+    """Put the stand-in where vLLM and start-up look for Mooncake's store, empty."""
+    stand_in(monkeypatch)
+    module: Any = ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = MooncakeDistributedStore
+    module.ReplicateConfig = ReplicateConfig
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    for name, value in {"objects": {}, "on_load": staticmethod(lambda: None)}.items():
+        monkeypatch.setattr(MooncakeDistributedStore, name, value)
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(described_store(folder)))
+    return MooncakeDistributedStore
+
+
+def described_store(folder: Path, port: int = 50051, **settings: Any) -> Path:
+    """The file in which an engine finds the store whose master has this port."""
+    file = folder / f"store-{port}.json"
+    settings = {"protocol": "tcp", "metadata_server": "P2PHANDSHAKE"} | settings
+    file.write_text(json.dumps(settings | {"master_server_address": f"127.0.0.1:{port}"}))
+    return file
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[TransferEngine]:

@@ -57,6 +57,9 @@ TRANSFER = ("tests/engine/test_kv_transfer.py",)
 MOONCAKE = (
     "tests/engine/test_mooncake.py::test_prompts_are_decoded_from_what_was_computed_elsewhere",
 )
+POOL = (
+    "tests/engine/test_mooncake_store.py::test_prompts_are_found_that_an_engine_before_computed",
+)
 REGIONS = ("tests/attention/test_mooncake.py",)
 STALLED = tuple(
     f"tests/engine/test_mooncake.py::test_blocks_of_a_stalled_transfer_are_nobody_elses[{case}]"
@@ -331,6 +334,15 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a prompt counts as stored once the first stage has stored it", "            for (_, part), names in layers.items()\n", "            for (stage, part), names in layers.items()\n            if stage == 0\n", (f"{TRANSFER[0]}::test_a_prompt_is_stored_once_all_stages_have_stored_it",)),
         ("a store is seen before it is whole", 'unfinished = f"{path}.{uuid.uuid4().hex}"', "unfinished = path", TRANSFER_ON_NPU),
         ("prompts are loaded one block too far on", "write_slots(self._planes(layer_name, cache), request.slot_mapping, stored)", "write_slots(\n                        self._planes(layer_name, cache),\n                        request.slot_mapping + self._block_size,\n                        stored,\n                    )", TRANSFER_ON_NPU),
+    ],
+    "attention/mooncake_store.py": [
+        ("blocks of a pool are read before they arrive", "        super().start_load_kv(metadata)\n", "        super().start_load_kv(metadata)\n        for each in loads:\n            self.kv_recv_threads[0].set_finished_request(each.req_id)\n", (f"{POOL[0]}[K and V-V2]",)),
+        ("a pool has planes of another layer", "cache, num_blocks = kv_caches[name], ", "cache, num_blocks = kv_caches[next(iter(kv_caches))], ", (f"{POOL[0]}[K and V-V2]",)),
+        ("a pool has blocks of other requests", "set_kv_caches_base_addr([*nbytes])", "set_kv_caches_base_addr([at + n for at, n in nbytes.items()])", (f"{POOL[0]}[K and V-V2]",)),
+        ("names in a pool do not tell dtypes apart", 'f"@planes:{hashlib.sha256(specs.encode()).hexdigest()[:16]}"', '""', ("tests/engine/test_mooncake_store.py::test_planes_of_another_form_are_not_found",)),
+        ("threads of a pool do not wait for steps", "        self.end.synchronize()\n", "", ("tests/npu/on_device/test_mooncake_store.py",)),
+        ("loads from a pool do not wait for steps", "            load.current_event.synchronize()\n", "            set_device(load.current_event.device)\n", ("tests/npu/on_device/test_mooncake_store.py::test_a_load_begins_after_what_was_issued_before_it",)),
+        ("threads of a pool outlive its engine", "thread.request_queue.put(EndOfThread())", "pass", ("tests/engine/test_mooncake_store.py::test_planes_of_another_form_are_not_found",)),
     ],
     "attention/mooncake.py": [
         ("prompts over Mooncake are read before they arrive", "        unanswered = Unanswered(pull_metas)\n", "        unanswered = Unanswered(pull_metas)\n        self.finished_recving_reqs.update(pull_metas)\n", (f"{MOONCAKE[0]}[K and V-V2]",)),

@@ -3,6 +3,7 @@
 Each scheduler of a pair has its own connector; one worker stands for the runners of both.
 """
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ KINDS = ("offloading", "example", "transfers", "several")
 
 
 COUNTS = ("request_id", "status", "num_computed_tokens", "num_output_placeholders", "num_tokens")
-COUNTS += ("num_in_flight_tokens", "num_stale_output_tokens", "spec_token_ids", "last_sched_seq")
-COUNTS += ("num_preemptions", "is_prefill_chunk", "next_decode_eligible_step")
-"""What changes of a request from step to step, and a connector may read at any time."""
+COUNTS += ("num_in_flight_tokens", "num_stale_output_tokens", "last_sched_seq", "num_preemptions")
+COUNTS += ("is_prefill_chunk", "next_decode_eligible_step")
+"""What changes of a request from step to step, beside its drafts: a connector may read it."""
+counts = operator.attrgetter(*COUNTS)
 
 
 class Jobs(KVConnectorMetadata):
@@ -60,9 +62,7 @@ class Transfers(KVConnectorBase_V1, SupportsHMA):
         self.waits_for_sends, self.size = extra["waits_for_sends"], extra["block_size"]
 
     def note(self, name: str, *arguments: Any) -> None:
-        requests = [
-            [view(getattr(request, each)) for each in COUNTS] for request in self.known.values()
-        ]
+        requests = [(*counts(each), *each.spec_token_ids) for each in self.known.values()]
         self.calls.append([name, view(arguments), requests])
 
     def on_new_request(self, request: Any) -> None:

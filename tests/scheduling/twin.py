@@ -374,11 +374,12 @@ class Twin(Traffic):
 
     def compare_states(self, when: str) -> None:
         """Compare all that both keep, and all that connectors were told meanwhile."""
+        if self.count["steps"] % self.every:
+            return
         if self.worker is not None:
             kept = [connectors.view_all(scheduler) for scheduler in self.both]
             compare(*kept, f"connectors {when}")
-        if self.count["steps"] % self.every == 0:
-            compare(view_scheduler(self.upstream), view_scheduler(self.ours), f"state {when}")
+        compare(view_scheduler(self.upstream), view_scheduler(self.ours), f"state {when}")
 
 
 def play(

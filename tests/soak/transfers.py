@@ -4,8 +4,9 @@
     python -m tests.soak.transfers --seed N [--episodes N]
 
 An engine of each seed sends to itself, by the stand-in of `tests.helpers.mooncake`. Transfers are
-torn, late, stalled until long after they were given up, or end with their producer; requests are
-aborted on either side, or asked for though nobody computes them; the cache is full now and then.
+torn, late, stalled until long after they were given up, or end with their producer; other engines
+ask for a prompt and die before, while or after it is sent; requests are aborted on either side, or
+asked for though nobody computes them; the cache is full now and then.
 Each answer is that of transformers, or one error where errors are asked for. After each wave all
 blocks are free again.
 
@@ -13,6 +14,7 @@ Without a seed: a slice of the run in tests/results/soak-transfers.jsonl; a seed
 appended to tests/soak/seeds-transfers.txt, which the suite plays.
 """
 
+import ctypes
 import sys
 import tempfile
 import threading
@@ -21,12 +23,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeXferMetadata,
+)
 
 from tests.engine.test_mooncake import CASES, asking, connected, transfers
 from tests.helpers.engine import make_model, scheduler_of
 from tests.helpers.huggingface import reference
-from tests.helpers.mooncake import TransferEngine, stand_in
+from tests.helpers.mooncake import ENGINES, TransferEngine, stand_in
 from tests.helpers.prompts import prompts_of
 from tests.helpers.traffic import Traffic
 from tests.helpers.v2 import engine_of
@@ -35,6 +43,7 @@ from tests.resume.seeds import failure, keep_in_file, print_counts, run
 SEEDS = Path(__file__).with_name("seeds-transfers.txt")
 MODELS = "K and V", "latent", "windows", "hybrid"
 MAX_TOKENS, GIVEN_UP_AFTER, LOOK = 8, 1.0, 0.05
+DEATHS = "before it asked", "before it is sent", "while it is sent", "after it was sent"
 FAULTS = "none", "none", "none", "none", "torn", "late", "stalled", "dies"
 
 
@@ -54,6 +63,9 @@ class Wire:
         halves = [tuple(each[begin::2] for each in lists) for begin in (0, 1)]
         if not self._write(lives, engine, session, halves[0]):
             return -1
+        asks = ENGINES[session]
+        if isinstance(asks, MortalEngine) and asks.dies_while_it_is_sent:
+            asks.die()
         if fault == "torn":
             return -1
         if fault == "dies":
@@ -66,10 +78,54 @@ class Wire:
 
     def _write(self, lives: int, engine: Any, session: str, lists: tuple[list[int], ...]) -> bool:
         with self.lock:
-            return self.deaths == lives and self.write(engine, session, *lists) == 0
+            lives_on = self.deaths == lives and session in ENGINES
+            return lives_on and self.write(engine, session, *lists) == 0
 
     async def is_gone(self, address: str) -> bool:
         return time.monotonic() < self.dead_until
+
+
+class MortalEngine(TransferEngine):
+    """The transfer engine of a decoder that dies."""
+
+    def __init__(self, host: str, num_bytes: int) -> None:
+        self.initialize(host, "P2PHANDSHAKE", "tcp", "")
+        self.session, self.bytes = f"{host}:{self.port}", ctypes.create_string_buffer(num_bytes)
+        self.batch_register_memory([ctypes.addressof(self.bytes)], [num_bytes])
+        self.dies_while_it_is_sent = False
+
+    def die(self) -> None:
+        ENGINES.pop(self.session, None)
+
+
+def ask_and_die(worker: Any, transfer_id: str, blocks: list[list[int]], when: str) -> None:
+    """Ask a producer for a prompt, as a decoder of the same model does, and hear no answer.
+
+    All planes of this decoder are in the same place: nobody reads them.
+    """
+    nbytes = worker.block_len_per_layer
+    engine = MortalEngine(worker.hostname, max(nbytes) * (1 + max(map(max, blocks))))
+    asked = MooncakeXferMetadata(
+        remote_hostname=worker.hostname,
+        remote_port=engine.port,
+        remote_tp_size=worker.tp_size,
+        remote_tp_rank=worker.tp_rank,
+        req_blocks={f"of {transfer_id}": (transfer_id, blocks)},
+        kv_caches_base_addr=[ctypes.addressof(engine.bytes)] * len(nbytes),
+        block_lens=nbytes,
+        kv_block_lens=nbytes,
+        registered_layer_names=worker.registered_layer_names,
+        registered_layer_indices=worker.registered_layer_indices,
+        registered_group_indices=worker.registered_group_indices,
+        registered_shared_group_ids=[list(groups) for groups in worker.region_shared_groups],
+        registered_row_offsets=worker.region_row_offsets,
+    )
+    engine.dies_while_it_is_sent = when == "while it is sent"
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(f"tcp://{worker.hostname}:{worker.side_channel_port}")
+        socket.send(msgspec.msgpack.encode(asked))
+    if when == "before it is sent":
+        engine.die()
 
 
 class Serving(Traffic):
@@ -78,6 +134,7 @@ class Serving(Traffic):
     def __init__(self, seed: int, llm: Any, prompts: list[list[int]], expected: list[list[int]]):
         super().__init__((seed, 62))
         self.core, self.scheduler = llm.llm_engine, scheduler_of(llm)
+        self.worker: Any = get_kv_transfer_group().connector_worker  # type: ignore[attr-defined]
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free = self.pool.get_num_free_blocks()
         self.prompts, self.expected = prompts, expected
@@ -105,6 +162,9 @@ class Serving(Traffic):
                 f"{list(self.scheduler.requests)}"
             )
             self._step()
+        for engine in [*ENGINES.values()]:
+            if isinstance(engine, MortalEngine):
+                engine.die()
         self.count["waves"] += 1
 
     def _arrive(self) -> None:
@@ -134,6 +194,20 @@ class Serving(Traffic):
     def _decode(self, number: int, params: Any) -> None:
         self.alive[self._add(number, params)] = number
 
+    def _asked_first(self, number: int, params: Any) -> Any:
+        """Let a decoder die of the prompt now and then: the next one computes it itself."""
+        if not self.chance(0.2):
+            return params
+        when = self.pick(*DEATHS)
+        self.count[f"decoders that died {when}"] += 1
+        if when != "before it asked":
+            size, groups = self.scheduler.block_size, self.scheduler.kv_cache_config.kv_cache_groups
+            blocks = [[*range(1, 1 - (-len(self.prompts[number]) // size))] for _ in groups]
+            transfer_id = params.extra_args["kv_transfer_params"]["transfer_id"]
+            ask_and_die(self.worker, transfer_id, blocks, when)
+        (alone,) = asking([{}], MAX_TOKENS)
+        return alone
+
     def _abort(self, requests: dict[str, Any]) -> None:
         name = self.pick(*requests)
         self.core.abort_request([name])
@@ -152,7 +226,7 @@ class Serving(Traffic):
             if name in self.sent:
                 number, params = self.sent.pop(name)
                 if params is not None:
-                    self._decode(number, params)
+                    self._decode(number, self._asked_first(number, params))
             elif name in self.alive:
                 number, tokens = self.alive.pop(name), list(found.token_ids)
                 self.count[f"answers, {found.finish_reason}"] += 1

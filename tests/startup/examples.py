@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tests.startup.npus import SUBJECTS
@@ -99,12 +100,24 @@ STORED = (
 )
 MOONCAKE = f"{CONNECTOR} MooncakeConnector"
 HAS: dict[str, Any] = {
-    "where": {"vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda: ""}
+    "where": {"vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda _: ""}
 }
 """Has Mooncake's transfer engine."""
+STORE = f"{CONNECTOR} MooncakeStoreConnector"
+STORE_EXTRA = "--kv-transfer-config.kv_connector_extra_config"
+
+
+def store_of(**given: str) -> dict[str, Any]:
+    """Has it, and a file that describes a store."""
+    config = SimpleNamespace(**{"master_server_address": "here:50051", "protocol": "tcp", **given})
+    read = "vllm.distributed.mooncake_store.MooncakeStoreConfig.load_from_config"
+    return {"where": {**HAS["where"], read: lambda: config}}
+
+
+HAS_STORE = store_of()
 LACKS: dict[str, Any] = {
     "where": {
-        "vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda: "no mooncake"
+        "vllm_npu_prep.startup.subjects.cache._missing_transfer_engine": lambda _: "no mooncake"
     }
 }
 SHARED_BY_2 = "--tensor-parallel-size 2 --decode-context-parallel-size 2"
@@ -495,6 +508,25 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
     "kv-mooncake-drafts": (Example(f"{MOONCAKE} {NGRAM}", **HAS),),
     "kv-mooncake-data-parallel": (Example(f"{MOONCAKE} --data-parallel-size 2", **HAS),),
     "kv-mooncake-sleep": (Example(f"{MOONCAKE} --enable-sleep-mode", **HAS),),
+    "kv-store-keys": (
+        Example(f"{STORE} {STORE_EXTRA}.load_async false", "load_async in", **HAS_STORE),
+    ),
+    "kv-store-file": (
+        Example(STORE, "'MOONCAKE_CONFIG_PATH' is not set", **HAS),
+        Example(STORE, "names no master_server_address", **store_of(master_server_address="")),
+        Example(STORE, "protocol is 'ascend'", **store_of(protocol="ascend")),
+    ),
+    "kv-store-beside": tuple(
+        Example(f"{STORE} {given}", f"with {says}", **HAS_STORE)
+        for says, given in {
+            "drafts": NGRAM,
+            "LoRA": "--enable-lora",
+            "pipeline stages": "--pipeline-parallel-size 2",
+            "data parallelism": "--data-parallel-size 2",
+            "prompt embeddings": "--enable-prompt-embeds",
+        }.items()
+    ),
+    "kv-store-states": (Example(f"{STORE} --no-enable-prefix-caching", model=HYBRID, **HAS_STORE),),
     "kv-offloading-stages": (Example("--kv-offloading-size 1 --pipeline-parallel-size 2"),),
     # speculation.py
     "speculative-method": (

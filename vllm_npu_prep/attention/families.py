@@ -12,7 +12,12 @@ from vllm_npu_prep.prep.mask import MaskForm, MaskKind
 DEFAULT_BLOCK_SIZE = 128
 """The block size if the user gives none; Ascend kernels are made for it."""
 
-KV_CONNECTORS = ("ExampleConnector", "OffloadingConnector", "MooncakeConnector")
+KV_CONNECTORS = (
+    "ExampleConnector",
+    "OffloadingConnector",
+    "MooncakeConnector",
+    "MooncakeStoreConnector",
+)
 """The KV connectors of vLLM that read planes, as all families have them."""
 
 

@@ -114,8 +114,8 @@ def _instead_of_full_graphs(
     from vllm.config import CUDAGraphMode
 
     transfer = vllm_config.kv_transfer_config
-    whole = (None, "OffloadingConnector", "MooncakeConnector")  # these move whole requests
-    if transfer is not None and transfer.kv_connector not in whole:
+    whole = ("OffloadingConnector", "MooncakeConnector", "MooncakeStoreConnector")  # requests
+    if transfer is not None and transfer.kv_connector not in (None, *whole):
         return CUDAGraphMode.PIECEWISE, (
             f"KV connector {transfer.kv_connector} saves each layer on the host, between piecewise "
             "graphs"

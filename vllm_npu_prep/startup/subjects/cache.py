@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 EXAMPLE, OFFLOADING, MOONCAKE = "ExampleConnector", "OffloadingConnector", "MooncakeConnector"
+MOONCAKE_STORE = "MooncakeStoreConnector"
 CONNECTOR_MODULE = "vllm_npu_prep.attention.kv_transfer"
 """The module with `PLANE_SPEC`, and with the connectors that need nothing but vLLM."""
 CONNECTOR_MODULES = {
     EXAMPLE: CONNECTOR_MODULE,
     OFFLOADING: CONNECTOR_MODULE,
     MOONCAKE: "vllm_npu_prep.attention.mooncake",
+    MOONCAKE_STORE: "vllm_npu_prep.attention.mooncake_store",
 }
 """Where vLLM finds the KV connectors that `KernelFamily.kv_connectors` names."""
 
@@ -25,6 +27,11 @@ MOONCAKE_PROTOCOLS = {"cpu": ("tcp", "rdma"), "npu": ("ascend", "tcp", "rdma")}
 """Mooncake's protocols for the memory of each type of device, the default first."""
 MOONCAKE_KEYS = {PROTOCOL, "num_workers", "device_name", "bootstrap_server_address"}
 """What vLLM's MooncakeConnector reads of ``kv_connector_extra_config``."""
+LOOKUP_PORT = "lookup_rpc_port"
+"""vLLM's key of what tells apart the sockets by which schedulers ask what a store has."""
+STORE_KEYS = {"cache_prefix", "enable_lookup", "lookup_async", LOOKUP_PORT}
+STORE_KEYS |= {"preferred_segment", "save_decode_cache"}
+"""What vLLM's MooncakeStoreConnector reads of it, but for what it does with other caches."""
 
 UPSTREAM_SPEC, PLANE_SPEC = "CPUOffloadingSpec", "PlaneOffloadingSpec"
 """vLLM's names of its class that offloads to the host, and of ours that takes its place."""
@@ -89,10 +96,11 @@ def _words(asked: RequestedEngine) -> dict[str, object]:
     }
 
 
-def _missing_transfer_engine() -> str:
-    """Tell why Mooncake's transfer engine can't be imported; empty if it can."""
+def _missing_transfer_engine(asked: RequestedEngine) -> str:
+    """Tell why Mooncake's transfer engine, or its store, can't be imported; empty if it can."""
+    part = "store" if asked.connector.kv_connector == MOONCAKE_STORE else "engine"
     try:
-        importlib.import_module("mooncake.engine")
+        importlib.import_module(f"mooncake.{part}")
     except Exception as error:  # libraries of the network, of any kind
         return " ".join(str(error).split()) or repr(error)
     return ""
@@ -116,6 +124,37 @@ def _wrong_mooncake_config(asked: RequestedEngine) -> str:
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         return f"bootstrap_server_address is {address!r}, and has to be HOST:PORT"
     return ""
+
+
+def _wrong_store_file(asked: RequestedEngine) -> str:
+    """Tell what is wrong with the file that describes Mooncake's store; empty if nothing is."""
+    from vllm.distributed.mooncake_store import MooncakeStoreConfig
+
+    protocols = MOONCAKE_PROTOCOLS[asked.kind.device_type]
+    try:
+        config = MooncakeStoreConfig.load_from_config()
+    except Exception as error:  # the file's, of any kind
+        return " ".join(str(error).rstrip(".").split()) or repr(error)
+    if not config.master_server_address:
+        return "it names no master_server_address"
+    if config.protocol not in protocols:
+        return f"its protocol is {config.protocol!r}; memory of this device is moved by " + (
+            " or ".join(protocols)
+        )
+    return ""
+
+
+def _beside_the_store(asked: RequestedEngine) -> str:
+    """Tell with what a pool was not tried; empty if it was tried with all that is asked for."""
+    parallel, config = asked.config.parallel_config, asked.config
+    found = {
+        "drafts": config.speculative_config is not None,
+        "LoRA": config.lora_config is not None,
+        "pipeline stages": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "prompt embeddings": asked.model.enable_prompt_embeds,
+    }
+    return ", ".join(name for name, is_there in found.items() if is_there)
 
 
 ANY = (
@@ -232,16 +271,27 @@ OFFLOADING_CONNECTOR = (
     ),
 )
 
-MOONCAKE_CONNECTOR = (
+MOONCAKE_ANY = (
     Refusal(
         "kv-mooncake-engine",
-        lambda c: _missing_transfer_engine(),
+        lambda c: _missing_transfer_engine(c),
         "KV connector {name} without Mooncake's transfer engine",
         "{why}",
         "install mooncake-transfer-engine-npu by pip on an Ascend host, elsewhere "
         "mooncake-transfer-engine-non-cuda, and Debian's libibverbs1 and librdmacm1",
-        lambda c: _words(c) | {"why": _missing_transfer_engine()},
+        lambda c: _words(c) | {"why": _missing_transfer_engine(c)},
     ),
+    Refusal(
+        "kv-mooncake-sleep",
+        lambda c: c.model.enable_sleep_mode,
+        "KV connector {name} with sleep mode",
+        "the memory of the KV cache, which a sleep takes away, is registered with Mooncake",
+        "use one of the two",
+        _words,
+    ),
+)
+
+MOONCAKE_CONNECTOR = (
     Refusal(
         "kv-mooncake-config",
         lambda c: _wrong_mooncake_config(c),
@@ -268,12 +318,47 @@ MOONCAKE_CONNECTOR = (
         "start several servers behind one proxy",
         _words,
     ),
+)
+
+MOONCAKE_STORE_CONNECTOR = (
     Refusal(
-        "kv-mooncake-sleep",
-        lambda c: c.model.enable_sleep_mode,
-        "KV connector {name} with sleep mode",
-        "another engine writes to the memory of the KV cache, which a sleep takes away",
-        "use one of the two",
+        "kv-store-keys",
+        lambda c: c.connector.kv_connector_extra_config.keys() - STORE_KEYS,
+        "{keys} in kv_connector_extra_config of {name}",
+        "planes are stored with these alone: {known}",
+        "leave them out",
+        lambda c: {
+            "name": c.connector.kv_connector,
+            "keys": ", ".join(sorted(c.connector.kv_connector_extra_config.keys() - STORE_KEYS)),
+            "known": ", ".join(sorted(STORE_KEYS)),
+        },
+    ),
+    Refusal(
+        "kv-store-file",
+        lambda c: _wrong_store_file(c),
+        "MOONCAKE_CONFIG_PATH for KV connector {name}",
+        "{why}",
+        'give it a file such as {{"metadata_server": "P2PHANDSHAKE", "master_server_address": '
+        '"HOST:50051", "protocol": "{protocol}"}}',
+        lambda c: (
+            _words(c)
+            | {"why": _wrong_store_file(c), "protocol": MOONCAKE_PROTOCOLS[c.kind.device_type][0]}
+        ),
+    ),
+    Refusal(
+        "kv-store-beside",
+        lambda c: _beside_the_store(c),
+        "KV connector {name} with {beside}",
+        "a pool of blocks was not tried with it",
+        "leave it out, or --kv-transfer-config",
+        lambda c: _words(c) | {"beside": _beside_the_store(c)},
+    ),
+    Refusal(
+        "kv-store-states",
+        lambda c: c.has_states and not c.config.cache_config.enable_prefix_caching,
+        "KV connector {name} with {model} without the prefix cache",
+        "only with it does a request keep the recurrent states at the ends of blocks for the pool",
+        "use --enable-prefix-caching",
         _words,
     ),
 )
@@ -282,5 +367,7 @@ SUBJECTS = (
     Subject("offloading", ANY),
     Subject("connector", EXAMPLE_CONNECTOR, when=lambda c: _is(c, EXAMPLE)),
     Subject("offloading-connector", OFFLOADING_CONNECTOR, when=lambda c: _is(c, OFFLOADING)),
+    Subject("mooncake", MOONCAKE_ANY, when=lambda c: _is(c, MOONCAKE) or _is(c, MOONCAKE_STORE)),
     Subject("mooncake-connector", MOONCAKE_CONNECTOR, when=lambda c: _is(c, MOONCAKE)),
+    Subject("mooncake-store", MOONCAKE_STORE_CONNECTOR, when=lambda c: _is(c, MOONCAKE_STORE)),
 )
