@@ -19,12 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 from tests.resume.log import Slice, slice_parser
 from tests.resume.tree import RESULTS
-from tests.upstream.outcomes import BY_HAND, FOLDER, UNENDED, Failure, ledger_of, read
+from tests.upstream.outcomes import BY_HAND, FOLDER, UNENDED, Came, Failure, ledger_of, read
 from tests.upstream.prepare import environment, sources
 from vllm_npu_prep.compat.releases import installed_vllm
 
@@ -55,9 +54,6 @@ def listed(tests: Path) -> list[str]:
     return [each for each in found if not each.startswith(tuple(out))]
 
 
-Came = tuple[Counter[str], list[Failure]]
-
-
 def run(files: list[str], version: str, log: Path, alone: bool = False) -> dict[str, Came]:
     """Run files of vLLM's tests in one process, and return what came of each that ended."""
     with tempfile.TemporaryDirectory() as folder:
@@ -84,14 +80,14 @@ def run(files: list[str], version: str, log: Path, alone: bool = False) -> dict[
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         told = read(outcomes)
-    came = {file: told.get(f"tests/{file}", (Counter(), [])) for file in files}
+    came = {file: told.get(f"tests/{file}", Came()) for file in files}
     if process.returncode in (0, 1, 5):  # 5: all tests were left out
         return came
     begun = [file for file in files if f"tests/{file}" in told] or files[:1]
-    unended = [file for file in begun if UNENDED in {each.said for each in came[file][1]}]
+    unended = [file for file in begun if UNENDED in {each.said for each in came[file].failures}]
     last = (unended or begun[-1:])[0]
     if not unended:
-        came[last][1].append(Failure(f"tests/{last}", "unknown", "the process ended"))
+        came[last].failures.append(Failure(f"tests/{last}", "unknown", "the process ended"))
     return {file: came[file] for file in files[: files.index(last) + 1]}
 
 
@@ -109,9 +105,9 @@ def main(arguments: list[str]) -> int:
     ledger = ledger_of(version, runner)
     known = options.files or listed(sources(version) / "tests")
     if options.alone:
-        for file, (counts, failures) in run(known, version, logs / "alone.log", True).items():
-            print(file, json.dumps(counts))
-            for each in failures:
+        for file, each_file in run(known, version, logs / "alone.log", True).items():
+            print(file, json.dumps(each_file.counts))
+            for each in each_file.failures:
                 print(f"  {each.reason}: {each.test}: {each.said}")
         return 0
     with Slice(RESULTS / f"upstream-{version}-{runner}.jsonl", options) as part:
@@ -124,19 +120,18 @@ def main(arguments: list[str]) -> int:
                 beside = [each for each in pending[pending.index(file) :] if near(each, file)]
                 log = logs / f"{file.replace('/', '-')}-{runner}.log"
                 came.update(run(beside[:AT_ONCE], version, log))
-            counts, failures = came[file]
-            stale = ledger.of_file(f"tests/{file}") - {each.test for each in failures}
+            stale = ledger.stale(f"tests/{file}", came[file])
             if options.accept:
                 ledger.remove(stale)
-                ledger.add(failures)
-                stale = set()
-            new = ledger.new(failures)
+                ledger.add(came[file])
+                stale = []
+            new = ledger.new(came[file])
             for each in new:
                 print(f"  NEW, {each.reason}: {each.test}: {each.said}", flush=True)
-            for test in sorted(stale):
+            for test in stale:
                 print(f"  passes, or is gone, though the ledger has it: {test}", flush=True)
             outcome = "failed" if new else "passed"
-            part.record(file, outcome, time.monotonic() - began, **counts, new=len(new))
+            part.record(file, outcome, time.monotonic() - began, **came[file].counts, new=len(new))
 
         part.play(pending, one)
         left = sum(file not in part.latest for file in listed(sources(version) / "tests"))

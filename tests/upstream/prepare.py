@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 from tests.helpers.demo import CACHE, ROOT, make_demo
+from tests.helpers.drafters import make_eagle_head
 
 FOLDER = Path(__file__).parent
 TEXT_MODELS = (
@@ -17,11 +18,26 @@ TEXT_MODELS = (
     *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-1.5B-Instruct"),
     *("Qwen/Qwen1.5-7B", "Qwen/Qwen2-1.5B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
     *("HuggingFaceTB/SmolLM2-135M-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    *("Qwen/Qwen2-0.5B", "Qwen/Qwen3-4B", "JackFram/llama-160m", "HuggingFaceH4/zephyr-7b-beta"),
+    *("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+    *("meta-llama/Llama-3.2-3B-Instruct", "mistralai/Ministral-8B-Instruct-2410"),
+    "allenai/OLMo-2-0425-1B-Instruct",
 )
 """Models of the hub for which SmolLM2 stands in: any model that writes text would do."""
 
-VISION_MODELS = ("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct")
+VISION_MODELS = (
+    "llava-hf/llava-1.5-7b-hf",
+    "Qwen/Qwen2-VL-2B-Instruct",
+    "Qwen/Qwen2.5-VL-3B-Instruct",
+)
 """Models for which the tiny Qwen2.5-VL of the examples stands in."""
+
+DRAFTERS = {
+    "nm-testing/Llama3_2_1B_speculator.eagle3": "eagle3",
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "eagle3",
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": "eagle",
+}
+"""Heads for which untrained ones of SmolLM2 stand in."""
 
 REVISION = "0" * 40
 
@@ -62,9 +78,14 @@ def packages() -> Path:
 def hub() -> Path:
     """Make a cache of the hub in which local models have the names that tests ask for."""
     folder = CACHE / "upstream" / "hub"
-    models = dict.fromkeys(TEXT_MODELS, make_demo("smollm2.py", "smollm2"))
+    writing = make_demo("smollm2.py", "smollm2")
+    models = dict.fromkeys(TEXT_MODELS, writing)
     seeing = make_demo("tiny_vision_model.py", "tiny-vision") / "qwen2_5_vl"
     models |= dict.fromkeys(VISION_MODELS, seeing)
+    for name, method in DRAFTERS.items():
+        models[name] = folder / method
+        if not models[name].exists():
+            make_eagle_head(models[name], writing, method)
     for name, model in models.items():
         kept = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = kept / "snapshots" / REVISION

@@ -66,12 +66,19 @@ def settings_that_only_runners_lack(
 
 def told(test: str, outcome: str, text: str) -> None:
     with OUTCOMES.open("a") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "text": text[-6000:]}) + "\n")
+        file.write(json.dumps({"test": test, "outcome": outcome, "text": text}) + "\n")
+
+
+def errors(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Return the error, after those that the engine and the server have printed."""
+    printed = [*report.capstderr.splitlines(), *report.capstdout.splitlines()]
+    named = [f"E {line[-300:]}" for line in printed if "Error: " in line]
+    return "\n".join([*named[-50:], report.longreprtext[-6000:]])
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.outcome != "passed":
-        told(report.nodeid, report.outcome, report.longreprtext)
+        told(report.nodeid, report.outcome, errors(report))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -80,4 +87,4 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        told(report.nodeid, report.outcome, report.longreprtext)
+        told(report.nodeid, report.outcome, errors(report))
