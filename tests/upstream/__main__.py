@@ -24,11 +24,11 @@ from pathlib import Path
 from tests.resume.log import Slice, slice_parser
 from tests.resume.tree import RESULTS
 from tests.upstream.outcomes import BY_HAND, FOLDER, UNENDED, Came, Failure, ledger_of, read
-from tests.upstream.prepare import environment, sources
+from tests.upstream.prepare import environment, let_run, sources
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make upstream-tests"
-AT_ONCE = 8
+AT_ONCE = 16
 """The most files of one folder that share a process: importing vLLM takes longer than most."""
 
 SECONDS, TEST_SECONDS = 2400, 300
@@ -44,11 +44,14 @@ def listed(tests: Path) -> list[str]:
     """Return the files of the list, without those that it leaves out; folders stand for theirs."""
     lines = (FOLDER / "files.txt").read_text().splitlines()
     lines = [line.partition("#")[0].strip() for line in lines]
+    for line in lines:
+        if line.startswith("+"):
+            let_run(tests / line[1:])
     out = [line[1:] for line in lines if line.startswith("-")]
     found: dict[str, None] = {}
     for line in lines:
         if line and not line.startswith("-"):
-            path = tests / line
+            path = tests / line.lstrip("+")
             files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
             found |= dict.fromkeys(str(each.relative_to(tests)) for each in files)
     return [each for each in found if not each.startswith(tuple(out))]
@@ -103,7 +106,8 @@ def main(arguments: list[str]) -> int:
     logs = sources(version).parent / "logs"
     logs.mkdir(exist_ok=True)
     ledger = ledger_of(version, runner)
-    known = options.files or listed(sources(version) / "tests")
+    known = listed(sources(version) / "tests")
+    known = options.files or known
     if options.alone:
         for file, each_file in run(known, version, logs / "alone.log", True).items():
             print(file, json.dumps(each_file.counts))
