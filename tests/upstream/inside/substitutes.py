@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,14 @@ def for_file(file: str) -> Iterator[None]:
         elif file.removeprefix(PARTS).startswith(TESTED_PARTS):
             import torch
 
+            from vllm_npu_prep.compat.v2 import stand_ins
+            from vllm_npu_prep.runner.v2.request_states import NPURequestState
             from vllm_npu_prep.runner.v2.runner import NPUModelRunnerV2
 
+            # tests don't say of a request what its parameters read, as the runner does
+            states = partial(NPURequestState, use_dense_all_token_ids=True)
             stack.enter_context(NPUModelRunnerV2._stand_ins(torch.device("cpu")))
+            stack.enter_context(stand_ins(RequestState=states))
         yield
 
 
