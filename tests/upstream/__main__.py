@@ -2,11 +2,11 @@
 
 python -m tests.upstream [--minutes 30] [--fresh] [--retry] [--accept] [file ...]
 
-A unit is a file of vLLM's tests, from `files.txt`; it runs in a process of its own. Where tests
-make vLLM's schedulers, they get this plugin's, and local models stand in for those of the hub. Each
-test passes, is skipped by vLLM, or is in the ledger of the release with a reason. What fails and is
-not there fails the unit. A line whose test passes now is told, and removed with ``--accept``, which
-also adds failures whose error names a reason.
+A unit is a file of vLLM's tests, from `files.txt`. Where tests make vLLM's schedulers or launch its
+kernels, they get this plugin's, and local models stand in for those of the hub. Each test passes,
+is skipped by vLLM, or is in the ledger of the release with a reason. What fails and is not there
+fails the unit. A line whose tests pass now is told, and removed with ``--accept``, which also adds
+failures whose error names a reason.
 
 With ``--alone``, vLLM runs without this plugin, and nothing is recorded: does a test fail, too?
 """

@@ -68,6 +68,21 @@ def test_each_file_is_told_up_to_the_one_that_ends_the_process(tmp_path, monkeyp
     assert came["test_c.py"].failures == [Failure(ended, "unknown", "it did not end")]
 
 
+def test_a_file_with_a_plus_runs_without_cuda(tmp_path, monkeypatch):
+    (tmp_path / "files.txt").write_text(
+        "v1  # all\n-v1/test_b.py  # takes too long\n+v1/test_a.py\n"
+    )
+    asked = 'if not torch.cuda.is_available():\n    skip()\nDEVICE = "cuda"\n'
+    (tmp_path / "v1").mkdir()
+    for name in "test_a.py", "test_b.py", "test_c.py":
+        (tmp_path / "v1" / name).write_text(asked)
+    monkeypatch.setattr(upstream, "FOLDER", tmp_path)
+    assert upstream.listed(tmp_path) == ["v1/test_a.py", "v1/test_c.py"]
+    runs = 'if not True:\n    skip()\nDEVICE = "cpu"\n'
+    assert (tmp_path / "v1/test_a.py").read_text() == runs
+    assert (tmp_path / "v1/test_c.py").read_text() == asked
+
+
 def failures(reason: str, *names: str) -> list[Failure]:
     return [Failure(f"tests/{name}", reason, "an error") for name in names]
 

@@ -43,7 +43,7 @@ def pytest_configure() -> None:
     from vllm.v1.core.sched import async_scheduler, scheduler
 
     from vllm_npu_prep.compat.v2 import let_it_run_without_triton
-    from vllm_npu_prep.ops import replace_triton_kernels, replace_v2_kernels
+    from vllm_npu_prep.ops import register_overrides
     from vllm_npu_prep.scheduling.scheduler import (
         BatchedAsyncScheduler,
         BatchedMixin,
@@ -62,8 +62,7 @@ def pytest_configure() -> None:
     scheduler.Scheduler = BatchedScheduler
     async_scheduler.AsyncScheduler = BatchedAsyncScheduler
     let_it_run_without_triton()
-    replace_triton_kernels()
-    replace_v2_kernels()
+    register_overrides("replace", for_v2_runner=True)
 
     # of all dtypes, CPUs compute with this one the slowest, and what tests expect is the same
     model._STR_DTYPE_TO_TORCH_DTYPE["half"] = torch.float32
