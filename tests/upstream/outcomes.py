@@ -12,8 +12,8 @@ FOLDER = Path(__file__).parent
 REASONS = {
     "refused": r"is not supported by vllm_npu_prep|are not supported by vllm_npu_prep",
     "gpu": (
-        r"Torch not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA driver|'_C'|_moe_C|"
-        r"'_OpNamespace' '_C|libcudart|Invalid device string: 'cuda|torch.cuda|triton|"
+        r"Unsupported platform|Torch not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA driver|"
+        r"'_C'|_moe_C|'_OpNamespace' '_C|libcudart|Invalid device string: 'cuda|torch.cuda|triton|"
         r"^TypeError: 'function' object is not subscriptable"  # what launches a kernel of Triton
     ),
     "hub": (
