@@ -2,11 +2,11 @@
 
 python -m tests.upstream [--minutes 30] [--fresh] [--retry] [--accept] [file ...]
 
-A unit is a file of vLLM's tests, from `files.txt`; it runs in a process of its own. Where tests
-make vLLM's schedulers, they get this plugin's, and local models stand in for those of the hub. Each
-test passes, is skipped by vLLM, or is in the ledger of the release with a reason. What fails and is
-not there fails the unit. A line whose test passes now is told, and removed with ``--accept``, which
-also adds failures whose error names a reason.
+A unit is a file of vLLM's tests, from `files.txt`. Where tests make vLLM's schedulers or launch its
+kernels, they get this plugin's, and local models stand in for those of the hub. Each test passes,
+is skipped by vLLM, or is in the ledger of the release with a reason. What fails and is not there
+fails the unit. A line whose tests pass now is told, and removed with ``--accept``, which also adds
+failures whose error names a reason.
 
 With ``--alone``, vLLM runs without this plugin, and nothing is recorded: does a test fail, too?
 """
@@ -19,17 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 from tests.resume.log import Slice, slice_parser
 from tests.resume.tree import RESULTS
-from tests.upstream.outcomes import BY_HAND, FOLDER, UNENDED, Failure, ledger_of, read
-from tests.upstream.prepare import environment, sources
+from tests.upstream.outcomes import BY_HAND, FOLDER, UNENDED, Came, Failure, ledger_of, read
+from tests.upstream.prepare import environment, let_run, sources
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make upstream-tests"
-AT_ONCE = 8
+AT_ONCE = 16
 """The most files of one folder that share a process: importing vLLM takes longer than most."""
 
 SECONDS, TEST_SECONDS = 2400, 300
@@ -45,17 +44,17 @@ def listed(tests: Path) -> list[str]:
     """Return the files of the list, without those that it leaves out; folders stand for theirs."""
     lines = (FOLDER / "files.txt").read_text().splitlines()
     lines = [line.partition("#")[0].strip() for line in lines]
+    for line in lines:
+        if line.startswith("+"):
+            let_run(tests / line[1:])
     out = [line[1:] for line in lines if line.startswith("-")]
     found: dict[str, None] = {}
     for line in lines:
         if line and not line.startswith("-"):
-            path = tests / line
+            path = tests / line.lstrip("+")
             files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
             found |= dict.fromkeys(str(each.relative_to(tests)) for each in files)
     return [each for each in found if not each.startswith(tuple(out))]
-
-
-Came = tuple[Counter[str], list[Failure]]
 
 
 def run(files: list[str], version: str, log: Path, alone: bool = False) -> dict[str, Came]:
@@ -84,14 +83,14 @@ def run(files: list[str], version: str, log: Path, alone: bool = False) -> dict[
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         told = read(outcomes)
-    came = {file: told.get(f"tests/{file}", (Counter(), [])) for file in files}
+    came = {file: told.get(f"tests/{file}", Came()) for file in files}
     if process.returncode in (0, 1, 5):  # 5: all tests were left out
         return came
     begun = [file for file in files if f"tests/{file}" in told] or files[:1]
-    unended = [file for file in begun if UNENDED in {each.said for each in came[file][1]}]
+    unended = [file for file in begun if UNENDED in {each.said for each in came[file].failures}]
     last = (unended or begun[-1:])[0]
     if not unended:
-        came[last][1].append(Failure(f"tests/{last}", "unknown", "the process ended"))
+        came[last].failures.append(Failure(f"tests/{last}", "unknown", "the process ended"))
     return {file: came[file] for file in files[: files.index(last) + 1]}
 
 
@@ -107,11 +106,12 @@ def main(arguments: list[str]) -> int:
     logs = sources(version).parent / "logs"
     logs.mkdir(exist_ok=True)
     ledger = ledger_of(version, runner)
-    known = options.files or listed(sources(version) / "tests")
+    known = listed(sources(version) / "tests")
+    known = options.files or known
     if options.alone:
-        for file, (counts, failures) in run(known, version, logs / "alone.log", True).items():
-            print(file, json.dumps(counts))
-            for each in failures:
+        for file, each_file in run(known, version, logs / "alone.log", True).items():
+            print(file, json.dumps(each_file.counts))
+            for each in each_file.failures:
                 print(f"  {each.reason}: {each.test}: {each.said}")
         return 0
     with Slice(RESULTS / f"upstream-{version}-{runner}.jsonl", options) as part:
@@ -124,19 +124,18 @@ def main(arguments: list[str]) -> int:
                 beside = [each for each in pending[pending.index(file) :] if near(each, file)]
                 log = logs / f"{file.replace('/', '-')}-{runner}.log"
                 came.update(run(beside[:AT_ONCE], version, log))
-            counts, failures = came[file]
-            stale = ledger.of_file(f"tests/{file}") - {each.test for each in failures}
+            stale = ledger.stale(f"tests/{file}", came[file])
             if options.accept:
                 ledger.remove(stale)
-                ledger.add(failures)
-                stale = set()
-            new = ledger.new(failures)
+                ledger.add(came[file])
+                stale = []
+            new = ledger.new(came[file])
             for each in new:
                 print(f"  NEW, {each.reason}: {each.test}: {each.said}", flush=True)
-            for test in sorted(stale):
+            for test in stale:
                 print(f"  passes, or is gone, though the ledger has it: {test}", flush=True)
             outcome = "failed" if new else "passed"
-            part.record(file, outcome, time.monotonic() - began, **counts, new=len(new))
+            part.record(file, outcome, time.monotonic() - began, **came[file].counts, new=len(new))
 
         part.play(pending, one)
         left = sum(file not in part.latest for file in listed(sources(version) / "tests"))

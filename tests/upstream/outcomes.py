@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -11,8 +12,9 @@ FOLDER = Path(__file__).parent
 REASONS = {
     "refused": r"is not supported by vllm_npu_prep|are not supported by vllm_npu_prep",
     "gpu": (
-        r"Torch not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA driver|'_C'|_moe_C|"
-        r"'_OpNamespace' '_C|libcudart|Invalid device string: 'cuda|torch.cuda|triton"
+        r"Unsupported platform|Torch not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA driver|"
+        r"'_C'|_moe_C|'_OpNamespace' '_C|libcudart|Invalid device string: 'cuda|torch.cuda|triton|"
+        r"^TypeError: 'function' object is not subscriptable"  # what launches a kernel of Triton
     ),
     "hub": (
         r"Invalid repository ID or local directory|LocalEntryNotFoundError|offline mode is enabled|"
@@ -42,22 +44,32 @@ class Failure:
     said: str  # the last line of its error
 
 
-def reason_of(text: str) -> str:
-    """Return the reason that an error's text names, or "unknown"."""
-    fitting = (name for name, pattern in REASONS.items() if re.search(pattern, text))
-    return next(fitting, "unknown")
+def reason_of(text: str) -> tuple[str, str]:
+    """Return the reason that an error names, or "unknown", and the line that says most.
 
-
-def last_line(text: str) -> str:
-    """Return the line of an error that says most: the last one that pytest marks."""
+    This is the last line that names the reason, or the last one, of those that pytest marks.
+    """
     marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     marked = [line for line in marked if line and "errors.pydantic.dev" not in line]
-    line = (marked or text.strip().splitlines() or ["it says nothing"])[-1]
-    return line.replace(" | ", " / ")[:160].strip()
+    lines = (marked or text.strip().splitlines() or ["it says nothing"])[::-1]
+    named = (
+        (name, line) for name, rule in REASONS.items() for line in lines if re.search(rule, line)
+    )
+    reason, said = next(named, ("unknown", lines[0]))
+    return reason, said.replace(" | ", " / ")[:160].strip()
 
 
-def read(path: Path) -> dict[str, tuple[Counter[str], list[Failure]]]:
-    """Return for each file how many of its tests ended how, and those that failed.
+@dataclass
+class Came:
+    """What came of a file's tests: how many ended how, those that passed, and those that failed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    passed: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def read(path: Path) -> dict[str, Came]:
+    """Return what came of the tests of each file.
 
     A test that was begun and did not end has killed its process, or took too long.
     """
@@ -66,19 +78,25 @@ def read(path: Path) -> dict[str, tuple[Counter[str], list[Failure]]]:
         entry = json.loads(line)
         if latest.get(entry["test"], ("", ""))[0] != "failed":  # its teardown makes it no other one
             latest[entry["test"]] = entry["outcome"], entry["text"]
-    came: dict[str, tuple[Counter[str], list[Failure]]] = {}
+    files: dict[str, Came] = defaultdict(Came)
     for test, (outcome, text) in latest.items():
-        counts, failures = came.setdefault(test.partition("::")[0], (Counter(), []))
-        counts["failed" if outcome == "begun" else outcome] += 1
-        if outcome == "begun":
-            failures.append(Failure(test, "unknown", UNENDED))
+        came = files[test.partition("::")[0]]
+        came.counts["failed" if outcome == "begun" else outcome] += 1
+        if outcome == "passed":
+            came.passed.append(test)
+        elif outcome == "begun":
+            came.failures.append(Failure(test, "unknown", UNENDED))
         elif outcome == "failed":
-            failures.append(Failure(test, reason_of(text), last_line(text)))
-    return came
+            came.failures.append(Failure(test, *reason_of(text)))
+    return dict(files)
 
 
 class Ledger:
-    """Tests of a release that are known not to pass: a line each, with the reason and the error."""
+    """Tests of a release that are known not to pass: a line each, with the reason and the error.
+
+    A line whose test ends in a star stands for all tests whose names begin so: those of a file, of
+    a class, or of a function with its parameters.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,25 +107,28 @@ class Ledger:
                 test, said = rest.rsplit(" | ", 1)
                 self.lines[test] = reason, said
 
-    def of_file(self, file: str) -> set[str]:
-        """Return the known tests of a file."""
-        return {test for test in self.lines if test.partition("::")[0] == file}
-
-    def new(self, failures: list[Failure]) -> list[Failure]:
+    def new(self, came: Came) -> list[Failure]:
         """Return failures that the ledger does not know."""
-        return [each for each in failures if each.test not in self.lines]
+        return [each for each in came.failures if not any(covers(x, each.test) for x in self.lines)]
 
-    def add(self, failures: list[Failure]) -> None:
-        """Take failures whose reason is known, and write the ledger."""
-        for each in self.new(failures):
+    def stale(self, file: str, came: Came) -> list[str]:
+        """Return the lines of a file of which no test failed."""
+        lines = (line for line in self.lines if line.rstrip("*").partition("::")[0] == file)
+        failed = [each.test for each in came.failures]
+        return [line for line in lines if not any(covers(line, test) for test in failed)]
+
+    def add(self, came: Came) -> None:
+        """Take failures with a known reason, in one line for a file, a class or a function."""
+        for each in self.new(came):
             if each.reason in REASONS:
-                self.lines[each.test] = each.reason, each.said
+                line = next(filter(partial(fits, came, each.reason), wider(each.test)), each.test)
+                self.lines.setdefault(line, (each.reason, each.said))
         self.write()
 
-    def remove(self, tests: set[str]) -> None:
-        """Forget tests that pass now, or are gone."""
-        for test in tests:
-            del self.lines[test]
+    def remove(self, lines: list[str]) -> None:
+        """Forget lines whose tests pass now, or are gone."""
+        for line in lines:
+            del self.lines[line]
         self.write()
 
     def write(self) -> None:
@@ -115,6 +136,25 @@ class Ledger:
         rows = sorted(self.lines.items())
         body = "".join(f"{reason} | {test} | {said}\n" for test, (reason, said) in rows)
         self.path.write_text(head + body)
+
+
+def covers(line: str, test: str) -> bool:
+    """Whether a line of the ledger stands for a test."""
+    return test.startswith(line[:-1]) if line.endswith("*") else test == line
+
+
+def wider(test: str) -> list[str]:
+    """Return the lines that stand for a test and others: of its file, its class, its function."""
+    name = test.partition("[")[0]
+    ends = [match.start() for match in re.finditer("::", name)]
+    return [*(f"{name[:end]}::*" for end in ends), f"{name}[*"]
+
+
+def fits(came: Came, reason: str, line: str) -> bool:
+    """Whether a line stands for several tests, of which all fail for this reason."""
+    reasons = [each.reason for each in came.failures if covers(line, each.test)]
+    right = any(covers(line, test) for test in came.passed)
+    return len(reasons) > 1 and set(reasons) == {reason} and not right
 
 
 def ledger_of(version: str, runner: str) -> Ledger:

@@ -1,29 +1,60 @@
 """What vLLM's own tests need: their sources, packages for tests, and models for the hub's names."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+from PIL import Image
+from transformers import AutoModelForCausalLM
+
 from tests.helpers.demo import CACHE, ROOT, make_demo
+from tests.helpers.drafters import make_eagle_head
 
 FOLDER = Path(__file__).parent
 TEXT_MODELS = (
     *("facebook/opt-125m", "facebook/opt-350m", "openai-community/gpt2", "distilbert/distilgpt2"),
     *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "google/gemma-3-1b-it"),
     *("meta-llama/Llama-3.1-8B-Instruct", "hmellor/tiny-random-LlamaForCausalLM"),
-    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-1.5B-Instruct"),
-    *("Qwen/Qwen1.5-7B", "Qwen/Qwen2-1.5B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
-    *("HuggingFaceTB/SmolLM2-135M-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen2-0.5B"),
+    *("Qwen/Qwen1.5-7B", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "JackFram/llama-160m"),
+    *("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+    *("meta-llama/Llama-3.2-3B-Instruct", "allenai/OLMo-2-0425-1B-Instruct"),
 )
-"""Models of the hub for which SmolLM2 stands in: any model that writes text would do."""
+"""Models of the hub for which the first `LAYERS` of SmolLM2 stand in: any text would do."""
 
-VISION_MODELS = ("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct")
+LAYERS = 4
+
+SPEAKING_MODELS = (
+    *("HuggingFaceTB/SmolLM2-135M-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    *("Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "HuggingFaceH4/zephyr-7b-beta"),
+    "mistralai/Ministral-8B-Instruct-2410",
+)
+"""Models for which all of SmolLM2 stands in: it ends what it says."""
+
+VISION_MODELS = (
+    "llava-hf/llava-1.5-7b-hf",
+    "Qwen/Qwen2-VL-2B-Instruct",
+    "Qwen/Qwen2.5-VL-3B-Instruct",
+)
 """Models for which the tiny Qwen2.5-VL of the examples stands in."""
 
+EAGLE3_HEADS = ("nm-testing/Llama3_2_1B_speculator.eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+"""Heads for which an untrained one of SmolLM2 stands in."""
+
 REVISION = "0" * 40
+
+FOR_CUDA = {
+    r'"cuda(:0)?"': '"cpu"',
+    r"torch\.cuda\.is_available\(\)|HAS_TRITON\b(?=,)": "True",
+    r"current_platform\.is_(cuda|cuda_alike|cpu)\(\)": "True",
+    r'pytest\.importorskip\("triton"\)': "pytest",
+    r"torch\.(cuda|accelerator)\.synchronize\(\)": "torch",
+}
+"""What a file says that asks for CUDA or another platform, and what lets it run on the CPU."""
 
 
 def sources(version: str) -> Path:
@@ -62,9 +93,20 @@ def packages() -> Path:
 def hub() -> Path:
     """Make a cache of the hub in which local models have the names that tests ask for."""
     folder = CACHE / "upstream" / "hub"
-    models = dict.fromkeys(TEXT_MODELS, make_demo("smollm2.py", "smollm2"))
+    speaking = make_demo("smollm2.py", "smollm2")
+    models = dict.fromkeys(SPEAKING_MODELS, speaking)
+    short = folder / "short"
+    if not short.exists():
+        shutil.copytree(speaking, short, ignore=shutil.ignore_patterns("*.sha256"))
+        whole = AutoModelForCausalLM.from_pretrained(short, num_hidden_layers=LAYERS)
+        whole.save_pretrained(short)
+    models |= dict.fromkeys(TEXT_MODELS, short)
     seeing = make_demo("tiny_vision_model.py", "tiny-vision") / "qwen2_5_vl"
     models |= dict.fromkeys(VISION_MODELS, seeing)
+    head = folder / "eagle3"
+    if not head.exists():
+        make_eagle_head(head, short, "eagle3")
+    models |= dict.fromkeys(EAGLE3_HEADS, head)
     for name, model in models.items():
         kept = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = kept / "snapshots" / REVISION
@@ -77,6 +119,24 @@ def hub() -> Path:
     return folder
 
 
+def images() -> Path:
+    """Make a cache of vLLM's own images, which are plain gray ones here."""
+    folder = CACHE / "upstream" / "assets"
+    for name in "stop_sign", "cherry_blossom":
+        file = folder / "vllm_public_assets" / f"{name}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (112, 84), "gray").save(file)
+    return folder
+
+
+def let_run(file: Path) -> None:
+    """Have a file of tests run on the CPU: it has more than kernels of CUDA, or Triton's alone."""
+    text = file.read_text()
+    for pattern, instead in FOR_CUDA.items():
+        text = re.sub(pattern, instead, text)
+    file.write_text(text)
+
+
 def environment(version: str) -> dict[str, str]:
     """Return the variables with which a process runs vLLM's tests."""
     # vLLM's tests are the package `tests`, so this project comes behind them
@@ -85,6 +145,7 @@ def environment(version: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "HF_HOME": str(hub()),
         "HF_HUB_OFFLINE": "1",
+        "VLLM_ASSETS_CACHE": str(images()),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",

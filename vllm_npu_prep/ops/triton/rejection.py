@@ -128,9 +128,9 @@ def expand(
 
 
 def sample_recovered_tokens(
-    output_token_ids: torch.Tensor,  # [num_drafts], written
+    output_token_ids: torch.Tensor,  # [num_drafts] or [num_drafts, 1], written
     cu_num_draft_tokens: torch.Tensor,  # [num_reqs]
-    draft_token_ids: torch.Tensor,  # [num_drafts]
+    draft_token_ids: torch.Tensor,  # [num_drafts] or [num_drafts, 1]
     draft_probs: torch.Tensor | None,  # [num_drafts, vocab_size]
     target_probs: torch.Tensor,  # [num_drafts, vocab_size]
     inv_q: torch.Tensor,  # [num_reqs, vocab_size]
@@ -146,8 +146,8 @@ def sample_recovered_tokens(
     if NO_DRAFT_PROBS:
         scores = scores.mul_(target_probs)
         tokens = torch.arange(vocab_size, dtype=draft_token_ids.dtype, device=scores.device)
-        scores.masked_fill_(draft_token_ids[:, None] == tokens, 0)  # -1 is padding: no token
+        scores.masked_fill_(draft_token_ids.view(-1, 1) == tokens, 0)  # -1 is padding: no token
     else:
         assert draft_probs is not None
         scores = scores.mul_((target_probs - draft_probs).clamp_(min=0))
-    output_token_ids.copy_(scores.argmax(-1))
+    output_token_ids.view(-1).copy_(scores.argmax(-1))

@@ -63,7 +63,8 @@ def note_markers(
     """
     length = total_len[request_rows].long()
     tail = _tails(all_token_ids, request_rows, length, length, most_new + markers.longest - 1)
-    last.index_copy_(0, request_rows, _last_markers(last[request_rows], tail, length, markers))
+    found = _last_markers(last[request_rows], tail, length, markers)
+    last.index_copy_(0, request_rows.long(), found)
 
 
 def end_thinking(
