@@ -68,7 +68,9 @@ RUN --mount=type=bind,source=scripts/image.sh,target=/mnt/image.sh \
     /mnt/image.sh soc "$SOC" && /mnt/image.sh remove-build-tools \
     && /mnt/image.sh user HwHiAiUser "$NPU_UID" "$NPU_GID"
 COPY --from=ascend-libraries /opt/npu_prep /opt/npu_prep
+# Compiled code that prepares steps serves hosts with other models of processors, too
 ENV PATH=/opt/npu_prep/bin:$PATH \
+    NUMBA_CPU_NAME=generic \
     NUMBA_CACHE_DIR=/opt/npu_prep/cache/numba \
     VLLM_CACHE_ROOT=/opt/npu_prep/cache/vllm
 RUN --mount=type=bind,target=/mnt,rw \

@@ -25,7 +25,7 @@ test test-fast test-touched test-all upstream-tests matrix timing mutants: expor
 test test-fast test-touched test-all upstream-tests matrix timing mutants soak: export PYTHONHASHSEED := 0
 PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve test test-fast test-touched test-all upstream-tests matrix timing bench throughput watch peer soak mutants image-dry-run compat seams dist docs lint \
+.PHONY: help install serve test test-fast test-touched test-all upstream-tests test-aarch64 matrix timing bench throughput watch peer soak mutants image-dry-run compat seams dist docs lint \
   format clean
 
 help: ## this list
@@ -66,6 +66,9 @@ test-all: install lint ## every combination, the long runs, every architecture o
 
 upstream-tests: install ## vLLM's own tests with this plugin, in slices; what does not pass has a reason in tests/upstream
 	$(PY) -m tests.upstream $(SLICE)
+
+test-aarch64: install ## a part of the tests on aarch64, under qemu on an x86-64 host, in slices; as root, an hour to set up; MINUTES=30
+	@PYTHON=$(PY) scripts/aarch64.sh -m tests.aarch64 $(SLICE)
 
 matrix: install ## docs/reference/matrix.md: runs tests whose cells are empty or stale, in slices; MINUTES=30, MERGE=1 to run none
 	$(if $(MERGE),,-$(EMULATED) --devices 2 --hang-seconds 300 -- $(PY) -m tests.matrix $(SLICE) --processes 0)

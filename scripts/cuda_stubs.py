@@ -88,9 +88,9 @@ def symbols(which: str, library: Path) -> dict[str, str]:
 
 
 def cuda_libraries(library: Path) -> list[str]:
-    """Libraries of CUDA that this one is linked against."""
+    """Libraries of CUDA that this one is linked against; NVPL's, on aarch64, are the CPU's BLAS."""
     names = re.findall(r"NEEDED.*\[(.*)\]", run(["readelf", "-d", str(library)]))
-    return [name for name in names if re.match(r"lib(cu|nv|nccl)", name)]
+    return [name for name in names if re.match(r"lib(cu|nv(?!pl)|nccl)", name)]
 
 
 def stubs(wanted: dict[str, str]) -> str:

@@ -85,8 +85,8 @@ step_torch() {
     cmake ninja jinja2
   if ls "$venv"/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1; then
     log "    this is a CUDA build: the CPU fallback runs with it, the emulated Ascend runtime does not."
-    log "    For that, name an index or a folder with CPU builds in PIP_EXTRA_INDEX_URL or"
-    log "    PIP_FIND_LINKS, and run: make clean install"
+    log "    For that, and for NPUs, name an index or a folder with CPU builds for $(uname -m) in"
+    log "    PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, and run: make clean install"
   fi
 }
 

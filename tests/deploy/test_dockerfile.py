@@ -57,6 +57,14 @@ def test_images_serve_without_root_and_check_their_health(name):
     assert ("remove-build-tools" in " ".join(stage.all("RUN"))) == (name == "ascend")
 
 
+def test_the_npu_image_has_code_for_any_processor():
+    """Where attention is compiled, too, code for any processor would be slow."""
+    generic = {
+        name: "NUMBA_CPU_NAME=generic" in " ".join(STAGES[name].all("ENV")) for name in TARGETS
+    }
+    assert generic == {"ascend": True, "cpu": False}
+
+
 def test_no_registry_is_named():
     names = ("huawei.com/Ascend910", "kubernetes.io/hostname")
     for path in [ROOT / "Dockerfile", *DEPLOY.rglob("*.*")]:

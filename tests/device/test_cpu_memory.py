@@ -6,6 +6,8 @@ from unittest.mock import Mock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_npu_prep.attention.step_memory import process_bytes
+from vllm_npu_prep.device import cpu
 from vllm_npu_prep.device.cpu import CPUDevice
 from vllm_npu_prep.worker import RETURN_TOKENS, NPUWorker
 
@@ -50,3 +52,12 @@ def test_free_memory_is_returned_while_nobody_waits_for_a_token(monkeypatch):
     worker.execute_model(SchedulerOutput.make_empty())
     worker.execute_model(SchedulerOutput.make_empty())  # few tokens since
     device.return_free_memory.assert_called_once_with()
+
+
+def test_the_bound_of_a_step_has_room_for_a_huge_page(tmp_path, monkeypatch):
+    """On aarch64 one may have 512 MiB, and the kernel takes all of it for the first byte."""
+    page = tmp_path / "hpage_pmd_size"
+    monkeypatch.setattr(cpu, "HUGE_PAGE", page)
+    without = process_bytes(1024)
+    page.write_text("536870912\n")
+    assert process_bytes(1024) == without + (512 << 20)

@@ -35,6 +35,23 @@ def test_wrong_frees_are_refused(emulate):
         assert message in errors
 
 
+def test_words_that_streams_write_and_wait_for_are_aligned(emulate):
+    """CANN asks for 8 bytes of `aclrtValueWrite`; who waits reads what it wrote."""
+    run = emulate(
+        """
+        torch.npu.set_device(0)
+        stream, address = torch.npu.Stream(), malloc(4096).value
+        write, wait = acl.aclrtValueWrite, acl.aclrtValueWait
+        for offset, code in ((8, 0), (4, 107008), (1 << 16, 107000)):
+            word = ctypes.c_void_p(address + offset), ctypes.c_uint64(7), ctypes.c_uint32(0)
+            for call in (write, wait):
+                assert call(*word, ctypes.c_void_p(stream.npu_stream)) == code, (call, offset)
+        torch.npu.synchronize()
+        """
+    )
+    assert "no multiple of 8" in run.report["errors"][0], run.report["errors"]
+
+
 def test_memory_freed_while_a_stream_may_use_it_is_a_hazard(emulate):
     emulate(
         """

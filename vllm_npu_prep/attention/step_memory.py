@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_npu_prep.attention.kernels.latent import LatentShape
 from vllm_npu_prep.config import Decisions, decisions_of
+from vllm_npu_prep.device.cpu import huge_page_bytes
 from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE, MaskForm
 
 if TYPE_CHECKING:
@@ -65,8 +66,16 @@ def step_bound(
         max((split.workspace_tokens for split in splits), default=0),
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    process = PROCESS_BYTES + PROCESS_BYTES_A_TOKEN * model.max_model_len
-    return StepBound(measured, attention, process if computes_on_host else 0)
+    process = process_bytes(model.max_model_len) if computes_on_host else 0
+    return StepBound(measured, attention, process)
+
+
+def process_bytes(max_model_len: int) -> int:
+    """Return the bytes that a step on the CPU fallback may add beside tensors.
+
+    The heap ends somewhere in a huge page, which the kernel may make resident as a whole.
+    """
+    return PROCESS_BYTES + huge_page_bytes() + PROCESS_BYTES_A_TOKEN * max_model_len
 
 
 def attention_bytes(

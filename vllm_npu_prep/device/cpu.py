@@ -15,6 +15,11 @@ from vllm_npu_prep.device.regions import HostRegion
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 """Linux files of a process's memory (proc_pid_clear_refs(5), proc_pid_status(5))."""
 
+HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+"""The bytes of a huge page (Linux, admin-guide/mm/transhuge.rst): 2 MiB on x86-64, 512 MiB on
+aarch64 whose kernel has pages of 64 KiB.
+"""
+
 
 def device_name(index: int) -> str:
     return "cpu"
@@ -123,6 +128,14 @@ class CPUDevice:
 
     def host_streams(self) -> contextlib.AbstractContextManager[None]:
         return no_op_cuda_streams()
+
+
+def huge_page_bytes() -> int:
+    """Return the size of a huge page of this host; zero if its kernel has none."""
+    try:
+        return int(HUGE_PAGE.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _resident() -> tuple[int, int]:

@@ -13,6 +13,13 @@
 namespace hccl {
 namespace {
 
+// On aarch64, g++ has _Float16 from 13 on; __fp16 is the same format, for storage, in all of them.
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 constexpr size_t kBlock = 512;  // elements that are reduced at a time
 
 struct TypeInfo {
@@ -35,13 +42,13 @@ const TypeInfo* info_of(uint32_t type) {
 }
 
 FOR_EACH_CPU void widen_half(const char* from, float* to, size_t count) {
-  const auto* in = reinterpret_cast<const _Float16*>(from);
+  const auto* in = reinterpret_cast<const Half*>(from);
   for (size_t i = 0; i < count; ++i) to[i] = static_cast<float>(in[i]);
 }
 
 FOR_EACH_CPU void narrow_half(const float* from, char* to, size_t count) {
-  auto* out = reinterpret_cast<_Float16*>(to);
-  for (size_t i = 0; i < count; ++i) out[i] = static_cast<_Float16>(from[i]);
+  auto* out = reinterpret_cast<Half*>(to);
+  for (size_t i = 0; i < count; ++i) out[i] = static_cast<Half>(from[i]);
 }
 
 FOR_EACH_CPU void widen_brain(const char* from, float* to, size_t count) {

@@ -64,7 +64,9 @@ void describe_place(Root& root) {
 
 // When a process started, in ticks since boot; 0 if it has ended. Process ids are used again.
 uint64_t start_of(int process) {
-  const auto line = first_line("/proc/" + std::to_string(process) + "/stat");
+  // Its first thread's file: qemu shows a process a made-up /proc/<process>/stat of its own.
+  const auto id = std::to_string(process);
+  const auto line = first_line("/proc/" + id + "/task/" + id + "/stat");
   const auto name_end = line.rfind(')');
   if (name_end == std::string::npos) return 0;
   std::istringstream rest(line.substr(name_end + 2));

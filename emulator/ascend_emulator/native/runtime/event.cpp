@@ -161,9 +161,13 @@ void wait_for_word(void* address, uint64_t value, uint32_t flag, Actor& actor) {
 }
 
 aclError check_word(const void* address) {
-  if (is_device(address) && is_within_allocation(address, sizeof(uint64_t))) return acl::kSuccess;
-  return misuse(acl::kInvalidParameter,
-                "value write or wait outside device memory: " + describe_address(address));
+  if (!is_device(address) || !is_within_allocation(address, sizeof(uint64_t)))
+    return misuse(acl::kInvalidParameter,
+                  "value write or wait outside device memory: " + describe_address(address));
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(uint64_t))
+    return misuse(acl::kUnaligned, "value write or wait at an address that is no multiple of 8: " +
+                                       describe_address(address));
+  return acl::kSuccess;
 }
 
 }  // namespace

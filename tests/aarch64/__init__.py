@@ -1,0 +1,1 @@
+"""A part of the tests on aarch64, which most Ascend hosts are: under qemu, in slices."""
