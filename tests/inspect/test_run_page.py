@@ -146,19 +146,19 @@ def test_times_of_two_engines_are_those_of_the_clock(tmp_path):
     """Each host counts its seconds from another moment, which the manifest tells."""
     record_two_engines(tmp_path, 4)
     folders = [tmp_path / name for name in ("prefill", "decode")]
+    manifests = [next(folder.glob("*/manifest.json")) for folder in folders]
+    contents = [json.loads(manifest.read_text()) for manifest in manifests]
+    recorded = [content.pop("clock") for content in contents]
+    assert abs(recorded[0] - recorded[1]) < 60  # both are of this host
 
-    def first_times() -> list[int]:
-        ranks = run_json(read_run(*folders))["ranks"]
-        return [rank["times"][0][0] for rank in ranks]
+    def first_times(*clocks: float) -> list[int]:
+        for manifest, content, clock in zip(manifests, contents, clocks, strict=True):
+            manifest.write_text(json.dumps(content | ({"clock": clock} if clock else {})))
+        return [rank["times"][0][0] for rank in run_json(read_run(*folders))["ranks"]]
 
-    assert first_times()[0] == 0 and 0 <= first_times()[1] < 60_000_000
-    (manifest,) = folders[1].glob("*/manifest.json")
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"clock": content["clock"] + 100}))
-    assert first_times()[0] == 0 and first_times()[1] >= 100_000_000
-    del content["clock"]
-    manifest.write_text(json.dumps(content))
-    assert first_times() == [0, 0]
+    assert first_times(1000.0, 1100.0) == [0, 100_000_000]
+    assert first_times(1100.0, 1000.0) == [100_000_000, 0]
+    assert first_times(1000.0, 0.0) == [0, 0]
 
 
 @pytest.mark.parametrize(
