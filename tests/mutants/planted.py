@@ -19,6 +19,9 @@ CALLS_ON_NPU = ("tests/npu/on_device/test_call_lists.py",)
 DATA_PARALLEL_CALLS = (
     f"{CALLS_ON_NPU[0]}::test_other_models_give_what_their_formulas_say[data-parallel ranks]",
 )
+LONG_CONTEXTS = (
+    f"{CALLS_ON_NPU[0]}::test_attention_that_loses_keys_of_long_contexts_in_graphs_is_found",
+)
 TABLE = ("tests/verify/test_table.py",)
 TABLE_ON_NPU = "tests/npu/on_device/test_verified.py"
 DRAFTING = ("tests/ops/test_drafting.py",)
@@ -1363,6 +1366,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/calls/call_rows.py": [
         ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
         ("no recorded call is captured", "        if call.captured:", "        if False:", CALLS_ON_NPU),
+        ("graphs are told short contexts alone", "[room, *beside]", "[size, *beside]", LONG_CONTEXTS),
+        ("graphs of one version of attention are told no lengths", '    ("actual_seq_qlen", "actual_seq_kvlen"),\n', "", LONG_CONTEXTS),
     ],
     "verify/calls/call.py": [
         ("a call made again has no offset", "return host.as_strided(shape, strides, offset)", "return host.as_strided(shape, strides)", CALLS),
@@ -1384,6 +1389,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/calls/fitting.py": [
         ("drawn slots have no padding", "slots.masked_fill_(torch.arange(len(slots)) % GAP == GAP - 1, -1)", "pass", CALLS),
         ("the largest number of a wide row is in any part", "column]] = LARGEST", "column]] *= 1", (f"{TABLE_ON_NPU}::test_an_engine_serves_right_tokens_beside_a_stale_scale",)),
+        ("graphs read the null block alone", "        table.masked_fill_(~table.any(), -1)\n", "", LONG_CONTEXTS),
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],
     "verify/calls/start_up.py": [

@@ -1,7 +1,7 @@
 """Committed lists of calls: each form of an operator in them, beside the emulator's reference.
 
 The smallest call of a form, made on the host, has to be taken by the reference, which refuses what
-a kernel would, and the formula has to agree.
+a kernel would, and the formula has to agree. `make test-all` also records each list again.
 """
 
 import json
@@ -14,8 +14,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ascend_emulator.operators import REFERENCES
+from tests.helpers.emulator import emulate, why_no_emulator
 from tests.verify.forms import UNMET, elements, form_of, is_tensor, listed
 from vllm_npu_prep.cli import main
+from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
 from vllm_npu_prep.verify.calls import lists
 from vllm_npu_prep.verify.calls.call import (
     Call,
@@ -116,6 +118,19 @@ def test_each_list_is_of_the_engine_that_is_written_down():
     for name, engine in engines.items():
         made = read_list(lists.path_of(name))[0]
         assert made == {**engine["settings"], "config": engine["config"], "model": name}
+
+
+@pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator())
+@pytest.mark.skipif(installed_vllm() != SUPPORTED_VLLM[0], reason="of the pinned vLLM's engines")
+@pytest.mark.parametrize("name", lists.names())
+def test_an_engine_of_today_makes_the_calls_of_a_list(name, tmp_path):
+    """It is recorded again: a stale list would try calls that no engine makes, and miss others."""
+    command = ("-m", "vllm_npu_prep.verify.calls.lists", name, "--out", str(tmp_path))
+    done = emulate(*command, options=("--memory", "128G"))
+    assert not done.returncode, done.stderr[-4000:]
+    paths = lists.path_of(name), tmp_path / lists.path_of(name).name
+    listed, made = ({json.dumps(call.as_json()) for call in read_list(path)[1]} for path in paths)
+    assert listed == made, f"record {name} again"
 
 
 def test_lists_are_small():

@@ -54,7 +54,8 @@ def attention(
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
     some = seen.any(1)
     for head in range(num_heads):
-        keys, values = key[:, head // group].double(), value[:, head // group].double()
+        if head % group == 0:  # the heads of a group share them
+            keys, values = key[:, head // group].double(), value[:, head // group].double()
         scores = (query[:, head].double() @ keys.T) * scale
         scores = scores.masked_fill(~seen, -math.inf)[some]
         lse[some, head] = scores.logsumexp(1)

@@ -9,8 +9,8 @@ COMPRESSED_SIZE = 2048
 """Rows and columns of the constant mask of sparse modes 2, 3 and 4."""
 MASK_TILE = COMPRESSED_SIZE // 2
 """Size of a tile that a constant of this size can serve at any distance from the diagonal."""
-SCORES_AT_ONCE = 1 << 21
-"""About how many scores are computed at once: as many as caches of processors hold."""
+MASKED_AT_ONCE = 1 << 25
+"""About how many elements of a mask are turned into float32 at once."""
 
 
 def attend(
@@ -43,7 +43,7 @@ def attend(
         ``[Q, N]`` float32, the log-sum-exp of the scores; +inf in rows without any key to attend
         to.
     """
-    num_rows, num_heads, _ = query.shape
+    num_rows, num_heads, head_size = query.shape
     scores_of = faults.Scores(key, value, scale, masked, bias)
     key, value, scale, masked, bias = faults.apply("scores", scores_of, num_heads=num_heads)
     num_columns, num_kv_heads = key.shape[:2]
@@ -52,31 +52,35 @@ def attend(
     if not num_columns or not num_rows:
         return output, lse
     group = num_heads // num_kv_heads
-    keys = key.float().permute(1, 2, 0).contiguous()  # [Nkv, D, S]
-    values = value.float().transpose(0, 1).contiguous()  # [Nkv, S, Dv]
-    # Query heads that share a K/V head become additional rows
-    queries = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)  # [Nkv, group, Q, D]
+    # torch's kernel wants heads of one size, and as many of keys: those of a group share them
+    size = max(head_size, value.shape[2])
+    queries, keys, values = (
+        torch.nn.functional.pad(each.float(), (0, size - each.shape[2])).transpose(0, 1)
+        for each in (query, key, value)
+    )
+    queries = queries.unflatten(0, (num_kv_heads, group))  # [Nkv, group, Q, size]
+    keys, values = (each.contiguous()[:, None].expand(-1, group, -1, -1) for each in (keys, values))
     outputs, sums = (each.unflatten(1, (num_kv_heads, group)) for each in (output, lse))
-    num_rows_at_once = min(num_rows, max(1, SCORES_AT_ONCE // (group * num_columns)))
-    num_heads_at_once = max(1, SCORES_AT_ONCE // (group * num_columns * num_rows_at_once))
+    num_rows_at_once = max(1, MASKED_AT_ONCE // num_columns)
     for start in range(0, num_rows, num_rows_at_once):
         rows = slice(start, start + num_rows_at_once)
         columns = slice(None) if masked is None else _seen(masked[rows])
-        for first in range(0, num_kv_heads, num_heads_at_once):
-            heads = slice(first, first + num_heads_at_once)
-            part = queries[heads, :, rows].float().flatten(1, 2)
-            scores = (part @ keys[heads, :, columns]).mul_(scale).unflatten(1, (group, -1))
-            if bias is not None:
-                scores += bias[rows, columns]
-            if masked is not None:
-                scores.masked_fill_(masked[rows, columns], float("-inf"))
-            largest = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(largest).exp_()  # [heads, group, rows, columns]
-            total = weights.sum(-1, keepdim=True)
-            result = (weights.flatten(1, 2) @ values[heads, columns]).unflatten(1, (group, -1))
-            outputs[rows, heads] = (result / total).permute(2, 0, 1, 3)
-            part_lse = (largest + total.log()).masked_fill(largest.isneginf(), float("inf"))
-            sums[rows, heads] = part_lse.squeeze(-1).permute(2, 0, 1)
+        added = None if bias is None else bias[rows, columns].float()
+        if masked is not None:
+            hidden = torch.zeros(()) if added is None else added
+            added = torch.where(masked[rows, columns], float("-inf"), hidden)
+        result, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries[:, :, rows],
+            keys[:, :, columns],
+            values[:, :, columns],
+            attn_mask=added,
+            scale=scale,
+        )
+        outputs[rows] = result[..., : value.shape[2]].permute(2, 0, 1, 3)
+        sums[rows] = part_lse.permute(2, 0, 1)
+    if masked is not None:
+        nothing = masked.all(1)
+        output[nothing], lse[nothing] = float("nan"), float("inf")
     return output, faults.apply("lse", lse)
 
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from ascend_emulator import api, faults
-from ascend_emulator.operators import elementwise
+from ascend_emulator.operators import REFERENCES, elementwise
 from tests.helpers import models
 from tests.helpers.engine import make_model
 from tests.helpers.quantized import QUANTIZE
 from tests.npu.models import WIDE_EXPERTS
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.verify.calls.call import Call, read_list
+from vllm_npu_prep.verify.calls.expected_attention import OLDER_NAMES
 from vllm_npu_prep.verify.child import run_row
 from vllm_npu_prep.verify.children import record_calls
 from vllm_npu_prep.verify.row import RowContext
@@ -102,6 +103,45 @@ def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
     api.register_reference(elementwise.SWIGLU, elementwise.swiglu)
     how = "captured and replayed" if wrong_in == "a graph" else "written by another stream"
     assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
+
+
+@pytest.mark.parametrize("version", ["", "_v2"])
+def test_attention_that_loses_keys_of_long_contexts_in_graphs_is_found(tmp_path, version):
+    """It was captured with one key for each request, as engines do, and with the null block."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    operator = f"npu::npu_fused_infer_attention_score{version}"
+    (own,) = (each for each in REFERENCES if (each.name, each.overload) == (operator, "out"))
+    names = OLDER_NAMES if version else {name: name for name in OLDER_NAMES.values()}
+    ends, lengths, heads, scale, _ = names
+
+    def wrong(*args, **given):
+        if api._launcher().emulator_in_launch() == api.OF_A_GRAPH:
+            given[lengths] = [min(each, 1024) for each in given[lengths]]
+        return own.function(*args, **given)
+
+    plane, query = ({"dtype": "float16", "shape": shape} for shape in ([20, 128, 64], [2, 1, 64]))
+    table = {"dtype": "int32", "shape": [2, 16], "values": [0] * 32}
+    empty = {"dtype": "float32", "shape": [0]}
+    given = {
+        "query": query,
+        "key": plane,
+        "value": plane,
+        "block_table": table,
+        **{ends: [1, 2], lengths: [1, 1], heads: 1, scale: 0.125, "block_size": 128},
+        "num_key_value_heads": 1,
+        "input_layout": "TND",
+        "workspace": {"dtype": "float16", "shape": [4096]},
+        "out": [query, empty],
+    }
+    (row,) = rows_of([Call(f"{operator}.out", given, captured=True)])
+    context = RowContext(make_device("npu"), tmp_path)
+    assert run_row(row, context)[0]["verdict"] == "same"
+    api.register_reference(**own._replace(function=wrong)._asdict())
+    outcome, _ = run_row(row, context)
+    api.register_reference(**own._asdict())
+    found = outcome["verdict"], outcome["got"].partition(":")[0]
+    assert found == ("DIFFERS", "replayed with other lengths")
 
 
 def test_a_captured_call_is_noted_with_the_numbers_of_its_step():

@@ -216,9 +216,9 @@ def made(value: Any, random: torch.Generator) -> Any:
     offset = value.get("offset", 0)
     strides = value.get("strides") or _contiguous(shape)
     room = 1 + sum((size - 1) * step for size, step in zip(shape, strides))
-    storage = _drawn(room if math.prod(shape) else 0, dtype, random)
-    host = torch.empty(offset + len(storage), dtype=dtype)
-    host[offset:] = storage
+    host = _drawn(room if math.prod(shape) else 0, dtype, random)
+    if offset:
+        host = torch.cat((host.new_empty(offset), host))
     if "values" in value and math.prod(shape):
         given = torch.tensor(value["values"], dtype=dtype).view(shape)
         for dim, step in enumerate(strides):
@@ -230,8 +230,10 @@ def made(value: Any, random: torch.Generator) -> Any:
 def _drawn(count: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
     if dtype.is_floating_point:
         drawn = torch.empty(min(count, PERIOD)).uniform_(-SPREAD, SPREAD, generator=random)
-        times = -(-count // PERIOD)
-        return drawn.to(dtype).repeat(times)[:count] if times > 1 else drawn.to(dtype)
+        drawn, found = drawn.to(dtype), torch.empty(count, dtype=dtype)
+        for part in found.split(PERIOD):
+            part.copy_(drawn[: len(part)])
+        return found
     if dtype is torch.int8:
         return torch.randint(-127, 128, (count,), dtype=dtype, generator=random)
     if dtype is torch.bool:

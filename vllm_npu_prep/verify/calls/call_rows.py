@@ -38,8 +38,12 @@ CALL_SECONDS = 120.0
 NOT_CAPTURED = ("get_max_workspace",)
 """Ends of the names of operators that run on the host."""
 
-LENGTHS, KV_LENGTHS = "actual_seq_lengths", "actual_seq_lengths_kv"
-"""Arguments of attention that graphs are told anew: ends of queries, and lengths of contexts."""
+LENGTHS = (
+    ("actual_seq_lengths", "actual_seq_lengths_kv"),
+    ("actual_seq_qlen", "actual_seq_kvlen"),
+)
+"""What graphs are told anew of attention, in its two versions: ends of queries, and lengths of
+contexts."""
 
 
 def rows_of(calls: Sequence[Call]) -> tuple[Row, ...]:
@@ -235,17 +239,17 @@ class _MadeCall:
 def other_lengths(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return other lengths for attention over a cache in blocks; empty for any other call.
 
-    A context gets half of its length, or one token more if that is less than its queries have.
+    The first context fills its blocks; the others end beside the edge of a block.
     """
-    if arguments.get("block_table") is None or not arguments.get(KV_LENGTHS):
-        return {}
-    ends, room = arguments[LENGTHS], arguments["block_table"].shape[1] * arguments["block_size"]
-    counts = [end - start for start, end in zip([0, *ends], ends)]
-    lengths = [
-        each // 2 if each // 2 >= count else min(each + 1, room)
-        for count, each in zip(counts, arguments[KV_LENGTHS])
-    ]
-    return {KV_LENGTHS: lengths}
+    for of_queries, of_contexts in LENGTHS:
+        if arguments.get("block_table") is not None and arguments.get(of_contexts):
+            ends, size = arguments[of_queries], arguments["block_size"]
+            room = arguments["block_table"].shape[1] * size
+            counts = [end - start for start, end in zip([0, *ends], ends)]
+            beside = [min(size + number % 3 - 1, room) for number in range(1, len(counts))]
+            pairs = zip(counts, [room, *beside])
+            return {of_contexts: [max(count, other) if count else 0 for count, other in pairs]}
+    return {}
 
 
 def _against_float64(

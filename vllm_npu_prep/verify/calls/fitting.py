@@ -62,8 +62,14 @@ def _slots(a: Made, random: torch.Generator) -> None:
 
 
 def _blocks(a: Made, random: torch.Generator) -> None:
-    if a.get("block_table") is not None:
-        _inside(a["block_table"], len(a["key"]), random)
+    """Take other blocks if some are none of the cache, or all are the null block.
+
+    A graph is told its blocks at a replay.
+    """
+    table = a.get("block_table")
+    if table is not None:
+        table.masked_fill_(~table.any(), -1)
+        _inside(table, len(a["key"]), random)
 
 
 def _requests(name: str) -> Callable[[Made, torch.Generator], None]:
