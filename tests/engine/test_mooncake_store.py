@@ -61,7 +61,7 @@ def ended_threads() -> Iterator[None]:
     before = {*threading.enumerate()}
     yield
     left = {*threading.enumerate()} - before
-    wait_until(lambda: not [each for each in left if each.is_alive() and "Store" in each.name])
+    wait_until(lambda: not [each for each in left if each.is_alive() and "Store" in each.name], 10)
     assert not [each for each in left if each.is_alive() and "process_request" in each.name]
 
 
