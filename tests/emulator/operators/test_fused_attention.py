@@ -207,5 +207,5 @@ def test_out_leaves_the_second_output_alone_unless_asked(seed):
 def test_long_prompts_are_cut_without_changing_the_result(seed, monkeypatch):
     batch = Batch(MIXED, seed)
     whole = fused(batch.paged())
-    monkeypatch.setattr("ascend_emulator.operators.attention.SCORES_AT_ONCE", 1000)
+    monkeypatch.setattr("ascend_emulator.operators.attention.MASKED_AT_ONCE", 1000)
     torch.testing.assert_close(fused(batch.paged())[0], whole[0])
