@@ -19,9 +19,7 @@ CALLS_ON_NPU = ("tests/npu/on_device/test_call_lists.py",)
 DATA_PARALLEL_CALLS = (
     f"{CALLS_ON_NPU[0]}::test_other_models_give_what_their_formulas_say[data-parallel ranks]",
 )
-LONG_CONTEXTS = (
-    f"{CALLS_ON_NPU[0]}::test_attention_that_loses_keys_of_long_contexts_in_graphs_is_found",
-)
+LONG_CONTEXTS = (f"{CALLS_ON_NPU[0]}::test_captured_attention_that_loses_keys_is_found",)
 TABLE = ("tests/verify/test_table.py",)
 TABLE_ON_NPU = "tests/npu/on_device/test_verified.py"
 DRAFTING = ("tests/ops/test_drafting.py",)

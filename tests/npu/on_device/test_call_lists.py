@@ -106,7 +106,7 @@ def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
 
 
 @pytest.mark.parametrize("version", ["", "_v2"])
-def test_attention_that_loses_keys_of_long_contexts_in_graphs_is_found(tmp_path, version):
+def test_captured_attention_that_loses_keys_is_found(tmp_path, version):
     """It was captured with one key for each request, as engines do, and with the null block."""
     from vllm_npu_prep.verify.calls.call_rows import rows_of
 
