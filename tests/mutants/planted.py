@@ -188,6 +188,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "ops/cpu/linear.py": [
         ("operators that multiply wrong are used", 'return "" if is_near and torch.equal(back, weight) else', 'return "" if True else', ("tests/ops/test_cpu.py",)),
+        ("sums in float16 pass the look at torch's operators", "for s in ((9, 1024), (37, 1024), (37,))", "for s in ((9, 7), (37, 7), (37,))", ("tests/ops/test_cpu.py",)),
         ("a tied embedding loses its rows to the head", "is_shared=is_embedding or readers[id(weight)] > 1", "is_shared=is_embedding", ("tests/ops/test_cpu.py",)),
         ("a packed weight is stale after new weights", "        self.packed = self.operators.pack(weight.data)", "        self.__dict__.setdefault('first', self.operators.pack(weight.data)); self.packed = self.first", ("tests/ops/test_cpu.py",)),
     ],

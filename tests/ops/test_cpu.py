@@ -71,7 +71,9 @@ def test_a_packed_weight_multiplies_and_is_there_once(dtype, outputs, inputs):
     for rows in (0, 1, 8, 33):
         x = draw(rows, 2 * inputs, dtype=dtype, seed=2)[:, inputs:]  # a slice of wider rows
         for added in (None, bias):
-            expected = nn.functional.linear(x, weight, added)
+            # in float32: torch may add float16 products in float16, as on aarch64
+            operands = (each if each is None else each.float() for each in (x, weight, added))
+            expected = nn.functional.linear(*operands).to(dtype)
             torch.testing.assert_close(layer(x, added), expected, **near(dtype))
     with unpacked(layer):
         assert torch.equal(layer.weight, weight)
@@ -146,6 +148,21 @@ def test_weights_of_16_bits_are_packed_in_float32_if_need_be(monkeypatch, dtype)
     assert (product - exact).abs().max() <= torch.finfo(dtype).eps / 2 * exact.abs().max()
     with unpacked(layer):
         assert torch.equal(layer.weight, weight)
+
+
+def test_sums_that_are_rounded_on_the_way_are_noticed(monkeypatch):
+    """oneDNN adds products of float16 in float16 on aarch64."""
+
+    def multiply(x, weight, bias, *_):
+        total = torch.zeros(len(x), len(weight), dtype=x.dtype)
+        for inputs, columns in zip(x.split(8, 1), weight.split(8, 1)):
+            total += nn.functional.linear(inputs.float(), columns.float()).to(x.dtype)
+        return total + bias
+
+    operators = PackedLinear(torch.clone, multiply)
+    monkeypatch.setattr(linear, "packed_linear", lambda: operators)
+    (said,) = pack(linear_layer(37, 70, torch.float16), torch.float16)
+    assert "in float32, by weights of twice their size: torch's operators compute it wrong" in said
 
 
 def test_the_first_line_of_torchs_refusal_is_given():
