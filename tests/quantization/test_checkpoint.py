@@ -140,6 +140,11 @@ FILES = {
         changed(f"{Q}.weight_packed", lambda w: w[:, :-1]),
         (f"weight_packed of {Q} is [64, 7]", "weight_shape [64, 64]: [64, 8] is expected"),
     ),
+    "int4: a shape of one number": (
+        "int4",
+        changed(f"{Q}.weight_shape", lambda s: s[:1]),
+        (f"weight_packed of {Q} is [64, 8], its weight_shape [64]: [64, 64] is expected",),
+    ),
     "int4: not packed": (
         "int4",
         changed(f"{Q}.weight_packed", torch.Tensor.char),

@@ -428,8 +428,9 @@ def _check_packed(
     outputs, inputs = weight.shape[0], 8 * weight.shape[1]
     if (shape := read(f"{module}.weight_shape")) is not None:
         told = shape.tolist()
-        expected = [told[0], -(-told[1] // 8)]
-        if list(weight.shape) != expected:
+        is_shape = len(told) == 2
+        expected = [told[0], -(-told[1] // 8)] if is_shape else [outputs, inputs]
+        if not is_shape or list(weight.shape) != expected:
             raise PrepError(
                 f"{path}: {found}, its weight_shape {told}: {expected} is expected; {MEND}"
             )
