@@ -286,6 +286,20 @@ def test_a_block_is_kept_until_no_rank_may_write_to_it():
     assert told(KeptBlocks([], []), KeptBlocks([], [4, 5])) == (0, False)
 
 
+def test_only_idle_steps_take_time_while_blocks_are_kept(monkeypatch):
+    """An engine without requests would else step as often as it can, perhaps for hours."""
+    slept: list[float] = []
+    of_module = "vllm_npu_prep.attention.mooncake."
+    monkeypatch.setattr(of_module + "time", SimpleNamespace(sleep=slept.append))
+    upstream = MooncakeConnector.__bases__[0]
+    monkeypatch.setattr(upstream, "build_connector_meta", lambda self, output: "of ranks")
+    connector: Any = MooncakeConnector.__new__(MooncakeConnector)
+    for kept, tokens, times in ((0, 0, 0), (3, 5, 0), (3, 0, 1)):
+        connector._num_kept, output = kept, SimpleNamespace(total_num_scheduled_tokens=tokens)
+        assert connector.build_connector_meta(output) == "of ranks"
+        assert len(slept) == times
+
+
 def test_blocks_of_all_groups_are_kept():
     metas = pulls(1, "one", "other")
     metas["one"].local_block_ids = [[1, 2], [3]]
