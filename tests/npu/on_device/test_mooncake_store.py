@@ -15,20 +15,20 @@ import ascend_emulator
 from ascend_emulator.api import _runtime
 from tests.conftest import SEED
 from tests.engine.test_mooncake_store import found, pooled
-from tests.helpers.engine import engine, free_blocks, generate, graphs, greedy, make_model
+from tests.helpers.engine import engine, free_blocks, generate, greedy, make_model
 from tests.helpers.latent import LATENT_ON_NPUS, V3_EXPERTS_ON_NPUS
 from tests.helpers.mooncake import MooncakeDistributedStore, stand_in_for_store
 from tests.helpers.prefill_decode import DEVICE_TO_HOST, HOST_TO_DEVICE
 from tests.helpers.prompts import prompts_of
+from tests.npu.on_device import test_offloading
+from tests.npu.on_device.test_offloading import BLOCK_SIZE, LENGTHS
 from vllm_npu_prep.attention.mooncake_store import AfterSteps, Loads
 from vllm_npu_prep.device import copy_stream
 
-BLOCK_SIZE = 16
-LENGTHS, OTHERS = [61, 90, 33], [100, 110]
-DECODES = graphs("FULL_DECODE_ONLY", 4, async_scheduling=True)
+OTHERS = [100, 110]
 CASES = {
-    "fia": ("Qwen3", {}, DECODES, "float16"),
-    "atb": ("Qwen3", {}, {"async_scheduling": False}, "float16"),
+    "fia": test_offloading.CASES["fia"],
+    "atb": test_offloading.CASES["atb"],
     "latent": (
         "DeepseekV3",
         {**LATENT_ON_NPUS, **V3_EXPERTS_ON_NPUS, "spread": 0.1, "embedding_scale": 20},
