@@ -1,7 +1,7 @@
 """A pool of K and V that engines share: vLLM's connector to Mooncake's store, for planes.
 
-Each block of a prompt is one object of the store, under a hash of all tokens up to its end. What is
-stored and found, and which blocks a step may not give to others meanwhile, are upstream's books.
+Each block of a prompt is one object of the store, under a hash of all tokens up to its end.
+Upstream decides what is stored and found, and which blocks a step may not give to others meanwhile.
 Here an object consists of the planes of a block, each a region of its own, and threads wait for the
 device:
 

@@ -43,7 +43,7 @@ def choose_exchange(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     group: Any = get_ep_group()
     communicator = group.device_communicator
     if not why and not communicator.may_exchange:
-        why = "it does not take those of the model that drafts for them, or for which they draft"
+        why = "a model and its drafter exchange alike, and MC2 does not take the other's experts"
     if why:
         logger.info("Experts get gathered tokens; MC2 is not used: %s.", why)
         communicator.mc2, communicator.may_exchange = None, False
