@@ -31,7 +31,10 @@ TESTS = (
 def main(arguments: list[str]) -> int:
     """Run a slice; exit code 1 if a test of the run failed or nothing could be collected."""
     if platform.machine() != "aarch64":
-        print("tests.aarch64 runs on aarch64 alone; make test-aarch64 starts it on an x86-64 host", file=sys.stderr)
+        print(
+            "tests.aarch64 runs on aarch64 alone; make test-aarch64 starts it on an x86-64 host",
+            file=sys.stderr,
+        )
         return 2
     parser = slice_parser("tests.aarch64", __doc__)
     options, chosen = parser.parse_known_args(arguments)

@@ -197,10 +197,8 @@ class NPUModelRunnerV2(RunnerSetupV2):
         samples = self._last_samples(requests)
         batch = self._step_batch(scheduler_output, requests, samples)
         # 1 padding: decided first, from counts alone; data-parallel ranks agree on it
-        num_loras = (
-            len(self.lora_state.get_activate_loras(requests.req_ids)) if self.lora_config else 0
-        )
-        decision = self.padding.decide(batch, 0, num_loras)
+        loras = self.lora_state.get_activate_loras(requests.req_ids) if self.lora_config else ()
+        decision = self.padding.decide(batch, 0, len(loras))
         # 2 layout: where each array lives, a function of the padded sizes
         layout = preparer.layout(decision.padding)
         staged = preparer.staging.acquire(layout)
