@@ -394,6 +394,15 @@ def test_a_file_is_opened_once_for_all_its_small_tensors(model, tmp_path, monkey
     assert len(opened) == 1
 
 
+def test_the_last_word_of_a_row_may_be_partly_filled(model, tmp_path):
+    QUANTIZE(model, tmp_path / "int4", **FORMS["int4"])
+    change_tensors(
+        tmp_path / "int4", changed(f"{Q}.weight_shape", lambda s: s - s.new_tensor([0, 7]))
+    )
+    config = engine_config(tmp_path / "int4")
+    assert config.quant_config is not None
+
+
 def test_modules_are_left_out_by_name_and_pattern(model, tmp_path):
     QUANTIZE(model, tmp_path / "int8", "compressed-tensors", keep=("layers.0.mlp",))
     headers = read_headers(tmp_path / "int8")
