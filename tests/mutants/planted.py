@@ -75,7 +75,8 @@ TRANSFER_ON_NPU = (
     "tests/npu/on_device/test_kv_transfer.py::test_one_engine_computes_prompts_and_another_decodes_them"
     "[latent]",
 )
-TWO_RANKS = ("tests/quantization/test_ranks.py",)
+TWO_RANKS = ("tests/engine/test_kv_transfer.py::test_ranks_of_an_int8_model_store_load_and_refuse",)
+INT8_RANKS = ("tests/quantization/test_ranks.py",)
 DRAFTS_AFTER_SLEEP = "tests/engine/test_sleep.py::test_drafts_are_accepted_as_before_after_sleeps"
 WINDOWS = ("tests/engine/test_windows.py",)
 WINDOWS_ON_NPU = ("tests/npu/on_device/test_windows.py",)
@@ -133,6 +134,7 @@ FAILURES = ("tests/device/test_failures.py",)
 FAULTS = ("tests/engine/test_faults.py",)
 REAL = "tests/engine/test_real_model.py::test_chats_in_graphs_have_the_tokens_of_transformers"
 REAL_TEXT, V2_REAL_TEXT = (f"{REAL}[FULL_DECODE_ONLY]",), (f"{REAL}[FULL_DECODE_ONLY-V2]",)
+MASKS = ("tests/attention/test_mask_cache.py",)
 COMPILED = ("tests/attention/test_compiled_kernels.py",)
 LATENT_COMPILED = ("tests/attention/test_latent.py::test_a_step_equals_the_formula",)
 EVERY_STATE = (
@@ -374,12 +376,12 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("layers with chunks keep vLLM's backend", "layer.attn_backend, layer.impl", "_, layer.impl", (f"{CHUNKS_ENGINE[0]}::test_graphs_keep_the_tokens",)),
     ],
     "attention/mask_cache.py": [
-        ("real text: a token sees the one after it", "self._compressed = ones.triu_(1)", "self._compressed = ones.triu_(2)", REAL_TEXT),
+        ("a token sees the one after it", "self._compressed = ones.triu_(1)", "self._compressed = ones.triu_(2)", MASKS),
         ("rows of the device mask by index, not by position", "index_select(0, positions)", "index_select(0, torch.arange(len(positions)))", CORE),
         ("mask cache changes a matrix in flight", "        matrix = self._matrices.get((sliding_window, value))\n", "        matrix = self._matrices.get((sliding_window, value))\n        _ = matrix.zero_() if matrix is not None else None\n", CORE),
         ("npu: wrong dtype of the constant mask", "torch.ones(size, size, dtype=torch.int8", "torch.ones(size, size, dtype=torch.float32", FIA),
         ("npu: dense mask with strides", ".contiguous()", "", ATB),
-        ("mask rows of positions in a request for chunks", "positions = positions % plan.attention_chunk_size", "positions = positions.clamp(max=plan.attention_chunk_size - 1)", ("tests/attention/test_mask_cache.py",)),
+        ("mask rows of positions in a request for chunks", "positions = positions % plan.attention_chunk_size", "positions = positions.clamp(max=plan.attention_chunk_size - 1)", MASKS),
     ],
     "attention/metadata.py": [
         ("attention in a full graph sees real tokens only", "self.num_input_tokens if self.in_full_graph else self.num_actual_tokens", "self.num_actual_tokens", GRAPHS),
@@ -893,9 +895,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "quantization/modelslim.py": [
         ("int4: groups have the second scale of the next one", "scale = scale * second", "scale = scale * second.roll(-1, 1)", W4A8_TOKENS),
-        ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", TWO_RANKS),
+        ("int8: each rank takes the offset out", "layer.tp_rank > 0:", "layer.tp_rank > 9:", INT8_RANKS),
         ("int8: scales kept as bits are read as numbers", "scale.to(torch.int32).view(torch.float32)", "scale.float()", ("tests/engine/test_quantization.py::test_scales_kept_as_bits_are_those_kept_as_numbers",)),
-        ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", TWO_RANKS),
+        ("int8: each of two ranks has its neighbour's scales", "made[name] = _parameter(ChannelQuantScaleParameter, loader, data, output_dim=0)", "made[name] = _parameter(ChannelQuantScaleParameter, lambda p, w, *a: loader(p, w.roll(len(w) // 2, 0), *a), data, output_dim=0)", INT8_RANKS),
     ],
     "quantization/modules.py": [
         ("int8: a model that drafts forgets which of its modules are fused", 'getattr(self, "_fused", FUSED_MODULES)', "FUSED_MODULES", INT8_FILES),
