@@ -17,6 +17,7 @@ from tests.resume.plugin import Recorder
 from tests.resume.tree import RESULTS
 
 SETTINGS = {"NPU_PREP_TEST_EXAMPLES": "20", "NPU_PREP_TEST_STEPS": "30"}
+SETTINGS["NPU_PREP_TEST_SECONDS"] = "7200"  # an emulated card takes half an hour to begin
 SETTINGS["PYTEST_ADDOPTS"] = "-p no:npu_prep_matrix"  # whose cells are of x86-64
 TOKENS = "tests/npu/on_device/test_tokens.py::test_tokens_are_the_best_by_transformers"
 TESTS = (
