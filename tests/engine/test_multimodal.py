@@ -132,6 +132,7 @@ def test_v2_sees_what_v1_sees(vision_models, references, seed, which):
         for _ in range(2):
             outputs = serve(llm, requests, greedy(MAX_TOKENS))
             assert tokens_of(outputs) == [answer.tokens for answer in answers]
+            runner._dummy_run(20)  # as an engine that idles beside others, in graphs of pieces
         kinds = runner.padding.counts.by_kind
     assert (preempted["preempted"] > 0) == (which != "graphs")
     assert which != "graphs" or REPLAYED["FULL_AND_PIECEWISE"] <= set(kinds)
@@ -385,14 +386,17 @@ def test_mtp_layers_read_images_on_v2_as_on_v1(tmp_path, seed):
     answers = Reference(model).answers(requests, MAX_TOKENS)
     settings = SETTINGS | graphs("FULL_AND_PIECEWISE", 4, 16, 32) | {"async_scheduling": False}
     settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
-    drafts = {}
+    drafts, shifts = {}, set()
     for runner in RUNNERS:
         with engine_of(runner, model, **settings) as llm:
             drafts[runner] = record_drafts(runner_of(llm))
+            shifts = record_shifts(runner_of(llm)) if runner == "V2" else shifts
             outputs = serve(llm, requests, greedy(MAX_TOKENS))
         assert tokens_of(outputs) == [answer.tokens for answer in answers]
     assert len({*drafts["V1"]}) > MAX_TOKENS
     assert sorted(drafts["V2"]) == sorted(drafts["V1"])
+    of_answers = {row.positions[0, -1] + 1 - row.positions.shape[1] for row in answers}
+    assert len(of_answers) > 2 and of_answers <= shifts  # and those of cut prompts
 
 
 def record_drafts(runner) -> list[tuple[int, ...]]:
@@ -410,6 +414,20 @@ def record_drafts(runner) -> list[tuple[int, ...]]:
 
     setattr(drafter, name, recorded)
     return drafts
+
+
+def record_shifts(runner) -> set[int]:
+    """By how much tokens rotate beside their places, in V2's draft passes after the first one."""
+    run, shifts = runner.speculator.passes.run, set()
+
+    def recorded(tokens, rotations, hidden_states, metadata, slots, size, *images):
+        if metadata and not images:  # a pass after the first one
+            of_attention = next(one for one in metadata.values() if hasattr(one, "seq_lens"))
+            shifts.update((rotations[0] - of_attention.seq_lens + 1).tolist())
+        return run(tokens, rotations, hidden_states, metadata, slots, size, *images)
+
+    runner.speculator.passes.run = recorded
+    return shifts
 
 
 def watch_draft_passes(llm) -> list[tuple[int, dict, dict]]:

@@ -15,6 +15,7 @@ from tests.helpers.scenarios import small, view_of, with_an_image
 from tests.inspect.test_record import NAMES, scenario_of
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.explain import explain_json, summary
+from vllm_npu_prep.inspect.texts import input_texts
 from vllm_npu_prep.inspect.view import StepView
 from vllm_npu_prep.prep.embeds import Placeholders
 from vllm_npu_prep.records.record import StepRecord
@@ -166,6 +167,15 @@ def test_texts_of_tokens_are_shown_where_a_tokenizer_is(place, tmp_path, capsys,
     assert r"'\n\x1b'" in shown
     page = (tmp_path / "page.html").read_text()
     assert "&#39; Paris&#39;" in page
+
+
+def test_tokens_that_the_host_did_not_know_have_no_words(tmp_path):
+    """A record has rows of the last step's samples in their place, which may be a word's number."""
+    save_words(tmp_path, {1003: " Paris", 2002: " Rome"})
+    record = recorded(small())
+    on_device = np.arange(len(record.prepared["input_ids"])) == 1
+    record = replace(record, prepared=record.prepared | {"is_on_device": on_device})
+    assert input_texts(tmp_path / "step-000000.npz", record)[:2] == [" Paris", None]
 
 
 @pytest.mark.parametrize(
