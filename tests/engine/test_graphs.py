@@ -87,6 +87,18 @@ def test_long_mixed_traffic_equals_eager(qwen3, seed, mode, runner_name):
     assert set(counts) >= REPLAYED[mode]
 
 
+@pytest.mark.parametrize("runner_name", RUNNERS)
+def test_graphs_of_decodes_serve_no_other_batch(qwen3, runner_name):
+    """Five tokens of two prompts would fit a graph that was captured for eight decodes."""
+    with engine_of(runner_name, qwen3, max_num_seqs=8, **graphs("FULL_DECODE_ONLY", 8)) as llm:
+        generate(llm, [[5, 6, 7], [8, 9]], greedy(4))
+        counts = dict(runner_of(llm).padding.counts.by_kind)
+    assert counts.pop("full graph") >= 3
+    assert set(counts) == {
+        "eager: not a uniform decode, the only kind that FULL_DECODE_ONLY captures"
+    }
+
+
 def planted_slot_0(step):
     step.arrays.slot_mapping[:, step.total_num_scheduled_tokens :] = 0
 

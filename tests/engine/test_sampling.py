@@ -137,17 +137,19 @@ def test_processors_of_one_batch_leave_each_other_alone(llm, logits_of, seed):
 
 
 def test_lists_may_be_longer_than_rows_of_upstream_s_v2(model, seed, llm):
-    """There they would end the engine."""
+    """There they would end the engine. The next requests, in the same rows, have short ones."""
     prompts = prompts_of(seed, [9, 20, 30])
     long = {"stop_token_ids": [*range(2, 400)], "min_tokens": 3}, {"allowed_token_ids": [5] * 1025}
     asked = [
         SamplingParams(temperature=0, max_tokens=4, detokenize=False, **given)
-        for given in (*long, {"ignore_eos": True})
+        for given in (*long, {"ignore_eos": True}, {"ignore_eos": True, "logit_bias": {3: -99.0}})
     ]
-    late, allowed, plain = tokens_of(run(llm, prompts, asked))
+    late, allowed, plain = tokens_of(run(llm, prompts, asked[:3]))
     assert len(late) >= 3 and not {*late[:3]} & {EOS, *range(2, 400)}
     assert allowed == [5] * 4
-    assert [plain] == huggingface.reference(model, prompts[2:], 4)
+    expected = huggingface.reference(model, prompts, 4)
+    assert plain == expected[2]
+    assert tokens_of(run(llm, prompts, asked[3])) == expected
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(llm, seed):
