@@ -13,7 +13,7 @@ from tests.helpers.pooling import check_close, hidden_states, normalized, pooled
 from tests.helpers.prompts import prompts_of
 from tests.helpers.quantized import QUANTIZE, change_tensors, tensors_in
 from tests.helpers.v2 import RUNNERS, engine_of, on_both
-from tests.helpers.watch import count_states
+from tests.helpers.watch import count_preemptions, count_states
 from vllm_npu_prep.compat.releases import is_since
 from vllm_npu_prep.errors import PrepError
 
@@ -76,11 +76,15 @@ def test_embeddings_of_a_causal_model_in_chunks(qwen3, seed, settings, runner):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_rows_for_each_token_outlive_the_steps_of_their_chunks(qwen3, seed, runner):
+    """Those of a prompt that is preempted between two of them count once (vllm#55192)."""
     prompts = prompts_of(seed, LENGTHS)
     config = {"pooler_config": {"task": "token_embed"}, "max_num_batched_tokens": 48}
-    with engine_of(runner, qwen3, **POOLING, **config) as llm:
+    few = {"block_size": 16, "num_gpu_blocks_override": 12, "long_prefill_token_threshold": 16}
+    with engine_of(runner, qwen3, **POOLING, **config, **few) as llm:
+        preempted = count_preemptions(llm)
         got = pooled(llm, prompts, "token_embed")
     check_close(got, [normalized(rows) for rows in hidden_states(qwen3, prompts)])
+    assert preempted["preempted"] > 0
 
 
 @pytest.mark.parametrize(("form", "runner"), on_both({each: each for each in ("pieces", "int8")}))

@@ -128,17 +128,15 @@ class Engine:
     def _add(self, name: str, ask: Ask, params: SamplingParams) -> None:
         """Process a prompt, then send its request, as `LLM` and servers do."""
         prompt = dict(as_input(ask.prompt)) | ({"cache_salt": ask.salt} if ask.salt else {})
-        given = {"lora_request": self._adapter(ask), "priority": ask.priority}
+        adapter = self.adapter(ask.adapter, ask.adapter_name) if ask.adapter else None
+        given = {"lora_request": adapter, "priority": ask.priority}
         self.core.add_request(name, self.llm._preprocess_cmpl_one(prompt), params, **given)
 
-    def _adapter(self, ask: Ask) -> LoRARequest | None:
-        if not ask.adapter:
-            return None
-        folder = self.folder / f"{ask.adapter}"
+    def adapter(self, number: int, name: str = "") -> LoRARequest:
+        folder = self.folder / f"{number}"
         if not folder.exists():
-            self.overwrite(ask.adapter, ask.adapter)
-        name = ask.adapter_name or f"adapter {ask.adapter}"
-        return LoRARequest(name, ask.adapter, str(folder))
+            self.overwrite(number, number)
+        return LoRARequest(name or f"adapter {number}", number, str(folder))
 
     def overwrite(self, number: int, weights: int) -> None:
         """Put the weights of an adapter into a folder, which has those of another one perhaps."""
@@ -233,6 +231,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "reset": lambda engine: engine.core.reset_prefix_cache(reset_running_requests=True),
     "reset images": lambda engine: engine.core.reset_encoder_cache(),
     "overwrite": Engine.overwrite,
+    "load": lambda engine, number: engine.core.add_lora(engine.adapter(number)),
     "unload": lambda engine, number: engine.core.remove_lora(number),
 }
 """Calls between steps, by name."""

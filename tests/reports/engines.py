@@ -63,13 +63,20 @@ ENGINES = {
     "hybrid, ngram": Kind(HYBRID, LONG | SYNC, "ngram"),
     "hybrid, mtp": Kind(HYBRID, LONG, "mtp", 2),
     "windows": Kind("Gemma3ForCausalLM", {}),
+    "windows, eagle": Kind("Gemma3ForCausalLM", {}, "eagle"),
     "images": Kind(SEES, {"max_model_len": 256}),
     "images, small cache": Kind(SEES, {"max_model_len": 256, "mm_processor_cache_gb": 2e-4}),
     "images, few blocks": Kind(SEES, {"max_model_len": 256, "num_gpu_blocks_override": 18}),
     "images, hybrid": Kind("Qwen3_5ForConditionalGeneration", LONG),
+    "images, offloading": Kind(
+        SEES, {"max_model_len": 256, "num_gpu_blocks_override": 18, "kv_offloading_size": 0.02}
+    ),
     "images, eagle3": Kind(SEES, {"max_model_len": 256}, "eagle3", 2),
     "hybrid, thinks": Kind(HYBRID, LONG | BUDGETS, "mtp", 2),
     "eagle, thinks": Kind(QWEN3, BUDGETS, "eagle"),
     "offloading": Kind(QWEN3, FEW_BLOCKS | HOST),
     "adapters, offloading": Kind(QWEN3, FEW_BLOCKS | HOST | ADAPTERS),
+    "hybrid, offloading": Kind(
+        HYBRID, LONG | {"num_gpu_blocks_override": 16, "kv_offloading_size": 0.05}
+    ),
 }

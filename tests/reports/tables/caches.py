@@ -62,6 +62,16 @@ REPORTS = (
         *(Ask(f"r{n}", words(9 + 9 * n, n + 1), 16, at=n, adapter=n % 4) for n in range(8)),
     ),
     report(
+        "vllm#47724",
+        "adapters that are loaded beside running requests take nobody's place",
+        "adapters",
+        Ask("one", words(20), 24, adapter=1),
+        Ask("two", words(21, 2), 24, adapter=2),
+        Call("load", ("one", 5), {"number": 3}),
+        Call("load", ("one", 9), {"number": 4}),
+        Ask("three", words(22, 3), 12, at=("one", 12), adapter=3),
+    ),
+    report(
         "vllm#44250",
         "blocks on the host are an adapter's, too",
         "adapters, offloading",
@@ -80,6 +90,15 @@ REPORTS = (
         Ask("again", words(300), 8, at="first"),
         Ask("other", words(280) + words(40, 2), 8, at="again"),
         expect={"again": {"cached": 256}, "other": {"cached": 256}},
+    ),
+    report(
+        "vllm#54302",
+        "a hybrid's states and blocks come back from the host together",
+        "hybrid, offloading",
+        *(Ask(f"r{n}", words(300, n + 1), 8, at=f"r{n - 1}" if n else 0) for n in range(4)),
+        *(Ask(f"again{n}", words(300, n + 1) + words(20, 9), 8, at="r3") for n in range(4)),
+        *(Ask(f"part{n}", words(280, n + 1) + words(99, 19), 8, at="again3") for n in range(4)),
+        happened=("stored",),
     ),
     report(
         "sgl-project/sglang-jax#1317",
@@ -110,6 +129,15 @@ REPORTS = (
         Ask("again", words(90), 8, at="first"),
         Ask("other", words(70) + words(20, 2), 8, at="again"),
         happened=("cached",),
+    ),
+    report(
+        "vllm#33270",
+        "prefixes are found beside windows and drafts",
+        "windows, eagle",
+        Ask("first", words(90), 8),
+        Ask("again", words(90), 8, at="first"),
+        Ask("other", words(70) + words(20, 2), 8, at="again"),
+        expect={"again": {"cached": 32}},
     ),
     report(
         "vllm#46014",

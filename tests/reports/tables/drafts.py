@@ -55,6 +55,15 @@ REPORTS = (
         happened=("changed",),
     ),
     report(
+        "sgl-project/sglang-jax#1293",
+        "each request's own temperature and filters draw its tokens",
+        "eagle",
+        Ask("greedy", words(20, 3), 24),
+        Ask("hot", words(9), 24, params=seeded(1, temperature=1.5)),
+        Ask("few", words(30, 2), 24, params=seeded(2, top_k=3)),
+        Ask("likely", words(40, 4), 24, params=seeded(3, top_p=0.5, temperature=0.7)),
+    ),
+    report(
         "vllm#31908",
         "bad words of a request that isn't the first one of the batch",
         "eagle",
@@ -221,6 +230,17 @@ REPORTS = (
         Ask("again", words(280), 16, at="first"),
         Ask("longer", words(270) + words(20, 2), 16, at=("again", 3)),
         Ask("other", words(140) + words(20, 4), 16, at=("again", 3)),
+        happened=("cached",),
+    ),
+    report(
+        "vllm#51113",
+        "chunks of prompts that share steps end where their states are kept",
+        "hybrid, mtp",
+        *(Ask(f"r{n}", words(280 + 3 * n, n + 1), 8) for n in range(4)),
+        *(
+            Ask(f"again{n}", words(280 + 3 * n, n + 1) + words(30, 9), 12, at="r3")
+            for n in range(4)
+        ),
         happened=("cached",),
     ),
     report(

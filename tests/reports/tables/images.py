@@ -6,6 +6,7 @@ from tests.reports.report import Ask, Call, report
 QUESTION = "What is a slot mapping?"
 IMAGES = [make_image(70 + n, 40 + 8 * n, 32) for n in range(5)]
 LARGE = make_image(80, 90, 60)
+SIMILAR = [make_image(150 + n, 90, 60) for n in range(11)]
 LONG = "Of a slot mapping, of a block table and of a step. " * 24
 
 REPORTS = (
@@ -116,5 +117,25 @@ REPORTS = (
         Ask("b", chat(IMAGES[2], QUESTION), 16, at=1),
         Ask("again", chat("Compare ", IMAGES[0], LARGE, QUESTION), 16, at="a"),
         happened=("ChunkedPrefill",),
+    ),
+    report(
+        "vllm#45347",
+        "an image at the end of a prompt is kept until drafts no longer read it",
+        "images, eagle3",
+        *(Ask(f"r{n}", chat(QUESTION * (n + 1), LARGE), 20, at=n) for n in range(4)),
+        *(Ask(f"s{n}", chat("Why? " * n, IMAGES[n], LARGE), 20, at=("r0", 3)) for n in range(4)),
+    ),
+    report(
+        "LMCache#4086",
+        "blocks on the host are those of an image, not of its place in the text",
+        "images, offloading",
+        *(
+            Ask(f"r{n}", chat(SIMILAR[n], QUESTION), 6, at=f"r{n - 1}" if n else 0)
+            for n in range(8)
+        ),
+        *(Ask(f"again{n}", chat(SIMILAR[n], QUESTION), 8, at="r7") for n in range(4)),
+        *(Ask(f"new{n}", chat(SIMILAR[8 + n], QUESTION), 8, at="again3") for n in range(3)),
+        expect={f"again{n}": {"cached": 32} for n in range(4)},
+        happened=("stored",),
     ),
 )

@@ -49,6 +49,14 @@ REPORTS = (
         Ask("other", words(9, 3), 16, params=seeded(7, temperature=0.8)),
     ),
     report(
+        "torch-spyre/sendnn-inference#542",
+        "more tokens than the vocabulary has may be drawn from, beside a greedy request",
+        "plain",
+        Ask("greedy", words(20, 3), 16),
+        Ask("many", words(30, 2), 16, params=seeded(2, top_k=9_999_999)),
+        Ask("one", words(9), 16, params=seeded(1, top_k=1)),
+    ),
+    report(
         "tenstorrent/tt-metal#46350",
         "seeds follow requests when the batch closes its gaps",
         "sync",

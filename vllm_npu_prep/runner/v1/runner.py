@@ -164,6 +164,9 @@ class NPUModelRunner(RunnerSetup):
         super()._update_states(scheduler_output)
         for req_id in embedded:  # no ids, so no log-probabilities
             self.num_prompt_logprobs.pop(req_id, None)
+        for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            if (states := self.requests[req_id].pooling_states) is not None:
+                states.clean()  # upstream keeps rows of chunks that are computed again
 
     def _prepare_inputs(
         self,
