@@ -141,7 +141,37 @@ def test_captured_attention_that_loses_keys_is_found(tmp_path, version):
     outcome, _ = run_row(row, context)
     api.register_reference(**own._asdict())
     found = outcome["verdict"], outcome["got"].partition(":")[0]
-    assert found == ("DIFFERS", "replayed with other lengths")
+    assert found == ("DIFFERS", "replayed with other numbers")
+
+
+def test_captured_experts_that_keep_their_rows_are_found(tmp_path):
+    """The sizes of their groups are a tensor: a kernel kept those that it was captured with."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    operator, kept = "npu::npu_grouped_matmul", []
+    (own,) = (each for each in REFERENCES if (each.name, each.overload) == (operator, ""))
+
+    def wrong(*args, **given):
+        if api._launcher().emulator_in_launch() == api.OF_A_GRAPH:
+            kept.append(given["group_list"].clone())
+            given["group_list"] = kept[0]
+        return own.function(*args, **given)
+
+    x, weight = ({"dtype": "bfloat16", "shape": shape} for shape in ([64, 32], [4, 32, 48]))
+    given = {
+        "x": [x],
+        "weight": [weight],
+        "group_list": {"dtype": "int64", "shape": [4], "values": [0] * 4},
+        **{"split_item": 2, "group_type": 0, "group_list_type": 1},
+    }
+    (row,) = rows_of([Call(operator, given, captured=True)])
+    context = RowContext(make_device("npu"), tmp_path)
+    assert run_row(row, context)[0]["verdict"] == "same"
+    api.register_reference(**own._replace(function=wrong)._asdict())
+    outcome, _ = run_row(row, context)
+    api.register_reference(**own._asdict())
+    found = outcome["verdict"], outcome["got"].partition(":")[0]
+    assert found == ("DIFFERS", "replayed with its own numbers")
 
 
 def test_a_captured_call_is_noted_with_the_numbers_of_its_step():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls.fitting import fit
+from vllm_npu_prep.verify.calls.fitting import fit, other_numbers
 
 FORMAT = "vllm_npu_prep calls 1"
 """What the first line of a list names itself."""
@@ -182,6 +182,12 @@ def made_arguments(call: Call, seed: int) -> dict[str, Any]:
     found = {name: made(value, random) for name, value in call.arguments.items()}
     fit(call.name.partition(".")[0], found, random)
     return found
+
+
+def told_arguments(call: Call, host: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Choose what a graph of a call may be told at a replay in place of arguments of the host."""
+    random = torch.Generator().manual_seed(seed)
+    return other_numbers(call.name.partition(".")[0], host, random)
 
 
 def moved_arguments(
