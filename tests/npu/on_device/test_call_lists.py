@@ -10,7 +10,7 @@ from ascend_emulator.operators import REFERENCES, elementwise
 from tests.helpers import models
 from tests.helpers.engine import make_model
 from tests.helpers.quantized import QUANTIZE
-from tests.npu.models import WIDE_EXPERTS
+from tests.npu.models import INDEXED, WIDE_EXPERTS
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.verify.calls.call import Call, read_list
 from vllm_npu_prep.verify.calls.expected_attention import OLDER_NAMES
@@ -200,7 +200,7 @@ def rows_routed(calls: list[Call]) -> set[int]:
     "kind",
     [
         *("int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points"),
-        *("experts", "data-parallel ranks", "W4A8"),
+        *("experts", "data-parallel ranks", "W4A8", "sparse attention"),
     ],
 )
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
@@ -209,6 +209,8 @@ def test_other_models_give_what_their_formulas_say(kind, tmp_path):
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}
+    elif kind == "sparse attention":
+        model, others = make_model(tmp_path / "model", "DeepseekV32", **INDEXED), {}
     elif kind == "W4A8":
         wide = make_model(tmp_path / "float", "Qwen3Moe", **WIDE_EXPERTS)
         model, others = tmp_path / "int4", {}
