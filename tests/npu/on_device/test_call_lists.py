@@ -101,7 +101,7 @@ def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
     api.register_reference(elementwise.SWIGLU, swiglu)
     outcome, _ = run_row(row, RowContext(make_device("npu"), tmp_path))
     api.register_reference(elementwise.SWIGLU, elementwise.swiglu)
-    how = "captured and replayed" if wrong_in == "a graph" else "written by another stream"
+    how = "captured and replayed" if wrong_in == "a graph" else "made again"
     assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
 
 

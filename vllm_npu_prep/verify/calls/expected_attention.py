@@ -79,7 +79,7 @@ def _attention(a: Arguments) -> list[Expected]:
         heads = a.get("num_key_value_heads") or a["num_heads"]
         key, value = (each.reshape(len(each), heads, -1) for each in (key, value))
         own = some_rows(end - begin)
-        seen = formulas.visible(end - begin, len(key), window, causal)[own]
+        seen = formulas.visible(end - begin, len(key), window, causal, own)
         output, lse = formulas.attention(query[begin:end][own], key, value, scale, seen)
         rows.append(own + begin)
         parts.append(output)

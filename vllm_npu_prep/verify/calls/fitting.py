@@ -280,6 +280,12 @@ def _rows(a: Made, random: torch.Generator) -> None:
     index.copy_(torch.randperm(count, generator=random)[torch.arange(len(index)) % count])
 
 
+def _sums_near_one(a: Made, random: torch.Generator) -> None:
+    """Draw smaller weights in float32: rounding of larger sums shows where a sum is nearly 0."""
+    if a["weight"].dtype is torch.float32:
+        a["weight"].div_(a["weight"].shape[-1] ** 0.5)
+
+
 def _positive(a: Made, random: torch.Generator) -> None:
     a["self"].abs_()
 
@@ -354,6 +360,7 @@ NUMBERS: Mapping[str, tuple[tuple[str, ...], Callable[[Made, torch.Generator], N
 replay, or that other operators of the graph compute, and a function that chooses unknown ones."""
 
 FITS: Mapping[str, Callable[[Made, torch.Generator], None]] = {
+    "linear": _sums_near_one,
     "npu_add_rms_norm_quant": _scales(STEP, "scales1"),
     "npu_chunk_gated_delta_rule": _rule,
     "npu_dequant_swiglu_quant": _rounded_rows,
