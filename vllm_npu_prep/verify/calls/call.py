@@ -194,13 +194,13 @@ def moved_arguments(
     call: Call, host: Mapping[str, Any], put: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
     """Bring a call's arguments to where `put` takes tensors; those of the host stay."""
-    return {name: _moved(value, host[name], put) for name, value in call.arguments.items()}
+    return {name: moved(value, host[name], put) for name, value in call.arguments.items()}
 
 
-def _moved(given: Any, value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def moved(given: Any, value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Bring whole storages to the device, and lay the strides of the call over them."""
     if isinstance(value, list):
-        return [_moved(*each, put) for each in zip(given, value)]
+        return [moved(*each, put) for each in zip(given, value)]
     if not isinstance(value, torch.Tensor) or given.get("host"):
         return value
     whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())

@@ -18,7 +18,13 @@ import torch
 import torch_npu
 from torch.utils._pytree import tree_leaves
 
-from vllm_npu_prep.verify.calls.call import Call, made_arguments, moved_arguments, told_arguments
+from vllm_npu_prep.verify.calls.call import (
+    Call,
+    made_arguments,
+    moved,
+    moved_arguments,
+    told_arguments,
+)
 from vllm_npu_prep.verify.calls.expected import Expected, expected_of
 from vllm_npu_prep.verify.calls.expected_part import LEVELS, ONE_LEVEL
 from vllm_npu_prep.verify.calls.forms import form_of
@@ -156,11 +162,13 @@ class _MadeCall:
 
     def _fill(self, numbers: Mapping[str, Any] = OWN) -> None:
         """Put the arguments' first values back, or other numbers; the operator may write some."""
-        fresh = moved_arguments(self._call, {**self._host, **numbers}, self._put)
-        for old, new in zip(tree_leaves(self.arguments), tree_leaves(fresh)):
-            # What is expanded has several elements in one place, and is only read
-            if isinstance(old, torch.Tensor) and old.device.type != "cpu" and 0 not in old.stride():
-                old.copy_(new)
+        for name, argument in self.arguments.items():  # one at a time: weights are large
+            fresh = moved(self._call.arguments[name], {**self._host, **numbers}[name], self._put)
+            for old, new in zip(tree_leaves(argument), tree_leaves(fresh)):
+                # What is expanded has several elements in one place, and is only read
+                is_there = isinstance(old, torch.Tensor) and old.device.type != "cpu"
+                if is_there and 0 not in old.stride():
+                    old.copy_(new)
 
     def results(self, numbers: Mapping[str, Any] = OWN) -> list[torch.Tensor]:
         return [each.clone() for each in self._results_of(self._run(numbers))]
