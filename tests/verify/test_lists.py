@@ -18,6 +18,7 @@ from tests.helpers.emulator import emulate, why_no_emulator
 from tests.verify.forms import UNMET, elements, form_of, is_tensor, listed
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
+from vllm_npu_prep.verify import children
 from vllm_npu_prep.verify.calls import lists
 from vllm_npu_prep.verify.calls.call import (
     Call,
@@ -171,6 +172,17 @@ def test_whole_numbers_are_read_back_from_runs(values):
 def refusal(capsys: Any, *options: str) -> str:
     assert main(["verify-device", *options]) == 2
     return capsys.readouterr().err.strip()
+
+
+def test_a_folder_is_recorded_by_its_configuration(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(children, "record_calls", lambda settings, *_: told.append(settings))
+    config = tmp_path / "config.json"
+    config.touch()
+    record = "--record", str(tmp_path / "calls.jsonl")
+    for model in (tmp_path, config):
+        assert main(["verify-device", "--model", str(model), "--tp", "2", *record]) == 0
+    assert told == [{"model": str(tmp_path), "tensor_parallel_size": 2}] * 2
 
 
 def test_an_unknown_model_names_those_that_have_a_list(capsys):
