@@ -1391,7 +1391,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("graphs are told short contexts alone", "[room, *beside]", "[size, *beside]", LONG_CONTEXTS),
         ("graphs of one version of attention are told no lengths", '("block_table", "actual_seq_kvlen"),', "(),", LONG_CONTEXTS),
         ("graphs are told no other sizes of groups", '(("group_list",), _sizes_of_groups)', "((), _sizes_of_groups)", CAPTURED_EXPERTS),
-        ("rows are written to one place by chance", "index.copy_(torch.randperm(count, generator=random)[torch.arange(len(index)) % count])", "pass", CALLS),
+        ("rows are written to one place by chance", "    index.copy_(torch.randperm(count, generator=random)[places].view(index.shape))", "    pass", CALLS),
         ("graphs read the null block alone", "        table.masked_fill_(~table.any(), -1)\n", "", LONG_CONTEXTS),
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],

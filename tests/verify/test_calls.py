@@ -231,6 +231,20 @@ def test_a_cache_write_leaves_other_blocks():
         assert found.values.flatten().tolist() == [0, 1, 2, 50, 70, 5, 6, 7]
 
 
+def test_a_write_of_keys_leaves_other_rows():
+    """A recording has slot 0 for all padding; rows that are compared are written once."""
+    operator, plane = "npu::npu_scatter_nd_update_", torch.zeros(40, 4)
+    given = {"input": plane, "indices": torch.zeros(9, 1, dtype=torch.int32)}
+    a = remade(call_of(operator, **given, updates=torch.zeros(9, 4)))
+    assert len(a["indices"].unique()) == 9
+    (found,) = expected_of(operator, None, a)
+    written = torch.isin(found.rows, a["indices"].flatten())
+    assert written.sum() == 9 and (~written).sum() > 9
+    assert torch.equal(found.values[~written], a["input"][found.rows[~written]])
+    order = a["indices"].flatten().argsort()
+    assert torch.equal(found.values[written], a["updates"][order])
+
+
 def test_of_equal_largest_numbers_any_place_is_right():
     logits = torch.tensor([[1.0, 3.0, 3.0], [4.0, 4.0, 0.0]])
     (found,) = expected_of("aten::argmax", None, {"self": logits, "dim": -1})

@@ -276,8 +276,17 @@ def _of_four_bits(
 
 def _rows(a: Made, random: torch.Generator) -> None:
     """Take different rows: of two that are written to one place, either may remain."""
-    index, count = a["index"], a["self"].shape[a["dim"]]
-    index.copy_(torch.randperm(count, generator=random)[torch.arange(len(index)) % count])
+    _different(a["index"], a["self"].shape[a["dim"]], random)
+
+
+def _slots_of_rows(a: Made, random: torch.Generator) -> None:
+    """Write to different rows: all padding goes to one, where any of it may remain."""
+    _different(a["indices"], len(a["input"]), random)
+
+
+def _different(index: torch.Tensor, count: int, random: torch.Generator) -> None:
+    places = torch.arange(index.numel()) % count
+    index.copy_(torch.randperm(count, generator=random)[places].view(index.shape))
 
 
 def _sums_near_one(a: Made, random: torch.Generator) -> None:
@@ -350,6 +359,7 @@ NUMBERS: Mapping[str, tuple[tuple[str, ...], Callable[[Made, torch.Generator], N
         ("ssm_state_indices", "num_accepted_tokens"),
         _requests_of_rule,
     ),
+    "npu_scatter_nd_update_": (("indices",), _slots_of_rows),
     "npu_scatter_pa_kv_cache": (("slot_mapping",), _slots),
     "npu_sparse_flash_attention": (
         ("block_table", "actual_seq_lengths_kv", "sparse_indices"),
