@@ -5,7 +5,7 @@ operator comes first, if there is one. Then the operator is called on inputs tha
 just written, once more, in a graph that captured it, and twenty times to time it. The first result
 is held against float64, or against torch's form; the others have to equal it. A graph is captured
 with other lengths, blocks or experts than the call has, and told new ones before each replay. What
-takes longer than 5 seconds, as long prompts on an emulated card do, is called once eagerly.
+takes longer than 5 seconds, as long prompts do without a real card, is called once eagerly.
 """
 
 import statistics
@@ -39,7 +39,7 @@ ENOUGH = 1e6
 """Microseconds after which a call was timed long enough, however often it ran."""
 
 LONG = 5e6
-"""Microseconds that only long prompts take, on an emulated card: such a call is not made again."""
+"""Microseconds that no kernel of a real card takes: such a call is not made again."""
 
 SLOWER = 1.1
 """How many times as long as torch's form a call may take before it counts as slower."""

@@ -115,8 +115,8 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 MOVES = ("cat", "copy_", "index_copy_", "index_select")
-"""Operators that move whole weights or states and compute nothing: not widened, these fit where a
-card is emulated."""
+"""Operators that move whole weights or states and compute nothing: these are not widened, for which
+a host may lack the memory."""
 
 
 def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expected]:
