@@ -10,7 +10,7 @@ takes longer than 5 seconds, as long prompts do without a real card, is called o
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,15 +158,17 @@ class _MadeCall:
 
     def _written(self) -> list[str]:
         """Return names of arguments that the call writes; schemas don't say it of all caches."""
-        of_schema = self._schema.arguments
-        written = [a.name for a in of_schema if a.alias_info and a.alias_info.is_write]
+        given = [each for each in self._schema.arguments if each.name in self.arguments]
+        infos = {each.name: each.alias_info for each in given}
+        written = [n for n, info in infos.items() if n == "out" or (info and info.is_write)]
         if not self._schema.returns and not written:
             written = [name for name in self.arguments if name.endswith("_cache")]
         return written
 
-    def _fill(self, numbers: Mapping[str, Any] = OWN) -> None:
-        """Put the arguments' first values back, or other numbers; the operator may write some."""
-        for name, argument in self.arguments.items():  # one at a time: weights are large
+    def _fill(self, names: Iterable[str], numbers: Mapping[str, Any] = OWN) -> None:
+        """Put some arguments' first values back, or other numbers."""
+        for name in names:  # one at a time: weights are large
+            argument = self.arguments[name]
             fresh = moved(self._call.arguments[name], {**self._host, **numbers}[name], self._put)
             for old, new in zip(tree_leaves(argument), tree_leaves(fresh)):
                 # What is expanded has several elements in one place, and is only read
@@ -183,8 +185,7 @@ class _MadeCall:
         return [each.clone() for each in self._results_of(returned)], taken
 
     def again(self) -> tuple[list[torch.Tensor], float]:
-        if self._written():
-            self._fill()
+        self._fill(self._written())
         return self.timed_results()
 
     def after_a_stream(self) -> tuple[list[torch.Tensor], float]:
@@ -192,7 +193,7 @@ class _MadeCall:
         other = torch_npu.npu.Stream()
         other.wait_stream(torch_npu.npu.current_stream())
         with torch_npu.npu.stream(other):
-            self._fill()
+            self._fill(self.arguments)
         torch_npu.npu.current_stream().wait_stream(other)
         return self.timed_results()
 
@@ -203,9 +204,10 @@ class _MadeCall:
         eager result is compared with float64, too, and replayed with these and with its own.
         """
         other = told_arguments(self._call, self._host, SEED + 1)
+        changing = {*other, *self._written()}
         parts, replays = [], [("captured and replayed", OWN, first)]
         if other:
-            self._fill(other)
+            self._fill(changing, other)
             eager = self.results(other)
             expected = expected_of(self._call.operator, self._operator, {**self._host, **other})
             parts.append(_against_float64(self._call, eager, expected))
@@ -215,7 +217,7 @@ class _MadeCall:
             ]
         graph = self._captured(other)
         for how, numbers, wanted in replays:
-            self._fill(numbers)
+            self._fill(changing, numbers)
             graph.replay()
             if self._task is not None:
                 self._update(numbers)
