@@ -389,17 +389,21 @@ def decide(
 
 
 def decisions_of(vllm_config: "VllmConfig | None") -> Decisions:
-    """Return the decisions for an engine; None stands for the engine that is being built."""
+    """Return the decisions for an engine; None stands for the engine that is being built.
+
+    Layers may be made without a model, as vLLM's own tests do; their masks have no size.
+    """
     if vllm_config is None:
         from vllm.config import get_current_vllm_config
 
         vllm_config = get_current_vllm_config()
+    model = vllm_config.model_config
     return decide(
         parse_config(vllm_config.additional_config),
         vllm_config.device_config.device_type,
         KERNEL_FAMILIES,
         vllm_config.scheduler_config.max_num_batched_tokens,
-        vllm_config.model_config.max_model_len,
+        model.max_model_len if model else 0,
         max(1, len(set(_layer_types(vllm_config)))),
         graphs_need_masks(vllm_config),
     )
@@ -419,7 +423,7 @@ def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
     Decodes of one token have no mask, except with a window.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is None or not mode.has_full_cudagraphs():
+    if mode is None or not mode.has_full_cudagraphs() or not vllm_config.model_config:
         return False
     has_window = vllm_config.model_config.get_sliding_window() is not None
     return (
@@ -431,4 +435,5 @@ def graphs_need_masks(vllm_config: "VllmConfig") -> bool:
 
 
 def _layer_types(vllm_config: "VllmConfig") -> list[str]:
-    return getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or []
+    model = vllm_config.model_config
+    return (model and getattr(model.hf_text_config, "layer_types", None)) or []

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention.prefill_prefix_lm_attention import (
     PrefillPrefixLMAttention,
@@ -34,6 +35,13 @@ def test_attention_that_no_kernel_has_is_refused(name):
     assert NPUPlatform.get_attn_backend_cls(None, plain)
     with pytest.raises(PrepError, match=f"^layers with {ASKED[name][0][:10]}"):
         NPUPlatform.get_attn_backend_cls(None, plain._replace(**{name: True}))
+
+
+def test_a_layer_is_made_without_a_model():
+    """vLLM's own tests make layers so; no engine does."""
+    with set_current_vllm_config(VllmConfig()):
+        made = Attention(32, 64, 0.1, prefix="model.layers.0.attn")
+    assert made.impl.kernels.family.device_type == "cpu"
 
 
 def test_layers_of_other_classes_or_backends_are_refused():

@@ -20,6 +20,7 @@ DATA_PARALLEL_CALLS = (
     f"{CALLS_ON_NPU[0]}::test_other_models_give_what_their_formulas_say[data-parallel ranks]",
 )
 LONG_CONTEXTS = (f"{CALLS_ON_NPU[0]}::test_captured_attention_that_loses_keys_is_found",)
+CAPTURED_EXPERTS = (f"{CALLS_ON_NPU[0]}::test_captured_experts_that_keep_their_rows_are_found",)
 TABLE = ("tests/verify/test_table.py",)
 TABLE_ON_NPU = "tests/npu/on_device/test_verified.py"
 DRAFTING = ("tests/ops/test_drafting.py",)
@@ -1368,8 +1369,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/calls/call_rows.py": [
         ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
         ("no recorded call is captured", "        if call.captured:", "        if False:", CALLS_ON_NPU),
-        ("graphs are told short contexts alone", "[room, *beside]", "[size, *beside]", LONG_CONTEXTS),
-        ("graphs of one version of attention are told no lengths", '    ("actual_seq_qlen", "actual_seq_kvlen"),\n', "", LONG_CONTEXTS),
+        ("graphs are told the numbers that they were captured with", '                ("replayed with its own numbers", OWN, first),\n', "", CAPTURED_EXPERTS),
     ],
     "verify/calls/call.py": [
         ("a call made again has no offset", "return host.as_strided(shape, strides, offset)", "return host.as_strided(shape, strides)", CALLS),
@@ -1391,6 +1391,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "verify/calls/fitting.py": [
         ("drawn slots have no padding", "slots.masked_fill_(torch.arange(len(slots)) % GAP == GAP - 1, -1)", "pass", CALLS),
         ("the largest number of a wide row is in any part", "column]] = LARGEST", "column]] *= 1", (f"{TABLE_ON_NPU}::test_an_engine_serves_right_tokens_beside_a_stale_scale",)),
+        ("graphs are told short contexts alone", "[room, *beside]", "[size, *beside]", LONG_CONTEXTS),
+        ("graphs of one version of attention are told no lengths", '("block_table", "actual_seq_kvlen"),', "(),", LONG_CONTEXTS),
+        ("graphs are told no other sizes of groups", '(("group_list",), _sizes_of_groups)', "((), _sizes_of_groups)", CAPTURED_EXPERTS),
+        ("rows are written to one place by chance", "    index.copy_(torch.randperm(count, generator=random)[places].view(index.shape))", "    pass", CALLS),
         ("graphs read the null block alone", "        table.masked_fill_(~table.any(), -1)\n", "", LONG_CONTEXTS),
         ("a mask is a random one", "    if mask is not None and not mask.is_floating_point():", "    if False:", CALLS),
     ],

@@ -7,8 +7,17 @@ from ascend_emulator.operators.lightning_indexer import lightning_indexer
 from ascend_emulator.operators.sparse_flash_attention import sparse_flash_attention
 from tests.helpers.four_bits import dequantised, numbers_in
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls.call import Call, described, made_arguments, read_list, write_list
+from vllm_npu_prep.verify.calls.call import (
+    Call,
+    described,
+    made_arguments,
+    read_list,
+    told_arguments,
+    write_list,
+)
 from vllm_npu_prep.verify.calls.expected import expected_of, some_rows
+from vllm_npu_prep.verify.outcome import Verdict
+from vllm_npu_prep.verify.row import compare
 
 ATTENTION = "npu::npu_fused_infer_attention_score.out"
 
@@ -113,6 +122,16 @@ def test_torchs_own_operators_are_computed_in_float64_by_rows(seed):
     torch.testing.assert_close(found.values.float(), (x @ weight.T)[found.rows])
 
 
+def test_a_long_sum_in_float32_is_as_close_as_is_allowed():
+    """A router has 7,168 inputs: a sum near 0 of numbers near 9 is off by more than 1e-5."""
+    x, weight = torch.zeros(24, 7168), torch.zeros(256, 7168)
+    a = remade(call_of("aten::linear", input=x, weight=weight))
+    (expected,) = expected_of("aten::linear", None, a)
+    product = torch.nn.functional.linear(a["input"], a["weight"])
+    assert compare(product, expected.values, "").verdict is Verdict.SAME
+    assert 1 < product.std() < 5
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_packed_weights_are_those_that_an_oracle_reads(seed, groups):
     """Over the border of what is widened at once; scales and offsets of the next group differ."""
@@ -212,6 +231,20 @@ def test_a_cache_write_leaves_other_blocks():
         assert found.values.flatten().tolist() == [0, 1, 2, 50, 70, 5, 6, 7]
 
 
+def test_a_write_of_keys_leaves_other_rows():
+    """A recording has slot 0 for all padding; rows that are compared are written once."""
+    operator, plane = "npu::npu_scatter_nd_update_", torch.zeros(40, 4)
+    given = {"input": plane, "indices": torch.zeros(9, 1, dtype=torch.int32)}
+    a = remade(call_of(operator, **given, updates=torch.zeros(9, 4)))
+    assert len(a["indices"].unique()) == 9
+    (found,) = expected_of(operator, None, a)
+    written = torch.isin(found.rows, a["indices"].flatten())
+    assert written.sum() == 9 and (~written).sum() > 9
+    assert torch.equal(found.values[~written], a["input"][found.rows[~written]])
+    order = a["indices"].flatten().argsort()
+    assert torch.equal(found.values[written], a["updates"][order])
+
+
 def test_of_equal_largest_numbers_any_place_is_right():
     logits = torch.tensor([[1.0, 3.0, 3.0], [4.0, 4.0, 0.0]])
     (found,) = expected_of("aten::argmax", None, {"self": logits, "dim": -1})
@@ -271,12 +304,17 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("told", [*TOLD, "another replay's"])
 def test_a_choice_is_right_by_its_scores(told):
     shapes = {"query": (6, 4, 128), "weights": (6, 4), "key": (8, 32, 1, 128)}
     names = "actual_seq_lengths_key", "layout_key"
-    operator, given = sparse_call("npu::npu_lightning_indexer", names, TOLD[told], **shapes)
-    a = remade(call_of(operator, **given, sparse_count=16))
+    own = TOLD.get(told, TOLD["lengths"])
+    operator, given = sparse_call("npu::npu_lightning_indexer", names, own, **shapes)
+    call = call_of(operator, **given, sparse_count=16)
+    a = remade(call)
+    if told not in TOLD:
+        a |= told_arguments(call, a, seed=1)
+        assert a["actual_seq_lengths_key"].tolist() == [96, 32, 33]  # first all blocks, of 32 keys
     chosen, _ = lightning_indexer(**a)
     (expected,) = expected_of(operator, None, a)
     torch.testing.assert_close(expected.of(chosen), expected.values, rtol=1e-4, atol=1e-4)
@@ -288,19 +326,75 @@ def test_a_choice_is_right_by_its_scores(told):
         assert not torch.allclose(expected.of(other), expected.values, atol=1e-2)
 
 
-@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("told", [*TOLD, "another replay's"])
 def test_attention_over_a_choice_is_that_over_its_rows(told):
     shapes = {"query": (6, 4, 512), "query_rope": (6, 4, 64), "key_rope": (8, 32, 1, 64)}
     shapes |= dict.fromkeys(("key", "value"), (8, 32, 1, 512))
     names = "actual_seq_lengths_kv", "layout_kv"
-    operator, given = sparse_call("npu::npu_sparse_flash_attention", names, TOLD[told], **shapes)
+    own = TOLD.get(told, TOLD["lengths"])
+    operator, given = sparse_call("npu::npu_sparse_flash_attention", names, own, **shapes)
     given["sparse_indices"] = torch.zeros(6, 1, 16, dtype=torch.int32)
-    a = remade(call_of(operator, **given, scale_value=0.05, attention_mode=2))
+    call = call_of(operator, **given, scale_value=0.05, attention_mode=2)
+    a = remade(call)
+    if told not in TOLD:
+        a |= told_arguments(call, a, seed=1)
+        assert a["actual_seq_lengths_kv"].tolist() == [96, 32, 33]
     output, *_ = sparse_flash_attention(**a)
     (expected,) = expected_of(operator, None, a)
     torch.testing.assert_close(expected.of(output).double(), expected.values, rtol=0.02, atol=0.02)
     assert len(expected.rows) == 6 and expected.values.abs().max() > 0.3
     assert not torch.allclose(expected.of(output.roll(1, 0)).double(), expected.values, atol=0.1)
+
+
+def told(operator, **arguments):
+    """What a call has, and what its graph is told in place of it."""
+    call = call_of(operator, **arguments)
+    own = remade(call)
+    return own, told_arguments(call, own, seed=1)
+
+
+def test_a_graph_is_told_other_lengths_and_blocks():
+    """The first context fills its blocks; the others end beside the edge of one."""
+    planes = dict.fromkeys(("key", "value"), torch.zeros(20, 16, 8))
+    table = torch.tensor([[3, 4, 5], [6, 0, 0], [0, 0, 0]], dtype=torch.int32)
+    given = {"block_table": table, "block_size": 16, "query": torch.zeros(4, 1, 8), **planes}
+    lengths = {"actual_seq_lengths": [1, 4, 4], "actual_seq_lengths_kv": [40, 9, 0]}
+    own, other = told(ATTENTION, **given, **lengths)
+    assert other["actual_seq_lengths_kv"] == [48, 16, 0]
+    assert other["block_table"].shape == (3, 3) and (other["block_table"] >= 0).all()
+    assert not torch.equal(other["block_table"], own["block_table"])
+    assert own["actual_seq_lengths_kv"] == [40, 9, 0]
+
+
+def test_a_graph_is_told_how_many_drafts_were_accepted():
+    """Each request has its drafts in a graph, whatever was accepted."""
+    vectors = {name: torch.zeros(24, 2, 8) for name in ("query", "key", "value")}
+    numbers = {
+        "actual_seq_lengths": torch.full((6,), 4, dtype=torch.int32),
+        "num_accepted_tokens": torch.ones(6, dtype=torch.int32),
+        "ssm_state_indices": torch.zeros(24, dtype=torch.int32),
+    }
+    given = {"state": torch.zeros(40, 2, 8, 8), "beta": torch.zeros(24, 2)}
+    own, other = told("npu::npu_recurrent_gated_delta_rule", **vectors, **numbers, **given)
+    assert own["num_accepted_tokens"].tolist() == [1] * 6
+    accepted, blocks = other["num_accepted_tokens"], other["ssm_state_indices"]
+    assert 1 <= accepted.min() < accepted.max() <= 4
+    assert len(blocks.unique()) == 24 and blocks.min() > 0
+
+
+def test_a_graph_is_told_other_experts_and_rows():
+    x, weight = [torch.zeros(64, 8)], [torch.zeros(4, 8, 8)]
+    groups = torch.zeros(4, dtype=torch.int64)
+    own, other = told(
+        "npu::npu_grouped_matmul", x=x, weight=weight, group_list=groups, group_list_type=1
+    )
+    assert own["group_list"].sum() == other["group_list"].sum() == 56  # some rows have no expert
+    assert not torch.equal(own["group_list"], other["group_list"])
+    rows = torch.tensor([0, 1, 2, 0, 1, 2])
+    given = {"self": torch.zeros(9, 4), "dim": 0, "index": rows, "source": torch.zeros(6, 4)}
+    own, other = told("aten::index_copy_", **given)
+    assert len(own["index"].unique()) == len(other["index"].unique()) == 6
+    assert not torch.equal(own["index"], other["index"])
 
 
 @pytest.mark.parametrize("form", ["layer", "experts"])

@@ -18,6 +18,7 @@ from tests.helpers.emulator import emulate, why_no_emulator
 from tests.verify.forms import UNMET, elements, form_of, is_tensor, listed
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM, installed_vllm
+from vllm_npu_prep.verify import children
 from vllm_npu_prep.verify.calls import lists
 from vllm_npu_prep.verify.calls.call import (
     Call,
@@ -75,10 +76,10 @@ def cut(call: Call) -> Call:
     return Call(call.operator, arguments)
 
 
-def results(call: Call) -> list[torch.Tensor]:
-    """What the reference of the emulator gives, or what it writes."""
+def results(call: Call, **others: torch.Tensor) -> list[torch.Tensor]:
+    """What the reference of the emulator gives, or what it writes; with other arguments, too."""
     name, _, overload = call.operator.partition(".")
-    arguments = moved_arguments(call, made_arguments(call, seed=1), torch.clone)
+    arguments = moved_arguments(call, made_arguments(call, seed=1), torch.clone) | others
     given = [FUNCTIONS[name, overload](**arguments)]
     given += [arguments[name] for name in WRITTEN.get(call.name, ())]
     return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
@@ -98,6 +99,30 @@ def test_a_reference_takes_each_listed_form(operator):
                 given = got[part.result] if not change else changed(got[part.result])
                 outcome = compare(part.of(given), part.values, form, tolerance=part.tolerance)
                 assert outcome.verdict is verdict, (form, part.result, outcome)
+
+
+def test_attention_takes_the_workspace_that_was_sized_for_it():
+    """Each list sizes one by the arguments of a captured call; the smallest is tried."""
+    pairs = {}
+    for name in lists.names():
+        calls = read_list(lists.path_of(name))[1]
+        captured = {json.dumps(given_before(call)): call for call in calls if call.captured}
+        for sizing in (call for call in calls if "workspace" in call.operator):
+            attention = captured[json.dumps(given_before(sizing, out=True))]
+            known = pairs.setdefault(form_of(sizing), (sizing, attention))
+            pairs[form_of(sizing)] = min(known, (sizing, attention), key=lambda x: elements(x[0]))
+    assert pairs.keys() == {form for form in listed() if "workspace" in json.loads(form)[0]}
+    for sizing, attention in pairs.values():
+        (workspace,) = results(sizing)
+        assert 0 < len(workspace) <= attention.arguments["workspace"]["shape"][0]
+        results(attention, workspace=workspace)
+
+
+def given_before(call: Call, out: bool = False) -> list[Any]:
+    """The operator whose workspace is sized, and what a call of it has before it has one."""
+    operator = call.operator.replace("::_", "::").replace("_get_max_workspace", ".out" * out)
+    later = "workspace", "out"
+    return [operator, {name: x for name, x in call.arguments.items() if name not in later}]
 
 
 def test_what_no_other_test_meets_is_listed():
@@ -147,6 +172,17 @@ def test_whole_numbers_are_read_back_from_runs(values):
 def refusal(capsys: Any, *options: str) -> str:
     assert main(["verify-device", *options]) == 2
     return capsys.readouterr().err.strip()
+
+
+def test_a_folder_is_recorded_by_its_configuration(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(children, "record_calls", lambda settings, *_: told.append(settings))
+    config = tmp_path / "config.json"
+    config.touch()
+    record = "--record", str(tmp_path / "calls.jsonl")
+    for model in (tmp_path, config):
+        assert main(["verify-device", "--model", str(model), "--tp", "2", *record]) == 0
+    assert told == [{"model": str(tmp_path), "tensor_parallel_size": 2}] * 2
 
 
 def test_an_unknown_model_names_those_that_have_a_list(capsys):

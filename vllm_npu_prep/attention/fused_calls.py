@@ -77,7 +77,7 @@ def limits_batches(vllm_config: "VllmConfig") -> bool:
     under "TND, TND_NTD", before it tells heads of 512 from others, and blocks wherever TND is
     paged (Ascend/op-plugin, its page of ``npu_fused_infer_attention_score_v2``).
     """
-    if decisions_of(vllm_config).attention != "fia":
+    if decisions_of(vllm_config).attention != "fia" or vllm_config.model_config is None:
         return False
     models: list[Any] = [vllm_config.model_config]
     speculative = vllm_config.speculative_config

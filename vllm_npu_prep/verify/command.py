@@ -56,8 +56,8 @@ def add_parser(commands: Any) -> None:
     )
     model.add_argument(
         "--model",
-        metavar="FOLDER|NAME",
-        help="record the calls of an engine with this model, of which config.json is enough, and "
+        metavar="FOLDER|CONFIG|NAME",
+        help="record the calls of an engine with this model, whose config.json is enough, and "
         "try each; no float is computed while they are recorded. A name stands for a list that "
         "comes with this package",
     )
@@ -122,6 +122,8 @@ def verify_device(args: argparse.Namespace) -> int:
         versions_of,
     )
 
+    if args.model and Path(args.model).is_file() and Path(args.model).name == "config.json":
+        args.model = str(Path(args.model).parent)
     _check_model_options(args)
     former = read_table(args.table) if args.resume and args.table.exists() else None
     if args.markdown and not args.markdown.absolute().parent.is_dir():  # rows take minutes

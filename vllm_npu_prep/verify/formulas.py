@@ -11,15 +11,21 @@ import torch
 
 
 def visible(
-    query_len: int, seq_len: int, window: int | None = None, causal: bool = True
+    query_len: int,
+    seq_len: int,
+    window: int | None = None,
+    causal: bool = True,
+    rows: slice | torch.Tensor = slice(None),
 ) -> torch.Tensor:
     """Return which positions each query token of a request sees, bool ``[query_len, seq_len]``.
+
+    With `rows`, only some query tokens are asked for.
 
     The last query token is the request's last token. With a window, token p sees p - window + 1 to
     p, and without causality also up to p + window - 1. With causality, tokens see only themselves
     and tokens before them.
     """
-    tokens = torch.arange(seq_len - query_len, seq_len)[:, None]
+    tokens = torch.arange(seq_len - query_len, seq_len)[rows, None]
     distance = tokens - torch.arange(seq_len)[None, :]  # how far a column lies in the past
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:

@@ -86,6 +86,9 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 }
 """Absolute and relative difference that rounding of inputs near 1 may make."""
 
+PART = 1 << 20
+"""So many elements are compared at once: memory of whole results in float64 takes seconds."""
+
 
 def compare(
     got: torch.Tensor,
@@ -122,7 +125,8 @@ def compare(
     names = (*where, *("index",) * (len(place) - len(where)))
     at = ", ".join(f"{name} {int(index)}" for name, index in zip(names, place))
     if excess.flatten()[worst] <= 0:
-        away = (found.double() - expected.double()).nan_to_num(nan=0.0).abs().max()
+        parts = zip(found.flatten().split(PART), expected.flatten().split(PART))
+        away = max((a.double() - b.double()).nan_to_num(nan=0.0).abs().max() for a, b in parts)
         close = f"{away:.1e} away at most" if away else "equal"
         return Outcome(given, _allowed(tolerance), close, Verdict.SAME)
     wrong = int((excess > 0).sum())
@@ -141,6 +145,12 @@ def _excess(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> to
 
     NaN is wrong unless it is expected, as where memory is filled with it.
     """
+    parts = zip(found.flatten().split(PART), expected.flatten().split(PART))
+    excess = [_excess_of_part(a, b, tolerance) for a, b in parts]
+    return torch.cat(excess).view(found.shape)
+
+
+def _excess_of_part(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
     a, b = found.double(), expected.double()
     difference = (a - b).abs() - tolerance * (1 + b.abs())
     is_equal = (a == b) | (a.isnan() & b.isnan())  # infinities, too

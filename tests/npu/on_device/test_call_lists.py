@@ -10,7 +10,7 @@ from ascend_emulator.operators import REFERENCES, elementwise
 from tests.helpers import models
 from tests.helpers.engine import make_model
 from tests.helpers.quantized import QUANTIZE
-from tests.npu.models import WIDE_EXPERTS
+from tests.npu.models import INDEXED, WIDE_EXPERTS
 from vllm_npu_prep.device import make_device
 from vllm_npu_prep.verify.calls.call import Call, read_list
 from vllm_npu_prep.verify.calls.expected_attention import OLDER_NAMES
@@ -101,7 +101,7 @@ def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
     api.register_reference(elementwise.SWIGLU, swiglu)
     outcome, _ = run_row(row, RowContext(make_device("npu"), tmp_path))
     api.register_reference(elementwise.SWIGLU, elementwise.swiglu)
-    how = "captured and replayed" if wrong_in == "a graph" else "written by another stream"
+    how = "captured and replayed" if wrong_in == "a graph" else "made again"
     assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
 
 
@@ -141,7 +141,37 @@ def test_captured_attention_that_loses_keys_is_found(tmp_path, version):
     outcome, _ = run_row(row, context)
     api.register_reference(**own._asdict())
     found = outcome["verdict"], outcome["got"].partition(":")[0]
-    assert found == ("DIFFERS", "replayed with other lengths")
+    assert found == ("DIFFERS", "replayed with other numbers")
+
+
+def test_captured_experts_that_keep_their_rows_are_found(tmp_path):
+    """The sizes of their groups are a tensor: a kernel kept those that it was captured with."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    operator, kept = "npu::npu_grouped_matmul", []
+    (own,) = (each for each in REFERENCES if (each.name, each.overload) == (operator, ""))
+
+    def wrong(*args, **given):
+        if api._launcher().emulator_in_launch() == api.OF_A_GRAPH:
+            kept.append(given["group_list"].clone())
+            given["group_list"] = kept[0]
+        return own.function(*args, **given)
+
+    x, weight = ({"dtype": "bfloat16", "shape": shape} for shape in ([64, 32], [4, 32, 48]))
+    given = {
+        "x": [x],
+        "weight": [weight],
+        "group_list": {"dtype": "int64", "shape": [4], "values": [0] * 4},
+        **{"split_item": 2, "group_type": 0, "group_list_type": 1},
+    }
+    (row,) = rows_of([Call(operator, given, captured=True)])
+    context = RowContext(make_device("npu"), tmp_path)
+    assert run_row(row, context)[0]["verdict"] == "same"
+    api.register_reference(**own._replace(function=wrong)._asdict())
+    outcome, _ = run_row(row, context)
+    api.register_reference(**own._asdict())
+    found = outcome["verdict"], outcome["got"].partition(":")[0]
+    assert found == ("DIFFERS", "replayed with its own numbers")
 
 
 def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
@@ -170,7 +200,7 @@ def rows_routed(calls: list[Call]) -> set[int]:
     "kind",
     [
         *("int8 experts, latent attention, ranks", "gated delta nets", "int4, zero points"),
-        *("experts", "data-parallel ranks", "W4A8"),
+        *("experts", "data-parallel ranks", "W4A8", "sparse attention"),
     ],
 )
 def test_other_models_give_what_their_formulas_say(kind, tmp_path):
@@ -179,6 +209,8 @@ def test_other_models_give_what_their_formulas_say(kind, tmp_path):
 
     if kind == "gated delta nets":
         model, others = models.folder_of("Qwen3NextForCausalLM"), {}
+    elif kind == "sparse attention":
+        model, others = make_model(tmp_path / "model", "DeepseekV32", **INDEXED), {}
     elif kind == "W4A8":
         wide = make_model(tmp_path / "float", "Qwen3Moe", **WIDE_EXPERTS)
         model, others = tmp_path / "int4", {}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_npu_prep.errors import PrepError
-from vllm_npu_prep.verify.calls.fitting import fit
+from vllm_npu_prep.verify.calls.fitting import fit, other_numbers
 
 FORMAT = "vllm_npu_prep calls 1"
 """What the first line of a list names itself."""
@@ -184,17 +184,23 @@ def made_arguments(call: Call, seed: int) -> dict[str, Any]:
     return found
 
 
+def told_arguments(call: Call, host: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Choose what a graph of a call may be told at a replay in place of arguments of the host."""
+    random = torch.Generator().manual_seed(seed)
+    return other_numbers(call.name.partition(".")[0], host, random)
+
+
 def moved_arguments(
     call: Call, host: Mapping[str, Any], put: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
     """Bring a call's arguments to where `put` takes tensors; those of the host stay."""
-    return {name: _moved(value, host[name], put) for name, value in call.arguments.items()}
+    return {name: moved(value, host[name], put) for name, value in call.arguments.items()}
 
 
-def _moved(given: Any, value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def moved(given: Any, value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Bring whole storages to the device, and lay the strides of the call over them."""
     if isinstance(value, list):
-        return [_moved(*each, put) for each in zip(given, value)]
+        return [moved(*each, put) for each in zip(given, value)]
     if not isinstance(value, torch.Tensor) or given.get("host"):
         return value
     whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())

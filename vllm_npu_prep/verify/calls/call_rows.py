@@ -1,15 +1,16 @@
 """Rows of ``verify-device`` for a list of recorded calls: one row for each call.
 
 A row makes the call's arguments again, with floats by a fixed seed. torch's own form of the
-operator comes first, if there is one. Then the operator is called eagerly, on inputs that another
-stream has just written, in a graph that captured it, and twenty times to time it. The first result
-is held against float64, or against torch's form; the others have to equal it. Attention that a
-graph captured is told other lengths before each replay, as an engine does.
+operator comes first, if there is one. Then the operator is called on inputs that another stream has
+just written, once more, in a graph that captured it, and twenty times to time it. The first result
+is held against float64, or against torch's form; the others have to equal it. A graph is captured
+with other lengths, blocks or experts than the call has, and told new ones before each replay. What
+takes longer than 5 seconds, as long prompts do without a real card, is called once eagerly.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,13 @@ import torch
 import torch_npu
 from torch.utils._pytree import tree_leaves
 
-from vllm_npu_prep.verify.calls.call import Call, made_arguments, moved_arguments
+from vllm_npu_prep.verify.calls.call import (
+    Call,
+    made_arguments,
+    moved,
+    moved_arguments,
+    told_arguments,
+)
 from vllm_npu_prep.verify.calls.expected import Expected, expected_of
 from vllm_npu_prep.verify.calls.expected_part import LEVELS, ONE_LEVEL
 from vllm_npu_prep.verify.calls.forms import form_of
@@ -31,6 +38,9 @@ TIMED = 20
 ENOUGH = 1e6
 """Microseconds after which a call was timed long enough, however often it ran."""
 
+LONG = 5e6
+"""Microseconds that no kernel of a real card takes: such a call is not made again."""
+
 SLOWER = 1.1
 """How many times as long as torch's form a call may take before it counts as slower."""
 
@@ -38,12 +48,8 @@ CALL_SECONDS = 120.0
 NOT_CAPTURED = ("get_max_workspace",)
 """Ends of the names of operators that run on the host."""
 
-LENGTHS = (
-    ("actual_seq_lengths", "actual_seq_lengths_kv"),
-    ("actual_seq_qlen", "actual_seq_kvlen"),
-)
-"""What graphs are told anew of attention, in its two versions: ends of queries, and lengths of
-contexts."""
+OWN: Mapping[str, Any] = {}
+"""A call has no other numbers than its own."""
 
 
 def rows_of(calls: Sequence[Call]) -> tuple[Row, ...]:
@@ -77,11 +83,11 @@ class TriedCall:
                 return self._found
             self._host = made_arguments(self._call, SEED)
             made = _MadeCall(self._call, context, self._host, form)
-            results = made.results()
+            results, taken = made.timed_results()
             read = [part for part in made.expected() if results[part.result].numel()]
             outcome = _against_float64(self._call, results, read)
             wrong = outcome.got if outcome.verdict.is_bad else ""
-            self._found = TorchOutcome(wrong, made.microseconds())
+            self._found = TorchOutcome(wrong, made.microseconds(taken if taken > LONG else None))
         except Exception as error:  # a form is no reason not to try the operator
             self._found = TorchOutcome(first_line_of(error))
         if self._found.torch_got == "":
@@ -93,14 +99,16 @@ class TriedCall:
         call, host, of_torch = self._call, self._host, self._of_torch
         self._host, self._of_torch = {}, []  # a list has thousands of rows
         made = _MadeCall(call, context, host or made_arguments(call, SEED))
-        first = made.results()
+        first, taken = made.after_a_stream()
         outcome = _against_float64(call, first, made.expected())
         if outcome.verdict is Verdict.RAN and of_torch:
             outcome = _against_torch(call, first, of_torch)
         if outcome.verdict.is_bad or call.name.endswith(NOT_CAPTURED):
             return outcome
-        again, taken = made.after_a_stream()
-        parts = [outcome, _same(call, "written by another stream", first, again)]
+        parts = [outcome]
+        if taken <= LONG:
+            again, taken = made.again()
+            parts.append(_same(call, "made again", first, again))
         if call.captured:
             parts += made.replayed(first)
         outcome = worst_of(parts, str(call))
@@ -129,96 +137,122 @@ class _MadeCall:
         self._host = host
         self._schema = self._operator._schema
         self._put = context.put
+        self._task: Any = None
         self.arguments = moved_arguments(call, host, context.put)
 
     def expected(self) -> list[Expected]:
         return expected_of(self._call.operator, self._operator, self._host)
 
-    def _run(self, lengths: Mapping[str, Any] | None = None) -> Any:
-        return self._function(**{**self.arguments, **(lengths or {})})
+    def _run(self, numbers: Mapping[str, Any] = OWN) -> Any:
+        """Make the call, with other numbers that the host tells; tensors are filled before."""
+        told = {name: each for name, each in numbers.items() if isinstance(each, list)}
+        return self._function(**{**self.arguments, **told})
 
     def _results_of(self, returned: Any) -> list[torch.Tensor]:
         """Return what the call gives: what the schema returns, then what it writes besides."""
-        schema = self._schema
         results = [each for each in tree_leaves(returned) if isinstance(each, torch.Tensor)]
-        if any(each.alias_info for each in schema.returns):  # these are what it writes
+        if any(each.alias_info for each in self._schema.returns):  # these are what it writes
             return results
-        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        if not schema.returns and not written:
+        written = [self.arguments[name] for name in self._written()]
+        return results + [each for argument in written for each in tree_leaves(argument)]
+
+    def _written(self) -> list[str]:
+        """Return names of arguments that the call writes; schemas don't say it of all caches."""
+        given = [each for each in self._schema.arguments if each.name in self.arguments]
+        infos = {each.name: each.alias_info for each in given}
+        written = [n for n, info in infos.items() if n == "out" or (info and info.is_write)]
+        if not self._schema.returns and not written:
             written = [name for name in self.arguments if name.endswith("_cache")]
-        return results + [each for name in written for each in tree_leaves(self.arguments[name])]
+        return written
 
-    def _fill(self) -> None:
-        """Put the arguments' first values back; the operator may have written some."""
-        fresh = moved_arguments(self._call, self._host, self._put)
-        for old, new in zip(tree_leaves(self.arguments), tree_leaves(fresh)):
-            # What is expanded has several elements in one place, and is only read
-            if isinstance(old, torch.Tensor) and old.device.type != "cpu" and 0 not in old.stride():
-                old.copy_(new)
+    def _fill(self, names: Iterable[str], numbers: Mapping[str, Any] = OWN) -> None:
+        """Put some arguments' first values back, or other numbers."""
+        for name in names:  # one at a time: weights are large
+            argument = self.arguments[name]
+            fresh = moved(self._call.arguments[name], {**self._host, **numbers}[name], self._put)
+            for old, new in zip(tree_leaves(argument), tree_leaves(fresh)):
+                # What is expanded has several elements in one place, and is only read
+                is_there = isinstance(old, torch.Tensor) and old.device.type != "cpu"
+                if is_there and 0 not in old.stride():
+                    old.copy_(new)
 
-    def results(self, lengths: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
-        return [each.clone() for each in self._results_of(self._run(lengths))]
+    def results(self, numbers: Mapping[str, Any] = OWN) -> list[torch.Tensor]:
+        return [each.clone() for each in self._results_of(self._run(numbers))]
+
+    def timed_results(self) -> tuple[list[torch.Tensor], float]:
+        """Return the results, and the microseconds that the call took."""
+        returned, taken = self._timed()
+        return [each.clone() for each in self._results_of(returned)], taken
+
+    def again(self) -> tuple[list[torch.Tensor], float]:
+        self._fill(self._written())
+        return self.timed_results()
 
     def after_a_stream(self) -> tuple[list[torch.Tensor], float]:
-        """Return the results, and the microseconds that the call took."""
+        """Make the call on inputs that another stream has just written."""
         other = torch_npu.npu.Stream()
         other.wait_stream(torch_npu.npu.current_stream())
         with torch_npu.npu.stream(other):
-            self._fill()
+            self._fill(self.arguments)
         torch_npu.npu.current_stream().wait_stream(other)
-        returned, taken = self._timed()
-        return [each.clone() for each in self._results_of(returned)], taken
+        return self.timed_results()
 
     def replayed(self, first: Sequence[torch.Tensor]) -> list[Outcome]:
         """Capture the call and replay it; it has to give what it gave eagerly.
 
-        Attention over a cache is captured with other lengths, and replayed with its own and then
-        with the others, which are compared with float64, too.
+        If a graph is told numbers of this call at a replay, it is captured with other ones, whose
+        eager result is compared with float64, too, and replayed with these and with its own.
         """
-        other = other_lengths(self.arguments)
-        if not other:
-            graph = self._captured(self._run)
-            self._fill()
+        other = told_arguments(self._call, self._host, SEED + 1)
+        changing = {*other, *self._written()}
+        parts, replays = [], [("captured and replayed", OWN, first)]
+        if other:
+            self._fill(changing, other)
+            eager = self.results(other)
+            expected = expected_of(self._call.operator, self._operator, {**self._host, **other})
+            parts.append(_against_float64(self._call, eager, expected))
+            replays = [
+                ("replayed with other numbers", other, eager),
+                ("replayed with its own numbers", OWN, first),
+            ]
+        graph = self._captured(other)
+        for how, numbers, wanted in replays:
+            self._fill(changing, numbers)
             graph.replay()
+            if self._task is not None:
+                self._update(numbers)
             got = [each.clone() for each in self._results_of(self._returned)]
-            return [_same(self._call, "captured and replayed", first, got)]
-        self._fill()
-        eager = self.results(other)
-        expected = expected_of(self._call.operator, self._operator, {**self._host, **other})
-        parts = [_against_float64(self._call, eager, expected)]
-        graph = self._captured(lambda: self._as_a_task(other))
-        updates = torch_npu.npu.Stream()
-        own = {name: self.arguments[name] for name in other}
-        for how, lengths, wanted in (("its own", own, first), ("other", other, eager)):
-            self._fill()
-            graph.replay()
-            with torch_npu.npu.stream(updates):
-                torch_npu.npu.graph_task_update_begin(updates, self._task)
-                self._run(lengths)
-                torch_npu.npu.graph_task_update_end(updates)
-                self._event.record(updates)
-            self._device.synchronize()
-            got = [each.clone() for each in self._results_of(self._returned)]
-            parts.append(_same(self._call, f"replayed with {how} lengths", wanted, got))
+            parts.append(_same(self._call, how, wanted, got))
         return parts
 
-    def _captured(self, run: Callable[[], Any]) -> Any:
+    def _captured(self, numbers: Mapping[str, Any]) -> Any:
+        """Capture the call; one whose lengths are lists becomes a task that an update finds."""
+        is_a_task = any(isinstance(each, list) for each in numbers.values())
         graph = torch_npu.npu.NPUGraph()
         self._device.synchronize()
         with torch_npu.npu.graph(graph):
-            self._returned = run()
+            self._returned = self._as_a_task(numbers) if is_a_task else self._run(numbers)
         return graph
 
-    def _as_a_task(self, lengths: Mapping[str, Any]) -> Any:
+    def _as_a_task(self, numbers: Mapping[str, Any]) -> Any:
         """Make the call as `graph.npu` captures attention: as a task that waits for an event."""
         stream = torch_npu.npu.current_stream()
         self._event = torch_npu.npu.ExternalEvent()
         self._event.wait(stream)
         self._event.reset(stream)
         torch_npu.npu.graph_task_group_begin(stream)
-        returned = self._run(lengths)
+        returned = self._run(numbers)
         self._task = torch_npu.npu.graph_task_group_end(stream)
         return returned
+
+    def _update(self, numbers: Mapping[str, Any]) -> None:
+        updates = torch_npu.npu.Stream()
+        with torch_npu.npu.stream(updates):
+            torch_npu.npu.graph_task_update_begin(updates, self._task)
+            self._run(numbers)
+            torch_npu.npu.graph_task_update_end(updates)
+            self._event.record(updates)
+        self._device.synchronize()
 
     def microseconds(self, known: float | None = None) -> float:
         """Return the median of some calls, among them one that is known to have taken so long."""
@@ -234,22 +268,6 @@ class _MadeCall:
         end.record()
         end.synchronize()
         return returned, begin.elapsed_time(end) * 1e3
-
-
-def other_lengths(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return other lengths for attention over a cache in blocks; empty for any other call.
-
-    The first context fills its blocks; the others end beside the edge of a block.
-    """
-    for of_queries, of_contexts in LENGTHS:
-        if arguments.get("block_table") is not None and arguments.get(of_contexts):
-            ends, size = arguments[of_queries], arguments["block_size"]
-            room = arguments["block_table"].shape[1] * size
-            counts = [end - start for start, end in zip([0, *ends], ends)]
-            beside = [min(size + number % 3 - 1, room) for number in range(1, len(counts))]
-            pairs = zip(counts, [room, *beside])
-            return {of_contexts: [max(count, other) if count else 0 for count, other in pairs]}
-    return {}
 
 
 def _against_float64(

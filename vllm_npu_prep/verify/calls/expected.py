@@ -114,17 +114,23 @@ FORMULAS: Mapping[str, Formula] = {
 """By operators, without their overloads: a function of the arguments on the host, by name."""
 
 
+MOVES = ("cat", "copy_", "index_copy_", "index_select")
+"""Operators that move whole weights or states and compute nothing: these are not widened, for which
+a host may lack the memory."""
+
+
 def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expected]:
     """Return what is known of a call's results; empty if no formula says it.
 
-    The arguments are on the host. torch's own operators are computed in float64.
+    The arguments are on the host. torch's own operators are computed in float64, if they compute.
     """
     name = operator.partition("::")[2].partition(".")[0]
     if name in FORMULAS:
         return FORMULAS[name](arguments)
     if not operator.startswith("aten::"):
         return []
-    given = {name: tree_map(_wide, value) for name, value in arguments.items()}
+    taken = _own if name in MOVES else _wide
+    given = {name: tree_map(taken, value) for name, value in arguments.items()}
     takes_device = any(argument.name == "device" for argument in function._schema.arguments)
     if takes_device and (given.get("dtype") is not None or "device" in given):
         given["device"] = torch.device("cpu")
@@ -137,6 +143,9 @@ def expected_of(operator: str, function: Any, arguments: Arguments) -> list[Expe
 
 def _wide(value: Any) -> Any:
     """Return floats in float64, and copies of other numbers: the operator may write them."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.double() if value.is_floating_point() else value.clone()
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if is_float else _own(value)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

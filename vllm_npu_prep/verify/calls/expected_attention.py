@@ -31,6 +31,17 @@ def _cache_write(a: Arguments) -> list[Expected]:
     return found
 
 
+def _rows_written(a: Arguments) -> list[Expected]:
+    """Return rows after a write of whole ones: some that are written, and some others."""
+    plane, places = a["input"].clone(), a["indices"]
+    if places.shape[-1] != 1:
+        return []
+    places = places.flatten().long()
+    plane[places] = a["updates"]
+    rows = torch.cat((places[some_rows(len(places))], some_rows(len(plane)))).unique()
+    return [Expected(0, plane[rows], rows, 0.0)]
+
+
 def _gather(a: Arguments) -> list[Expected]:
     """Gather rows of both caches, one request after the other."""
     starts, size = a.get("seq_offset"), a["key_cache"].shape[1]
@@ -79,7 +90,7 @@ def _attention(a: Arguments) -> list[Expected]:
         heads = a.get("num_key_value_heads") or a["num_heads"]
         key, value = (each.reshape(len(each), heads, -1) for each in (key, value))
         own = some_rows(end - begin)
-        seen = formulas.visible(end - begin, len(key), window, causal)[own]
+        seen = formulas.visible(end - begin, len(key), window, causal, own)
         output, lse = formulas.attention(query[begin:end][own], key, value, scale, seen)
         rows.append(own + begin)
         parts.append(output)
@@ -185,6 +196,7 @@ FORMULAS: Mapping[str, Formula] = {
     "npu_fused_infer_attention_score_v2": _attention_v2,
     "npu_gather_pa_kv_cache": _gather,
     "npu_recurrent_gated_delta_rule": _recurrent_rule,
+    "npu_scatter_nd_update_": _rows_written,
     "npu_scatter_pa_kv_cache": _cache_write,
     "npu_transpose_batchmatmul": _heads_products,
 }

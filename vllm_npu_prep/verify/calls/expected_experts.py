@@ -97,7 +97,9 @@ def _grouped(a: Arguments) -> list[Expected]:
         return [Expected(0, _by_experts_of_rounded(a, x[rows], experts[rows], rows), rows)]
     if weight.dtype is torch.int32:
         return [Expected(0, _by_packed_experts(a, x[rows], experts[rows]), rows)]
-    values = torch.cat([product(x[[row]], weight[experts[row]], None) for row in rows.tolist()])
+    of_rows = experts[rows]
+    parts = [product(x[rows[of_rows == e]], weight[e], None) for e in of_rows.unique().tolist()]
+    values = torch.cat([x.new_empty(0, weight.shape[-1], dtype=torch.float64), *parts])
     for name, of in (("scale", experts[rows]), ("per_token_scale", rows)):
         if a.get(name):
             factors = a[name][0][of].double()
