@@ -16,7 +16,8 @@ from tests.helpers.drafters import make_eagle_head
 
 FOLDER = Path(__file__).parent
 TEXT_MODELS = (
-    *("facebook/opt-125m", "facebook/opt-350m", "openai-community/gpt2", "distilbert/distilgpt2"),
+    *("facebook/opt-125m", "facebook/opt-350m", "distilbert/distilgpt2"),
+    *("gpt2", "openai-community/gpt2"),
     *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "google/gemma-3-1b-it"),
     *("meta-llama/Llama-3.1-8B-Instruct", "hmellor/tiny-random-LlamaForCausalLM"),
     *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen2-0.5B"),
@@ -52,7 +53,8 @@ FOR_CUDA = {
     r"torch\.cuda\.is_available\(\)|HAS_TRITON\b(?=,)": "True",
     r"current_platform\.is_(cuda|cuda_alike|cpu)\(\)": "True",
     r'pytest\.importorskip\("triton"\)': "pytest",
-    r"torch\.(cuda|accelerator)\.synchronize\(\)": "torch",
+    r"torch\.(cuda|accelerator)\.(synchronize\(\)|set_device_index\(device\))": "torch",
+    r"torch\.accelerator\.device_count\(\)": "1",
 }
 """What a file says that asks for CUDA or another platform, and what lets it run on the CPU."""
 

@@ -17,9 +17,9 @@ import pytest
 
 OUTCOMES = Path(os.environ["NPU_PREP_UPSTREAM_OUTCOMES"])
 
-SCHEDULERS = "tests/v1/core/test_"
-"""Begins the names of files that make schedulers alone, but for those that end in `ENGINES`."""
-ENGINES = "_e2e.py"
+SCHEDULERS = "tests/v1/core/test_", "tests/v1/kv_connector/unit/"
+"""Begin the names of files that make schedulers alone, but for those that end in `ENGINES`."""
+ENGINES = "_e2e.py", "/test_example_connector.py", "/test_offloading_connector.py"
 
 PARTS = "tests/v1/worker/test_gpu_"
 """Begins the names of files that make parts of the V2 runner alone, by these: what they test."""
