@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.demo import CACHE, ROOT, make_demo
 from tests.helpers.drafters import make_eagle_head
+from tests.helpers.lora import make_adapter
 
 FOLDER = Path(__file__).parent
 TEXT_MODELS = (
@@ -45,6 +46,13 @@ VISION_MODELS = (
 
 EAGLE3_HEADS = ("nm-testing/Llama3_2_1B_speculator.eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
 """Heads for which an untrained one of SmolLM2 stands in."""
+
+ADAPTERS = (
+    *("charent/self_cognition_Alice", "charent/self_cognition_Bob", "typeof/zephyr-7b-beta-lora"),
+    *("jeeejeee/llama32-3b-text2sql-spider", "peft-internal-testing/opt-125m-dummy-lora"),
+    *("Jackmin108/Qwen3-0.6B-Meow-LoRA", "Jackmin108/Qwen3-0.6B-Woof-LoRA"),
+)
+"""Adapters for which a random one of SmolLM2's first layers stands in."""
 
 REVISION = "0" * 40
 
@@ -109,6 +117,10 @@ def hub() -> Path:
     if not head.exists():
         make_eagle_head(head, short, "eagle3")
     models |= dict.fromkeys(EAGLE3_HEADS, head)
+    adapter = folder / "adapter"
+    if not adapter.exists():
+        make_adapter(adapter, short, seed=0, spread=0.01)
+    models |= dict.fromkeys(ADAPTERS, adapter)
     for name, model in models.items():
         kept = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = kept / "snapshots" / REVISION
