@@ -119,7 +119,7 @@ def hub() -> Path:
     models |= dict.fromkeys(EAGLE3_HEADS, head)
     adapter = folder / "adapter"
     if not adapter.exists():
-        make_adapter(adapter, short, seed=0, spread=0.01)
+        make_adapter(adapter, short, seed=0, rank=8, alpha=32, spread=0.01)
     models |= dict.fromkeys(ADAPTERS, adapter)
     for name, model in models.items():
         kept = folder / "hub" / f"models--{name.replace('/', '--')}"
