@@ -156,6 +156,7 @@ def environment(version: str) -> dict[str, str]:
     # vLLM's tests are the package `tests`, so this project comes behind them
     paths = sources(version), packages(), FOLDER / "inside", ROOT, ROOT / "emulator"
     return os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "HF_HOME": str(hub()),
         "HF_HUB_OFFLINE": "1",
