@@ -28,7 +28,7 @@ from tests.upstream.prepare import environment, let_run, sources
 from vllm_npu_prep.compat.releases import installed_vllm
 
 COMMAND = "make upstream-tests"
-AT_ONCE = 16
+AT_ONCE = 32
 """The most files of one folder that share a process: importing vLLM takes longer than most."""
 
 SECONDS, TEST_SECONDS = 2400, 300

@@ -14,6 +14,7 @@ REASONS = {
     "gpu": (
         r"Unsupported platform|Torch not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA driver|"
         r"'_C'|_moe_C|'_OpNamespace' '_C|libcudart|Invalid device string: 'cuda|torch.cuda|triton|"
+        r"Cannot access accelerator device when none is available|"
         r"^TypeError: 'function' object is not subscriptable"  # what launches a kernel of Triton
     ),
     "hub": (

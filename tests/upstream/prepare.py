@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.demo import CACHE, ROOT, make_demo
 from tests.helpers.drafters import make_eagle_head
+from tests.helpers.lora import make_adapter
 
 FOLDER = Path(__file__).parent
 TEXT_MODELS = (
-    *("facebook/opt-125m", "facebook/opt-350m", "openai-community/gpt2", "distilbert/distilgpt2"),
+    *("facebook/opt-125m", "facebook/opt-350m", "distilbert/distilgpt2"),
+    *("gpt2", "openai-community/gpt2"),
     *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "google/gemma-3-1b-it"),
     *("meta-llama/Llama-3.1-8B-Instruct", "hmellor/tiny-random-LlamaForCausalLM"),
     *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen2-0.5B"),
@@ -45,6 +47,13 @@ VISION_MODELS = (
 EAGLE3_HEADS = ("nm-testing/Llama3_2_1B_speculator.eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
 """Heads for which an untrained one of SmolLM2 stands in."""
 
+ADAPTERS = (
+    *("charent/self_cognition_Alice", "charent/self_cognition_Bob", "typeof/zephyr-7b-beta-lora"),
+    *("jeeejeee/llama32-3b-text2sql-spider", "peft-internal-testing/opt-125m-dummy-lora"),
+    *("Jackmin108/Qwen3-0.6B-Meow-LoRA", "Jackmin108/Qwen3-0.6B-Woof-LoRA"),
+)
+"""Adapters for which a random one of SmolLM2's first layers stands in."""
+
 REVISION = "0" * 40
 
 FOR_CUDA = {
@@ -52,7 +61,8 @@ FOR_CUDA = {
     r"torch\.cuda\.is_available\(\)|HAS_TRITON\b(?=,)": "True",
     r"current_platform\.is_(cuda|cuda_alike|cpu)\(\)": "True",
     r'pytest\.importorskip\("triton"\)': "pytest",
-    r"torch\.(cuda|accelerator)\.synchronize\(\)": "torch",
+    r"torch\.(cuda|accelerator)\.(synchronize\(\)|set_device_index\(device\))": "torch",
+    r"torch\.accelerator\.device_count\(\)": "1",
 }
 """What a file says that asks for CUDA or another platform, and what lets it run on the CPU."""
 
@@ -107,6 +117,10 @@ def hub() -> Path:
     if not head.exists():
         make_eagle_head(head, short, "eagle3")
     models |= dict.fromkeys(EAGLE3_HEADS, head)
+    adapter = folder / "adapter"
+    if not adapter.exists():
+        make_adapter(adapter, short, seed=0, rank=8, alpha=32, spread=0.01)
+    models |= dict.fromkeys(ADAPTERS, adapter)
     for name, model in models.items():
         kept = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = kept / "snapshots" / REVISION
@@ -142,6 +156,7 @@ def environment(version: str) -> dict[str, str]:
     # vLLM's tests are the package `tests`, so this project comes behind them
     paths = sources(version), packages(), FOLDER / "inside", ROOT, ROOT / "emulator"
     return os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "HF_HOME": str(hub()),
         "HF_HUB_OFFLINE": "1",

@@ -73,12 +73,13 @@ def test_a_file_with_a_plus_runs_without_cuda(tmp_path, monkeypatch):
         "v1  # all\n-v1/test_b.py  # takes too long\n+v1/test_a.py\n"
     )
     asked = 'if not torch.cuda.is_available():\n    skip()\nDEVICE = "cuda"\n'
+    asked += "CARDS = torch.accelerator.device_count()\n"
     (tmp_path / "v1").mkdir()
     for name in "test_a.py", "test_b.py", "test_c.py":
         (tmp_path / "v1" / name).write_text(asked)
     monkeypatch.setattr(upstream, "FOLDER", tmp_path)
     assert upstream.listed(tmp_path) == ["v1/test_a.py", "v1/test_c.py"]
-    runs = 'if not True:\n    skip()\nDEVICE = "cpu"\n'
+    runs = 'if not True:\n    skip()\nDEVICE = "cpu"\nCARDS = 1\n'
     assert (tmp_path / "v1/test_a.py").read_text() == runs
     assert (tmp_path / "v1/test_c.py").read_text() == asked
 

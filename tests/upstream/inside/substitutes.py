@@ -17,13 +17,16 @@ import pytest
 
 OUTCOMES = Path(os.environ["NPU_PREP_UPSTREAM_OUTCOMES"])
 
-SCHEDULERS = "tests/v1/core/test_"
-"""Begins the names of files that make schedulers alone, but for those that end in `ENGINES`."""
-ENGINES = "_e2e.py"
+SCHEDULERS = "tests/v1/core/test_", "tests/v1/kv_connector/unit/"
+"""Begin the names of files that make schedulers alone, but for those that end in `ENGINES`."""
+ENGINES = "_e2e.py", "/test_example_connector.py", "/test_offloading_connector.py"
 
 PARTS = "tests/v1/worker/test_gpu_"
 """Begins the names of files that make parts of the V2 runner alone, by these: what they test."""
 TESTED_PARTS = "bad_words", "logit_bias", "logits_processors", "sampler_flags", "thinking_budget"
+
+BACKENDS = "tests/v1/e2e/", "tests/basic_correctness/"
+"""Begin the names of files whose engines name an attention backend, and get this plugin's."""
 
 OF_PROCESSES = (
     r"See root cause|EngineDead|exited unexpectedly|failed to start|did not start|exit code"
@@ -96,6 +99,16 @@ def for_file(file: str) -> Iterator[None]:
             states = partial(NPURequestState, use_dense_all_token_ids=True)
             stack.enter_context(NPUModelRunnerV2._stand_ins(torch.device("cpu")))
             stack.enter_context(stand_ins(RequestState=states))
+        elif file.startswith(BACKENDS):
+            from vllm_npu_prep.platform import NPUPlatform
+
+            check = NPUPlatform.check_and_update_config
+
+            def check_without_backend(vllm_config: Any) -> None:
+                vllm_config.attention_config.backend = None
+                check(vllm_config)
+
+            patch.setattr(NPUPlatform, "check_and_update_config", check_without_backend)
         yield
 
 
