@@ -39,7 +39,8 @@ ENOUGH = 1e6
 """Microseconds after which a call was timed long enough, however often it ran."""
 
 LONG = 5e6
-"""Microseconds that no kernel of a real card takes: such a call is not made again."""
+"""Microseconds that no kernel of a real card takes: such a call is emulated, or a kernel is
+compiled first. It is not made again, and its time is not judged."""
 
 SLOWER = 1.1
 """How many times as long as torch's form a call may take before it counts as slower."""
@@ -115,7 +116,8 @@ class TriedCall:
         if outcome.verdict.is_bad:
             return outcome
         taken, of_form = made.microseconds(taken), self._found.torch_microseconds
-        if self._found.torch_got == "" and of_form is not None and taken > SLOWER * of_form:
+        is_slower = of_form is not None and SLOWER * of_form < taken <= LONG
+        if is_slower and self._found.torch_got == "":
             got = f"{outcome.got}, in {taken:.1f} us; torch's form takes {of_form:.1f}"
             outcome = replace(outcome, got=got, verdict=Verdict.SLOWER)
         return replace(outcome, microseconds=taken)
