@@ -39,8 +39,8 @@ ENOUGH = 1e6
 """Microseconds after which a call was timed long enough, however often it ran."""
 
 LONG = 5e6
-"""Microseconds that no kernel of a real card takes: such a call is emulated, or a kernel is
-compiled first. It is not made again, and its time is not judged."""
+"""Microseconds that no kernel takes on a card, unless it is compiled first: such a call is not made
+again, and its time is not judged."""
 
 SLOWER = 1.1
 """How many times as long as torch's form a call may take before it counts as slower."""
