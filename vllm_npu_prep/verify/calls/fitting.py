@@ -300,7 +300,7 @@ def _positive(a: Made, random: torch.Generator) -> None:
 
 
 def _requests_of_rule(a: Made, random: torch.Generator) -> None:
-    """Give requests whole tokens, as many of them at most as were accepted, and blocks.
+    """Give requests whole tokens, at most as many accepted ones, and blocks.
 
     In a graph, lengths are computed when it is replayed, and blocks are told then. Each of its
     requests has as many tokens as any other one.
