@@ -1367,6 +1367,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the other data-parallel ranks of a recording have no tokens", "as recorder, skip_dp_coordination():", "as recorder:", DATA_PARALLEL_CALLS),
     ],
     "verify/calls/call_rows.py": [
+        ("a kernel that is compiled first counts as slower", "SLOWER * of_form < taken <= LONG", "SLOWER * of_form < taken", (f"{CALLS_ON_NPU[0]}::test_a_call_that_takes_longer_than_kernels_do_is_not_slower",)),
         ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
         ("no recorded call is captured", "        if call.captured:", "        if False:", CALLS_ON_NPU),
         ("graphs are told the numbers that they were captured with", '                ("replayed with its own numbers", OWN, first),\n', "", CAPTURED_EXPERTS),

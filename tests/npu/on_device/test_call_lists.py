@@ -105,11 +105,21 @@ def test_a_kernel_that_is_wrong_later_is_found(tmp_path, wrong_in):
     assert (outcome["verdict"], outcome["got"].partition(":")[0]) == ("DIFFERS", how)
 
 
+def found_before_and_with(wrong, own, call: Call, folder) -> tuple[str, str, str]:
+    """The verdict on a call, then that on one with another reference, and what was seen by it."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    (row,), context = rows_of([call]), RowContext(make_device("npu"), folder)
+    before, _ = run_row(row, context)
+    api.register_reference(**own._replace(function=wrong)._asdict())
+    outcome, _ = run_row(row, context)
+    api.register_reference(**own._asdict())
+    return before["verdict"], outcome["verdict"], outcome["got"].partition(":")[0]
+
+
 @pytest.mark.parametrize("version", ["", "_v2"])
 def test_captured_attention_that_loses_keys_is_found(tmp_path, version):
     """It was captured with one key for each request, as engines do, and with the null block."""
-    from vllm_npu_prep.verify.calls.call_rows import rows_of
-
     operator = f"npu::npu_fused_infer_attention_score{version}"
     (own,) = (each for each in REFERENCES if (each.name, each.overload) == (operator, "out"))
     names = OLDER_NAMES if version else {name: name for name in OLDER_NAMES.values()}
@@ -134,20 +144,13 @@ def test_captured_attention_that_loses_keys_is_found(tmp_path, version):
         "workspace": {"dtype": "float16", "shape": [4096]},
         "out": [query, empty],
     }
-    (row,) = rows_of([Call(f"{operator}.out", given, captured=True)])
-    context = RowContext(make_device("npu"), tmp_path)
-    assert run_row(row, context)[0]["verdict"] == "same"
-    api.register_reference(**own._replace(function=wrong)._asdict())
-    outcome, _ = run_row(row, context)
-    api.register_reference(**own._asdict())
-    found = outcome["verdict"], outcome["got"].partition(":")[0]
-    assert found == ("DIFFERS", "replayed with other numbers")
+    call = Call(f"{operator}.out", given, captured=True)
+    found = found_before_and_with(wrong, own, call, tmp_path)
+    assert found == ("same", "DIFFERS", "replayed with other numbers")
 
 
 def test_captured_experts_that_keep_their_rows_are_found(tmp_path):
     """The sizes of their groups are a tensor: a kernel kept those that it was captured with."""
-    from vllm_npu_prep.verify.calls.call_rows import rows_of
-
     operator, kept = "npu::npu_grouped_matmul", []
     (own,) = (each for each in REFERENCES if (each.name, each.overload) == (operator, ""))
 
@@ -164,14 +167,22 @@ def test_captured_experts_that_keep_their_rows_are_found(tmp_path):
         "group_list": {"dtype": "int64", "shape": [4], "values": [0] * 4},
         **{"split_item": 2, "group_type": 0, "group_list_type": 1},
     }
-    (row,) = rows_of([Call(operator, given, captured=True)])
+    found = found_before_and_with(wrong, own, Call(operator, given, captured=True), tmp_path)
+    assert found == ("same", "DIFFERS", "replayed with its own numbers")
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_call_that_takes_longer_than_kernels_do_is_not_slower(tmp_path, monkeypatch, judged):
+    """Its kernel was compiled first: that it is switched off would be a mistake."""
+    from vllm_npu_prep.verify.calls import call_rows
+
+    monkeypatch.setattr(call_rows, "SLOWER", 0)  # any call is
+    monkeypatch.setattr(call_rows, "LONG", call_rows.LONG if judged else 0)
+    given = {"input": {"dtype": "float16", "shape": [3, 64]}}
+    tried = call_rows.TriedCall(Call(elementwise.SWIGLU, given))
     context = RowContext(make_device("npu"), tmp_path)
-    assert run_row(row, context)[0]["verdict"] == "same"
-    api.register_reference(**own._replace(function=wrong)._asdict())
-    outcome, _ = run_row(row, context)
-    api.register_reference(**own._asdict())
-    found = outcome["verdict"], outcome["got"].partition(":")[0]
-    assert found == ("DIFFERS", "replayed with its own numbers")
+    assert tried.form(context).torch_got == ""
+    assert tried.run(context).verdict == ("slower" if judged else "same")
 
 
 def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
