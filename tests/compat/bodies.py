@@ -14,13 +14,13 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers.archives import unpack
 from vllm_npu_prep.compat.releases import SUPPORTED_VLLM
 
 FOLDER = Path(__file__).parent
@@ -130,6 +130,6 @@ def source_of(version: str) -> Path:
             if ran.returncode:
                 raise SystemExit(f"seams: pip can't fetch the source of vLLM {version}, see above")
             archive = Path(temporary) / f"vllm-{version}.tar.gz"
-            shutil.unpack_archive(archive, temporary, filter="data")
+            unpack(archive, Path(temporary))
             (Path(temporary) / f"vllm-{version}").rename(folder)
     return folder / "vllm"

@@ -4,7 +4,6 @@ builds them, and what is not."""
 import shutil
 import subprocess
 import sys
-import tarfile
 from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
@@ -13,6 +12,7 @@ import pytest
 
 import vllm_npu_prep
 from ascend_emulator.build import SUPPORTED_TORCH_NPU
+from tests.helpers.archives import unpack
 from tests.helpers.deploy import ROOT, files_of
 from tests.helpers.waiting import LIMIT
 
@@ -55,8 +55,7 @@ def test_sdist_and_wheel_have_their_package_and_no_more(
 ):
     """The wheel is built from the sdist, whose files beside the package are few."""
     source = checkout / folder
-    with tarfile.open(built("sdist", source, tmp_path)) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(built("sdist", source, tmp_path), tmp_path)
     (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert {path.name for path in unpacked.iterdir()} - {"setup.py", "MANIFEST.in"} == {
         *("LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"),

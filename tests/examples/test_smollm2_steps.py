@@ -2,11 +2,11 @@
 
 import json
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.archives import unpack
 from tests.helpers.examples import EXAMPLES
 from vllm_npu_prep.cli import main
 from vllm_npu_prep.inspect.run import read_run
@@ -22,8 +22,7 @@ ARCHIVE = EXAMPLES / "smollm2-steps.tar.xz"
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    unpack(ARCHIVE, folder)
     return folder / smollm2_steps.FOLDER
 
 

@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 from PIL import Image
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.archives import unpack
 from tests.helpers.demo import CACHE, ROOT, make_demo
 from tests.helpers.drafters import make_eagle_head
 from tests.helpers.lora import make_adapter
@@ -80,9 +80,7 @@ def sources(version: str) -> Path:
     environment = {"VLLM_VERSION_OVERRIDE": version, "VLLM_TARGET_DEVICE": "empty"}
     subprocess.run(pip, env=os.environ | environment, check=True)
     wanted = f"vllm-{version}/tests/", f"vllm-{version}/examples/", f"vllm-{version}/pyproject"
-    with tarfile.open(download / f"vllm-{version}.tar.gz") as archive:
-        members = [each for each in archive if each.name.startswith(wanted)]
-        archive.extractall(download, members, filter="data")
+    unpack(download / f"vllm-{version}.tar.gz", download, wanted)
     (download / f"vllm-{version}").rename(folder)
     shutil.rmtree(download)
     return folder
