@@ -9,7 +9,7 @@ import contextlib
 import fnmatch
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -81,6 +81,17 @@ return 100 MB takes 8 ms, for which nobody's next token should wait.
 """
 
 
+def look_at_model(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """Refuse layers of a model that are not computed here, and choose how its experts exchange.
+
+    The model is made, and its weights are not loaded yet.
+    """
+    refuse_other_layers(vllm_config.compilation_config.static_forward_context)
+    refuse_routers(model)
+    if vllm_config.device_config.device_type != "cpu":
+        choose_exchange(model, vllm_config)
+
+
 class NPUWorker(Worker):
     prep_device: Device  # from `init_device` on
     model_runner: NPUModelRunner
@@ -111,7 +122,7 @@ class NPUWorker(Worker):
         `register_triton_kernel_overrides`, comes before the worker, but without the options.
         """
         gc.freeze()  # so that collections while loading and profiling skip modules
-        look_at_models_before_weights(self._look_at_model)
+        look_at_models_before_weights(look_at_model)
         if self.model_config.is_hybrid:
             from vllm_npu_prep.attention.gated_delta import register_layer
 
@@ -166,12 +177,6 @@ class NPUWorker(Worker):
             )
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
-
-    def _look_at_model(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        refuse_other_layers(layers)
-        refuse_routers(model)
-        if not self.prep_device.computes_on_host:
-            choose_exchange(model, self.vllm_config)
 
     def _read_table(self) -> None:
         """Let torch's own form make the calls that a table of verified calls says."""

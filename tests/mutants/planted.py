@@ -993,6 +993,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("images and M-RoPE stay with rows when requests leave", "if not new_req_ids and req_ids == list(known):", "if not new_req_ids:", VISION),
         ("an image begins anew in every chunk", "output[run.first_row + start - run.start : run.first_row + end - run.start]", "output[run.first_row : run.first_row + end - start]", VISION),
         ("an output of the encoder that another image of its size left", "            if output is None:\n", "            output = vars(self).setdefault('stale', {}).setdefault(len(output), output)\n            if output is None:\n", VISION),
+        ("images of a model without M-RoPE are left out", "takes_items or mrope_dims > 0", "takes_items and mrope_dims > 0", ("tests/runner/test_inputs.py",)),
         ("a request id that comes back at once keeps its old images", "if req_id in known and req_id not in new_req_ids", "if req_id in known", ("tests/runner/test_inputs.py",)),
     ],
     "runner/v1/request_updates.py": [
@@ -1419,6 +1420,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("an operator that computes wrongly stays on", "return not outcome.verdict.is_bad", "return True", FUSED),
     ],
     "worker.py": [
+        ("the first engine's worker stays in a patch of vLLM", "look_at_models_before_weights(look_at_model)", "look_at_models_before_weights(lambda *seen: (self, look_at_model(*seen)))", ("tests/soak/test_engines.py::test_nothing_of_the_first_engine_of_a_process_outlives_it",)),
         ("models without a cache are first traced over a step", "        if not self.model_runner.kv_caches:", "        if False:", POOLING),
         ("a rank without memory to wake up leaves the other one awake", "                sleeping.release(mapped)\n", "                sleeping.release(())\n", ("tests/device/test_sleep.py",)),
         ("a sleep that failed also wakes what slept before it", "                memory.restore(slept)\n", "                memory.resume()\n", ("tests/device/test_sleep.py",)),

@@ -35,3 +35,10 @@ def test_a_request_id_that_comes_back_at_once_brings_what_is_new():
     rows = Rows()
     assert rows.step(["a", "b"], {"a": -1, "b": -2}) == [-1, -2]
     assert rows.step(["a", "b"], {"a": -7}) == [-7, -2]
+
+
+def test_only_text_alone_brings_nothing_that_has_to_follow():
+    """Models may have images without M-RoPE, and M-RoPE without images."""
+    with_images = ModelInputs(4, takes_items=True), ModelInputs(4, mrope_dims=3)
+    assert [each.follows_rows for each in with_images] == [True, True]
+    assert not ModelInputs(4).follows_rows

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import PoolingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.helpers.engine import greedy, runner_of
@@ -23,6 +24,7 @@ from tests.helpers.fused import forget_layers
 from tests.helpers.judge import judge_of
 from tests.helpers.life_cycle import LifeCycle
 from tests.helpers.models import as_input, drafts_by, files_in, folder_of, int8_of, prompts
+from tests.helpers.pooling import check_close, hidden_states, normalized
 from tests.helpers.ranks import Ranks, serve_on_ranks
 from tests.helpers.traffic import Traffic
 from tests.helpers.v2 import asked_for, engine_of
@@ -35,6 +37,8 @@ SECONDS = 600
 """Time limit of an engine of several ranks."""
 RESET_AFTER = 10
 """Steps after which all requests are preempted, whatever else is drawn."""
+ROUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""How far an element of a pooled row of length 1 may be from transformers' in float32."""
 PATIENCE = 50
 """Empty steps in which a connector may finish what it stores."""
 
@@ -52,6 +56,14 @@ class Answers:
         ranks = 2 if kind.layout == "tp2" else 1
         self.judges = [judge_of(kind.model, kind.int8, ranks, each) for each in numbers]
 
+    def params(self, tokens: int) -> Any:
+        """What a request asks for, whose answer may have so many tokens."""
+        return greedy(tokens)
+
+    def said(self, output: Any) -> Any:
+        """What there is of an answer."""
+        return list(output.outputs[0].token_ids)
+
     def look(self, prompt: Any, use: Use, tokens: list[int]) -> None:
         """An answer, whole or begun: each token has to be one that the model would choose."""
         margins = {each: self.judges[each].margins(prompt, tokens) for each in set(use.weights)}
@@ -67,6 +79,31 @@ class Answers:
         )
 
 
+class Rows(Answers):
+    """Holds a pooling model's rows against transformers."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.margin, self.count = kind, 0.0, Counter[str]()
+        asked, each = prompts(kind.model), kind.pools == "token_embed"
+        of_prompts = zip(asked, hidden_states(folder_of(kind.model), asked))
+        self.rows = {
+            tuple(prompt): normalized(rows if each else rows[-1]) for prompt, rows in of_prompts
+        }
+
+    def params(self, tokens: int) -> Any:
+        del tokens
+        return PoolingParams(task=self.kind.pools)
+
+    def said(self, output: Any) -> Any:
+        return output.outputs.data.float()
+
+    def look(self, prompt: Any, use: Use, tokens: Any) -> None:
+        """An answer comes whole; nothing is there of one that was aborted."""
+        if len(tokens):
+            check_close([tokens], [self.rows[tuple(prompt)]], ROUNDS[self.kind.settings["dtype"]])
+            self.count["tokens"] += len(tokens) if tokens.dim() > 1 else 1
+
+
 def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
     """Serve waves of requests until `steps` are done; what happened how often.
 
@@ -74,7 +111,7 @@ def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
     engine: unless others, which are not `alone`, keep an engine in this process.
     """
     forget_layers()
-    answers = Answers(kind)
+    answers = Rows(kind) if kind.pools else Answers(kind)
     with tempfile.TemporaryDirectory() as stored:
         settings = dict(kind.settings)
         if kind.connector == FILES:
@@ -150,7 +187,7 @@ class _Serving(Traffic):
         self.reset_is_due = True
         self.expected = 0  # requests that this wave still gets
         self.alive: dict[str, tuple[Any, Use]] = {}  # prompt and adapter of each request
-        self.said: dict[str, list[int]] = {}  # tokens of each that came so far
+        self.said: dict[str, Any] = {}  # of each answer, what came so far
         self.ended: list[str] = []  # ids that later requests may have again
         self.again = Traffic((kind.seed, 64))  # draws whether they do, and leaves kept seeds as is
 
@@ -193,7 +230,7 @@ class _Serving(Traffic):
             return False
         prompt = self.pick(*self.prompts)
         use = self.adapters.use(self.number(0, len(self.adapters) - 1))
-        name, params = f"r{self.count['arrived']}", greedy(self.number(1, MAX_TOKENS))
+        name, params = f"r{self.count['arrived']}", self.answers.params(self.number(1, MAX_TOKENS))
         if self.ended and self.again.chance(0.2):
             name = self.ended.pop()
             self.count["ids used again"] += 1
@@ -230,7 +267,7 @@ class _Serving(Traffic):
         for output in self.core.step():
             if output.request_id not in self.alive:
                 continue
-            self.said[output.request_id] = list(output.outputs[0].token_ids)
+            self.said[output.request_id] = self.answers.said(output)
             if output.finished:
                 self.answers.look(*self.alive.pop(output.request_id), self.said[output.request_id])
                 self.ended.append(output.request_id)

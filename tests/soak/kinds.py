@@ -36,6 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel_size": 2},
 }
 """Ranks of an engine; of several, each is a process of its own."""
+TASKS = ("embed", "token_embed")
+"""What a pooling model is asked for: a row of its last token, or one of each."""
 FILES, HOST = "ExampleConnector", "OffloadingConnector"
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
@@ -44,8 +46,9 @@ MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 class Kind:
     """One engine, a function of its seed and its device.
 
-    `int8`, `drafts` and `connector` name a format, a speculative method and what stores prompts, in
-    files or in memory of the host; empty without. `settings` have no paths.
+    `int8`, `drafts`, `connector` and `pools` name a format, a speculative method, what stores
+    prompts, in files or in memory of the host, and a pooling task; empty without. `settings` have
+    no paths.
     """
 
     seed: int
@@ -59,6 +62,7 @@ class Kind:
     adapters: bool
     sleeps: bool
     settings: dict[str, Any] = field(default_factory=dict)
+    pools: str = ""
 
     @property
     def bound(self) -> float:
@@ -71,7 +75,8 @@ class Kind:
     @property
     def sessions(self) -> bool:
         """Whether it has sessions: of token ids, in one process; refused beside offloading."""
-        return self.layout == "one rank" and not self.sees and self.connector != HOST
+        talks = not self.sees and not self.pools
+        return self.layout == "one rank" and talks and self.connector != HOST
 
     def parts(self) -> set[str]:
         """What of an engine it has, in a few words each."""
@@ -181,9 +186,16 @@ def draw(seed: int, device: str = CPU) -> Kind:
     if routed and not alone and not staged:
         settings["enable_expert_parallel"] = chance(0.6)
     settings["additional_config"] = {"npu_prep": options}
-    if device == CPU and seed % 2:
+    pools, of_pools = "", np.random.default_rng((seed, 36))  # leaves other kept seeds as they are
+    plain = not (hybrid or sees or int8 or drafts or connector or adapters)
+    if alone and plain and of_pools.random() < 0.5:
+        pools = TASKS[of_pools.integers(len(TASKS))]
+        settings |= {"runner": "pooling", "pooler_config": {"task": pools}}
+        settings["skip_tokenizer_init"] = False  # which its processors ask for
+    elif device == CPU and seed % 2:
         model = CHOOSES_TOO.get(model, model)
     return Kind(
         *(seed, device, model, runner, layout, int8, drafts, connector, adapters, sleeps),
         settings=settings,
+        pools=pools,
     )

@@ -1,5 +1,7 @@
 """Engines that `make soak` holds against transformers: what is drawn, and one of each kind."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tests.soak.kinds import (
     NPU,
     QWEN3,
     SEES_TOO,
+    TASKS,
     Kind,
     draw,
 )
@@ -60,6 +63,12 @@ KINDS = {
         if kind.model == QWEN3_VL and kind.runner == "V1" and not kind.drafts
         if kind.settings["enable_prefix_caching"] and kind.settings["mm_processor_cache_gb"] < 1
     ),
+    "pooling": next(
+        kind
+        for kind in DRAWN[CPU]
+        if kind.pools == "token_embed" and kind.runner == "V1"
+        if kind.settings["max_num_batched_tokens"] == 24
+    ),
     "ranks": first(layout="tp2", runner="V2", model=QWEN3),
     "stages": first(layout="pp2"),
     "engines": first(layout="dp2", sleeps=True, model="Glm4MoeForCausalLM"),
@@ -75,6 +84,7 @@ def test_everything_is_drawn(device):
     features |= {f"connector {FILES}", f"connector {HOST}", *(f"graphs {mode}" for mode in MODES)}
     features |= {"scheduler batched", "scheduler upstream", "adapters", "sleep", "sessions"}
     features |= {f"drafts {method}" for method in ("ngram", "mtp", "eagle", "draft_model")}
+    features |= {f"pools {task}" for task in TASKS}
     features |= {"int8 modelslim", "int8 compressed-tensors", "expert parallelism"}
     if device == CPU:
         features |= {f"model {each}" for each in CHOOSES_TOO.values()}
@@ -117,6 +127,7 @@ def test_an_engine_of_each_kind_agrees(name):
     assert not kind.sessions or count["parts of sessions"] > 0
     assert not kind.adapters or count["adapters overwritten"] > 0
     assert not kind.sees or count["refused"] > 0
+    assert not kind.pools or count["preempted"] > 0
     if kind.layout == "one rank":
         assert count["requests reset"] + count["caches in use"] > 0
         assert not kind.connector or count["tokens that a connector had"] > 0
@@ -124,6 +135,13 @@ def test_an_engine_of_each_kind_agrees(name):
         seldom = kind.sees and kind.drafts != "ngram"
         verified = ("rejected",) if seldom else ("accepted", "partly")
         assert not kind.drafts or any(count[f"drafts {each}"] for each in verified)
+
+
+def test_nothing_of_the_first_engine_of_a_process_outlives_it():
+    """The engines above end in a process that keeps others."""
+    first_one = "from tests.soak import engines, kinds; engines.play(kinds.draw(2), 20)"
+    done = subprocess.run([sys.executable, "-c", first_one], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-500:]
 
 
 def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, capsys):
@@ -137,6 +155,7 @@ def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, caps
 
     monkeypatch.setattr(Judge, "margins", of_transformers)
     plain = {"drafts": "", "connector": "", "int8": "", "adapters": False, "sleeps": False}
+    plain |= {"pools": ""}
     seed = first(model=QWEN3, runner="V1", **plain).seed
     outcome, recorded = soak.Engines().play(seed, 200)
     assert outcome == "failed" and "AssertionError: behind [" in recorded["error"]

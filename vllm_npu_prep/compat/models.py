@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -63,13 +63,12 @@ def take_no_mtp_layers_for_none() -> None:
         return changed
 
 
-def look_at_models_before_weights(
-    check: Callable[[nn.Module, Mapping[str, Any]], None],
-) -> None:
+def look_at_models_before_weights(check: Callable[[nn.Module, Any], None]) -> None:
     """Look at each model between its making and its weights, and say in one line why none is made.
 
     vLLM's code of a model may refuse a config, a runner or a platform, in the midst of a traceback.
-    `check` takes the model, and the engine's layers with a KV cache or recurrent states, by name.
+    `check` takes the model and its engine's `VllmConfig`. It is put there once in a process, so it
+    holds nothing of an engine.
     """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -89,7 +88,7 @@ def look_at_models_before_weights(
                 f"of it: {why}; use a config.json that this release reads, or another model "
                 "(VLLM_LOGGING_LEVEL=DEBUG shows where)"
             ) from None
-        check(model, vllm_config.compilation_config.static_forward_context)
+        check(model, vllm_config)
         return model
 
 
