@@ -426,7 +426,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("what is held of an adapter changes with its file", "            if not value.is_pinned():", "            if False:", V2_LORA),
     ],
     "compat/models.py": [
-        ("layers are looked at after their weights were loaded", "        check(model, vllm_config.compilation_config.static_forward_context)\n", "", ("tests/attention/test_layers.py",)),
+        ("layers are looked at after their weights were loaded", "        check(model, vllm_config)\n", "", ("tests/attention/test_layers.py",)),
     ],
     "compat/multimodal.py": [
         ("pixels that the prefix cache made needless never come", "        if items:\n            found[req_id] = items", "        if not items:\n            found[req_id] = items", ("tests/engine/test_multimodal.py::test_the_prefix_cache_knows_images_by_what_they_show",)),
