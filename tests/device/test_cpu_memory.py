@@ -1,14 +1,17 @@
 """Memory of the CPU fallback's process: what the C library keeps is returned."""
 
 import ctypes
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_npu_prep.attention.step_memory import process_bytes
+from vllm_npu_prep.attention.step_memory import attention_bytes, process_bytes
+from vllm_npu_prep.config import Decisions
 from vllm_npu_prep.device import cpu
 from vllm_npu_prep.device.cpu import CPUDevice
+from vllm_npu_prep.prep.mask import COMPRESSED_MASK_SIZE, MaskForm
 from vllm_npu_prep.worker import RETURN_TOKENS, NPUWorker
 
 SIZE, COUNT = 64 << 10, 1600
@@ -61,3 +64,16 @@ def test_the_bound_of_a_step_has_room_for_a_huge_page(tmp_path, monkeypatch):
     without = process_bytes(1024)
     page.write_text("536870912\n")
     assert process_bytes(1024) == without + (512 << 20)
+
+
+def test_the_bound_of_attention_is_masks_and_the_largest_of_its_layers():
+    def attends(working: int) -> SimpleNamespace:
+        kernels = SimpleNamespace(working_bytes=lambda *_: working)
+        return SimpleNamespace(impl=SimpleNamespace(kernels=kernels, layer_shape="shape"))
+
+    layers = [attends(7000), attends(500), SimpleNamespace(choosing_bytes=lambda *_: 300)]
+    dense = Decisions("cpu", MaskForm.DENSE, 0, 50)
+    constant = Decisions("cpu", MaskForm.COMPRESSED, 0, 50)
+    assert attention_bytes(layers, dense, 2, 1024, 0, 64) == 50 + 7000 + 300
+    assert attention_bytes([SimpleNamespace()], dense, 2, 1024, 0, 64) == 50
+    assert attention_bytes([], constant, 2, 1024, 0, 64) == COMPRESSED_MASK_SIZE**2
