@@ -652,6 +652,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("a residual that is not updated", "    return output, total\n", "    return output, x_residual\n", FUSED),
         ("heads of a slice one place further", "[:, first : first + heads]", "[:, first - 1 : first - 1 + heads]", FUSED),
     ],
+    "ops/npu/projection.py": [
+        ("int8 projections are grouped like those of 16 bits", "            and self.params_dtype in (torch.float16", "            or self.params_dtype in (torch.float16", ("tests/npu/on_device/test_quantization.py::test_a_dense_layer_takes_two_launches_more",)),
+    ],
     "ops/npu/rotary.py": [
         ("rotary pairs of the other form", '"half" if is_neox_style else "interleave"', '"interleave" if is_neox_style else "half"', FUSED),
         ("the operator rotates more heads than an older CANN holds", "return most is not None and math.prod(query.shape[1:]) > most", "return False", FUSED),

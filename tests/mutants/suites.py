@@ -35,7 +35,7 @@ TESTS = {
     "ops/npu/": (
         "npu/on_device/test_fused.py npu/on_device/test_fused_families.py "
         "npu/on_device/test_latent.py npu/on_device/test_multimodal.py "
-        "npu/on_device/test_sampling.py"
+        "npu/on_device/test_quantization.py npu/on_device/test_sampling.py"
     ),
 }
 """Tests of any module whose path begins so, in the folder of tests."""

@@ -68,7 +68,8 @@ class Answers:
         """An answer, whole or begun: each token has to be one that the model would choose."""
         margins = {each: self.judges[each].margins(prompt, tokens) for each in set(use.weights)}
         margin = margin_of(use, margins.__getitem__)
-        by_two = len(margins) > 1 and min(map(max, margins.values()), default=0) > 0
+        worst = [max(each, default=0) for each in margins.values()]  # nothing came yet: no margins
+        by_two = len(worst) > 1 and min(worst) > 0
         self.count["answers by two adapters"] += by_two
         self.margin = max(margin, self.margin)
         self.count["tokens"] += len(tokens)
