@@ -59,8 +59,9 @@ def rows_of(calls: Sequence[Call]) -> tuple[Row, ...]:
     seen: Counter[str] = Counter()
     rows = []
     for call in calls:
-        seen[call.name] += 1
-        name, tried = f"{call.name.strip('_')}-{seen[call.name]:03}", TriedCall(call)
+        operator = call.name.strip("_")  # copy and copy_ are counted together
+        seen[operator] += 1
+        name, tried = f"{operator}-{seen[operator]:03}", TriedCall(call)
         rows.append(
             Row(
                 name, call.operator, tried.run, seconds=CALL_SECONDS, key=call.key, first=tried.form
