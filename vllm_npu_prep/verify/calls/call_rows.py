@@ -2,10 +2,11 @@
 
 A row makes the call's arguments again, with floats by a fixed seed. torch's own form of the
 operator comes first, if there is one. Then the operator is called on inputs that another stream has
-just written, once more, in a graph that captured it, and twenty times to time it. The first result
-is held against float64, or against torch's form; the others have to equal it. A graph is captured
-with other lengths, blocks or experts than the call has, and told new ones before each replay. What
-takes longer than 5 seconds, as long prompts do without a real card, is called once eagerly.
+just written, once more, in a graph that captured it, and up to twenty times to time it. The first
+result is held against float64, or against torch's form; the others have to equal it. A graph is
+captured with other lengths, blocks or experts than the call has, and told new ones before each
+replay. What takes longer than 5 seconds, as long prompts do without a real card, is called once
+eagerly.
 """
 
 import statistics
