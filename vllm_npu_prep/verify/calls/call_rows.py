@@ -60,7 +60,7 @@ def rows_of(calls: Sequence[Call]) -> tuple[Row, ...]:
     seen: Counter[str] = Counter()
     rows = []
     for call in calls:
-        operator = call.name.strip("_")  # copy and copy_ are counted together
+        operator = call.name.strip("_")  # silu and silu_ are counted together
         seen[operator] += 1
         name, tried = f"{operator}-{seen[operator]:03}", TriedCall(call)
         rows.append(
