@@ -1375,7 +1375,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "verify/calls/call_rows.py": [
         ("a kernel that is compiled first counts as slower", "SLOWER * of_form < taken <= LONG", "SLOWER * of_form < taken", (f"{CALLS_ON_NPU[0]}::test_a_call_that_takes_longer_than_kernels_do_is_not_slower",)),
-        ("a result that changes later is the same", "if not torch.equal(_bits(a), _bits(b))", "if False", CALLS_ON_NPU),
+        ("calls of two operators have one row's name", "        seen[operator] += 1\n", "        seen[call.name] += 1\n        seen[operator] = seen[call.name]\n", (f"{CALLS_ON_NPU[0]}::test_each_call_has_a_row_with_a_name_of_its_own",)),
+        ("a result that changes later is the same", "if torch.equal(_words(one), _words(two)):", "if True:", CALLS_ON_NPU),
         ("no recorded call is captured", "        if call.captured:", "        if False:", CALLS_ON_NPU),
         ("graphs are told the numbers that they were captured with", '                ("replayed with its own numbers", OWN, first),\n', "", CAPTURED_EXPERTS),
     ],

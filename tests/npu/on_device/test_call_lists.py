@@ -185,6 +185,14 @@ def test_a_call_that_takes_longer_than_kernels_do_is_not_slower(tmp_path, monkey
     assert tried.run(context).verdict == ("slower" if judged else "same")
 
 
+def test_each_call_has_a_row_with_a_name_of_its_own():
+    """Else the table would lack one of two calls, and the report would show one result twice."""
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    calls = [Call(f"aten::{name}", {}) for name in ("silu", "silu_", "_to_copy", "to_copy")]
+    assert len({row.name for row in rows_of(calls)}) == len(calls)
+
+
 def test_a_captured_call_is_noted_with_the_numbers_of_its_step():
     """They are read when the capture has ended, before another step changes them."""
     from vllm_npu_prep.verify.calls.call_recorder import CallRecorder
