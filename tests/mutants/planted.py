@@ -285,6 +285,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("joined heads on NPUs get keys that are not rotated", "torch.cat((key, key_rope), -1)", "torch.cat((key, 0 * key_rope), -1)", ROWS_ON_NPU),
     ],
     "attention/kernels/latent_reference.py": [
+        ("a prompt in pieces is masked the other way round", "tokens[None], own[None], positions[None], False", "tokens[None], positions[None], own[None], False", ("tests/attention/test_latent.py",)),
         ("rotated halves of latent queries are not read", "heads = torch.cat((query, query_rope), -1)", "heads = torch.cat((query, query_rope * 0), -1)", LATENT),
         ("context chunks are added without their log-sum-exp", "return merge_partials([first, second])", "return Attended((first.output + second.output) / 2, first.lse)", LATENT),
         ("latent rows are read past a piece's length", "int(start) + int(length))", "int(start) + int(length) + 1)", LATENT),
@@ -664,6 +665,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("routers in float32 read the residual", "return CastRows(values, cast), total", "return CastRows(values, total.float()), total", ("tests/npu/on_device/test_fused.py::test_a_router_in_float32_gets_the_rows_of_the_norm",)),
     ],
     "ops/npu/routing.py": [
+        ("groups of experts are counted as they are", "padded = number * -(-size", "padded = number + -(-size", ("tests/ops/test_experts.py",)),
         ("padding reaches an expert", "ids.masked_fill_(is_padding[:, None], NO_EXPERT)", "ids.masked_fill_(is_padding[:, None], 0)", EXPERTS),
         ("padding whose weights are taken away reaches an expert", "limits[0].masked_fill_(is_padding[:, None], NO_EXPERT)", "limits[0].masked_fill_(is_padding[:, None], 0)", EXPERTS),
         ("padding keeps its weights where the sum relies on zeros", "limits[1].masked_fill_(is_padding[:, None], 0)", "limits[1].masked_fill_(is_padding[:, None], ANY)", EXPERTS),

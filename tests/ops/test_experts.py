@@ -16,6 +16,7 @@ from vllm_npu_prep.device.communicator import NPUCommunicator
 from vllm_npu_prep.errors import PrepError
 from vllm_npu_prep.ops.moe_method import TorchMoEMethod, apply_experts
 from vllm_npu_prep.ops.moe_topk import register_operators
+from vllm_npu_prep.ops.npu.routing import _takes_groups
 from vllm_npu_prep.quantization.experts import Int8Experts
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 23, 12, 10, 8
@@ -274,3 +275,9 @@ def test_sums_of_half_precision_are_rounded_once(seed):
         for i in range(3)
     ]
     torch.testing.assert_close(got, sum(each).bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+def test_groups_of_experts_are_counted_in_multiples_of_32():
+    """The operator lays each group out so, in room for 2,048 experts."""
+    assert _takes_groups(experts=64 * 3, top_k=2, number=64, kept=4)
+    assert not _takes_groups(experts=65 * 3, top_k=2, number=65, kept=4)
