@@ -7,6 +7,9 @@ from tests.resume.touched import graph_of_tree, nearest
 
 SLOW = ("benchmarks", "examples", "engine", "differential", "server", "npu")
 """Folders of tests that take long, the longest last."""
+READERS = ("tests/deploy/", "tests/mutants/")
+"""Tests that read every file and run none; some need files that a bench does not copy."""
+
 TESTS = {
     "prep/": "prep attention graph/test_config.py test_explain_command.py runner differential",
     "attention/": (
@@ -51,7 +54,7 @@ def slowness(test: str) -> int:
 def suite_for(path: str) -> tuple[str, ...]:
     """Tests of a module, the quick ones first: those that import it, then what bugs in it name."""
     distances = nearest(graph(), [f"vllm_npu_prep/{path}"])
-    tests = [test for test, far in distances.items() if far == 1]
+    tests = [t for t, far in distances.items() if far == 1 and not t.startswith(READERS)]
     for mutant in MUTANTS:
         tests += [t for t in mutant.tests if mutant.path == path and t.count("/") > 1]  # no folder
     for begins, names in TESTS.items():
