@@ -66,7 +66,7 @@ def test_the_bound_of_a_step_has_room_for_a_huge_page(tmp_path, monkeypatch):
     assert process_bytes(1024) == without + (512 << 20)
 
 
-def test_the_bound_of_attention_is_masks_and_the_largest_of_its_layers():
+def test_attention_is_bounded_by_masks_and_its_largest_layer():
     def attends(working: int) -> SimpleNamespace:
         kernels = SimpleNamespace(working_bytes=lambda *_: working)
         return SimpleNamespace(impl=SimpleNamespace(kernels=kernels, layer_shape="shape"))
