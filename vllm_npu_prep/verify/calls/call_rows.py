@@ -308,7 +308,7 @@ def _against_torch(
 def _same(
     call: Call, how: str, first: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
 ) -> Outcome:
-    """Compare two results of the device bit by bit; NaN equals NaN."""
+    """Compare two results of the device: NaN equals NaN, and zeros of both signs are equal."""
     for one, two in zip(first, (each.cpu() for each in other)):
         if torch.equal(_words(one), _words(two)):
             continue
