@@ -39,8 +39,8 @@ def kept(device: str) -> list[int]:
 
 
 def first(device=CPU, layout="one rank", **having) -> Kind:
-    """The first engine drawn that has all of this."""
-    having |= {"layout": layout}
+    """The first engine drawn that has all of this, and generates unless it is to pool."""
+    having = {"layout": layout, "pools": "", **having}
     return next(
         k for k in DRAWN[device] if all(getattr(k, name) == value for name, value in having.items())
     )
@@ -155,7 +155,6 @@ def test_a_wrong_token_is_found_and_its_seed_is_kept(monkeypatch, tmp_path, caps
 
     monkeypatch.setattr(Judge, "margins", of_transformers)
     plain = {"drafts": "", "connector": "", "int8": "", "adapters": False, "sleeps": False}
-    plain |= {"pools": ""}
     seed = first(model=QWEN3, runner="V1", **plain).seed
     outcome, recorded = soak.Engines().play(seed, 200)
     assert outcome == "failed" and "AssertionError: behind [" in recorded["error"]
