@@ -1,7 +1,6 @@
 """Random engines and random serving traffic, both drawn from a seed."""
 
 import json
-import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -20,7 +19,7 @@ from examples.tiny_model import make_tokenizer
 from tests.differential.pair import Pair, check
 from tests.differential.slots import SlotPair
 from tests.differential.upstream import forget_unwritten_blocks
-from tests.helpers.demo import make_demo
+from tests.helpers.demo import make_demo, new_folder
 from tests.helpers.drafters import disturb_model, make_eagle_head
 from tests.helpers.engine import make_model, runner_of
 from tests.helpers.latent import V32
@@ -286,7 +285,7 @@ def model_of(family: str, for_device: bool = False) -> Path:
     of experts whose sizes suit an NPU."""
     if family in VISION:
         return make_demo("tiny_vision_model.py", "tiny-vision") / VISION[family]
-    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{family}-"))
+    folder = new_folder(family)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -301,7 +300,7 @@ def model_of(family: str, for_device: bool = False) -> Path:
 @cache
 def int8_of(model: Path, form: str) -> Path:
     """A model with int8 weights, in a format of `examples/quantize.py`."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{model.name}-int8-"))
+    folder = new_folder("int8")
     quantize.quantize(model, folder, form, plain=True)
     return folder
 
@@ -312,7 +311,7 @@ def drafter_of(family: str, method: str, drafter: str) -> Path:
     target = model_of(family)
     if drafter == "same":
         return target
-    folder = Path(tempfile.mkdtemp(prefix=f"npu-prep-{method}-"))
+    folder = new_folder(method)
     if drafter == "near":
         return disturb_model(folder, target, share=0.05)
     if drafter == "head":
@@ -327,7 +326,7 @@ def drafter_of(family: str, method: str, drafter: str) -> Path:
 @cache
 def adapter_of(number: int) -> LoRARequest:
     """One of a few adapters for Qwen3: more than an engine holds."""
-    folder = Path(tempfile.mkdtemp(prefix="npu-prep-lora-")) / str(number)
+    folder = new_folder("lora") / str(number)
     make_adapter(folder, model_of("Qwen3"), seed=number, rank=2 * number)
     return LoRARequest(f"adapter-{number}", number, str(folder))
 

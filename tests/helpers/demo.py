@@ -1,8 +1,13 @@
-"""The demo model and its drafters, made once for all processes of a test run."""
+"""Folders of models: the demo model and its drafters are made once for all processes of a test run,
+others in a folder of the process that needs them.
+"""
 
+import atexit
 import fcntl
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,3 +44,10 @@ def make_demo(script: str, folder: str, log: Callable[[str], object] = print) ->
         if making.returncode:
             raise subprocess.CalledProcessError(making.returncode, command)
     return CACHE / folder
+
+
+def new_folder(what: str) -> Path:
+    """Make a temporary folder, which is removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix=f"npu-prep-{what}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from examples import tiny_model
+from tests.helpers.demo import new_folder
 from tests.helpers.grammars import REGEX, SCHEMA, allowed, compiler_of
 from tests.helpers.huggingface import load
 from tests.helpers.lora import merge
-from tests.helpers.models import SEES, adapter_of, folder_of, int8_of, is_a, new_folder
+from tests.helpers.models import SEES, adapter_of, folder_of, int8_of, is_a
 from tests.helpers.quantized import round_modules, tensors_in
 from tests.helpers.vision import Reference, Request
 

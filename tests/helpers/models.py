@@ -6,7 +6,6 @@ don't see have the demo model's tokenizer, which structured output needs.
 
 import json
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples import quantize, tiny_model
-from tests.helpers.demo import make_demo
+from tests.helpers.demo import make_demo, new_folder
 from tests.helpers.drafters import disturb_model, make_eagle_head, save_weights
 from tests.helpers.engine import LLAMA4, make_model
 from tests.helpers.hybrids import EXPERTS, ON_NPUS, make_model_that_sees
@@ -111,10 +110,6 @@ def of_kind(kind: str) -> list[str]:
 def is_long(name: str) -> bool:
     """Whether its blocks have 128 tokens, so that prompts are longer."""
     return is_a(HYBRID, name) or is_a(CHUNKS, name)
-
-
-def new_folder(what: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"npu-prep-{what}-"))
 
 
 @cache

@@ -33,7 +33,8 @@ class Feature(NamedTuple):
 
     def settings(self, model: str) -> dict[str, Any]:
         """Settings of an engine of a model of `MODELS`, which may need a folder."""
-        from tests.helpers.models import drafts_by, files_in, new_folder
+        from tests.helpers.demo import new_folder
+        from tests.helpers.models import drafts_by, files_in
 
         if "speculative_config" in self.asked:
             return {"speculative_config": drafts_by(model, self.asked["speculative_config"])}

@@ -15,9 +15,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.helpers.demo import new_folder
 from tests.helpers.grammars import REGEX, SCHEMA
 from tests.helpers.judge import judge_of
-from tests.helpers.models import adapter_of, as_input, drafts_by, folder_of, new_folder
+from tests.helpers.models import adapter_of, as_input, drafts_by, folder_of
 from tests.helpers.sessions import send_part
 from tests.helpers.v2 import engine_of
 from tests.helpers.watch import (

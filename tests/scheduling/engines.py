@@ -3,9 +3,7 @@
 import copy
 import functools
 import math
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.helpers.demo import new_folder
 from tests.helpers.engine import engine_config, make_model
 from tests.helpers.v2 import asked_for
 from tests.scheduling import connectors
@@ -160,7 +159,7 @@ def draw(seed: int, **fixed: Any) -> SimpleNamespace:
 @functools.cache
 def base_config() -> Any:
     """A config of vLLM's, to be copied."""
-    folder = Path(tempfile.mkdtemp(prefix="npu-prep-scheduling-"))
+    folder = new_folder("scheduling")
     make_model(folder, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     sizes = {"max_model_len": 64, "max_num_batched_tokens": 64}
     return engine_config(folder, enforce_eager=True, **sizes)
