@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
+from vllm import envs
 
 from tests.conftest import SEED
 from tests.engine.test_kv_transfer import count_tokens
@@ -58,7 +59,6 @@ def connected(
     """Settings of an engine that sends to itself and has no prefix cache to find prompts in."""
     port = free_port()
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port))
-    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "1")
     transfer = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both", "engine_id": ENGINE_ID}
     transfer["kv_load_failure_policy"] = policy
     return {
@@ -69,6 +69,11 @@ def connected(
         "kv_transfer_config": transfer,
         **settings,
     }
+
+
+def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a request wait for a second, where a test waits for its end, and not for 480."""
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "1")
 
 
 NUMBERS = itertools.count()
@@ -155,6 +160,7 @@ def test_torn_transfers_give_errors_or_the_same_tokens(
 ):
     """What arrived in part is computed again, or its clients get an error. All blocks come back."""
     prompts = prompts_of(SEED, LENGTHS)
+    give_up_soon(monkeypatch)
     monkeypatch.setattr(mooncake, "batch_transfer_sync_write", half_of(mooncake))
     with engine_of("V2", qwen3, **connected(monkeypatch, policy)) as llm:
         free = free_blocks(llm)
@@ -234,7 +240,9 @@ def test_blocks_of_a_stalled_transfer_are_nobody_elses(
     The decoder had a part of the prompt in its prefix cache; the producer had it under a salt.
     """
     prompts = prompts_of(SEED, LENGTHS)
-    monkeypatch.setattr("vllm_npu_prep.attention.mooncake.SECONDS_AFTER_TIMEOUT", 0)
+    # The decoder gives up after a second; what was computed waits for as long as vLLM lets it
+    later = 1 - envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+    monkeypatch.setattr("vllm_npu_prep.attention.mooncake.SECONDS_AFTER_TIMEOUT", later)
     small = connected(monkeypatch, policy, num_gpu_blocks_override=120, enable_prefix_caching=True)
     done: dict[str, list[int]] = {}
     with engine_of("V2", qwen3, **small) as llm:
@@ -284,6 +292,7 @@ def test_blocks_of_a_stalled_transfer_are_nobody_elses(
 def test_prompts_that_nobody_computes_end_with_an_error(qwen3, expected, monkeypatch, mooncake):
     """Nor do they keep blocks, in a cache that has room for one of them alone."""
     prompts = prompts_of(SEED, LENGTHS)[:2]
+    give_up_soon(monkeypatch)
     small = connected(monkeypatch, num_gpu_blocks_override=27, max_model_len=104)
     with engine_of("V2", qwen3, **small) as llm:
         free = free_blocks(llm)

@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     MooncakeXferMetadata,
 )
 
-from tests.engine.test_mooncake import CASES, asking, connected, transfers
+from tests.engine.test_mooncake import CASES, asking, connected, give_up_soon, transfers
 from tests.helpers.engine import make_model, scheduler_of
 from tests.helpers.huggingface import reference
 from tests.helpers.mooncake import ENGINES, TransferEngine, stand_in
@@ -251,6 +251,7 @@ def play(seed: int, steps: int) -> tuple[dict[str, Any], Counter[str]]:
     # The stand-in and the addresses are there for as long as the engine is
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         stand_in(monkeypatch)
+        give_up_soon(monkeypatch)
         settings = connected(monkeypatch, told["policy"], **more)
         settings["enable_prefix_caching"] = told["prefix cache"]
         settings["async_scheduling"] = told["asynchronous"]
