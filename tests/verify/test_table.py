@@ -85,6 +85,12 @@ def test_calls_that_were_not_begun_are_not_in_the_table(table):
     assert written(table, RIGHT, lost).results == {"key of one-001": RIGHT}
 
 
+def test_a_call_that_was_left_out_stays_unverified(table):
+    """An engine makes and counts it as one that is in no table."""
+    left_out = replace(RIGHT, name="two-001", verdict=Verdict.LEFT_OUT)
+    assert written(table, RIGHT, left_out).results == {"key of one-001": RIGHT}
+
+
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"format": "another"}\n', "[1]\n"])
 def test_a_file_that_is_no_table_is_refused(table, text):
     table.write_text(text)

@@ -185,6 +185,24 @@ def test_a_call_that_takes_longer_than_kernels_do_is_not_slower(tmp_path, monkey
     assert tried.run(context).verdict == ("slower" if judged else "same")
 
 
+def test_a_call_that_memory_does_not_hold_is_left_out(tmp_path):
+    """A failure in the table would switch its operator off."""
+    import torch_npu
+
+    from vllm_npu_prep.verify.calls.call_rows import rows_of
+
+    given = {"input": {"dtype": "float16", "shape": [1 << 12, 1 << 12]}}
+    (row,) = rows_of([Call(elementwise.SWIGLU, given)])
+    context = RowContext(make_device("npu"), tmp_path)
+    torch_npu.npu.empty_cache()
+    torch_npu.npu.set_per_process_memory_fraction(1e-6)
+    outcome, goes_on = run_row(row, context)
+    torch_npu.npu.set_per_process_memory_fraction(1.0)
+    assert (outcome["verdict"], goes_on) == ("left out", True)
+    assert "memory does not hold the call" in outcome["got"]
+    assert run_row(row, context)[0]["verdict"] == "same"
+
+
 def test_each_call_has_a_row_with_a_name_of_its_own():
     """Else the table would lack one of two calls, and the report would show one result twice."""
     from vllm_npu_prep.verify.calls.call_rows import rows_of

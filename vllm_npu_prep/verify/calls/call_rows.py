@@ -30,7 +30,14 @@ from vllm_npu_prep.verify.calls.call import (
 from vllm_npu_prep.verify.calls.expected import Expected, expected_of
 from vllm_npu_prep.verify.calls.expected_part import LEVELS, ONE_LEVEL
 from vllm_npu_prep.verify.calls.forms import form_of
-from vllm_npu_prep.verify.outcome import Outcome, TorchOutcome, Verdict, first_line_of, worst_of
+from vllm_npu_prep.verify.outcome import (
+    NotHereError,
+    Outcome,
+    TorchOutcome,
+    Verdict,
+    first_line_of,
+    worst_of,
+)
 from vllm_npu_prep.verify.row import Row, RowContext, compare
 
 SEED = 20261129
@@ -99,7 +106,21 @@ class TriedCall:
         return self._found
 
     def run(self, context: RowContext) -> Outcome:
-        """Make the call in all ways, and compare."""
+        """Make the call in all ways, and compare.
+
+        Raises
+        ------
+        NotHereError
+            If the device has too little memory, which says nothing about the operator: results are
+            held several times, and an engine holds them once.
+        """
+        try:
+            return self._compared(context)
+        except torch.OutOfMemoryError as error:
+            why = "this device's memory does not hold the call and what is compared"
+            raise NotHereError(f"{why}: {first_line_of(error)}") from error
+
+    def _compared(self, context: RowContext) -> Outcome:
         call, host, of_torch = self._call, self._host, self._of_torch
         self._host, self._of_torch = {}, []  # a list has thousands of rows
         made = _MadeCall(call, context, host or made_arguments(call, SEED))

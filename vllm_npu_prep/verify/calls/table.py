@@ -173,11 +173,11 @@ class TableWriter:
     def add(self, result: Result) -> None:
         """Write what was found of a call.
 
-        Rows without a key are of no call; rows that took no time were not begun, since the device
-        was lost before.
+        Rows without a key are of no call. What was left out stays unverified; rows that took no
+        time were not begun, since the device was lost before.
         """
         key = self._keys.get(result.name)
-        if key and result.seconds:
+        if key and result.seconds and result.verdict is not Verdict.LEFT_OUT:
             self._write("a", [{"key": key, **asdict(result)}])
 
     def _write(self, mode: str, lines: Iterable[Mapping[str, Any]]) -> None:
