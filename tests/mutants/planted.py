@@ -895,6 +895,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/int8.py": [
         ("int4: groups of rounded inputs begin one later", "slice(group * size, (group + 1) * size)", "slice(group * size - group, (group + 1) * size - group)", W4A8_TOKENS),
         ("int8: all tokens get the first one's scale", "product *= rows.scale[:, None]", "product *= rows.scale[:1, None]", INT8_TOKENS),
+        ("int8: sums are cut off on processors without VNNI", "    if torch_sums_exactly():\n", "    if True:\n", ("tests/quantization/test_int8.py",)),
         ("int8: the offset of inputs stays in", "sums = sums + self.sum_bias", "sums = sums + 0 * self.sum_bias", INT8_TOKENS),
         ("int8: scales of latent queries stay in the order of heads", "weight_scale=self.weight_scale[..., order]", "weight_scale=self.weight_scale", INT8_ON_NPU),
         ("SwiGLU rounds rows that CANN's operator takes in parts", "    if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:\n", "    if True:\n", INT8_ON_NPU),
@@ -1376,6 +1377,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("the other data-parallel ranks of a recording have no tokens", "as recorder, skip_dp_coordination():", "as recorder:", DATA_PARALLEL_CALLS),
     ],
     "verify/calls/call_rows.py": [
+        ("a call that memory does not hold switches its operator off", "except torch.OutOfMemoryError as error:", "except MemoryError as error:", (f"{CALLS_ON_NPU[0]}::test_a_call_that_memory_does_not_hold_is_left_out",)),
         ("a kernel that is compiled first counts as slower", "SLOWER * of_form < taken <= LONG", "SLOWER * of_form < taken", (f"{CALLS_ON_NPU[0]}::test_a_call_that_takes_longer_than_kernels_do_is_not_slower",)),
         ("calls of two operators have one row's name", "        seen[operator] += 1\n", "        seen[call.name] += 1\n        seen[operator] = seen[call.name]\n", (f"{CALLS_ON_NPU[0]}::test_each_call_has_a_row_with_a_name_of_its_own",)),
         ("a result that changes later is the same", "if torch.equal(_words(one), _words(two)):", "if True:", CALLS_ON_NPU),
@@ -1414,7 +1416,8 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "verify/calls/table.py": [
         ("a wrong call without another form is taken", "if result.verdict.is_bad and result.torch_got != \"\":", "if False:", TABLE),
-        ("calls that a lost device did not begin are dead for good", "        if key and result.seconds:", "        if key:", TABLE),
+        ("calls that a lost device did not begin are dead for good", "if key and result.seconds and", "if key and", TABLE),
+        ("a call that was left out takes torch's form", " and result.verdict is not Verdict.LEFT_OUT:", ":", TABLE),
         ("a row that was cut off ends the reading", "        for line in lines[:-1]:", "        for line in lines:", TABLE),
         ("a table of another model is read", "        if other:\n", "        if False:\n", TABLE),
     ],

@@ -8,6 +8,7 @@ Both devices compute the same: torch on the CPU, two operators of torch_npu on N
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from vllm.logger import init_logger
@@ -17,6 +18,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its ow
 LEVELS = 127
 """Largest magnitude that a dynamic scale gives to a number."""
 
+EXACT_COLUMNS = 1024
+"""So many products of int8 have a sum that float32 holds exactly."""
 
 MOST_COLUMNS_OF_SWIGLU = 7840
 """How wide a result may be at most so that ``npu_dequant_swiglu_quant`` scales a token's row as a
@@ -101,6 +104,36 @@ class Int8Linear:
         raise NotImplementedError
 
 
+@cache
+def torch_sums_exactly() -> bool:
+    """Return whether torch's product of int8 is exact on this processor.
+
+    Without instructions for it (VNNI), oneDNN adds pairs of products in int16, and cuts off what
+    does not fit.
+    """
+    largest = torch.full((32, 32), LEVELS, dtype=torch.int8)
+    is_exact = bool((torch._int_mm(largest, largest) == 32 * LEVELS**2).all())
+    if not is_exact:
+        logger.info_once(
+            "This processor has no instructions for products of int8 (VNNI): layers with int8 "
+            "weights multiply in float32, which takes longer."
+        )
+    return is_exact
+
+
+def exact_sums(
+    x: torch.Tensor,  # int8 [T, K]
+    weight: torch.Tensor,  # int8 [K, N]
+) -> torch.Tensor:  # int32 [T, N]
+    """Multiply on the CPU."""
+    if torch_sums_exactly():
+        return torch._int_mm(x.contiguous(), weight)
+    sums = x.new_zeros(len(x), weight.shape[1], dtype=torch.int32)
+    for part, columns in zip(x.split(EXACT_COLUMNS, 1), weight.split(EXACT_COLUMNS)):
+        sums += (part.float() @ columns.float()).int()
+    return sums
+
+
 class TorchInt8Linear(Int8Linear):
     """The layer on the CPU, which also defines what NPUs have to compute."""
 
@@ -114,7 +147,7 @@ class TorchInt8Linear(Int8Linear):
         if self.weight_scale.dim() == 2:
             product = self._sum_of_groups(rows.values)
         else:
-            sums = torch._int_mm(rows.values.contiguous(), self.weight)  # int32 [T, N]
+            sums = exact_sums(rows.values, self.weight)
             if self.sum_bias is not None:
                 sums = sums + self.sum_bias
             product = sums.float() * self.weight_scale
@@ -130,7 +163,7 @@ class TorchInt8Linear(Int8Linear):
         product = values.new_zeros(len(values), self.weight.shape[1], dtype=torch.float32)
         for group, scale in enumerate(self.weight_scale):
             part = slice(group * size, (group + 1) * size)
-            sums = torch._int_mm(values[:, part].contiguous(), self.weight[part])
+            sums = exact_sums(values[:, part], self.weight[part])
             product += sums.float() * scale
         return product
 

@@ -20,6 +20,7 @@ from ascend_emulator.operators import (
     sparse_flash_attention,
 )
 from ascend_emulator.operators.constraint import Call, shape_of
+from ascend_emulator.operators.matmul import exact_sums
 
 ADD_RMS_NORM_BIAS = "_C_ascend::npu_add_rms_norm_bias"
 GATING_TOP_K = "_C_ascend::moe_gating_top_k"
@@ -135,7 +136,7 @@ def grouped_matmul_swiglu_quant(
     scales = torch.full((len(x),), torch.nan)
     for group, (start, end) in enumerate(pairwise(ends)):
         if start < end:
-            product = (x[start:end].double() @ weight[group].double()).float()
+            product = exact_sums(x[start:end], weight[group]).float()
             product = product * weight_scale[group].float() * x_scale[start:end, None]
             gate, up = product.chunk(2, -1)
             rounded = int8.round_tokens(torch.nn.functional.silu(gate) * up)

@@ -12,6 +12,7 @@ from ascend_emulator.operators.grouped_rows import (
     INNER_LIMIT,
     grouped_rows,
 )
+from ascend_emulator.operators.matmul import rounded_product
 
 MAX_TENSORS = 128
 HANDLED = ("x", "weight", "bias", "split_item", "group_type")
@@ -78,6 +79,8 @@ def grouped_matmul(
     demand("transposed alike", alike, [columns.stride() for columns in weight])
     outputs = []
     for rows, columns, added in zip(x, weight, biases):
-        product = rows.float() @ columns.float()
-        outputs.append((product if added is None else product + added.float()).to(dtype))
+        if added is None:
+            outputs.append(rounded_product(rows, columns))
+        else:
+            outputs.append((rows.float() @ columns.float() + added.float()).to(dtype))
     return outputs

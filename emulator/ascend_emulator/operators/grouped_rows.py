@@ -10,7 +10,7 @@ import torch
 
 from ascend_emulator.operators import int4_weights
 from ascend_emulator.operators.constraint import Call, shape_of
-from ascend_emulator.operators.matmul import int4_values
+from ascend_emulator.operators.matmul import exact_sums, int4_values, rounded_product
 
 GROUPED_MATMUL = "npu::npu_grouped_matmul"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -58,12 +58,12 @@ def grouped_rows(
     sizes = _sizes_of_groups(call, listed, form or 0, len(columns), len(rows))
     undefined = UNDEFINED_INT32 if dtype == torch.int32 else torch.nan
     output = torch.full((len(rows), columns.shape[2]), undefined, dtype=dtype)
-    wide = torch.float64 if is_int8 else torch.float32  # sums of int8 are exact
     end = 0
     for group, size in enumerate(sizes):
         start, end = end, end + size
         if size:
-            product = rows[start:end].to(wide) @ columns[group].to(wide)
+            multiply = exact_sums if is_int8 else rounded_product
+            product = multiply(rows[start:end], columns[group])
             if scales:
                 product = product.float() * scales[0][group].float() * scales[1][start:end, None]
             output[start:end] = product.to(dtype)

@@ -4,6 +4,7 @@ import torch
 
 from ascend_emulator.operators import int4_weights
 from ascend_emulator.operators.constraint import Call, shape_of
+from ascend_emulator.operators.matmul import exact_sums
 
 DYNAMIC_QUANT = "npu::npu_dynamic_quant"
 QUANTIZE = "npu::npu_quantize"
@@ -162,11 +163,11 @@ def quant_matmul(
             kinds |= {torch.float32, torch.float16}
         fits = shape_of(bias) == (x2.shape[1],) and bias.dtype in kinds
         call.demand("bias", fits, f"{shape_of(bias)} {bias.dtype}")
-    sums = (x1.double() @ x2.double()).to(torch.int64)  # exact: below 2 ** 53
+    sums = exact_sums(x1, x2)
     if bias is not None and bias.dtype == torch.int32:
         sums = sums + bias
     if result == torch.int32:
-        return sums.to(torch.int32)
+        return sums
     factor = scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale
     product = sums.float() * factor.float()
     if pertoken_scale is not None:

@@ -1,5 +1,7 @@
 """References of plain matrix products: with int8 or int4 weights, and added to a float32 sum."""
 
+from functools import cache
+
 import torch
 
 from ascend_emulator.operators.constraint import Call, shape_of
@@ -63,6 +65,32 @@ def weight_quant_batchmatmul(
         demand("bias", fits and bias.is_contiguous(), told)
         product = product + bias.float()
     return product.to(x.dtype)
+
+
+@cache
+def _torch_sums_exactly() -> bool:
+    """Return whether torch adds products of int8 exactly here; without VNNI, oneDNN does not."""
+    largest = torch.full((32, 32), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest) == 32 * 127**2).all())
+
+
+def exact_sums(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Multiply int8 by int8: int32, as the kernels add."""
+    if _torch_sums_exactly():
+        return torch._int_mm(rows, columns)
+    return (rows.double() @ columns.double()).to(torch.int32)
+
+
+@cache
+def _has_bfloat16_products() -> bool:
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def rounded_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Multiply in float32, and round to the dtype of the rows once."""
+    if rows.dtype == torch.bfloat16 and _has_bfloat16_products():
+        return rows @ columns  # which does that, without copies in float32
+    return (rows.float() @ columns.float()).to(rows.dtype)
 
 
 def int4_values(words: torch.Tensor) -> torch.Tensor:

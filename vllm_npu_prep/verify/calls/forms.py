@@ -24,13 +24,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from vllm_npu_prep.ops.moe_topk import topk_softmax
 from vllm_npu_prep.ops.npu.rotary import columns_of_sections
-from vllm_npu_prep.quantization.int8 import quantize_all, quantize_tokens
+from vllm_npu_prep.quantization.int8 import EXACT_COLUMNS, quantize_all, quantize_tokens
 from vllm_npu_prep.verify.calls.call import Call
 
 Tensor = torch.Tensor
-
-EXACT_COLUMNS = 1024
-"""So many products of int8 have a sum that float32 holds exactly."""
 
 DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 """By torch's numbers for them, which the dispatcher hands to operators of torch_npu."""
