@@ -71,7 +71,7 @@ def nbytes_of(folder):
 
 QWEN2 = ("Qwen2", {})  # biases: float ones are added to products, ModelSlim's to integer sums
 DEEPSEEK = ("DeepseekV3", {"q_lora_rank": 20, **LATENT, **V3_EXPERTS})
-GRAPHS = graphs("FULL_DECODE_ONLY", 1, 4, 8)
+GRAPHS, TRACED = (graphs(mode, 1, 4, 8) for mode in ("FULL_DECODE_ONLY", "PIECEWISE"))
 MODELS = {  # family, its config, how an int8 copy is made, settings
     "ModelSlim, static and smooth, a float layer": (
         "Qwen3",
@@ -79,7 +79,7 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
         partial(QUANTIZE, **STATIC, keep=("layers.0.mlp.down_proj",), plain=False),
         {},
     ),
-    "biases, zero points": (*QWEN2, partial(QUANTIZE, **COMPRESSED, static=True), {}),
+    "biases, zero points": (*QWEN2, partial(QUANTIZE, **COMPRESSED, static=True), TRACED),
     "biases, ModelSlim": (*QWEN2, partial(QUANTIZE, **STATIC), {}),
     "int4 groups with zero points": ("Qwen3", {}, partial(QUANTIZE, **INT4), GRAPHS),
     "int4 rows, biases": (*QWEN2, partial(QUANTIZE, **INT4_ROWS, keep=("layers.0.mlp",)), {}),
@@ -95,7 +95,12 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
         partial(QUANTIZE, **{**W4A8, "group": 0}, keep=("layers.0.mlp",)),
         GRAPHS,
     ),
-    "W4A8, groups": ("Qwen3", {}, partial(quantize_with_signs, **{**W4A8, **COMPRESSED}), {}),
+    "W4A8, groups": (
+        "Qwen3",
+        {},
+        partial(quantize_with_signs, **{**W4A8, **COMPRESSED}),
+        TRACED,
+    ),
     "W4A8, groups of 256": (
         "Llama",
         {**WIDE, "head_dim": 64},
@@ -137,7 +142,7 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     "Kimi K2": (*DEEPSEEK, partial(QUANTIZE, **W4A16, keep=KIMI_K2), GRAPHS),
     "GLM-4.5, W4A16": ("Glm4Moe", MIXTURES["Glm4Moe"], partial(QUANTIZE, **W4A16), GRAPHS),
     "GLM-4.5, W4A8": ("Glm4Moe", MIXTURES["Glm4Moe"], partial(QUANTIZE, **W4A8), {}),
-    "AWQ": ("Qwen3", {}, partial(QUANTIZE, **AWQ), {}),
+    "AWQ": ("Qwen3", {}, partial(QUANTIZE, **AWQ), TRACED),
     "GPTQ, biases, a float layer": (
         *QWEN2,
         partial(QUANTIZE, **GPTQ, keep=("layers.0.mlp.down_proj",)),
@@ -145,7 +150,7 @@ MODELS = {  # family, its config, how an int8 copy is made, settings
     ),
     "Qwen3Moe": ("Qwen3Moe", MOE, partial(QUANTIZE, **DYNAMIC), {}),
     # vLLM calls MiniMax-M2's mixtures otherwise than the files do
-    "MiniMaxM2": ("MiniMaxM2", MIXTURES["MiniMaxM2"], partial(QUANTIZE, **COMPRESSED), {}),
+    "MiniMaxM2": ("MiniMaxM2", MIXTURES["MiniMaxM2"], partial(QUANTIZE, **COMPRESSED), TRACED),
     "latent": (*DEEPSEEK, partial(QUANTIZE, **COMPRESSED), GRAPHS),
     # As vllm-ascend wants it
     "latent, ModelSlim": (*DEEPSEEK, partial(QUANTIZE, **DYNAMIC, keep=("kv_b_proj",)), GRAPHS),

@@ -895,7 +895,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "quantization/int8.py": [
         ("int4: groups of rounded inputs begin one later", "slice(group * size, (group + 1) * size)", "slice(group * size - group, (group + 1) * size - group)", W4A8_TOKENS),
         ("int8: all tokens get the first one's scale", "product *= rows.scale[:, None]", "product *= rows.scale[:1, None]", INT8_TOKENS),
-        ("int8: sums are cut off on processors without VNNI", "    if torch_sums_exactly():\n", "    if True:\n", ("tests/quantization/test_int8.py",)),
+        ("int8: sums are cut off on processors without VNNI", "        if self.sums_exactly:\n", "        if True:\n", ("tests/quantization/test_int8.py",)),
+        ("int8: a traced model asks what a product gives", "        if self.sums_exactly:\n", "        if torch_sums_exactly():\n", INT8_TOKENS),
+        ("int8: float32 sums more products than it holds exactly", "EXACT_COLUMNS = 1024", "EXACT_COLUMNS = 4096", ("tests/quantization/test_int8.py",)),
         ("int8: the offset of inputs stays in", "sums = sums + self.sum_bias", "sums = sums + 0 * self.sum_bias", INT8_TOKENS),
         ("int8: scales of latent queries stay in the order of heads", "weight_scale=self.weight_scale[..., order]", "weight_scale=self.weight_scale", INT8_ON_NPU),
         ("SwiGLU rounds rows that CANN's operator takes in parts", "    if is_static or columns <= MOST_COLUMNS_OF_SWIGLU:\n", "    if True:\n", INT8_ON_NPU),

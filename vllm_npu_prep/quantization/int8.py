@@ -7,7 +7,7 @@ Products are summed in int32, so sums are exact; scales multiply the sums in flo
 Both devices compute the same: torch on the CPU, two operators of torch_npu on NPUs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -111,7 +111,7 @@ def torch_sums_exactly() -> bool:
     Without instructions for it (VNNI), oneDNN adds pairs of products in int16, and cuts off what
     does not fit.
     """
-    largest = torch.full((32, 32), LEVELS, dtype=torch.int8)
+    largest = torch.full((32, 32), LEVELS, dtype=torch.int8, device="cpu")
     is_exact = bool((torch._int_mm(largest, largest) == 32 * LEVELS**2).all())
     if not is_exact:
         logger.info_once(
@@ -121,21 +121,12 @@ def torch_sums_exactly() -> bool:
     return is_exact
 
 
-def exact_sums(
-    x: torch.Tensor,  # int8 [T, K]
-    weight: torch.Tensor,  # int8 [K, N]
-) -> torch.Tensor:  # int32 [T, N]
-    """Multiply on the CPU."""
-    if torch_sums_exactly():
-        return torch._int_mm(x.contiguous(), weight)
-    sums = x.new_zeros(len(x), weight.shape[1], dtype=torch.int32)
-    for part, columns in zip(x.split(EXACT_COLUMNS, 1), weight.split(EXACT_COLUMNS)):
-        sums += (part.float() @ columns.float()).int()
-    return sums
-
-
+@dataclass(frozen=True)
 class TorchInt8Linear(Int8Linear):
     """The layer on the CPU, which also defines what NPUs have to compute."""
+
+    # Found when the layer is made: a traced model can't look at what a product gives
+    sums_exactly: bool = field(default_factory=torch_sums_exactly)
 
     def quantize(self, x: torch.Tensor) -> QuantizedRows:
         if self.input_scale is None:
@@ -147,7 +138,7 @@ class TorchInt8Linear(Int8Linear):
         if self.weight_scale.dim() == 2:
             product = self._sum_of_groups(rows.values)
         else:
-            sums = exact_sums(rows.values, self.weight)
+            sums = self.sums(rows.values, self.weight)
             if self.sum_bias is not None:
                 sums = sums + self.sum_bias
             product = sums.float() * self.weight_scale
@@ -157,13 +148,22 @@ class TorchInt8Linear(Int8Linear):
             product += bias
         return product.to(rows.dtype)
 
+    def sums(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return int32 ``[T, N]``, which holds the sums of up to 131,071 products."""
+        if self.sums_exactly:
+            return torch._int_mm(values.contiguous(), weight)
+        sums = values.new_zeros(len(values), weight.shape[1], dtype=torch.int32)
+        for part, columns in zip(values.split(EXACT_COLUMNS, 1), weight.split(EXACT_COLUMNS)):
+            sums += (part.float() @ columns.float()).int()
+        return sums
+
     def _sum_of_groups(self, values: torch.Tensor) -> torch.Tensor:
         """Return float32 ``[T, N]``: exact sums within groups, whose scales multiply in float32."""
         size = len(self.weight) // len(self.weight_scale)
         product = values.new_zeros(len(values), self.weight.shape[1], dtype=torch.float32)
         for group, scale in enumerate(self.weight_scale):
             part = slice(group * size, (group + 1) * size)
-            sums = exact_sums(values[:, part], self.weight[part])
+            sums = self.sums(values[:, part], self.weight[part])
             product += sums.float() * scale
         return product
 

@@ -182,7 +182,7 @@ def _form(tensor: torch.Tensor | None) -> str:
 
 def _each(tensors: Tensors) -> list[torch.Tensor]:
     if isinstance(tensors, Int8Linear | DequantizedLinear):
-        return [each for each in vars(tensors).values() if each is not None]
+        return [each for each in vars(tensors).values() if isinstance(each, torch.Tensor)]
     return tensors if isinstance(tensors, list) else [tensors]
 
 

@@ -58,11 +58,11 @@ def grouped_rows(
     sizes = _sizes_of_groups(call, listed, form or 0, len(columns), len(rows))
     undefined = UNDEFINED_INT32 if dtype == torch.int32 else torch.nan
     output = torch.full((len(rows), columns.shape[2]), undefined, dtype=dtype)
+    multiply = exact_sums if is_int8 else rounded_product
     end = 0
     for group, size in enumerate(sizes):
         start, end = end, end + size
         if size:
-            multiply = exact_sums if is_int8 else rounded_product
             product = multiply(rows[start:end], columns[group])
             if scales:
                 product = product.float() * scales[0][group].float() * scales[1][start:end, None]

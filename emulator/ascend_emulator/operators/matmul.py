@@ -68,15 +68,15 @@ def weight_quant_batchmatmul(
 
 
 @cache
-def _torch_sums_exactly() -> bool:
+def torch_sums_exactly() -> bool:
     """Return whether torch adds products of int8 exactly here; without VNNI, oneDNN does not."""
     largest = torch.full((32, 32), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest) == 32 * 127**2).all())
 
 
 def exact_sums(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Multiply int8 by int8: int32, as the kernels add."""
-    if _torch_sums_exactly():
+    """Multiply int8 ``[m, k]`` by int8 ``[k, n]``: int32 ``[m, n]``, as the kernels add."""
+    if torch_sums_exactly():
         return torch._int_mm(rows, columns)
     return (rows.double() @ columns.double()).to(torch.int32)
 
@@ -87,9 +87,9 @@ def _has_bfloat16_products() -> bool:
 
 
 def rounded_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Multiply in float32, and round to the dtype of the rows once."""
+    """Multiply floats, with sums in float32, and round them to the dtype of the rows once."""
     if rows.dtype == torch.bfloat16 and _has_bfloat16_products():
-        return rows @ columns  # which does that, without copies in float32
+        return rows @ columns  # the same, without copies in float32
     return (rows.float() @ columns.float()).to(rows.dtype)
 
 
