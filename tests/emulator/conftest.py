@@ -198,4 +198,4 @@ def emulate(request, tmp_path):
 @pytest.fixture
 def ranks(emulate):
     """Run a script with four devices, whose ranks may come late on a busy host."""
-    return lambda script: emulate(RANKS + textwrap.dedent(script), devices=4, hang_seconds=120)
+    return lambda script: emulate(RANKS + textwrap.dedent(script), devices=4, hang_seconds=300)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.waiting import LIMIT
+
 FORKS = multiprocessing.get_context("fork")
-SECONDS = 240
 SECONDS_AFTER_FAILURE = 15
 """How long other ranks may go on after one has failed."""
 
@@ -62,7 +63,7 @@ def _run_rank(
 
 def _wait(processes: list[Any]) -> list[int | None]:
     """Exit codes; None of a process that had to be killed."""
-    end, failed = time.monotonic() + SECONDS, False
+    end, failed = time.monotonic() + LIMIT, False
     while (codes := [each.exitcode for each in processes]).count(None) and time.monotonic() < end:
         if 1 in codes and not failed:
             end, failed = min(end, time.monotonic() + SECONDS_AFTER_FAILURE), True

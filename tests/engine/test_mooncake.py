@@ -31,7 +31,7 @@ from tests.helpers.hybrids import QWEN3_NEXT
 from tests.helpers.latent import LATENT, V3_EXPERTS, V32
 from tests.helpers.prompts import prompts_of
 from tests.helpers.v2 import engine_of, on_both
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import LIMIT, wait_until
 from tests.helpers.windows import THREE_GROUPS
 from tests.server.process import free_port
 from vllm_npu_prep.errors import PrepError
@@ -182,7 +182,7 @@ def test_blocks_of_an_abort_stay_until_the_transfer_ended(qwen3, expected, monke
 
     def late() -> int:
         began.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(LIMIT)
         return 0
 
     with engine_of("V2", qwen3, **connected(monkeypatch)) as llm:
@@ -212,7 +212,7 @@ class Stalled:
 
     def _stall(self, given: tuple[Any, ...]) -> int:
         self.began.set()
-        assert self.goes_on.wait(60)
+        assert self.goes_on.wait(LIMIT)
         result = self.write(*given)
         self.written.set()
         return result
@@ -220,7 +220,7 @@ class Stalled:
     def go_on(self) -> None:
         assert self.began.is_set() and not self.written.is_set()
         self.goes_on.set()
-        assert self.written.wait(60)
+        assert self.written.wait(LIMIT)
 
 
 def hurried(self: Any, option: int, value: Any, plain: Any = zmq.asyncio.Socket.setsockopt) -> None:

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.waiting import LIMIT
 from tests.server.process import free_port
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 600
-"""Time that a side gets to start an engine or to answer, on a machine that has other work."""
 PRODUCER, CONSUMER = ROLES = "kv_producer", "kv_consumer"
 LIBRARIES = "libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1", "librdmacm.so.1"
 """What Mooncake links to, each after those that it needs itself."""
@@ -38,7 +37,7 @@ def variables_of_mooncake() -> dict[str, str]:
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT,
     )
     if done.returncode:
         pytest.skip(f"{script} could not fetch Mooncake: {done.stderr.strip().splitlines()[-1]}")
@@ -68,14 +67,14 @@ class Side:
         return self.answer()
 
     def answer(self) -> Any:
-        assert self._connection.poll(SECONDS), f"no answer of {self.role} in {SECONDS} s"
+        assert self._connection.poll(LIMIT), f"no answer of {self.role} in {LIMIT} s"
         answer = self._connection.recv()
         assert not isinstance(answer, str), answer
         return answer
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.join(60)
+        self.process.join(LIMIT)
         self.process.kill()
 
 

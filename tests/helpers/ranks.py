@@ -14,14 +14,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.waiting import LIMIT
 from tests.matrix.collect import add, note
 from vllm_npu_prep.compat.v2 import RUNNER_ENV_VAR
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NPU_PREP_DEVICE", "cpu")
-
-SECONDS = 240
-"""Time that an engine gets to start, to answer and to stop."""
 
 DEFAULTS = {
     "dtype": "float32",
@@ -39,7 +37,7 @@ DEFAULTS = {
 PRELOADED = ["vllm.v1.engine.async_llm", "vllm_npu_prep.worker", "tests.helpers.ranks"]
 
 
-def in_a_fresh_process(function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
+def in_a_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """What a function of this module returns in a fork of a process that only imported vLLM.
 
     That process has the environment of the first call; its forks get that of theirs.
@@ -52,7 +50,7 @@ def in_a_fresh_process(function: Callable[..., Any], *args: Any, seconds: float 
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         future = pool.submit(_with_environment, dict(os.environ), function, *args)
         try:
-            return future.result(seconds)
+            return future.result(LIMIT)
         except TimeoutError:  # leaving the pool would wait for it; its ranks end with it
             for process in (pool._processes or {}).values():
                 process.kill()
@@ -65,11 +63,9 @@ def _with_environment(environment: dict[str, str], function: Callable[..., Any],
     return function(*args)
 
 
-def serve_on_ranks(
-    model: Path, settings: dict[str, Any], traffic: Callable[..., Any], seconds: float = SECONDS
-) -> Any:
+def serve_on_ranks(model: Path, settings: dict[str, Any], traffic: Callable[..., Any]) -> Any:
     """Start an engine as a server does, and return what an async function of its `Ranks` does."""
-    returned, cell = in_a_fresh_process(_serve, model, settings, traffic, seconds=seconds)
+    returned, cell = in_a_fresh_process(_serve, model, settings, traffic)
     add([cell])
     return returned
 

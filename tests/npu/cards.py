@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.waiting import LIMIT
+
 ROOT = Path(__file__).parents[2]
 ON_A_CARD = "NPU_EMULATOR_DEVICES" in os.environ or os.environ.get("NPU_PREP_DEVICE") == "npu"
 """Whether this process is on one already: then its own pytest runs these tests."""
@@ -40,7 +42,7 @@ OF_TESTS = {
 }
 """Cards of tests whose ids begin so: for streams of very different speed, as those of ranks need
 them, and for another chip."""
-SEVERAL = ("--devices", "4", "--delay", "skewed", "--hang-seconds", "120")
+SEVERAL = ("--devices", "4", "--delay", "skewed", "--hang-seconds", "300")
 OPTIONS = {
     "9.1": ("--memory", "1G", "--delay", "none"),
     "skewed": SEVERAL,
@@ -51,8 +53,6 @@ OPTIONS = {
 }
 """Cards. Files are on that of their folder, or as `OF_FILES` and `OF_TESTS` say. Hazards are found
 whatever the delay is. Where streams are skewed, each operator of the first one waits 2.4 ms."""
-SECONDS = max(600, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
-"""Time limit of a phase of a test."""
 
 
 def card_of(test: str) -> str:
@@ -100,20 +100,20 @@ class Card:
         """
         try:
             self.connection.send((test, following))
-            while self.connection.poll(SECONDS):
+            while self.connection.poll(LIMIT):
                 if (report := self.connection.recv()) is None:
                     return
                 self.has_reported = True
                 yield report
         except ConnectionError as error:
             raise EOFError from error
-        raise EOFError(f"no answer in {SECONDS} s")
+        raise EOFError(f"no answer in {LIMIT} s")
 
     def close(self) -> str:
         """Let it end; what it said last, unless nothing but tests failed."""
         self.connection.close()
         try:
-            code = self.process.wait(60)
+            code = self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()

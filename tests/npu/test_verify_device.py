@@ -38,7 +38,7 @@ def test_graphs_that_replay_old_lengths_are_found(tmp_path):
     """A fault of the runtime; beside it, rows that need several devices and have four."""
     page = tmp_path / "page.md"
     only = [word for name in ("graph", "fia-decode", *TEAMS) for word in ("--only", name)]
-    options = ("--fault", "stale-lengths", "--devices", "4", "--hang-seconds", "60")
+    options = ("--fault", "stale-lengths", "--devices", "4", "--hang-seconds", "300")
     code, rows = rows_of("--markdown", str(page), *only, options=options)
     wrong = {name for name in rows if name.startswith(tuple(STALE))}
     verdicts = {name: row["verdict"] for name, row in rows.items()}
@@ -70,7 +70,7 @@ def test_a_committed_list_is_recorded_again_byte_by_byte(tmp_path):
 
 def test_rows_of_several_ranks_compare_collectives():
     """Speed is told for each pair of devices, and judged by nobody."""
-    options = ("--devices", "4", "--hang-seconds", "60")
+    options = ("--devices", "4", "--hang-seconds", "300")
     code, rows = rows_of("--only", "hccl", options=options)
     left_out = {"hccl-pairs-8", "hccl-pairs-16"}
     for name, row in rows.items():
@@ -90,7 +90,7 @@ FOUND_BY = {  # with what a row that finds the fault says
 @pytest.mark.parametrize("fault", FOUND_BY)
 def test_rows_of_several_ranks_find_wrong_exchanges(fault):
     finders, says = FOUND_BY[fault]
-    options = ("--devices", "4", "--hang-seconds", "60", *(("--fault", fault) if fault else ()))
+    options = ("--devices", "4", "--hang-seconds", "300", *(("--fault", fault) if fault else ()))
     code, rows = rows_of("--only", "mc2", options=options)
     verdicts = {name: row["verdict"] for name, row in rows.items()}
     assert verdicts == {name: "DIFFERS" if name in finders else "same" for name in EXCHANGES}, rows

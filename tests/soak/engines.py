@@ -43,8 +43,6 @@ from tests.soak.adapters import Adapters, Use, in_place, margin_of
 from tests.soak.kinds import ADAPTERS, FILES, MAX_TOKENS, Kind
 from tests.soak.sessions import Sessions
 
-SECONDS = 600
-"""Time limit of an engine of several ranks."""
 RESET_AFTER = 10
 """Steps after which all requests are preempted, whatever else is drawn."""
 ROUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -143,7 +141,7 @@ def play(kind: Kind, steps: int, alone: bool = True) -> Counter:
             settings["distributed_executor_backend"] = "mp"
             traffic = partial(_waves, kind, prompts(kind.model), adapters, steps)
             with asked_for(kind.runner):
-                answered, count = serve_on_ranks(model, settings, traffic, seconds=SECONDS)
+                answered, count = serve_on_ranks(model, settings, traffic)
             for answer in answered:
                 answers.look(*answer)
         else:

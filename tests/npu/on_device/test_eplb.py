@@ -62,7 +62,7 @@ def test_tokens_are_the_best_by_transformers_whatever_moves(tmp_path, name):
     traffic = partial(exchanged, prompts=prompts(), num_tokens=12)
     with asked_for(runner):
         given = SETTINGS | settings | moving(6, **exchange)
-        got = serve_on_ranks(made, given, traffic, seconds=480)
+        got = serve_on_ranks(made, given, traffic)
     assert_weights_follow_the_map(got["experts"])
     judges = judges_of(model, False)
     if how:

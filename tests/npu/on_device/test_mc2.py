@@ -21,7 +21,7 @@ from tests.helpers.huggingface import logits_by
 from tests.helpers.quantized import QUANTIZE, rounded_model
 from tests.helpers.ranks import RankProbe, Ranks, serve_on_ranks
 from tests.helpers.v2 import asked_for
-from tests.helpers.waiting import until
+from tests.helpers.waiting import LIMIT, until
 from tests.npu.inputs import prompts
 from tests.npu.models import PARTED, bound_of, judges_of, lacks, make
 
@@ -85,7 +85,7 @@ def test_a_layer_takes_fewer_launches_and_bytes(count):
     waits for another one to join the group does its work meanwhile.
     """
     command = [sys.executable, "-m", "tests.npu.layer_on_ranks", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = json.loads(done.stdout.splitlines()[-1])
     sent = {}
@@ -160,7 +160,7 @@ def serve(model, case, traffic=traffic):
     settings["worker_extension_cls"] = f"{__name__}.ExchangeProbe"
     settings["additional_config"] = {"npu_prep": {"check": "cheap", "mc2": case.option}}
     with asked_for(case.runner):
-        return serve_on_ranks(model, settings, traffic, seconds=480)
+        return serve_on_ranks(model, settings, traffic)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,6 @@ The same on the CPU fallback, where more is compared: `tests/engine/test_ranks.p
 """
 
 import asyncio
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ from tests.npu.models import BOUND, PARTED, bound_of, judges_of, lacks, make
 CACHE = 32 << 20
 PAGE = 2 << 20
 """Of K and V on each rank, and what the card's virtual memory comes in."""
-SECONDS = max(480, int(os.environ.get("NPU_PREP_TEST_SECONDS", "0")))
 """Time limit of an engine: hosts may have fewer cores than it has ranks."""
 
 TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
@@ -203,7 +201,7 @@ def test_tokens_are_the_best_by_transformers(folder, tmp_path, name):
     loras = adapters_of(model) if case.adapters else None
     with asked_for(case.runner):
         talk = partial(traffic, loras=loras)
-        got = serve_on_ranks(made, settings_of(case, model), talk, seconds=SECONDS)
+        got = serve_on_ranks(made, settings_of(case, model), talk)
     per_engine = case.layout.get(TP, 1) * case.layout.get(PP, 1) * case.layout.get(PCP, 1)
     num_engines = case.layout.get(DP, 1)
     devices = [fact["device"] for fact in got["facts"]]
@@ -290,7 +288,7 @@ def test_ranks_sleep_together_and_wake_up_together(folder):
     model = make(folder, "Qwen3")
     settings = settings_of(CASES["two ranks, decodes"], model)
     talk = partial(slept, model=model)
-    got = serve_on_ranks(model, settings | {"enable_sleep_mode": True}, talk, seconds=SECONDS)
+    got = serve_on_ranks(model, settings | {"enable_sleep_mode": True}, talk)
     first, *others = got["tokens"]
     assert others == [first, first]
     judge = logits_of(model)
@@ -334,7 +332,7 @@ def test_ranks_that_share_prompts_are_disturbed(folder):
     few = {"block_size": 16, "num_gpu_blocks_override": 17, "enable_sleep_mode": True}
     with asked_for(case.runner):
         talk = partial(disturbed, model=model)
-        got = serve_on_ranks(model, settings_of(case, model) | few, talk, seconds=SECONDS)
+        got = serve_on_ranks(model, settings_of(case, model) | few, talk)
     judge = logits_of(model)
     for tokens in got["rounds"]:
         worst = max(lacks(judge, *each).max() for each in zip(prompts(), tokens, strict=True))
@@ -354,6 +352,6 @@ def test_blocks_of_all_ranks_come_back_from_the_host(folder):
     model = make(folder, "Qwen3")
     settings = settings_of(CASES["two ranks"], model) | {"kv_cache_memory_bytes": CACHE}
     settings |= {"block_size": 16, "kv_offloading_size": 0.01, "num_gpu_blocks_override": 40}
-    got = serve_on_ranks(model, settings, evicted, seconds=SECONDS)
+    got = serve_on_ranks(model, settings, evicted)
     assert got["rounds"][0] == got["rounds"][1]
     assert got["loaded"] >= 4 * 128, "tokens that came from the host"
