@@ -53,6 +53,8 @@ OPTIONS = {
 }
 """Cards. Files are on that of their folder, or as `OF_FILES` and `OF_TESTS` say. Hazards are found
 whatever the delay is. Where streams are skewed, each operator of the first one waits 2.4 ms."""
+PHASE_LIMIT = 2 * LIMIT
+"""Time limit of a phase of a test in seconds: what the test itself waits for is told before."""
 
 
 def card_of(test: str) -> str:
@@ -100,14 +102,14 @@ class Card:
         """
         try:
             self.connection.send((test, following))
-            while self.connection.poll(LIMIT):
+            while self.connection.poll(PHASE_LIMIT):
                 if (report := self.connection.recv()) is None:
                     return
                 self.has_reported = True
                 yield report
         except ConnectionError as error:
             raise EOFError from error
-        raise EOFError(f"no answer in {LIMIT} s")
+        raise EOFError(f"no answer in {PHASE_LIMIT} s")
 
     def close(self) -> str:
         """Let it end; what it said last, unless nothing but tests failed."""

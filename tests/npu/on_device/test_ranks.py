@@ -30,7 +30,6 @@ from tests.npu.models import BOUND, PARTED, bound_of, judges_of, lacks, make
 CACHE = 32 << 20
 PAGE = 2 << 20
 """Of K and V on each rank, and what the card's virtual memory comes in."""
-"""Time limit of an engine: hosts may have fewer cores than it has ranks."""
 
 TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 SHARED, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
